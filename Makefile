@@ -1,0 +1,48 @@
+# Everything runs in .venv, made on first use. Needs python3.11, make and git.
+PYTHON ?= python3.11
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+CONF   ?= quickstart
+ARGS   ?=
+DRY    ?=
+export HDF5_USE_FILE_LOCKING ?= FALSE
+
+.PHONY: help setup run submit test test-slurm lint format bench bench-engine clean
+help:
+	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
+	@echo "make submit CONF=x [ARGS=...] [DRY=1]               send to SLURM, or show what would be sent"
+	@echo "make test | test-slurm | lint | bench               check"
+
+setup: $(VENV)/.ready
+$(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,dev]'
+	@touch $@
+
+run: setup
+	@$(PY) -m jobs submit experiment=$(CONF) cluster=local $(ARGS)
+
+submit: setup
+	@$(PY) -m jobs submit experiment=$(CONF) $(ARGS) $(if $(DRY),--dry-run)
+
+test: setup
+	$(PY) -m pytest -m "not slurm"
+
+test-slurm: setup
+	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: bench-engine
+bench-engine: setup
+	$(PY) -m scripts.bench_engine $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The configuration files of Hydra: groups, and experiments that choose among them."""

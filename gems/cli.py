@@ -1,0 +1,132 @@
+"""The command line that `python -m gems` and `python -m jobs` share: verbs, Hydra overrides, --json, exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gems.config import RunSpec
+from gems.errors import ConfigError, GemsError, nearest
+
+HYDRA_FLAGS = ("--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--multirun", "-m", "--shell-completion", "-sc",
+               "--package", "-p", "--resolve", "--version", "--run", "-r")  # fmt: skip
+HYDRA_DIRECTORY = ("--config-dir", "-cd")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What stands on the command line beside overrides."""
+
+    json: bool = False
+    flags: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A command: `module:function`, called with (RunSpec, Options), or with (words, Options) when `takes_words`.
+
+    The function gives an exit code, or None for 0.
+    """
+
+    target: str
+    help: str
+    flags: tuple[str, ...] = field(default=())
+    takes_words: bool = False
+
+    def load(self) -> Callable[..., int | None]:
+        """Imports the function; what a verb does not need is never loaded."""
+        module, function = self.target.split(":")
+        loaded: Callable[..., int | None] = getattr(importlib.import_module(module), function)
+        return loaded
+
+
+def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
+    """Runs one command and gives its exit code; an error of ours is one line on stderr."""
+    try:
+        return _dispatch(program, verbs, list(argv))
+    except GemsError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage(program, verbs))
+        return 0 if argv else 2
+    name, words = argv[0], argv[1:]
+    if name not in verbs:
+        raise ConfigError(
+            "command", name, "allowed: " + ", ".join(verbs), f"nearest: {nearest(name, verbs, 1)[0]}"
+        )
+    verb = verbs[name]
+    flags = frozenset(word for word in words if word in verb.flags)
+    options = Options(json="--json" in words, flags=flags)
+    words = [word for word in words if word != "--json" and word not in flags]
+    if verb.takes_words:
+        if "-h" in words or "--help" in words:
+            print(f"python -m {program} {name}: {verb.help}")
+            return 0
+        _refuse_flags(words, verb)
+        return verb.load()(words, options) or 0
+    words = _search_path(words)
+    if any(word.split("=")[0] in HYDRA_FLAGS for word in words):
+        return _through_hydra(program, name, verb, words, options)
+    _refuse_flags(words, verb)
+    from gems.compose import compose
+
+    return verb.load()(compose(words), options) or 0
+
+
+def _through_hydra(program: str, name: str, verb: Verb, words: list[str], options: Options) -> int:
+    from gems.compose import check_overrides, hydra_app
+
+    check_overrides(
+        [word for word in words if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+    )
+    codes: list[int] = []
+
+    def act(spec: RunSpec) -> None:
+        codes.append(verb.load()(spec, options) or 0)
+
+    hydra_app(words, f"{program} {name}", act)
+    return max(codes, default=0)
+
+
+def _search_path(words: list[str]) -> list[str]:
+    """Turns Hydra's --config-dir DIR into the override that does the same."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        flag, _, value = word.partition("=")
+        if flag in HYDRA_DIRECTORY:
+            kept.append(f"hydra.searchpath=['file://{value or next(rest, '')}']")
+        else:
+            kept.append(word)
+    return kept
+
+
+def _refuse_flags(words: Sequence[str], verb: Verb) -> None:
+    known = ("--json", *verb.flags, *(() if verb.takes_words else (*HYDRA_FLAGS, *HYDRA_DIRECTORY)))
+    for word in words:
+        if word.startswith("-"):
+            raise ConfigError("option", word, "unknown; nearest: " + ", ".join(nearest(word, known)))
+
+
+def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
+    width = max(map(len, verbs))
+    lines = [f"usage: python -m {program} VERB [key=value ...] [--json]", ""]
+    lines += [f"  {name:<{width}}  {verb.help}" for name, verb in verbs.items()]
+    lines += ["", f"`python -m {program} VERB --help` lists the configuration; --cfg job prints it."]
+    return "\n".join(lines)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Prints the one machine-readable object of a command on stdout."""
+    json.dump(document, sys.stdout)
+    sys.stdout.write("\n")

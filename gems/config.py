@@ -1,0 +1,174 @@
+"""The configuration: a dataclass schema that Hydra fills, and the resolved `RunSpec` that ranks read.
+
+A field's default is the toolkit's default; `conf/` only chooses among them. `None` means "derive it":
+`gems.resolve` fills every such field, so a `RunSpec` holds none that the engine needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+from gems.errors import ConfigError, nearest, one_of
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """A network by family and size."""
+
+    name: str = "resnet"
+    depth: int = 20
+    version: int = 1
+    block: str = "auto"
+    shortcut: str = "auto"
+    width: int = 16
+    norm: str = "batch"
+
+
+@dataclass(slots=True)
+class DataConfig:
+    """Where images come from and their shape."""
+
+    name: str = "synthetic"
+    height_px: int = 32
+    width_px: int = 32
+    channels: int = 3
+    num_classes: int = 2
+    path: str | None = None
+    field_px: int | None = None
+    train_images: int = 1024
+    validation_images: int = 256
+    augment: bool = True
+    prefetch_steps: int = 2
+
+
+@dataclass(slots=True)
+class ParallelConfig:
+    """How a step is spread over ranks: world size = partitions x replicas."""
+
+    partitions: int = 1
+    replicas: int = 1
+    replications: int | None = None
+    parts: int | None = None
+    micro_batches: int | None = None
+    micro_batch_size: int = 1
+    boundaries: list[int] | None = None
+
+
+@dataclass(slots=True)
+class ScheduleConfig:
+    """The order of work, by its published name."""
+
+    name: str = "gems_master"
+
+
+@dataclass(slots=True)
+class CostConfig:
+    """Costs of one stage and micro-batch in abstract units, for drawings and replays without a profile."""
+
+    name: str = "uniform"
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    link: float = 0.0
+
+
+@dataclass(slots=True)
+class MachineConfig:
+    """What a rank computes on."""
+
+    name: str = "auto"
+    device: str = "auto"
+    threads_per_rank: int = 1
+    transport: str = "auto"
+
+
+@dataclass(slots=True)
+class ClusterConfig:
+    """How ranks are started: on this machine by mpiexec, or by SLURM with the site's habits."""
+
+    name: str = "local"
+    launcher: str = "mpiexec"
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    cpus_per_rank: int = 1
+    gpus_per_node: int = 0
+    minutes: int = 60
+    partition: str | None = None
+    account: str | None = None
+    mpi: str | None = None
+    python: str | None = None
+    setup: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    srun: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TrainConfig:
+    """The training loop."""
+
+    steps: int = 100
+    warmup_steps: int = 2
+    optimizer: str = "sgd"
+    learning_rate: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    dtype: str = "float32"
+    evaluate: bool = True
+    stall_limit_s: float = 600.0
+    sample_interval_s: float = 0.5
+    initial_checkpoint: str | None = None
+
+
+@dataclass(slots=True)
+class RunSpec:
+    """One run, whole. Built by `gems.resolve.resolve`, written to run.yaml, read by every rank."""
+
+    name: str = "run"
+    seed: int = 0
+    runs_dir: str = "runs"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def world_size(self) -> int:
+        """Number of MPI processes: partitions x replicas."""
+        return self.parallel.partitions * self.parallel.replicas
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives the nested plain dictionary that run.yaml holds."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RunSpec:
+        """Reads what `to_dict` gave.
+
+        Raises:
+            ConfigError: a key that the schema does not know, or a section that is no mapping.
+        """
+        sections = {f.name: f.default_factory for f in fields(cls) if f.default_factory is not MISSING}
+        known = [f.name for f in fields(cls)]
+        built: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in known:
+                raise ConfigError(key, value, one_of(nearest(key, known)))
+            if key not in sections:
+                built[key] = value
+                continue
+            if not isinstance(value, dict):
+                raise ConfigError(key, value, "must be a mapping of keys to values")
+            section: Any = sections[key]
+            for inner in value:
+                if inner not in section.__dataclass_fields__:
+                    raise ConfigError(
+                        f"{key}.{inner}", value[inner], one_of(nearest(inner, section.__dataclass_fields__))
+                    )
+            built[key] = section(**value)
+        return cls(**built)

@@ -1,0 +1,186 @@
+"""The run folder: what a run leaves, and where. `runs/<name>-<signature>/`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gems.config import RunSpec
+from gems.errors import ConfigError
+
+KEPT = ("run.yaml", "attempts")
+
+
+def signature(spec: RunSpec) -> str:
+    """Gives 8 hexadecimal digits of the whole resolved configuration, but for the folder that holds all runs."""
+    values = {key: value for key, value in spec.to_dict().items() if key != "runs_dir"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def run_yaml(self) -> Path:
+        """The resolved configuration that every rank reads."""
+        return self.path / "run.yaml"
+
+    @property
+    def status_json(self) -> Path:
+        """The run's state, written by the launcher."""
+        return self.path / "status.json"
+
+    @property
+    def result_json(self) -> Path:
+        """What rank 0 knew at the end."""
+        return self.path / "result.json"
+
+    @property
+    def trace_h5(self) -> Path:
+        """The merged trace."""
+        return self.path / "trace.h5"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the ranks' output."""
+        return self.path / "logs"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of the weights at the end."""
+        return self.path / "checkpoint"
+
+    def heartbeat(self, rank: int) -> Path:
+        """File in which a rank marks the action that it is in."""
+        return self.path / "heartbeat" / f"rank{rank:04d}"
+
+    def failed_json(self, rank: int) -> Path:
+        """What a failing rank leaves."""
+        return self.path / f"FAILED.rank{rank:04d}.json"
+
+    def read_spec(self) -> RunSpec:
+        """Reads run.yaml.
+
+        Raises:
+            ConfigError: there is none, or it is not a run's configuration.
+        """
+        try:
+            values = yaml.safe_load(self.run_yaml.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(
+                "run folder", self.path, f"holds no readable run.yaml ({error})", "prepare it first"
+            ) from error
+        if not isinstance(values, dict):
+            raise ConfigError("run folder", self.path, "its run.yaml is not a configuration")
+        return RunSpec.from_dict(values)
+
+    def write_status(self, state: str, **more: Any) -> None:
+        """Writes status.json at once and whole: state is prepared, submitted, running, finished or failed."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(self.status_json, {"state": state, "updated_utc": now, **more})
+
+    def read_status(self) -> dict[str, Any]:
+        """Reads status.json, or nothing where there is none."""
+        return read_json(self.status_json)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Writes a JSON file that appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object, or gives an empty one where the file is missing."""
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def prepare(spec: RunSpec) -> RunFolder:
+    """Makes the folder of a resolved run and writes run.yaml.
+
+    A folder that already holds this configuration is used again: what the earlier attempt left moves to
+    attempts/<number>/, so nothing recorded is lost.
+
+    Raises:
+        ConfigError: no permission, another configuration in the folder, or a run that is still going on there.
+    """
+    folder = RunFolder(Path(spec.runs_dir).resolve() / f"{spec.name}-{signature(spec)}")
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if folder.run_yaml.exists():
+            _check_same(folder, spec)
+            _refuse_running(folder)
+            _archive(folder)
+        partial = folder.path / "run.yaml.partial"
+        partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
+        partial.replace(folder.run_yaml)
+        folder.logs.mkdir(exist_ok=True)
+        folder.heartbeat(0).parent.mkdir(exist_ok=True)
+        folder.write_status("prepared")
+    except OSError as error:
+        raise ConfigError(
+            "runs_dir",
+            spec.runs_dir,
+            f"cannot write there ({error.strerror}: {error.filename})",
+            "give runs_dir= a folder of yours",
+        ) from error
+    return folder
+
+
+def _check_same(folder: RunFolder, spec: RunSpec) -> None:
+    held = folder.read_spec()
+    if signature(held) != signature(spec):
+        raise ConfigError(
+            "run folder", folder.path, f"holds another configuration ({signature(held)}, not {signature(spec)})",
+            "choose another name= or runs_dir=, or move that folder away",
+        )  # fmt: skip
+
+
+def _refuse_running(folder: RunFolder) -> None:
+    status = folder.read_status()
+    if status.get("state") == "submitted":
+        raise ConfigError(
+            "run folder",
+            folder.path,
+            f"is that of job {status.get('job_id')}, which has not ended",
+            "cancel it, or change name=",
+        )
+    pid = status.get("pid")
+    if status.get("state") == "running" and status.get("host") == os.uname().nodename and _alive(pid):
+        raise ConfigError(
+            "run folder", folder.path, f"a run goes on there (process {pid})", "wait for it, or change name="
+        )
+
+
+def _alive(pid: object) -> bool:
+    return isinstance(pid, int) and Path(f"/proc/{pid}").exists() and pid != os.getpid()
+
+
+def _archive(folder: RunFolder) -> None:
+    left = [entry for entry in folder.path.iterdir() if entry.name not in KEPT]
+    if all(entry.name in ("status.json", "logs", "heartbeat") for entry in left) and not any(
+        folder.logs.glob("*")
+    ):
+        return
+    attempts = folder.path / "attempts"
+    attempts.mkdir(exist_ok=True)
+    target = attempts / f"{1 + sum(1 for _ in attempts.iterdir()):03d}"
+    target.mkdir()
+    for entry in left:
+        entry.rename(target / entry.name)
