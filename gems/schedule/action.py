@@ -1,0 +1,86 @@
+"""An action: the smallest piece of work that a schedule names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gems.errors import ConfigError, one_of
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its name in text, JSON and traces."""
+
+    F = "F"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    STEP = "STEP"
+
+
+COMPUTE_KINDS = frozenset({Kind.F, Kind.B})
+SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECV_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
+RANK_KINDS = frozenset({Kind.REDUCE_GRAD, Kind.STEP})
+
+_TEXT = re.compile(
+    r"(?P<stage>\d+)(?:\.(?P<segment>\d+))?(?P<kind>[A-Z_]+)(?P<micro_batch>\d+)?(?:/(?P<direction>\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One item of a rank's list.
+
+    Text form: `[stage][.segment]KIND[micro_batch][/direction]`, as in `2F5`, `0SEND_B3/1`; direction 0 is not
+    written. A transfer carries the stage of the rank that runs it: `0SEND_F5` pairs with `1RECV_F5`.
+    REDUCE_GRAD and STEP act on all that a rank holds and carry its lowest stage.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int | None = None
+    direction: int = 0
+    segment: int | None = None
+
+    def __str__(self) -> str:
+        segment = "" if self.segment is None else f".{self.segment}"
+        micro_batch = "" if self.micro_batch is None else str(self.micro_batch)
+        direction = f"/{self.direction}" if self.direction else ""
+        return f"{self.stage}{segment}{self.kind.value}{micro_batch}{direction}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads the text form.
+
+        Raises:
+            ConfigError: the text is no action, or its kind is unknown.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(
+                "action", text, "allowed: [stage][.segment]KIND[micro_batch][/direction], as in 2F5 or 0B3/1"
+            )
+        if match["kind"] not in Kind.__members__:
+            raise ConfigError("action", text, f"kind {match['kind']}: " + one_of(Kind.__members__))
+        return cls(
+            kind=Kind(match["kind"]),
+            stage=int(match["stage"]),
+            micro_batch=None if match["micro_batch"] is None else int(match["micro_batch"]),
+            direction=int(match["direction"] or 0),
+            segment=None if match["segment"] is None else int(match["segment"]),
+        )
+
+
+def forward(stage: int, micro_batch: int, direction: int = 0) -> Action:
+    """Builds the forward of one stage and micro-batch."""
+    return Action(Kind.F, stage, micro_batch, direction)
+
+
+def backward(stage: int, micro_batch: int, direction: int = 0) -> Action:
+    """Builds the full backward of one stage and micro-batch."""
+    return Action(Kind.B, stage, micro_batch, direction)
