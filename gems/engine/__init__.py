@@ -1,0 +1,1 @@
+"""The engine: what a rank does. The only part that loads torch and MPI."""

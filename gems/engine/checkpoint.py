@@ -1,0 +1,83 @@
+"""Checkpoints: weights by layer, so that any cut of the model can read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gems.engine.pipeline import Pipeline
+from gems.errors import ConfigError
+from gems.models import layers_of
+from gems.runfolder import RunFolder
+
+State = dict[str, dict[str, Tensor]]
+
+
+def save(pipeline: Pipeline, folder: Path) -> None:
+    """Writes the stages that this rank holds in direction 0 of replica 0: {layer name: state dict} a stage.
+
+    The other direction and the other replicas hold equal copies. Files appear complete or not at all.
+    """
+    if pipeline.replica:
+        return
+    names = [layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)]
+    cuts = pipeline.spec.parallel.boundaries or []
+    for (direction, stage), modules in pipeline.modules.items():
+        if direction:
+            continue
+        state = {
+            name: {key: value.cpu() for key, value in module.state_dict().items()}
+            for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True)
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"stage{stage:04d}.pt"
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+
+def load(folder: Path) -> State:
+    """Reads all stages of a checkpoint, or of the run folder that holds one; nothing but tensors is unpickled.
+
+    Raises:
+        ConfigError: there is no checkpoint, or a file of it is not readable.
+    """
+    inner = RunFolder(folder).checkpoint
+    paths = sorted((inner if inner.is_dir() else folder).glob("stage*.pt"))
+    if not paths:
+        raise ConfigError(
+            "train.initial_checkpoint",
+            folder,
+            "holds no checkpoint (stage*.pt)",
+            "give a finished run's folder",
+        )
+    state: State = {}
+    for path in paths:
+        try:
+            state.update(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:
+            raise ConfigError(
+                "train.initial_checkpoint", path, f"cannot be read ({type(error).__name__}: {error})"
+            ) from error
+    return state
+
+
+def restore(pipeline: Pipeline, state: State) -> None:
+    """Puts the weights of a checkpoint into every stage of this rank, whatever the cut it was saved with.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    names = [layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)]
+    cuts = pipeline.spec.parallel.boundaries or []
+    for (_, stage), modules in pipeline.modules.items():
+        for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
+            try:
+                module.load_state_dict(state[name])
+            except (KeyError, RuntimeError) as error:
+                raise ConfigError(
+                    "train.initial_checkpoint", pipeline.spec.train.initial_checkpoint,
+                    f"does not fit this model at layer {name}", "use the model that it was trained with",
+                ) from error  # fmt: skip

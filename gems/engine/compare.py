@@ -1,0 +1,113 @@
+"""Comparison: the configured run beside the unsplit reference, value by value. What the ranks of `gems verify` run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gems.config import RunSpec
+from gems.data import open_dataset
+from gems.engine.device import DTYPES, open_device
+from gems.engine.feed import Feed
+from gems.engine.pipeline import Pipeline, build_pipeline
+from gems.engine.reference import Values, named_values, train_unsplit
+from gems.engine.transport import Comm, abort, world
+from gems.models import layers_of
+from gems.runfolder import RunFolder, write_json
+
+FLOOR = 1e-9  # of the largest value of its kind: below it a tensor is compared on that scale
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Largest relative errors over all steps, ranks, directions and replicas, and where the worst was."""
+
+    max_rel_error: float
+    parameter_error: float
+    gradient_error: float
+    statistics_error: float
+    worst: str
+
+
+def relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Gives the largest of max |a - b| / max |b| over the tensors of `ours`, and the name it belongs to.
+
+    A tensor that is zero but for rounding (a bias before a normalisation, say) is compared with 1e-9 of the largest
+    value in all of `reference`.
+    """
+    if not ours:
+        return 0.0, ""
+    floor = FLOOR * max(float(value.abs().max()) for value in reference.values())
+    errors = {
+        name: float((value - reference[name]).abs().max())
+        / max(float(reference[name].abs().max()), floor, 1e-300)
+        for name, value in ours.items()
+    }
+    worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
+    return errors[worst], worst
+
+
+def compare(spec: RunSpec, comm: Comm, device: torch.device) -> Difference:
+    """Runs the configured schedule and compares each copy of each tensor after every step; collective."""
+    pipeline = build_pipeline(spec, comm, device)
+    feed = Feed(spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.images_of, pipeline.labels_of,
+                DTYPES[spec.train.dtype], device)  # fmt: skip
+    pipeline.set_training(True)
+    reference = train_unsplit(spec, pipeline.schedule, device) if comm.rank == 0 else None
+    worst = [(0.0, "")] * 3
+    for step in range(spec.train.steps):
+        pipeline.train.run(step, feed.batch(step))
+        expected = comm.bcast(None if reference is None else next(reference))
+        for mine in _copies(pipeline):
+            for kind, values in enumerate(mine):
+                error, name = relative_error(values, expected[kind])
+                if not error <= worst[kind][0]:
+                    worst[kind] = (error, f"{name} at rank {comm.rank}, step {step}")
+    feed.close()
+    everyone = comm.allgather(worst)
+    parameter, gradient, statistics = (
+        max((of_rank[kind] for of_rank in everyone), key=_by_error) for kind in range(3)
+    )
+    largest = max((parameter, gradient, statistics), key=_by_error)
+    return Difference(largest[0], parameter[0], gradient[0], statistics[0], largest[1])
+
+
+def _by_error(found: tuple[float, str]) -> float:
+    return float("inf") if found[0] != found[0] else found[0]
+
+
+def _copies(pipeline: Pipeline) -> list[tuple[Values, Values, Values]]:
+    names = [layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)]
+    cuts = pipeline.spec.parallel.boundaries or []
+    copies = []
+    for (_, stage), modules in pipeline.modules.items():
+        merged: tuple[Values, Values, Values] = ({}, {}, {})
+        for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
+            for whole, some in zip(merged, named_values(name, module), strict=True):
+                whole.update(some)
+        copies.append(merged)
+    return copies
+
+
+def main(argv: list[str]) -> None:
+    """Compares one run folder's configuration; rank 0 writes result.json there. One rank of `gems verify`."""
+    try:
+        comm = world()
+        folder = RunFolder(Path(argv[0]))
+        spec = folder.read_spec()
+        difference = compare(spec, comm, open_device(spec.machine))
+        if comm.rank == 0:
+            write_json(folder.result_json, asdict(difference))
+    except BaseException as error:
+        from gems.engine.run import report
+
+        abort(report(RunFolder(Path(argv[0])), world().rank, error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

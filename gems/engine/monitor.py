@@ -1,0 +1,84 @@
+"""The monitor: samples memory, power and utilisation beside the work."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Sample = tuple[int, int, int, float, float]  # t_ns, device_bytes, rss_bytes, power_w, utilisation
+
+NAN = float("nan")
+
+
+def rss_bytes() -> int:
+    """Gives the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+class _Gpu:
+    """One GPU seen through NVML."""
+
+    def __init__(self, device: torch.device) -> None:
+        import pynvml
+
+        self._nvml: Any = pynvml
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        full = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(full)
+
+    def read(self) -> tuple[int, float, float]:
+        """Gives bytes in use on the whole device, watts, and the share of time in use."""
+        used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        power = self._ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0)
+        busy = self._ask(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0)
+        return used, power, busy
+
+    def _ask(self, question: Any) -> float:
+        """Gives NaN for what this GPU does not tell."""
+        try:
+            return float(question())
+        except self._nvml.NVMLError:
+            return NAN
+
+
+class Monitor:
+    """Takes samples in a thread of its own until it is closed; without a GPU it samples the process alone."""
+
+    def __init__(self, device: torch.device, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._gpu = _Gpu(device) if device.type == "cuda" else None
+        self._samples: list[Sample] = []
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._sample()
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Sample]:
+        """Gives the samples since the last call."""
+        with self._lock:
+            taken, self._samples = self._samples, []
+        return taken
+
+    def close(self) -> list[Sample]:
+        """Stops sampling and gives what is left, with one last sample."""
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+        return self.take()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._sample()
+
+    def _sample(self) -> None:
+        device_bytes, power_w, utilisation = (-1, NAN, NAN) if self._gpu is None else self._gpu.read()
+        with self._lock:
+            self._samples.append((time.perf_counter_ns(), device_bytes, rss_bytes(), power_w, utilisation))

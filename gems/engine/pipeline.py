@@ -1,0 +1,161 @@
+"""A rank's share of a run: its stages, links, gradients and executors, put together from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from gems.config import RunSpec
+from gems.engine.device import DTYPES
+from gems.engine.executor import Executor
+from gems.engine.gradients import Gradients, Held
+from gems.engine.ledger import Ledger
+from gems.engine.links import Links, open_transports
+from gems.engine.optimizer import build_optimizer
+from gems.engine.recorder import Recorder
+from gems.engine.stage import Stage
+from gems.engine.staging import open_staging
+from gems.engine.transport import Comm, Transport
+from gems.errors import ConfigError
+from gems.heartbeat import Heartbeat
+from gems.models import layers_of
+from gems.models.build import boundary_shapes, build_layers
+from gems.resolve import global_batch
+from gems.schedule import generate
+from gems.schedule.forward_only import forward_only
+from gems.schedule.lower import lower
+from gems.schedule.schedule import Schedule
+from gems.schedule.validate import validate
+from gems.trace import TracePart
+
+
+def schedule_of(spec: RunSpec) -> Schedule:
+    """Gives the lowered, validated schedule of a resolved run: the one list that ranks run."""
+    parallel = spec.parallel
+    made = generate(spec.schedule.name, parallel.partitions, parallel.micro_batches or 1, parallel.parts or 1)
+    return validate(lower(made))
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """What one rank runs. `rank` is its place in its pipeline, `replica` which copy of the pipeline it is in."""
+
+    spec: RunSpec
+    comm: Comm
+    rank: int
+    replica: int
+    device: torch.device
+    schedule: Schedule
+    modules: dict[Held, nn.ModuleList]
+    stages: dict[Held, Stage]
+    gradients: Gradients
+    optimizer: torch.optim.Optimizer
+    recorder: Recorder
+    train: Executor
+    evaluate: Executor
+
+    @property
+    def images_of(self) -> Collection[int]:
+        """Micro-batches of a step whose images this rank reads."""
+        return self._micro_batches_of(0)
+
+    @property
+    def labels_of(self) -> Collection[int]:
+        """Micro-batches of a step whose labels this rank reads."""
+        return self._micro_batches_of(self.schedule.num_stages - 1)
+
+    def _micro_batches_of(self, stage: int) -> list[int]:
+        placement = self.schedule.placement
+        return [
+            m
+            for m, direction in sorted(self.schedule.directions().items())
+            if placement.rank_of(direction, stage) == self.rank
+        ]
+
+    def has_in_evaluation(self, stage: int) -> bool:
+        """Whether this rank holds `stage` in the direction that evaluation uses."""
+        return self.schedule.placement.rank_of(0, stage) == self.rank
+
+    def set_training(self, is_training: bool) -> None:
+        """Switches layers such as batch norm between batch and running statistics."""
+        for modules in self.modules.values():
+            modules.train(is_training)
+
+
+def build_pipeline(
+    spec: RunSpec,
+    comm: Comm,
+    device: torch.device,
+    part: TracePart | None = None,
+    heartbeat: Heartbeat | None = None,
+) -> Pipeline:
+    """Builds the share of one rank; collective over `comm`, whose size is partitions x replicas.
+
+    Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies
+    are equal from the start.
+
+    Raises:
+        ConfigError: another number of ranks, or ranks that disagree about the schedule.
+    """
+    _check_world(spec, comm)
+    schedule = schedule_of(spec)
+    _check_same_schedule(schedule, comm)
+    parallel, placement = spec.parallel, schedule.placement
+    replica, rank = divmod(comm.rank, parallel.partitions)
+    dtype = DTYPES[spec.train.dtype]
+    layers = layers_of(spec.model, spec.data)
+    cuts = parallel.boundaries or [0, len(layers)]
+    image_shape = (parallel.micro_batch_size, spec.data.channels, spec.data.height_px, spec.data.width_px)
+    shapes = boundary_shapes(layers, image_shape, dtype)
+    boundaries = [shapes[cut - 1] for cut in cuts[1:-1]]
+    stall_limit_s = spec.train.stall_limit_s
+    pipeline_comm = cast(Comm, comm.Split(replica, rank))
+    reduce_comm = cast(Comm, comm.Split(placement.lowest_stage(rank), comm.rank))
+    recorder = Recorder(part, Ledger(device), device)
+    transports = open_transports(pipeline_comm, schedule.num_directions, stall_limit_s)
+    staging = open_staging(spec.machine.transport, device, comm)
+    links = Links(schedule, rank, boundaries, transports, staging, recorder)
+    modules = {
+        (direction, stage): nn.ModuleList(
+            build_layers(layers, cuts[stage], cuts[stage + 1], spec.seed, dtype, device)
+        )
+        for direction, stage in placement.stages_on(rank)
+    }
+    stages = {held: Stage(kept, held[1] == 0, links.poll) for held, kept in modules.items()}
+    gradients = Gradients(modules, Transport(reduce_comm, stall_limit_s), dtype, device)
+    optimizer = build_optimizer(spec.train, (p for kept in modules.values() for p in kept.parameters()))
+    recorder.hold(sum(stage.state_bytes for stage in stages.values()))
+    train = Executor(
+        schedule, rank, stages, links, recorder, heartbeat,
+        samples_per_step=global_batch(spec), gradients=gradients, optimizer=optimizer,
+    )  # fmt: skip
+    forward = validate(
+        lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages)))
+    )
+    evaluation_links = Links(forward, rank, boundaries, transports, staging, recorder)
+    evaluate = Executor(forward, rank, stages, evaluation_links, recorder, heartbeat)
+    return Pipeline(
+        spec, comm, rank, replica, device, schedule, modules, stages, gradients, optimizer, recorder, train, evaluate
+    )  # fmt: skip
+
+
+def _check_world(spec: RunSpec, comm: Comm) -> None:
+    if comm.size != spec.world_size:
+        raise ConfigError(
+            "parallel", f"{spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas",
+            f"needs {spec.world_size} ranks and was started with {comm.size}", f"start {spec.world_size} ranks",
+        )  # fmt: skip
+
+
+def _check_same_schedule(schedule: Schedule, comm: Comm) -> None:
+    digests = comm.allgather(schedule.digest())
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ConfigError(
+                "schedule", schedule.name, f"rank {rank} made another list than rank 0 ({digest[:8]}, not {digests[0][:8]})",
+                "use the same code and run.yaml on all ranks",
+            )  # fmt: skip

@@ -1,0 +1,110 @@
+"""The reference: the same training in one process, unsplit, with plain autograd. What `gems verify` compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from gems.config import RunSpec
+from gems.data import open_dataset
+from gems.data.sampler import batch_indices, micro_batch_slice
+from gems.engine.device import DTYPES
+from gems.engine.gradients import running_statistics
+from gems.engine.optimizer import build_optimizer
+from gems.models import layers_of
+from gems.models.build import as_tuple, build_layers
+from gems.resolve import global_batch
+from gems.schedule.schedule import Schedule
+
+Values = dict[str, Tensor]  # "<layer>.<parameter>" -> tensor on the host
+
+
+def named_values(name: str, module: nn.Module) -> tuple[Values, Values, Values]:
+    """Gives copies of a layer's parameters, their gradients and its running statistics, by full name."""
+    parameters = {f"{name}.{key}": value.detach().cpu().clone() for key, value in module.named_parameters()}
+    gradients = {
+        f"{name}.{key}": value.grad.detach().cpu().clone()
+        for key, value in module.named_parameters()
+        if value.grad is not None
+    }
+    statistics = {
+        f"{name}.{key}": value.detach().cpu().clone()
+        for key, value in module.named_buffers()
+        if value.is_floating_point()
+    }
+    return parameters, gradients, statistics
+
+
+def train_unsplit(
+    spec: RunSpec, schedule: Schedule, device: torch.device
+) -> Iterator[tuple[Values, Values, Values]]:
+    """Trains the whole model on the run's own micro-batches; gives (parameters, gradients, statistics) after each step.
+
+    The gradient is the mean over all samples of a step. Running statistics start a step alike for each copy of the
+    model (a direction of a replica), advance with the micro-batches of that copy, and end as the mean over copies.
+    """
+    dtype = DTYPES[spec.train.dtype]
+    layers = layers_of(spec.model, spec.data)
+    modules = build_layers(layers, 0, len(layers), spec.seed, dtype, device)
+    model = nn.ModuleList(modules)
+    optimizer = build_optimizer(spec.train, model.parameters())
+    statistics = running_statistics(model)
+    for step in range(spec.train.steps):
+        optimizer.zero_grad(set_to_none=True)
+        start = [buffer.clone() for buffer in statistics]
+        mean = [torch.zeros_like(buffer) for buffer in statistics]
+        copies = list(_copies(spec, schedule))
+        for samples in copies:
+            for buffer, value in zip(statistics, start, strict=True):
+                buffer.copy_(value)
+            for images, labels in _micro_batches(spec, step, samples, dtype, device):
+                values: tuple[Tensor, ...] = (images,)
+                for module in modules:
+                    values = as_tuple(module(*values))
+                loss = functional.cross_entropy(values[0], labels, reduction="sum") / global_batch(spec)
+                torch.autograd.backward(loss)
+            for total, buffer in zip(mean, statistics, strict=True):
+                total += buffer / len(copies)
+        for buffer, value in zip(statistics, mean, strict=True):
+            buffer.copy_(value)
+        optimizer.step()
+        yield _collect([layer.name for layer in layers], modules)
+
+
+def _collect(names: list[str], modules: list[nn.Module]) -> tuple[Values, Values, Values]:
+    parameters: Values = {}
+    gradients: Values = {}
+    statistics: Values = {}
+    for name, module in zip(names, modules, strict=True):
+        for whole, some in zip((parameters, gradients, statistics), named_values(name, module), strict=True):
+            whole.update(some)
+    return parameters, gradients, statistics
+
+
+def _copies(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
+    """Gives, for each copy of the model, where its micro-batches lie in the global batch."""
+    parallel, directions = spec.parallel, schedule.directions()
+    for replica in range(parallel.replicas):
+        for direction in range(schedule.num_directions):
+            yield [
+                micro_batch_slice(replica, m, schedule.num_micro_batches, parallel.micro_batch_size)
+                for m in sorted(directions)
+                if directions[m] == direction
+            ]
+
+
+def _micro_batches(
+    spec: RunSpec, step: int, slices: list[slice], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    dataset = open_dataset(spec.data, spec.seed)
+    samples = batch_indices(dataset.num_train, spec.seed, step, global_batch(spec))
+    for where in slices:
+        chosen = [(int(index), int(draw)) for index, draw in samples[where]]
+        images = torch.stack(
+            [torch.from_numpy(dataset.image("train", index, draw)) for index, draw in chosen]
+        )
+        labels = torch.tensor([dataset.label("train", index) for index, _ in chosen])
+        yield images.to(device=device, dtype=dtype), labels.to(device)

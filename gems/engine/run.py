@@ -1,0 +1,82 @@
+"""The program that every rank runs: `python -m gems.engine.run RUN_FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gems.errors import GemsError, RankFailedError
+from gems.heartbeat import Heartbeat, read_beat
+from gems.runfolder import RunFolder, write_json
+
+
+def main(argv: list[str]) -> None:
+    """Runs one rank. Whatever goes wrong is said in one line, kept in a file, and ends all ranks.
+
+    Without the abort the others would wait for this rank in MPI_Finalize until the job's time is over.
+    """
+    if len(argv) != 1:
+        print("usage: python -m gems.engine.run RUN_FOLDER", file=sys.stderr)
+        sys.exit(2)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a scheduler's warning, whose default would kill the rank
+    from gems.engine.transport import abort, world
+
+    folder = RunFolder(Path(argv[0]))
+    rank = int(
+        os.environ.get("SLURM_PROCID")
+        or os.environ.get("PMI_RANK")
+        or os.environ.get("OMPI_COMM_WORLD_RANK")
+        or 0
+    )
+    try:
+        comm = world()
+        rank = comm.rank
+        _work(folder, rank)
+    except BaseException as error:
+        abort(report(folder, rank, error))
+
+
+def _work(folder: RunFolder, rank: int) -> None:
+    from gems.engine.device import open_device
+    from gems.engine.train import train
+    from gems.engine.transport import world
+
+    heartbeat = Heartbeat(folder.heartbeat(rank))
+    spec = folder.read_spec()
+    device = open_device(spec.machine)
+    train(spec, folder, world(), device, heartbeat)
+    heartbeat.close()
+
+
+def report(folder: RunFolder, rank: int, error: BaseException) -> int:
+    """Writes FAILED.rank<k>.json and the line on stderr; gives the exit code for the job."""
+    beat = read_beat(folder.heartbeat(rank))
+    step, action = (beat.step, beat.action) if beat is not None else (-1, "start")
+    node = os.uname().nodename
+    code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
+    cause = (
+        " ".join(str(error).split())
+        if isinstance(error, GemsError)
+        else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    )
+    where = f"in step {step}, action {action}" if step >= 0 else f"before the first step ({action})"
+    if not isinstance(error, GemsError):
+        traceback.print_exception(error)
+    print(f"gems: rank {rank} on node {node} failed {where}: {cause}", file=sys.stderr, flush=True)
+    record = {
+        "rank": rank, "node": node, "pid": os.getpid(), "step": step, "action": action, "cause": cause,
+        "exit_code": code, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }  # fmt: skip
+    try:
+        write_json(folder.failed_json(rank), record)
+    except OSError as failure:
+        print(f"gems: rank {rank} cannot write to {folder.path}: {failure}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

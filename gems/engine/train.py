@@ -1,0 +1,180 @@
+"""Training: the loop over steps, evaluation, and what a rank leaves in the run folder."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+import torch
+from mpi4py import __version__ as mpi4py_version
+
+from gems import __version__
+from gems.config import RunSpec
+from gems.data import open_dataset
+from gems.engine import checkpoint
+from gems.engine.clock import measure_offset
+from gems.engine.device import DTYPES
+from gems.engine.executor import Score
+from gems.engine.feed import Feed
+from gems.engine.monitor import Monitor
+from gems.engine.optimizer import state_bytes
+from gems.engine.pipeline import Pipeline, build_pipeline
+from gems.engine.progress import Progress
+from gems.engine.transport import Comm, library
+from gems.heartbeat import Heartbeat
+from gems.resolve import global_batch
+from gems.runfolder import RunFolder, signature, write_json
+from gems.trace import TracePart, part_path, root_attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Share of validation images told right, beside the share of the commonest class."""
+
+    validation_accuracy: float
+    validation_majority: float
+    validation_loss: float
+    num_validation: int
+
+
+def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, heartbeat: Heartbeat) -> None:
+    """Runs a whole training on one rank: set-up, steps, evaluation, checkpoint, trace part; collective."""
+    dataset = open_dataset(spec.data, spec.seed)
+    part = TracePart(part_path(folder.path, comm.rank), comm.rank, _attributes(spec, comm, device))
+    try:
+        pipeline = build_pipeline(spec, comm, device, part, heartbeat)
+        if spec.train.initial_checkpoint is not None:
+            from pathlib import Path
+
+            checkpoint.restore(pipeline, checkpoint.load(Path(spec.train.initial_checkpoint)))
+        offset_ns, error_ns = measure_offset(comm)
+        part.set_attributes({"clock_offset_ns": offset_ns, "clock_error_ns": error_ns})
+        feed = Feed(
+            spec,
+            dataset,
+            pipeline.replica,
+            pipeline.images_of,
+            pipeline.labels_of,
+            DTYPES[spec.train.dtype],
+            device,
+        )
+        try:
+            losses = _steps(spec, pipeline, feed, part)
+            accuracy = (
+                evaluate(pipeline, feed, dataset.class_counts("validation")) if spec.train.evaluate else None
+            )
+        finally:
+            feed.close()
+        heartbeat.beat(spec.train.steps, "checkpoint")
+        checkpoint.save(pipeline, folder.checkpoint)
+        comm.Barrier()
+        if comm.rank == 0:
+            _write_result(folder, spec, pipeline, losses, accuracy)
+    finally:
+        part.close()
+
+
+def _steps(spec: RunSpec, pipeline: Pipeline, feed: Feed, part: TracePart) -> list[float]:
+    comm, recorder, num_steps = pipeline.comm, pipeline.recorder, spec.train.steps
+    images = global_batch(spec)
+    progress = Progress(spec.name, num_steps, images) if comm.rank == 0 else None
+    monitor = Monitor(pipeline.device, spec.train.sample_interval_s)
+    losses: list[float] = []
+    pipeline.set_training(True)
+    try:
+        for step in range(num_steps):
+            start_ns = time.perf_counter_ns()
+            score = pipeline.train.run(step, feed.batch(step))
+            if step == 0:
+                recorder.hold(state_bytes(pipeline.optimizer))
+            end_ns = time.perf_counter_ns()
+            recorder.end_step()
+            total = _sum_to_first(comm, score)
+            loss = total.loss_sum / images if total is not None else float("nan")
+            part.add(
+                "rank_steps",
+                (comm.rank, step, start_ns, end_ns, images, loss, step < spec.train.warmup_steps),
+            )
+            for sample in monitor.take():
+                part.add("samples", (comm.rank, *sample))
+            part.flush()
+            if progress is not None:
+                losses.append(loss)
+                progress.show(step + 1, loss)
+    finally:
+        for sample in monitor.close():
+            part.add("samples", (comm.rank, *sample))
+        if progress is not None:
+            progress.close()
+    return losses
+
+
+def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> Accuracy:
+    """Runs the validation images forward through direction 0 of every replica; collective, the same on all ranks."""
+    last = pipeline.schedule.num_stages - 1
+    executor = pipeline.evaluate
+    pipeline.set_training(False)
+    pipeline.recorder.is_on = False
+    sums = np.zeros(3)
+    batches = feed.validation(
+        executor.schedule.num_micro_batches, pipeline.has_in_evaluation(0), pipeline.has_in_evaluation(last)
+    )
+    for number, batch in enumerate(batches):
+        score = executor.run(number, batch)
+        sums += (score.loss_sum, score.num_correct, score.num_samples)
+    pipeline.recorder.is_on = True
+    pipeline.set_training(True)
+    loss_sum, num_correct, num_samples = np.sum(pipeline.comm.allgather(sums), axis=0)
+    return Accuracy(
+        validation_accuracy=float(num_correct / num_samples),
+        validation_majority=max(class_counts) / sum(class_counts),
+        validation_loss=float(loss_sum / num_samples),
+        num_validation=int(num_samples),
+    )
+
+
+def _sum_to_first(comm: Comm, score: Score) -> Score | None:
+    """Adds the scores of all ranks up on rank 0, which alone waits for them."""
+    mine = np.array([score.loss_sum, score.num_correct, score.num_samples])
+    total = np.zeros(3) if comm.rank == 0 else None
+    comm.Reduce(mine, total)
+    return None if total is None else Score(float(total[0]), int(total[1]), int(total[2]))
+
+
+def _attributes(spec: RunSpec, comm: Comm, device: torch.device) -> dict[str, object]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    versions = {
+        "gems": __version__,
+        "torch": torch.__version__,
+        "mpi4py": mpi4py_version,
+        "mpi": library(),
+        "h5py": h5py.__version__,
+        "numpy": np.__version__,
+    }
+    return root_attributes(
+        "measured", signature(spec), comm.size, hostname=socket.gethostname(), device=name,
+        versions=[f"{key} {value}" for key, value in versions.items()], clock="perf_counter_ns",
+    )  # fmt: skip
+
+
+def _write_result(
+    folder: RunFolder, spec: RunSpec, pipeline: Pipeline, losses: list[float], accuracy: Accuracy | None
+) -> None:
+    result: dict[str, object] = {
+        "num_steps": len(losses),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "schedule_sha256": pipeline.schedule.digest(),
+        "schedule_rows": [" ".join(map(str, row)) for row in pipeline.schedule.rows],
+    }
+    if accuracy is not None:
+        result |= {
+            "validation_accuracy": accuracy.validation_accuracy,
+            "validation_majority": accuracy.validation_majority,
+            "validation_loss": accuracy.validation_loss,
+            "num_validation": accuracy.num_validation,
+        }
+    write_json(folder.result_json, result)

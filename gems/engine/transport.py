@@ -1,0 +1,169 @@
+"""Messages between ranks, over MPI. The only module that imports MPI, which starts it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import mpi4py
+import torch
+
+from gems.errors import ConfigError, StalledError
+
+mpi4py.rc.thread_level = "serialized"  # all calls come from one thread; the data loader's makes none
+from mpi4py import MPI
+
+SPIN_S = 0.0002
+SLEEP_S = 0.00005
+LOOK_S = 1.0
+
+Comm = MPI.Intracomm
+
+
+def world() -> Comm:
+    """Gives the communicator of all ranks.
+
+    Raises:
+        ConfigError: SLURM started another number of tasks than MPI sees (a wrong `srun --mpi=` makes every rank a
+            world of its own, without a word).
+    """
+    comm = MPI.COMM_WORLD
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if "SLURM_PROCID" in os.environ else None
+    if tasks is not None and int(tasks) != comm.size:
+        raise ConfigError(
+            "cluster.mpi", os.environ.get("SLURM_MPI_TYPE", "default"),
+            f"MPI sees a world of {comm.size} and SLURM started {tasks} tasks",
+            "give the type that fits this MPI: MPICH pmi2, Open MPI pmix, Cray MPICH cray_shasta (srun --mpi=list)",
+        )  # fmt: skip
+    return comm
+
+
+def library() -> str:
+    """Gives the first line of the MPI library's own description."""
+    return MPI.Get_library_version().split("\n")[0].strip()
+
+
+class Transport:
+    """Sends and receives the bytes of contiguous tensors on one duplicated communicator.
+
+    A duplicate keeps its messages apart from everybody else's, so tags need only be unique among its own. Posting
+    returns at once; large messages move only while someone is inside MPI, so long work calls `poll`.
+    """
+
+    def __init__(self, comm: Comm, stall_limit_s: float = 600.0) -> None:
+        self.comm = comm.Dup()
+        self.rank, self.size = comm.rank, comm.size
+        self.max_tag = cast(int, self.comm.Get_attr(MPI.TAG_UB))
+        self._stall_limit_s = stall_limit_s
+        self._outgoing: list[tuple[MPI.Request, torch.Tensor, Callable[[], None] | None]] = []
+        self._incoming: list[MPI.Request] = []
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+        """Posts a send; the tensor is held until it has left, and `done` is called then.
+
+        Raises:
+            ValueError: the tensor is not contiguous; MPI would send its storage in another order.
+        """
+        request = self.comm.Isend(_buffer(tensor), rank, tag)
+        self._outgoing.append((request, tensor, done))
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> MPI.Request:
+        """Posts a receive into a contiguous tensor; give the request to `wait` before the data is read."""
+        request = self.comm.Irecv(_buffer(tensor), rank, tag)
+        self._incoming.append(request)
+        return request
+
+    def poll(self) -> None:
+        """Lets MPI move data, and frees what has been sent. Cheap when nothing is under way."""
+        if self._outgoing:
+            kept = []
+            for entry in self._outgoing:
+                if entry[0].Test():
+                    if entry[2] is not None:
+                        entry[2]()
+                else:
+                    kept.append(entry)
+            self._outgoing = kept
+        elif self._incoming:
+            self._incoming[0].Test()  # one test progresses all
+
+    def wait(self, request: MPI.Request, what: object = "data") -> None:
+        """Waits for one request, polling: spinning first, then with short sleeps, so that ranks may share a core.
+
+        Raises:
+            StalledError: nothing came within the stall limit.
+        """
+        if not request.Test():
+            self._wait_until(request.Test, what)
+        if request in self._incoming:
+            self._incoming.remove(request)
+
+    def drain(self) -> None:
+        """Waits until all that was posted to be sent has left.
+
+        Raises:
+            StalledError: it did not leave within the stall limit.
+        """
+
+        def is_empty() -> bool:
+            self.poll()
+            return not self._outgoing
+
+        if self._outgoing:
+            self._wait_until(is_empty, "sends to leave")
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        """Adds a contiguous float32 or float64 tensor on the host over all ranks, in place.
+
+        Raises:
+            TypeError: another type; MPI adds 16-bit floats wrongly or not at all.
+        """
+        kinds = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+        if tensor.dtype not in kinds:
+            raise TypeError(f"gradients are summed in float32 or float64, not {tensor.dtype}")
+        request = self.comm.Iallreduce(
+            MPI.IN_PLACE, [_buffer(tensor), tensor.numel(), kinds[tensor.dtype]], MPI.SUM
+        )
+        self.wait(request, f"the sum over {self.size} ranks")
+
+    def _wait_until(self, is_done: Callable[[], bool], what: object) -> None:
+        begin = time.perf_counter()
+        spin_until, deadline = begin + SPIN_S, begin + self._stall_limit_s
+        while not is_done():
+            now = time.perf_counter()
+            if now > deadline:
+                raise StalledError(f"rank {self.rank} waited {self._stall_limit_s:g} s for {what}")
+            if now > spin_until:
+                time.sleep(SLEEP_S)
+            if self._outgoing:
+                self.poll()
+
+    def close(self) -> None:
+        """Frees the duplicated communicator; collective."""
+        self.comm.Free()
+
+
+def _buffer(tensor: torch.Tensor) -> Any:
+    """Gives the tensor's own bytes, whatever its type: MPI lacks bfloat16, and a raw address serves host and device."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"only a contiguous tensor can be sent, not one of strides {tensor.stride()}")
+    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def gpu_support() -> bool:
+    """Asks the MPI library whether it takes device pointers (MPIX_Query_cuda_support); False when it cannot say."""
+    import ctypes
+
+    try:
+        query = ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support
+    except (OSError, AttributeError):
+        return os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" or os.environ.get("MV2_USE_CUDA") == "1"
+    query.restype = ctypes.c_int
+    return bool(query())
+
+
+def abort(code: int) -> None:
+    """Ends all ranks of the job with an exit code."""
+    MPI.COMM_WORLD.Abort(code)
