@@ -1,0 +1,91 @@
+"""Sources of images by name (no torch here: arrays are numpy's)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from gems.config import DataConfig
+from gems.data import folder, synthetic, tissue
+from gems.data.dataset import Dataset, Image, Split
+from gems.errors import ConfigError, nearest, one_of
+
+__all__ = [
+    "SOURCES",
+    "Dataset",
+    "Image",
+    "Source",
+    "Split",
+    "check_data",
+    "open_dataset",
+    "register",
+    "resolve_data",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A kind of data set: `check` raises ConfigError without decoding an image, `open` reads what it must.
+
+    `field_px` derives data.field_px where the source has such a thing.
+    """
+
+    open: Callable[[DataConfig, int], Dataset]
+    check: Callable[[DataConfig], None] = lambda data: None
+    field_px: Callable[[DataConfig], int | None] = lambda data: data.field_px
+
+
+SOURCES: dict[str, Source] = {}
+
+
+def register(name: str, source: Source) -> None:
+    """Adds a source under `name`; raises ValueError when the name is taken by another one."""
+    if SOURCES.setdefault(name, source) is not source:
+        raise ValueError(f"a data source named {name!r} is registered already")
+
+
+def check_data(data: DataConfig) -> None:
+    """Raises ConfigError for data that cannot be opened, as far as can be told without decoding an image."""
+    source = _source(data)
+    for key, count, least in (
+        ("data.height_px", data.height_px, 1),
+        ("data.width_px", data.width_px, 1),
+        ("data.channels", data.channels, 1),
+        ("data.num_classes", data.num_classes, 2),
+        ("data.train_images", data.train_images, 1),
+        ("data.validation_images", data.validation_images, 1),
+        ("data.prefetch_steps", data.prefetch_steps, 0),
+    ):
+        if count < least:
+            raise ConfigError(key, count, f"at least {least}")
+    source.check(data)
+
+
+def resolve_data(data: DataConfig) -> DataConfig:
+    """Gives a copy of `data` with the fields that None leaves to the source filled in."""
+    return replace(data, field_px=_source(data).field_px(data))
+
+
+def open_dataset(data: DataConfig, seed: int) -> Dataset:
+    """Opens the configured data set; the same (data, seed) gives the same images and labels on every rank.
+
+    Raises ConfigError as `check_data`, and for a bad image file, which it names.
+    """
+    check_data(data)
+    return _source(data).open(data, seed)
+
+
+def _source(data: DataConfig) -> Source:
+    if data.name not in SOURCES:
+        raise ConfigError(
+            "data.name",
+            data.name,
+            one_of(sorted(SOURCES)),
+            f"nearest: {', '.join(nearest(data.name, SOURCES))}",
+        )
+    return SOURCES[data.name]
+
+
+register("synthetic", Source(open=synthetic.SyntheticDataset))
+register("tissue", Source(open=tissue.TissueDataset, check=tissue.check, field_px=tissue.field_px))
+register("folder", Source(open=folder.FolderDataset, check=folder.check))

@@ -1,0 +1,90 @@
+"""What every source of images offers: float32 images and labels by index, the same on each rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.data.rng import generator
+
+Split = Literal["train", "validation"]
+Image = NDArray[np.float32]
+
+
+class Dataset(ABC):
+    """Labelled images of one shape (channels, height, width) in two splits, read by index in any order.
+
+    `seed` fixes everything random. Subclasses give the pixels and labels; augmentation and bounds are here.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        num_classes: int,
+        num_train: int,
+        num_validation: int,
+        seed: int,
+        augment: bool,
+    ) -> None:
+        self.shape = shape
+        self.num_classes = num_classes
+        self.num_train = num_train
+        self.num_validation = num_validation
+        self.seed = seed
+        self.augment = augment
+
+    def num_images(self, split: Split) -> int:
+        """Gives how many images a split has."""
+        return self.num_train if split == "train" else self.num_validation
+
+    def image(self, split: Split, index: int, draw: int = 0) -> Image:
+        """Gives one image, float32 of shape (channels, height, width), about zero mean and unit variance.
+
+        Training images are flipped (and turned by 90 degrees when square) as (seed, index, draw) says;
+        validation images never. Raises IndexError outside the split.
+        """
+        self._check(split, index)
+        pixels = self._pixels(split, index)
+        if split == "train" and self.augment:
+            pixels = turned(pixels, generator(self.seed, "augment", index, draw))
+        return np.ascontiguousarray(pixels, dtype=np.float32)
+
+    def label(self, split: Split, index: int) -> int:
+        """Gives the class of one image, 0 <= label < num_classes, without reading its pixels."""
+        self._check(split, index)
+        return self._label(split, index)
+
+    def class_counts(self, split: Split) -> tuple[int, ...]:
+        """Gives the number of images of each class.
+
+        The largest share of them is the accuracy of always guessing one class.
+        """
+        labels = [self._label(split, index) for index in range(self.num_images(split))]
+        return tuple(np.bincount(np.array(labels, dtype=np.int64), minlength=self.num_classes).tolist())
+
+    @abstractmethod
+    def _pixels(self, split: Split, index: int) -> Image:
+        """Gives the image before augmentation."""
+
+    @abstractmethod
+    def _label(self, split: Split, index: int) -> int:
+        """Gives the class."""
+
+    def _check(self, split: Split, index: int) -> None:
+        if not 0 <= index < self.num_images(split):
+            raise IndexError(f"image {index} of {self.num_images(split)} in {split}")
+
+
+def turned(image: Image, rng: np.random.Generator) -> Image:
+    """Gives a (channels, height, width) image flipped and, when square, turned: one of 8 ways, else of 4."""
+    flip_rows, flip_columns, swap = rng.integers(2, size=3)
+    if flip_rows:
+        image = image[:, ::-1, :]
+    if flip_columns:
+        image = image[:, :, ::-1]
+    if swap and image.shape[1] == image.shape[2]:
+        image = image.transpose(0, 2, 1)
+    return image

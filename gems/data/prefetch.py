@@ -1,0 +1,108 @@
+"""Loads the samples of coming steps while the current step computes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[T]):
+    """Calls `load(step)` in a daemon thread, at most `depth` steps ahead of what was taken.
+
+    Loading begins at `first_step`. Steps are taken in rising order; those jumped over are dropped. With
+    `last_step` nothing beyond it is loaded. With depth 0 there is no thread and `get` loads in place. When
+    `load` raises, the thread ends, and `get` of that step or a later one raises the same exception.
+    """
+
+    def __init__(
+        self, load: Callable[[int], T], depth: int, first_step: int = 0, last_step: int | None = None
+    ) -> None:
+        if depth < 0:
+            raise ValueError(f"depth={depth}")
+        self._load = load
+        self._depth = depth
+        self._last = last_step
+        self._wanted = first_step
+        self._next = first_step
+        self._ready: dict[int, T] = {}
+        self._failure: tuple[int, BaseException] | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        if depth:
+            self._thread.start()
+
+    def get(self, step: int) -> T:
+        """Gives the item of `step`, waiting for it if need be.
+
+        Raises what `load` raised, ValueError for a step already given or beyond the last, RuntimeError once
+        closed.
+        """
+        with self._changed:
+            if step < self._wanted or (self._last is not None and step > self._last):
+                raise ValueError(f"step {step} was given already or is beyond the last step")
+            if not self._depth and not self._closed:
+                self._wanted = step + 1
+                return self._load(step)
+            self._wanted = step
+            self._next = max(self._next, step)
+            self._ready = {ahead: item for ahead, item in self._ready.items() if ahead >= step}
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: step in self._ready or self._failed(step) or self._closed)
+            if step in self._ready:
+                self._wanted = step + 1
+                self._changed.notify_all()
+                return self._ready.pop(step)
+            if self._failure is not None and self._failed(step):
+                raise self._failure[1]
+            raise RuntimeError("the prefetcher is closed")
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stops the thread, waiting up to `timeout_s` for a load in progress; may be called twice."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()
+        if self._depth and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def __enter__(self) -> Prefetcher[T]:
+        """Gives itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes."""
+        self.close()
+
+    def _failed(self, step: int) -> bool:
+        return self._failure is not None and step >= self._failure[0]
+
+    def _may_load(self) -> bool:
+        within = self._last is None or self._next <= self._last
+        return within and self._next < self._wanted + self._depth
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._may_load())
+                if self._closed:
+                    return
+                step = self._next
+                self._next += 1
+            try:
+                item = self._load(step)
+            except BaseException as error:
+                with self._changed:
+                    self._failure = (step, error)
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                if step >= self._wanted and not self._closed:
+                    self._ready[step] = item
+                self._changed.notify_all()

@@ -1,0 +1,184 @@
+"""Real histology: tiles of the immunohistochemistry image that ships inside the scikit-image wheel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.config import DataConfig
+from gems.data.dataset import Dataset, Image, Split
+from gems.data.rng import generator
+from gems.errors import ConfigError
+
+SLIDE_PX = 512
+TRAIN_COLUMNS_PX = 358
+MAX_FIELD_PX = 128
+_DERIVED_FIELD_PX = 64
+_MODES = {1: "L", 3: "RGB"}
+_VALIDATION_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of the slide in pixels; `bottom` and `right` are the first row and column outside."""
+
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+
+REGIONS: dict[Split, Region] = {
+    "train": Region(0, 0, SLIDE_PX, TRAIN_COLUMNS_PX),
+    "validation": Region(0, TRAIN_COLUMNS_PX, SLIDE_PX, SLIDE_PX),
+}
+
+
+class TissueDataset(Dataset):
+    """Tiles of a colon section stained by immunohistochemistry (hematoxylin and DAB): stained (1) or not (0).
+
+    Colour deconvolution (Ruifrok and Johnston 2001) gives the DAB density; a pixel is positive above Otsu's
+    threshold of the training region, and a tile is stained when its share of positive pixels is above Otsu's
+    threshold of the shares there. Training tiles lie in the left 70 % of the columns, validation tiles in the
+    rest; none crosses. Positions are random, half of them on stained tissue; those of training follow the
+    seed, those of validation never change, so that accuracies of different seeds compare. `data.field_px`
+    source pixels on the longer side are resampled to the tile.
+    """
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        from skimage.color import rgb2hed
+        from skimage.filters import threshold_otsu
+
+        otsu: Any = threshold_otsu
+        shape = (data.channels, data.height_px, data.width_px)
+        super().__init__(shape, 2, data.train_images, data.validation_images, seed, data.augment)
+        self.slide = read_slide()
+        self.field_shape_px = field_shape_px(data)
+        density = rgb2hed(self.slide)[:, :, 2]
+        known = density[:, :TRAIN_COLUMNS_PX]
+        # A few specks ten times as dark as any tissue would stretch the histogram that Otsu's method reads.
+        self.pixel_threshold = float(otsu(np.minimum(known, np.quantile(known, 0.999))))
+        share = _window_means(density > self.pixel_threshold, self.field_shape_px)
+        self.share_threshold = float(otsu(self._inside(share, "train")))
+        self._positions: dict[Split, NDArray[np.int64]] = {}
+        self._labels: dict[Split, NDArray[np.int64]] = {}
+        splits: tuple[tuple[Split, int], ...] = (("train", seed), ("validation", _VALIDATION_SEED))
+        for split, split_seed in splits:
+            self._choose(split, split_seed, self._inside(share, split) > self.share_threshold)
+        pixels = np.asarray(self._resample(self.slide[:, :TRAIN_COLUMNS_PX], None), dtype=np.float64)
+        self._mean = pixels.mean(axis=(0, 1)).astype(np.float32)
+        self._deviation = pixels.std(axis=(0, 1)).astype(np.float32)
+
+    def position_px(self, split: Split, index: int) -> tuple[int, int]:
+        """Gives the slide's row and column of the first pixel of a tile's field of view."""
+        top, left = self._positions[split][index]
+        return int(top), int(left)
+
+    def _inside(self, share: NDArray[np.float64], split: Split) -> NDArray[np.float64]:
+        """Gives the shares of those fields that lie wholly in the split's region."""
+        region = REGIONS[split]
+        height, width = self.field_shape_px
+        return share[region.top : region.bottom - height + 1, region.left : region.right - width + 1]
+
+    def _choose(self, split: Split, seed: int, stained: NDArray[np.bool_]) -> None:
+        num_images = self.num_images(split)
+        rng = generator(seed, split)
+        places = [np.argwhere(stained == wanted) for wanted in (False, True)]
+        chosen = rng.permutation(np.arange(num_images) % 2)
+        if not all(map(len, places)):
+            chosen[:] = int(len(places[1]) > 0)
+        positions = np.empty((num_images, 2), dtype=np.int64)
+        for label, available in enumerate(places):
+            here = chosen == label
+            if here.any():
+                positions[here] = available[rng.integers(len(available), size=int(here.sum()))]
+        self._labels[split] = chosen
+        self._positions[split] = positions + np.array([REGIONS[split].top, REGIONS[split].left])
+
+    def _pixels(self, split: Split, index: int) -> Image:
+        top, left = self.position_px(split, index)
+        height, width = self.field_shape_px
+        tile = self._resample(self.slide[top : top + height, left : left + width], self.shape[1:])
+        normalised = (np.asarray(tile, dtype=np.float32) - self._mean) / self._deviation
+        channels_first: Image = normalised.transpose(2, 0, 1)
+        return channels_first
+
+    def _label(self, split: Split, index: int) -> int:
+        return int(self._labels[split][index])
+
+    def _resample(self, pixels: NDArray[np.uint8], shape_px: tuple[int, int] | None) -> NDArray[np.uint8]:
+        """Gives (height, width, channels) bytes, bilinear, smoothed first when it shrinks."""
+        from PIL.Image import Resampling, fromarray
+
+        picture = fromarray(np.ascontiguousarray(pixels)).convert(_MODES[self.shape[0]])
+        if shape_px is not None and shape_px != pixels.shape[:2]:
+            picture = picture.resize(shape_px[::-1], Resampling.BILINEAR)
+        return np.asarray(picture).reshape(picture.height, picture.width, self.shape[0])
+
+
+def check(data: DataConfig) -> None:
+    """Raises ConfigError for channels, classes or a field of view that the slide does not have."""
+    if data.channels not in _MODES:
+        raise ConfigError("data.channels", data.channels, "tissue has 3 channels (colour), or 1 (grey)")
+    if data.num_classes != 2:
+        raise ConfigError("data.num_classes", data.num_classes, "tissue has 2 classes: stained or not")
+    if data.field_px is not None and not 8 <= data.field_px <= MAX_FIELD_PX:
+        raise ConfigError(
+            "data.field_px",
+            data.field_px,
+            f"a field of view has 8 to {MAX_FIELD_PX} source pixels on its longer side",
+            "a larger tile needs no larger field: it is resampled",
+        )
+
+
+def field_px(data: DataConfig) -> int:
+    """Gives `data.field_px`; where it is None, the tile's longer side cut off to 8 to 64 source pixels."""
+    if data.field_px is not None:
+        return data.field_px
+    return min(max(data.height_px, data.width_px, 8), _DERIVED_FIELD_PX)
+
+
+def field_shape_px(data: DataConfig) -> tuple[int, int]:
+    """Gives height and width of the field of view in source pixels, of the tile's proportions."""
+    longer = max(data.height_px, data.width_px)
+    height, width = (
+        max(1, round(field_px(data) * side / longer)) for side in (data.height_px, data.width_px)
+    )
+    return height, width
+
+
+def read_slide() -> NDArray[np.uint8]:
+    """Gives the slide, bytes of shape (512, 512, 3), from the installed wheel and never from the network.
+
+    Raises ConfigError when the installed scikit-image lacks it.
+    """
+    import PIL.Image
+    import skimage
+
+    path = Path(skimage.__file__).parent / "data" / "ihc.png"
+    advice = "install scikit-image from its wheel, or choose data=synthetic or data=folder"
+    try:
+        with PIL.Image.open(path) as picture:
+            slide = np.asarray(picture.convert("RGB"))
+    except OSError as error:
+        raise ConfigError("data.name", "tissue", f"the slide cannot be read: {error}", advice) from error
+    if slide.shape != (SLIDE_PX, SLIDE_PX, 3):
+        raise ConfigError(
+            "data.name", "tissue", f"{path} has shape {slide.shape}, not 512x512 in colour", advice
+        )
+    return slide
+
+
+def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray[np.float64]:
+    """Gives the share of true pixels in each window that fits, by its first pixel, from an integral image."""
+    height, width = shape_px
+    total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), dtype=np.int64)
+    total[1:, 1:] = mask.cumsum(axis=0).cumsum(axis=1)
+    inside = (
+        total[height:, width:] - total[:-height, width:] - total[height:, :-width] + total[:-height, :-width]
+    )
+    return inside / (height * width)

@@ -1,0 +1,117 @@
+"""From layers as data to torch modules and the shapes between them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gems.models.layer import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One named tensor that crosses from a layer to the next: shape (N, ...) and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def build_layer(
+    layer: Layer,
+    index: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Builds the module of `layer`, the `index`-th of its model, in `dtype` on `device`.
+
+    Its parameters depend on (seed, index) alone: any cut of the model, any rank and both directions get the
+    same values, and no dtype or device changes them but by rounding, for they are drawn in float32 on the
+    host. The global random state is left as it was.
+    """
+    if torch.device(device).type == "meta":
+        with torch.device("meta"):
+            return _construct(layer).to(dtype)
+    state = np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would reseed the accelerators too, which no fork of the host's state undoes.
+        torch.default_generator.manual_seed(int(state[0]))
+        module = _construct(layer)
+    return module.to(device=device, dtype=dtype)
+
+
+def build_layers(
+    layers: Sequence[Layer],
+    first: int,
+    last: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> list[nn.Module]:
+    """Builds layers[first:last], each as `build_layer` with its index in the whole model."""
+    return [build_layer(layers[index], index, seed, dtype, device) for index in range(first, last)]
+
+
+def boundary_shapes(
+    layers: Sequence[Layer], input_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[tuple[TensorSpec, ...]]:
+    """Gives, for each layer, the tensors it hands on when the model takes an image batch (N, C, H, W).
+
+    The layers run on torch's meta device, so no memory is used at any resolution; equal layers on equal input
+    run once. A layer's tensors are named after it, with a number when it gives several, or as its module's
+    `output_names` says.
+    """
+    specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), dtype),)
+    seen: dict[tuple[object, ...], tuple[tuple[str, tuple[int, ...], torch.dtype], ...]] = {}
+    out: list[tuple[TensorSpec, ...]] = []
+    for layer in layers:
+        key = (layer.target, layer.options, tuple((spec.shape, spec.dtype) for spec in specs))
+        if key not in seen:
+            seen[key] = _outputs(layer, specs, dtype)
+        specs = tuple(TensorSpec(f"{layer.name}{suffix}", shape, kept) for suffix, shape, kept in seen[key])
+        out.append(specs)
+    return out
+
+
+def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gives what a layer returned as a tuple of tensors."""
+    return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+def _outputs(
+    layer: Layer, specs: tuple[TensorSpec, ...], dtype: torch.dtype
+) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+    module = build_layer(layer, 0, 0, dtype, "meta").eval()
+    inputs = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
+    try:
+        with torch.no_grad():
+            tensors = as_tuple(module(*inputs))
+    except Exception as error:
+        error.add_note(f"layer {layer.name} took {', '.join(str(spec.shape) for spec in specs)}")
+        raise
+    names: Sequence[str] = getattr(module, "output_names", ())
+    if not names:
+        suffixes = [""] if len(tensors) == 1 else [f".{number}" for number in range(len(tensors))]
+    else:
+        suffixes = [f".{name}" for name in names]
+    return tuple(
+        (suffix, tuple(tensor.shape), tensor.dtype) for suffix, tensor in zip(suffixes, tensors, strict=True)
+    )
+
+
+def _construct(layer: Layer) -> nn.Module:
+    module_name, _, class_name = layer.target.partition(":")
+    module: nn.Module = getattr(importlib.import_module(module_name), class_name)(**dict(layer.options))
+    return module

@@ -1,0 +1,71 @@
+"""The registry of families, the check of image sizes, and that none of it needs torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import gems.models
+from gems.config import DataConfig, ModelConfig
+from gems.errors import ConfigError
+from gems.models import Family, check_image, layers_of, register, stride_of
+
+
+def test_an_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        layers_of(ModelConfig(name="resnest"), DataConfig())
+    assert caught.value.key == "model.name"
+    assert "nearest: resnet" in str(caught.value)
+
+
+def test_the_stride_is_the_real_down_sampling() -> None:
+    torch = pytest.importorskip("torch")
+    from gems.models.build import boundary_shapes
+
+    model = ModelConfig(depth=20)
+    shapes = boundary_shapes(layers_of(model, DataConfig()), (1, 3, 64, 96), torch.float32)
+    assert shapes[-2][0].shape[2:] == (64 // stride_of(model), 96 // stride_of(model))
+
+
+@pytest.mark.parametrize(("height", "width", "key"), [(3, 64, "data.height_px"), (64, 3, "data.width_px")])
+def test_an_image_smaller_than_the_stride_is_refused(height: int, width: int, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_image(ModelConfig(), DataConfig(height_px=height, width_px=width))
+    assert caught.value.key == key
+    assert "at least 4 px" in str(caught.value)
+
+
+def test_an_image_as_large_as_the_stride_passes() -> None:
+    check_image(ModelConfig(), DataConfig(height_px=4, width_px=4))
+
+
+def test_batch_norm_over_a_single_value_is_refused() -> None:
+    smallest = DataConfig(height_px=4, width_px=4)
+    with pytest.raises(ConfigError, match="batch norm"):
+        check_image(ModelConfig(), smallest, micro_batch_size=1)
+    check_image(ModelConfig(), smallest, micro_batch_size=2)
+    check_image(ModelConfig(norm="group"), smallest, micro_batch_size=1)
+    check_image(ModelConfig(), DataConfig(height_px=4, width_px=5), micro_batch_size=1)
+
+
+def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gems.models, "FAMILIES", dict(gems.models.FAMILIES))
+    family = Family(layers=lambda model, data: (), stride_px=lambda model: 1)
+    register("toy", family)
+    register("toy", family)
+    with pytest.raises(ValueError, match="registered already"):
+        register("resnet", family)
+
+
+def test_counting_layers_loads_no_torch() -> None:
+    program = (
+        "import sys; from gems.config import *; from gems.models import *; "
+        "layers = layers_of(ModelConfig(depth=1001, version=2), DataConfig()); "
+        "check_image(ModelConfig(), DataConfig()); print(len(layers), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["335", "False"]
