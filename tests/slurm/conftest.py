@@ -1,0 +1,134 @@
+"""A real SLURM on this machine for the tests of this folder (scripts/mini_slurm.sh)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SLURM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])
+MAX_TMP_CHARS = 30  # the cluster's sockets lie below, and a socket's path has 107 characters at most
+
+
+def clean_environment() -> dict[str, str]:
+    """Gives this process's environment without what an outer SLURM job or user left in it."""
+    prefixes = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
+
+
+@dataclass(frozen=True, slots=True)
+class MiniSlurm:
+    """A mini cluster in one folder, up or not."""
+
+    folder: Path
+
+    @property
+    def conf(self) -> Path:
+        """Gives the path of its slurm.conf."""
+        return self.folder / "slurm.conf"
+
+    def script(
+        self, verb: str, *options: str, env: dict[str, str] | None = None, timeout_s: float = 150
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs `mini_slurm.sh verb --dir FOLDER options`; raises TimeoutExpired, never for an exit code."""
+        return subprocess.run(
+            [str(SCRIPTS / "mini_slurm.sh"), verb, "--dir", str(self.folder), *options],
+            env=env or clean_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def run(
+        self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a SLURM command on this cluster; raises TimeoutExpired, never for an exit code."""
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=clean_environment() | {"SLURM_CONF": str(self.conf)} | (env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def settings(self) -> dict[str, str]:
+        """Gives what `up` chose: nodes, cpus, gpus, port, auth, host_names (uts, userns or shared)."""
+        lines = (self.folder / ".mini_slurm").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines)
+
+    def has_own_host_names(self) -> bool:
+        """Tells whether every node has a host name of its own; the kernel may forbid it."""
+        return self.settings()["host_names"] != "shared"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker of this folder."""
+    config.addinivalue_line("markers", "slurm: needs slurm-wlm and munge; starts a real SLURM here")
+
+
+@pytest.fixture(scope="session")
+def slurm_installed() -> None:
+    """Skips where slurm-wlm is not installed; GEMS_REQUIRE_SLURM=1 makes that a failure."""
+    if shutil.which("slurmctld", path=SLURM_PATH) is None:
+        reason = "slurm-wlm is not installed: apt-get install -y --no-install-recommends slurm-wlm munge"
+        if os.environ.get("GEMS_REQUIRE_SLURM") == "1":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def short_tmp() -> Iterator[Path]:
+    """Gives a folder whose path is short enough for the cluster's sockets."""
+    base = tempfile.gettempdir()
+    if len(base) > MAX_TMP_CHARS:
+        base = "/tmp"
+    with tempfile.TemporaryDirectory(prefix="gems-", dir=base) as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="session")
+def mini_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
+    """Gives a cluster of 2 nodes x 4 CPUs that is up; a test that takes it finds SLURM_CONF set."""
+    cluster = MiniSlurm(short_tmp / "session")
+    try:
+        up = cluster.script("up", "--nodes", "2", "--cpus", "4")
+        assert up.returncode == 0, up.stderr
+        yield cluster
+    finally:
+        down = cluster.script("down")
+    assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture
+def cluster_in() -> Callable[[Path], MiniSlurm]:
+    """Gives the class, for a test that wants a cluster in a folder of its own choice and cleans up itself."""
+    return MiniSlurm
+
+
+@pytest.fixture
+def other_cluster(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
+    """Gives a cluster of a test's own, not up yet; whatever the test leaves is stopped."""
+    cluster = MiniSlurm(short_tmp / "other")
+    try:
+        yield cluster
+    finally:
+        down = cluster.script("down")
+    assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture(autouse=True)
+def _slurm_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in os.environ.keys() - clean_environment().keys():
+        monkeypatch.delenv(key)
+    if "mini_slurm" in request.fixturenames:
+        monkeypatch.setenv("SLURM_CONF", str(request.getfixturevalue("mini_slurm").conf))
