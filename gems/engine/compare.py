@@ -62,7 +62,9 @@ def compare(spec: RunSpec, comm: Comm, device: torch.device) -> Difference:
     worst = [(0.0, "")] * 3
     for step in range(spec.train.steps):
         pipeline.train.run(step, feed.batch(step))
-        expected = comm.bcast(None if reference is None else next(reference))
+        found = None if reference is None else next(reference)
+        pipeline.control.barrier()
+        expected = comm.bcast(found)
         for mine in _copies(pipeline):
             for kind, values in enumerate(mine):
                 error, name = relative_error(values, expected[kind])

@@ -55,6 +55,7 @@ class Pipeline:
     gradients: Gradients
     optimizer: torch.optim.Optimizer
     recorder: Recorder
+    control: Transport
     train: Executor
     evaluate: Executor
 
@@ -138,8 +139,9 @@ def build_pipeline(
     )
     evaluation_links = Links(forward, rank, boundaries, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_links, recorder, heartbeat)
+    control = Transport(comm, stall_limit_s)
     return Pipeline(
-        spec, comm, rank, replica, device, schedule, modules, stages, gradients, optimizer, recorder, train, evaluate
+        spec, comm, rank, replica, device, schedule, modules, stages, gradients, optimizer, recorder, control, train, evaluate
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from gems.data import open_dataset
 from gems.engine import checkpoint
 from gems.engine.clock import measure_offset
 from gems.engine.device import DTYPES
-from gems.engine.executor import Score
 from gems.engine.feed import Feed
 from gems.engine.monitor import Monitor
 from gems.engine.optimizer import state_bytes
@@ -70,7 +69,7 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
             feed.close()
         heartbeat.beat(spec.train.steps, "checkpoint")
         checkpoint.save(pipeline, folder.checkpoint)
-        comm.Barrier()
+        pipeline.control.barrier()
         if comm.rank == 0:
             _write_result(folder, spec, pipeline, losses, accuracy)
     finally:
@@ -92,8 +91,8 @@ def _steps(spec: RunSpec, pipeline: Pipeline, feed: Feed, part: TracePart) -> li
                 recorder.hold(state_bytes(pipeline.optimizer))
             end_ns = time.perf_counter_ns()
             recorder.end_step()
-            total = _sum_to_first(comm, score)
-            loss = total.loss_sum / images if total is not None else float("nan")
+            total = pipeline.control.sum_to_first([score.loss_sum])
+            loss = total[0] / images if total is not None else float("nan")
             part.add(
                 "rank_steps",
                 (comm.rank, step, start_ns, end_ns, images, loss, step < spec.train.warmup_steps),
@@ -134,14 +133,6 @@ def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> A
         validation_loss=float(loss_sum / num_samples),
         num_validation=int(num_samples),
     )
-
-
-def _sum_to_first(comm: Comm, score: Score) -> Score | None:
-    """Adds the scores of all ranks up on rank 0, which alone waits for them."""
-    mine = np.array([score.loss_sum, score.num_correct, score.num_samples])
-    total = np.zeros(3) if comm.rank == 0 else None
-    comm.Reduce(mine, total)
-    return None if total is None else Score(float(total[0]), int(total[1]), int(total[2]))
 
 
 def _attributes(spec: RunSpec, comm: Comm, device: torch.device) -> dict[str, object]:

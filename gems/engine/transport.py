@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mpi4py
+import numpy as np
 import torch
 
 from gems.errors import ConfigError, StalledError
@@ -127,6 +128,17 @@ class Transport:
             MPI.IN_PLACE, [_buffer(tensor), tensor.numel(), kinds[tensor.dtype]], MPI.SUM
         )
         self.wait(request, f"the sum over {self.size} ranks")
+
+    def sum_to_first(self, values: Sequence[float]) -> list[float] | None:
+        """Adds numbers up over all ranks and gives the sums on rank 0, None elsewhere; collective."""
+        mine = np.array(values, dtype=np.float64)
+        total = np.zeros_like(mine) if self.rank == 0 else None
+        self.wait(self.comm.Ireduce(mine, total, MPI.SUM), "the sum on rank 0")
+        return None if total is None else [float(value) for value in total]
+
+    def barrier(self) -> None:
+        """Waits for all ranks, without keeping a core busy as MPI's own barrier does."""
+        self.wait(self.comm.Ibarrier(), "the other ranks")
 
     def _wait_until(self, is_done: Callable[[], bool], what: object) -> None:
         begin = time.perf_counter()

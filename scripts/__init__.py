@@ -1,0 +1,1 @@
+"""Benchmarks' runners and helpers for clusters; run from a checkout as `python -m scripts.NAME`."""

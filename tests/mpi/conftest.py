@@ -1,0 +1,43 @@
+"""Fixtures of tests that every rank of a world of four runs together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from gems.engine.transport import Comm, Transport, abort, world
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Ends all ranks at the first failure: the others would wait for this one for ever."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        print(f"rank {world().rank}: {item.name}\n{report.longreprtext}", file=sys.stderr, flush=True)
+        abort(1)
+
+
+@pytest.fixture(scope="session")
+def comm() -> Comm:
+    return world()
+
+
+@pytest.fixture(scope="session")
+def control(comm: Comm) -> Transport:
+    return Transport(comm, stall_limit_s=200)
+
+
+@pytest.fixture(autouse=True)
+def together(control: Transport) -> Iterator[None]:
+    """Keeps ranks in the same test."""
+    yield
+    control.barrier()
+
+
+def sub_world(comm: Comm, size: int) -> Comm | None:
+    """Gives the first `size` ranks a world of their own, and the rest None; collective."""
+    part = comm.Split(0 if comm.rank < size else 1, comm.rank)
+    return part if comm.rank < size else None  # type: ignore[return-value]
