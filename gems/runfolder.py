@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +45,11 @@ class RunFolder:
     def result_json(self) -> Path:
         """What rank 0 knew at the end."""
         return self.path / "result.json"
+
+    @property
+    def provenance_json(self) -> Path:
+        """Which code made the run."""
+        return self.path / "provenance.json"
 
     @property
     def trace_h5(self) -> Path:
@@ -111,6 +117,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
+def provenance() -> dict[str, Any]:
+    """Gives the commit of this code, with "-dirty" where files differ from it; "unknown" outside of a checkout."""
+    here = Path(__file__).resolve().parent.parent
+    words = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return {"git_commit": "unknown"}
+    return {"git_commit": said.stdout.strip() or "unknown"}
+
+
 def prepare(spec: RunSpec) -> RunFolder:
     """Makes the folder of a resolved run and writes run.yaml.
 
@@ -132,6 +149,7 @@ def prepare(spec: RunSpec) -> RunFolder:
         partial.replace(folder.run_yaml)
         folder.logs.mkdir(exist_ok=True)
         folder.heartbeat(0).parent.mkdir(exist_ok=True)
+        write_json(folder.provenance_json, provenance())
         folder.write_status("prepared")
     except OSError as error:
         raise ConfigError(
@@ -174,9 +192,9 @@ def _alive(pid: object) -> bool:
 
 def _archive(folder: RunFolder) -> None:
     left = [entry for entry in folder.path.iterdir() if entry.name not in KEPT]
-    if all(entry.name in ("status.json", "logs", "heartbeat") for entry in left) and not any(
-        folder.logs.glob("*")
-    ):
+    if all(
+        entry.name in ("status.json", "provenance.json", "logs", "heartbeat") for entry in left
+    ) and not any(folder.logs.glob("*")):
         return
     attempts = folder.path / "attempts"
     attempts.mkdir(exist_ok=True)

@@ -7,8 +7,9 @@ readable after SIGKILL (default libver, flushed at step ends).
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -172,9 +173,13 @@ def read_part(path: Path) -> Trace:
 def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
     """Joins parts on rank 0's clock, events sorted by (rank, start_ns); `attributes` are added to the root.
 
-    A step counts as done when every part has it; later rows of a rank that got further stay in `rank_steps`.
+    A step counts as done when every rank has it; later rows of a rank that got further stay in `rank_steps`.
     """
-    parts = [read_part(path) for path in sorted(paths)]
+    parts = [read_part(path) for path in paths]
+    if not parts:
+        raise ConfigError("trace", "no parts", "at least one rank's part is needed")
+    parts.sort(key=lambda part: int(part.attributes["rank"]))
+    world_size = int(parts[0].attributes["world_size"])
     for part in parts:
         shift = int(part.attributes.get("clock_offset_ns", 0))
         for table in (part.events, part.rank_steps, part.samples):
@@ -187,21 +192,27 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
     tables["events"] = events[np.lexsort((events["start_ns"], events["rank"]))]
     merged = {
         **parts[0].attributes,
-        "hostnames": [str(part.attributes.get("hostname", "")) for part in parts],
-        "clock_offset_ns": [int(part.attributes.get("clock_offset_ns", 0)) for part in parts],
-        "clock_error_ns": [int(part.attributes.get("clock_error_ns", 0)) for part in parts],
+        "hostnames": _by_rank(parts, world_size, "hostname", ""),
+        "clock_offset_ns": _by_rank(parts, world_size, "clock_offset_ns", 0),
+        "clock_error_ns": _by_rank(parts, world_size, "clock_error_ns", 0),
         **attributes,
     }
     for gone in ("rank", "hostname"):
         merged.pop(gone, None)
-    return Trace(attributes=merged, steps=_whole_steps(tables["rank_steps"], len(parts)), **tables)
+    return Trace(attributes=merged, steps=_whole_steps(tables["rank_steps"], world_size), **tables)
 
 
-def _whole_steps(rank_steps: np.ndarray, num_parts: int) -> np.ndarray:
+def _by_rank(parts: Sequence[Trace], world_size: int, name: str, unknown: Any) -> list[Any]:
+    """Gives an attribute of every rank; `unknown` for a rank whose part is missing."""
+    known = {int(part.attributes["rank"]): part.attributes.get(name, unknown) for part in parts}
+    return [known.get(rank, unknown) for rank in range(world_size)]
+
+
+def _whole_steps(rank_steps: np.ndarray, world_size: int) -> np.ndarray:
     rows = []
     for step in np.unique(rank_steps["step"]):
         mine = rank_steps[rank_steps["step"] == step]
-        if len(mine) < num_parts:
+        if len(mine) < world_size:
             continue
         known = mine["loss"][~np.isnan(mine["loss"])]
         loss = float(known[0]) if len(known) else float("nan")
@@ -236,16 +247,24 @@ def write_trace(path: Path, trace: Trace) -> None:
         file["events"].attrs["kinds"] = list(KINDS)
         file["events"].attrs["streams"] = list(STREAMS)
         text = h5py.string_dtype()
-        file.create_dataset("run_yaml", data=trace.run_yaml, dtype=text)
         schedule = file.create_group("schedule")
-        schedule.create_dataset("rows", data=np.array(trace.schedule_rows, dtype=object), dtype=text)
         schedule.attrs["sha256"] = trace.schedule_sha256
-        partition = file.create_group("partition")
-        boundaries = partition.create_dataset("boundaries", data=np.array(trace.boundaries, dtype="i8"))
-        boundaries.attrs["units"], boundaries.attrs["long_name"] = (
-            "1",
-            "first layer of each stage, and the number of layers",
-        )
+        rows = np.array(trace.schedule_rows, dtype=object)
+        for dataset, long_name in (
+            (
+                file.create_dataset("run_yaml", data=trace.run_yaml, dtype=text),
+                "resolved configuration, YAML",
+            ),
+            (
+                schedule.create_dataset("rows", data=rows, dtype=text),
+                "actions of each rank of a pipeline, in order",
+            ),
+            (
+                file.create_dataset("partition/boundaries", data=np.array(trace.boundaries, dtype="i8")),
+                "first layer of each stage, and the number of layers",
+            ),
+        ):
+            dataset.attrs["units"], dataset.attrs["long_name"] = "1", long_name
     partial.replace(path)
 
 
@@ -273,10 +292,12 @@ def read_trace(path: Path) -> Trace:
         )
 
 
-def _open(path: Path) -> h5py.File:
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[h5py.File]:
     try:
-        return h5py.File(path, "r")
-    except OSError as error:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (OSError, KeyError) as error:
         raise ConfigError(
             "trace", path, "not a readable trace file", f"give a trace.h5 of a run folder ({error})"
         ) from error

@@ -114,6 +114,7 @@ class Executor:
             if self._heartbeat is not None:
                 self._heartbeat.beat(step, text)
             self._handlers[action.kind](action)
+            self._links.poll()
         self._links.drain()
         self._recorder.hold(-images_bytes)
         return self._sums.read()

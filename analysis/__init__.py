@@ -1,0 +1,1 @@
+"""Analysis: reads trace files only and makes tables and pictures of them."""

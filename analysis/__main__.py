@@ -1,0 +1,130 @@
+"""The command `python -m analysis VERB`: figures and pictures from trace files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from analysis.load import Loaded, load_trace
+from gems.errors import ConfigError, GemsError, one_of
+
+PROGRAM = "python -m analysis"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad command line as the toolkit's one line, not as usage and error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("arguments", self.prog, message, f"see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and gives the exit code: 0, or 2 with one line on stderr for bad input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        first = arguments[0] if arguments else "none"
+        if first not in (*VERBS, "-h", "--help"):
+            raise ConfigError("command", first, one_of(VERBS), f"see {PROGRAM} --help")
+        options = _parser().parse_args(arguments)
+        VERBS[options.verb](options)
+    except GemsError as error:
+        print("analysis:", " ".join(str(error).split()), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog=PROGRAM, description="Figures and pictures from trace files.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    timeline = verbs.add_parser("timeline", help="draw one step, rank x time, to a file")
+    timeline.add_argument("--step", type=int, help="optimizer step; default the last whole one after warm-up")
+    timeline.add_argument(
+        "--out", type=Path, help=".png, .pdf or .svg; default timeline.png beside the trace"
+    )
+    summary = verbs.add_parser("summary", help="print the closing table of a run")
+    collect = verbs.add_parser("collect", help="merge a run's parts into trace.h5, draw it, print the table")
+    for verb in (timeline, summary, collect):
+        verb.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
+        verb.add_argument("--json", action="store_true", help="one object on stdout")
+    return parser
+
+
+def _load(path: Path) -> Loaded:
+    loaded = load_trace(path)
+    for note in loaded.notes:
+        print("analysis:", note, file=sys.stderr)
+    return loaded
+
+
+def _timeline(options: argparse.Namespace) -> None:
+    from analysis.step_window import step_window
+    from analysis.timeline import draw_timeline
+
+    loaded = _load(options.path)
+    out = options.out or _default_out(options.path)
+    window = step_window(loaded.trace, options.step)
+    draw_timeline(loaded.trace, out, window.step)
+    answer = {
+        "timeline": str(out),
+        "source": loaded.trace.source,
+        "step": window.step,
+        "is_whole": window.is_whole,
+        "span_s": window.span_s,
+        "bubble": window.bubble,
+    }
+    print(json.dumps(answer) if options.json else out)
+
+
+def _default_out(path: Path) -> Path:
+    """Names the picture of a run folder or its trace.h5 timeline.png, another trace's after that file."""
+    if path.is_dir():
+        return path / "timeline.png"
+    return path.with_name("timeline.png" if path.name == "trace.h5" else f"{path.stem}-timeline.png")
+
+
+def _summary(options: argparse.Namespace) -> None:
+    from analysis.metrics import metrics_of
+    from analysis.tables import summary_dict, summary_table
+
+    loaded = _load(options.path)
+    metrics = metrics_of(loaded.trace)
+    paths = [str(path) for path in loaded.paths]
+    if options.json:
+        answer = {**summary_dict(metrics, loaded.trace), "paths": paths, "notes": list(loaded.notes)}
+        print(json.dumps(answer, allow_nan=False))
+        return
+    shown = paths[0] if len(paths) == 1 else f"{len(paths)} parts in {loaded.paths[0].parent}"
+    print(summary_table(metrics, loaded.trace, {"trace": shown}))
+
+
+def _collect(options: argparse.Namespace) -> None:
+    from analysis.collect import collect
+    from analysis.tables import summary_dict, summary_table
+
+    collected = collect(options.path)
+    loaded = collected.loaded
+    for note in loaded.notes[1:]:
+        print("analysis:", note, file=sys.stderr)
+    if options.json:
+        answer = {
+            **summary_dict(collected.metrics, loaded.trace),
+            **collected.files,
+            "notes": list(loaded.notes),
+        }
+        print(json.dumps(answer, allow_nan=False))
+        return
+    print(summary_table(collected.metrics, loaded.trace, collected.files))
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "timeline": _timeline,
+    "summary": _summary,
+    "collect": _collect,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Collection: what the ranks of one run left becomes one trace, two pictures and a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from analysis.load import Loaded, load_parts
+from analysis.memory_curve import draw_memory
+from analysis.metrics import Metrics, metrics_of
+from analysis.timeline import draw_timeline
+from gems.runfolder import RunFolder, read_json
+from gems.trace import write_trace
+
+RESULTS = ("validation_accuracy", "validation_majority", "validation_loss", "num_validation")
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A run's merged trace with its figures, and the files that were written."""
+
+    loaded: Loaded
+    metrics: Metrics
+    files: dict[str, str]
+
+
+def collect(path: Path) -> Collected:
+    """Merges the parts in a run folder into trace.h5 and draws timeline.png and memory.png.
+
+    Of a run that was stopped the steps that every rank finished are drawn; without one there is no picture, and the
+    trace is written all the same.
+
+    Raises:
+        ConfigError: no run folder, or none of its parts is readable.
+    """
+    folder = RunFolder(path)
+    spec = folder.read_spec()
+    loaded = load_parts(path)
+    trace, result = loaded.trace, read_json(folder.result_json)
+    trace.attributes |= {name: result[name] for name in RESULTS if name in result}
+    trace.attributes["git_commit"] = read_json(folder.provenance_json).get("git_commit", "unknown")
+    trace.schedule_rows = tuple(result.get("schedule_rows", ()))
+    trace.schedule_sha256 = str(result.get("schedule_sha256", ""))
+    trace.boundaries = tuple(spec.parallel.boundaries or ())
+    write_trace(folder.trace_h5, trace)
+    files = {"trace": str(folder.trace_h5)}
+    if len(trace.steps):
+        timeline, memory = path / "timeline.png", path / "memory.png"
+        draw_timeline(trace, timeline)
+        draw_memory(trace, memory)
+        files |= {"timeline": str(timeline), "memory": str(memory)}
+    if folder.checkpoint.is_dir():
+        files["checkpoint"] = str(folder.checkpoint)
+    return Collected(loaded, metrics_of(trace), files)

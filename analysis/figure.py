@@ -1,0 +1,78 @@
+"""A figure for a file: its set-up and its writing. matplotlib is loaded at the first call, not at import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gems.errors import ConfigError, one_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 150
+WIDTH_IN = 9.0
+FORMATS = (".png", ".pdf", ".svg")
+TEXT_COLOUR = "#222222"
+SOURCE_MARKS = {
+    "measured": "measured",
+    "emulated": "EMULATED compute",
+    "simulated": "SIMULATED, a prediction",
+}
+
+
+def new_figure(width_in: float, height_in: float, num_panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """Builds a figure of stacked panels with common axes on the Agg canvas, without pyplot's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(num_panels, 1, sharex=True, sharey=True, squeeze=False)
+    panels: list[Axes] = list(grid[:, 0])
+    for axes in panels:
+        axes.tick_params(labelsize=scaled_pt(figure, 8), colors=TEXT_COLOUR)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    panels[-1].set_xlabel("time from the step's start (ms)", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
+    return figure, panels
+
+
+def scaled_pt(figure: Figure, size_pt: float) -> float:
+    """Gives a font size that reads alike when figures of all widths are printed equally wide."""
+    return size_pt * figure.get_figwidth() / WIDTH_IN
+
+
+def set_title(figure: Figure, axes: Axes, headline: str, detail: str) -> None:
+    """Writes a bold line and one below it above the top panel, from its left edge on."""
+    axes.set_title(detail, loc="left", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
+    axes.annotate(
+        headline, (0, 1), (0, scaled_pt(figure, 19)), "axes fraction", "offset points",
+        fontsize=scaled_pt(figure, 10), fontweight="bold", color=TEXT_COLOUR, annotation_clip=False,
+    )  # fmt: skip
+
+
+def check_picture_path(path: Path) -> None:
+    """Refuses a path that no picture can be written to.
+
+    Raises:
+        ConfigError: another suffix than .png, .pdf or .svg, or no such folder.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError("out", path, f"suffix {path.suffix or 'missing'}: " + one_of(FORMATS))
+    if not path.parent.is_dir():
+        raise ConfigError("out", path, "its folder does not exist", "make the folder first")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes the figure, PNG at 150 dpi, PDF or SVG by the suffix.
+
+    Raises:
+        ConfigError: the path is not one for a picture or cannot be written.
+    """
+    check_picture_path(path)
+    try:
+        figure.savefig(path, dpi=DPI, facecolor="white")
+    except OSError as error:
+        raise ConfigError("out", path, f"cannot be written ({error.strerror or error})") from error

@@ -1,0 +1,132 @@
+"""The memory curve: device bytes over time of one step, a panel a rank, from a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analysis.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title
+from analysis.run_facts import facts_of
+from analysis.step_window import StepWindow, step_window
+from analysis.units import Unit, bytes_unit, counted
+from gems.errors import ConfigError
+from gems.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_PANELS = 16
+CURVE_COLOUR, AREA_COLOUR, PEAK_COLOUR = "#1f65a8", "#d6e6f3", "#c94f07"
+MS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, time from the step's start."""
+
+    rank: int
+    time_ms: np.ndarray
+    held_bytes: np.ndarray
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held."""
+        return int(self.held_bytes.max())
+
+
+def draw_memory(trace: Trace, path: Path, step: int | None = None) -> None:
+    """Draws one step's memory to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `memory_figure`.
+
+    Raises:
+        ConfigError: no such step, no ledger in the trace, or the file cannot be written.
+    """
+    save_figure(memory_figure(trace, step), path)
+
+
+def memory_figure(trace: Trace, step: int | None = None) -> Figure:
+    """Builds the picture of device bytes over one step, by default the last whole one after warm-up.
+
+    One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside it, where
+    samples carry them, the peaks over the whole run of resident memory and of the driver's figure. Of more
+    than 16 ranks those 16 with the highest peaks are shown.
+
+    Raises:
+        ConfigError: no such step, or the trace has no device bytes in it.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    window = step_window(trace, step)
+    ranks = np.unique(window.events["rank"])
+    curves = [curve for rank in ranks if (curve := curve_of(trace, window, int(rank))) is not None]
+    if not curves:
+        raise ConfigError("trace", trace.source, "its events carry no device_bytes")
+    highest = sorted(curves, key=lambda curve: -curve.peak_bytes)[:MAX_PANELS]
+    shown = sorted(highest, key=lambda curve: curve.rank)
+    unit = bytes_unit([highest[0].peak_bytes])
+    figure, panels = new_figure(WIDTH_IN, 1.3 + 0.62 * max(len(shown), 2), len(shown))
+    for axes, curve in zip(panels, shown, strict=True):
+        _draw_curve(axes, curve, unit)
+        _name_curve(axes, trace, curve)
+    panels[0].set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
+    panels[0].set_ylim(0.0, highest[0].peak_bytes / unit.size * 1.25 or 1.0)
+    panels[0].yaxis.set_major_locator(MaxNLocator(3))
+    figure.supylabel(f"held on the device ({unit.name})", fontsize=9, color=TEXT_COLOUR)
+    set_title(figure, panels[0], *_title(trace, window, curves, unit))
+    return figure
+
+
+def curve_of(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
+    """Gives the curve of one rank, from what it held before the step on; None without a ledger."""
+    mine = trace.events[(trace.events["rank"] == rank) & (trace.events["device_bytes"] >= 0)]
+    mine = mine[np.argsort(mine["end_ns"], kind="stable")]
+    inside = mine[mine["step"] == window.step]
+    if not len(inside):
+        return None
+    before = mine[(mine["step"] < window.step) & (mine["end_ns"] <= inside["end_ns"][0])]
+    first_bytes = before["device_bytes"][-1:] if len(before) else inside["device_bytes"][:1]
+    time_ns = np.concatenate([[window.start_ns], inside["end_ns"], [window.end_ns]]) - window.start_ns
+    held_bytes = np.concatenate([first_bytes, inside["device_bytes"], inside["device_bytes"][-1:]])
+    return Curve(rank, np.maximum(time_ns, 0) * MS, held_bytes)
+
+
+def _draw_curve(axes: Axes, curve: Curve, unit: Unit) -> None:
+    held = curve.held_bytes / unit.size
+    axes.fill_between(curve.time_ms, held, step="post", color=AREA_COLOUR, linewidth=0)
+    axes.step(curve.time_ms, held, where="post", color=CURVE_COLOUR, linewidth=1.0)
+    peak = int(np.argmax(held))
+    axes.plot(curve.time_ms[peak], held[peak], "o", color=PEAK_COLOUR, markersize=4, clip_on=False, zorder=3)
+
+
+def _name_curve(axes: Axes, trace: Trace, curve: Curve) -> None:
+    """Writes the rank and its peaks to the right of the panel."""
+    lines = [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
+    mine = trace.samples[trace.samples["rank"] == curve.rank]
+    for column, name in (("rss_bytes", "resident"), ("device_bytes", "driver")):
+        peak = int(mine[column].max(initial=-1))
+        if peak >= 0:
+            lines.append(f"{name} {_human(peak)}")
+    axes.annotate(
+        "\n".join(lines), (1, 0.5), (8, 0), "axes fraction", "offset points",
+        fontsize=7.5, color=TEXT_COLOUR, va="center", linespacing=1.25, annotation_clip=False,
+    )  # fmt: skip
+
+
+def _human(size_bytes: int) -> str:
+    unit = bytes_unit([size_bytes])
+    return f"{unit.show(size_bytes)} {unit.name}"
+
+
+def _title(trace: Trace, window: StepWindow, curves: list[Curve], unit: Unit) -> tuple[str, str]:
+    name = facts_of(trace).schedule or "unnamed schedule"
+    size = counted(trace.world_size, "rank")
+    source = SOURCE_MARKS.get(trace.source, trace.source)
+    low, high = (unit.show(pick(curve.peak_bytes for curve in curves)) for pick in (min, max))
+    peaks = f"peak {high} {unit.name}" if low == high else f"peaks {low} to {high} {unit.name}"
+    detail = f"{window.label}: device memory, {peaks}"
+    if len(curves) > MAX_PANELS:
+        detail += f", the {MAX_PANELS} highest of {len(curves)} ranks"
+    return f"{name}, {size}: {source}", detail

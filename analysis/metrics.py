@@ -1,0 +1,148 @@
+"""The figures of a run, from its trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from analysis.events import of_kinds
+from analysis.run_facts import RunFacts, facts_of
+from gems.trace import STREAMS, Trace
+
+NS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Figures over the whole steps of a run that are not warm-up steps; None where the trace cannot tell.
+
+    Tuples have one item a world rank. Peaks are over the whole trace, warm-up steps and unfinished steps too.
+
+    Attributes:
+        num_steps: steps counted.
+        num_warmup_steps: whole steps left out.
+        num_images: images of the counted steps, all directions and replicas.
+        time_s: from the first counted step's start to the last one's end, the gaps between steps with it.
+        images_per_s: `num_images` over `time_s`.
+        step_median_s: median of the step times, see `step_times_s`.
+        step_p95_s: 95th percentile of the same, linear between neighbours.
+        busy_s: time in F and B on the compute stream; None for a rank without events.
+        bubble_measured: 1 - sum(busy_s) / (world size x time_s), from what the trace's `source` says.
+        bubble_formula: the closed form of the schedule at `forward_s` and `backward_s`.
+        forward_s: median duration of F of a stage, mean over the stages.
+        backward_s: median duration of B of a stage, mean over the stages.
+        peak_device_bytes: most bytes in the device ledger when an action ended.
+        peak_rss_bytes: most resident memory of the process, from samples.
+        peak_driver_bytes: most device memory in use as the driver reports it, from samples.
+        loss_first: training loss of the first counted step.
+        loss_last: training loss of the last counted step.
+    """
+
+    num_steps: int
+    num_warmup_steps: int
+    num_images: int
+    time_s: float | None
+    images_per_s: float | None
+    step_median_s: float | None
+    step_p95_s: float | None
+    busy_s: tuple[float | None, ...]
+    bubble_measured: float | None
+    bubble_formula: float | None
+    forward_s: float | None
+    backward_s: float | None
+    peak_device_bytes: tuple[int | None, ...]
+    peak_rss_bytes: tuple[int | None, ...]
+    peak_driver_bytes: tuple[int | None, ...]
+    loss_first: float | None
+    loss_last: float | None
+
+
+def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
+    """Computes the figures of a run; `facts` are those in `trace.run_yaml` unless given.
+
+    Raises:
+        ConfigError: `trace.run_yaml` is malformed.
+    """
+    facts = facts_of(trace) if facts is None else facts
+    steps = np.sort(trace.steps, order="step")
+    is_counted = steps["is_warmup"] == 0
+    counted = steps[is_counted]
+    step_s = step_times_s(steps)[is_counted]
+    time_s = float(counted["end_ns"][-1] - counted["start_ns"][0]) * NS if len(counted) else None
+    num_images = int(counted["images"].sum())
+    events = trace.events[np.isin(trace.events["step"], counted["step"])]
+    busy_s = _busy_s(events, trace.world_size)
+    forward_s, backward_s = stage_mean_s(events, "F"), stage_mean_s(events, "B")
+    samples = trace.samples
+    return Metrics(
+        num_steps=len(counted),
+        num_warmup_steps=len(steps) - len(counted),
+        num_images=num_images,
+        time_s=time_s,
+        images_per_s=num_images / time_s if time_s else None,
+        step_median_s=float(np.median(step_s)) if len(step_s) else None,
+        step_p95_s=float(np.percentile(step_s, 95)) if len(step_s) else None,
+        busy_s=busy_s,
+        bubble_measured=_bubble(busy_s, time_s),
+        bubble_formula=facts.bubble(forward_s, backward_s),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        peak_device_bytes=_peaks(trace.events, "device_bytes", trace.world_size),
+        peak_rss_bytes=_peaks(samples, "rss_bytes", trace.world_size),
+        peak_driver_bytes=_peaks(samples, "device_bytes", trace.world_size),
+        loss_first=_known(counted["loss"][0]) if len(counted) else None,
+        loss_last=_known(counted["loss"][-1]) if len(counted) else None,
+    )
+
+
+def step_times_s(steps: np.ndarray) -> np.ndarray:
+    """Gives the time of each step in seconds; `steps` are rows of `/steps`, sorted by step.
+
+    Without a barrier a rank begins step k + 1 while another still ends step k. A step is charged from the
+    previous step's last end (or its own begin where that is later) to its own last end.
+    """
+    begin = steps["start_ns"].copy()
+    begin[1:] = np.maximum(begin[1:], steps["end_ns"][:-1])
+    times: np.ndarray = (steps["end_ns"] - begin) * NS
+    return times
+
+
+def _busy_s(events: np.ndarray, world_size: int) -> tuple[float | None, ...]:
+    compute = events[events["stream"] == STREAMS.index("compute")]
+    compute = compute[of_kinds(compute, "F", "B")]
+    busy_ns = np.bincount(compute["rank"], compute["end_ns"] - compute["start_ns"], minlength=world_size)
+    present = np.bincount(events["rank"], minlength=world_size)
+    return tuple(float(busy_ns[rank]) * NS if present[rank] else None for rank in range(world_size))
+
+
+def _bubble(busy_s: tuple[float | None, ...], time_s: float | None) -> float | None:
+    """Gives no figure where a rank's part is missing: unknown is not idle."""
+    known = [busy for busy in busy_s if busy is not None]
+    if not time_s or not known or len(known) < len(busy_s):
+        return None
+    return 1.0 - sum(known) / (len(known) * time_s)
+
+
+def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
+    """Gives the median duration of a kind of action on a stage, in seconds, mean over the stages.
+
+    None where `events` hold no such action.
+    """
+    mine = events[of_kinds(events, kind)]
+    if not len(mine):
+        return None
+    duration_ns = mine["end_ns"] - mine["start_ns"]
+    medians = [np.median(duration_ns[mine["stage"] == stage]) for stage in np.unique(mine["stage"])]
+    return float(np.mean(medians)) * NS
+
+
+def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None, ...]:
+    """Gives the largest value of a column for each rank; a negative one stands for "not known"."""
+    peaks = np.full(world_size, -1, dtype=np.int64)
+    np.maximum.at(peaks, table["rank"], table[column])
+    return tuple(int(peak) if peak >= 0 else None for peak in peaks)
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)

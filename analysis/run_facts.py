@@ -1,0 +1,75 @@
+"""What a trace says about its run: the facts of the configuration that figures need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from gems.errors import ConfigError
+from gems.schedule.bounds import bubble
+from gems.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Facts of the resolved configuration; None where the trace does not carry it."""
+
+    schedule: str | None = None
+    partitions: int | None = None
+    replicas: int | None = None
+    micro_batches: int | None = None
+    parts: int | None = None
+
+    def bubble(self, forward_s: float | None, backward_s: float | None) -> float | None:
+        """Gives the schedule's bubble by its closed form; None where that or a fact is not known."""
+        name, partitions, micro_batches = self.schedule, self.partitions, self.micro_batches
+        if (
+            name is None
+            or partitions is None
+            or micro_batches is None
+            or forward_s is None
+            or backward_s is None
+        ):
+            return None
+        return bubble(name, partitions, micro_batches, forward_s, backward_s, self.parts or 1)
+
+
+def facts_of(trace: Trace) -> RunFacts:
+    """Gives the facts in `trace.run_yaml`, the resolved `gems.config.RunSpec`; all None for an empty text.
+
+    Raises:
+        ConfigError: the text is no YAML, no mapping of groups, or a count in it is not whole and positive.
+    """
+    try:
+        document = yaml.safe_load(trace.run_yaml) if trace.run_yaml else {}
+    except yaml.YAMLError as error:
+        raise ConfigError("run_yaml", "unreadable", f"not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(document, dict):
+        raise ConfigError("run_yaml", type(document).__name__, "allowed: a mapping of configuration groups")
+    schedule = _group(document, "schedule").get("name")
+    parallel = _group(document, "parallel")
+    return RunFacts(
+        schedule=None if schedule is None else str(schedule),
+        partitions=_count(parallel, "partitions"),
+        replicas=_count(parallel, "replicas"),
+        micro_batches=_count(parallel, "micro_batches"),
+        parts=_count(parallel, "parts"),
+    )
+
+
+def _group(document: dict[str, Any], name: str) -> dict[str, Any]:
+    group = document.get(name) or {}
+    if not isinstance(group, dict):
+        raise ConfigError(f"run_yaml.{name}", group, "allowed: a mapping of keys")
+    return group
+
+
+def _count(group: dict[str, Any], name: str) -> int | None:
+    value = group.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"run_yaml.parallel.{name}", value, "allowed: a whole number from 1")
+    return value

@@ -1,0 +1,215 @@
+"""The timeline picture: rank x time of one step, from a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analysis.events import of_kinds
+from analysis.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title
+from analysis.metrics import stage_mean_s
+from analysis.run_facts import RunFacts, facts_of
+from analysis.step_window import StepWindow, step_window
+from analysis.units import counted
+from gems.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_LANES = 64
+IDLE_COLOUR = "#f0f0f0"
+MS = 1e-6
+MIN_LABEL_PT, MAX_LABEL_PT = 4.5, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How boxes are drawn; `top` and `bottom` are their span of the lane, positive below its middle."""
+
+    kinds: tuple[str, ...]
+    direction: int | None
+    legend: str
+    colour: str
+    text_colour: str = "black"
+    top: float = -0.40
+    bottom: float = 0.28
+
+
+LOOKS = (
+    Look(("F",), 0, "F, direction 0 (down)", "#8ec3e6"),
+    Look(("F",), 1, "F, direction 1 (up)", "#1b5f9e", "white"),
+    Look(("B",), 0, "B, direction 0 (down)", "#fdbf6f"),
+    Look(("B",), 1, "B, direction 1 (up)", "#c94f07", "white"),
+    Look(("REDUCE_GRAD",), None, "gradient reduction, with waiting", "#9a9a9a"),
+    Look(("STEP",), None, "optimizer step", "#4d4d4d"),
+    Look(("SEND_F", "SEND_B"), None, "send", "#5e3c99", top=0.31, bottom=0.38),
+    Look(("RECV_F", "RECV_B"), None, "receive, from its posting on", "#cbbfe0", top=0.39, bottom=0.44),
+)
+
+
+def draw_timeline(trace: Trace, path: Path, step: int | None = None) -> None:
+    """Draws one step to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `timeline_figure`.
+
+    Raises:
+        ConfigError: no such step, no events, or the file cannot be written.
+    """
+    save_figure(timeline_figure(trace, step), path)
+
+
+def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
+    """Builds the picture of one step, by default the last whole one that is not a warm-up step.
+
+    One lane a world rank, the first 64 of them; F in blue and B in orange, light for direction 0 and dark for
+    direction 1, with the micro-batch in the box where it fits; idle time is the grey of the lane; transfers
+    are thin bars below the lane, from posting to completion. Time is in ms from the first rank's begin.
+
+    Raises:
+        ConfigError: no such step, or the trace has no events.
+    """
+    window = step_window(trace, step)
+    facts = facts_of(trace)
+    ranks = np.unique(window.events["rank"])[:MAX_LANES]
+    events = window.events[np.isin(window.events["rank"], ranks)]
+    figure, (axes,) = new_figure(*_size_in(window, events, len(ranks)))
+    _draw_idle(axes, trace, window, ranks)
+    drawn = _draw_boxes(figure, axes, window, events, ranks)
+    _dress(figure, axes, window, ranks, facts)
+    set_title(figure, axes, *_title(trace, window, facts, len(ranks)))
+    _add_legend(figure, drawn)
+    figure.draw_without_rendering()  # settles the layout, so that the size of a box in points is known
+    _label_boxes(figure, axes, window, events, ranks)
+    return figure
+
+
+def _size_in(window: StepWindow, events: np.ndarray, num_lanes: int) -> tuple[float, float]:
+    """Gives width and height: wide enough for a forward to be seen, lower lanes where there are many."""
+    forwards = events[of_kinds(events, "F")]
+    typical_s = float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
+    boxes = window.span_s / typical_s if typical_s else 1.0
+    lane = 0.50 if num_lanes <= 8 else 0.36 if num_lanes <= 16 else 0.20
+    return float(np.clip(0.115 * boxes, WIDTH_IN, 12.0)), 1.55 + lane * max(num_lanes, 2)
+
+
+def _draw_idle(axes: Axes, trace: Trace, window: StepWindow, ranks: np.ndarray) -> None:
+    """Fills each rank's own step; what is not covered later is a bubble."""
+    rows = trace.rank_steps[trace.rank_steps["step"] == window.step]
+    own = {int(row["rank"]): (int(row["start_ns"]), int(row["end_ns"])) for row in rows}
+    for lane, rank in enumerate(ranks):
+        start, end = own.get(int(rank), (window.start_ns, window.end_ns))
+        span = ((start - window.start_ns) * MS, (end - start) * MS)
+        axes.broken_barh([span], (lane - 0.40, 0.68), facecolors=IDLE_COLOUR, linewidth=0)
+
+
+def _draw_boxes(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> list[Look]:
+    """Draws all events and gives the looks that were used."""
+    drawn = []
+    for look in LOOKS:
+        is_mine = of_kinds(events, *look.kinds) & (events["end_ns"] > events["start_ns"])
+        if look.direction is not None:
+            is_mine &= events["direction"] == look.direction
+        for lane, rank in enumerate(ranks):
+            boxes = events[is_mine & (events["rank"] == rank)]
+            start_ms = (boxes["start_ns"] - window.start_ns) * MS
+            width_ms = (boxes["end_ns"] - boxes["start_ns"]) * MS
+            if len(boxes):
+                axes.broken_barh(
+                    list(zip(start_ms.tolist(), width_ms.tolist(), strict=True)),
+                    (lane + look.top, look.bottom - look.top),
+                    facecolors=look.colour,
+                    edgecolors="white",
+                    linewidth=_edge_pt(figure, width_ms, window) if look.top < 0 else 0,
+                )
+        if is_mine.any():
+            drawn.append(look)
+    return drawn
+
+
+def _edge_pt(figure: Figure, width_ms: np.ndarray, window: StepWindow) -> float:
+    """Gives the width of the white edge between boxes: none where it would eat the box."""
+    figure_pt = figure.get_figwidth() * 72
+    typical_pt = float(np.median(width_ms)) * 1e-3 / max(window.span_s, 1e-12) * figure_pt
+    return 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
+
+
+def _dress(figure: Figure, axes: Axes, window: StepWindow, ranks: np.ndarray, facts: RunFacts) -> None:
+    axes.set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
+    axes.set_ylim(len(ranks) - 0.45, -0.55)
+    shown = range(0, len(ranks), 1 if len(ranks) <= 32 else 4)
+    axes.set_yticks(list(shown), [str(ranks[lane]) for lane in shown])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylabel("rank", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
+    if facts.partitions and facts.replicas and facts.replicas > 1:
+        for lane in range(1, len(ranks)):
+            if ranks[lane] // facts.partitions != ranks[lane - 1] // facts.partitions:
+                axes.axhline(lane - 0.48, color=TEXT_COLOUR, linewidth=0.8, linestyle=(0, (4, 3)))
+
+
+def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) -> tuple[str, str]:
+    size = counted(trace.world_size, "rank")
+    if facts.partitions and facts.replicas and facts.replicas > 1:
+        size += f", {facts.partitions} partitions x {facts.replicas} replicas"
+    if num_lanes < trace.world_size:
+        size += f" ({num_lanes} shown)"
+    source = SOURCE_MARKS.get(trace.source, trace.source)
+    details = [window.label]
+    if window.is_whole:
+        details[0] += f": {window.span_s * 1e3:.4g} ms"
+    if window.bubble is not None:
+        details.append(f"bubble {100 * window.bubble:.1f} %")
+    formula = facts.bubble(stage_mean_s(window.events, "F"), stage_mean_s(window.events, "B"))
+    if formula is not None and window.is_whole:
+        details.append(f"closed form {100 * formula:.1f} %")
+    return f"{facts.schedule or 'unnamed schedule'}, {size}: {source}", ", ".join(details)
+
+
+def _add_legend(figure: Figure, drawn: list[Look]) -> None:
+    from matplotlib.patches import Patch
+
+    has_two = any(look.direction == 1 for look in drawn)
+    patches = []
+    for look in drawn:
+        text = look.legend if has_two or look.direction is None else look.kinds[0]
+        patches.append(Patch(facecolor=look.colour, label=text))
+    patches.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#bbbbbb", linewidth=0.5, label="idle (bubble)"))
+    columns = (len(patches) + 1) // 2 if len(patches) > 6 else len(patches)
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=columns,
+        fontsize=scaled_pt(figure, 7.5), frameon=False, columnspacing=1.4, handlelength=1.4,
+    )  # fmt: skip
+
+
+def _label_boxes(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> None:
+    """Writes micro-batch numbers, all of a kind in one size, where that size fits the typical box."""
+    corner_px, far_px = axes.transData.transform([(0.0, 0.0), (1.0, 1.0)])
+    pt_per_ms, pt_per_lane = abs(far_px - corner_px) * 72 / figure.dpi
+    lane_of = {int(rank): lane for lane, rank in enumerate(ranks)}
+    for look in LOOKS:
+        of_kind = events[of_kinds(events, *look.kinds) & (events["micro_batch"] >= 0)]
+        if look.direction is None or not len(of_kind):
+            continue
+        digits = len(str(int(of_kind["micro_batch"].max())))
+        room_pt = float(np.median(of_kind["end_ns"] - of_kind["start_ns"])) * MS * pt_per_ms
+        size_pt = min(
+            scaled_pt(figure, MAX_LABEL_PT), 0.8 * 0.68 * pt_per_lane, (room_pt - 1.5) / (0.62 * digits)
+        )
+        if size_pt < MIN_LABEL_PT:
+            continue
+        for event in of_kind[of_kind["direction"] == look.direction]:
+            width_ms = (event["end_ns"] - event["start_ns"]) * MS
+            text = str(int(event["micro_batch"]))
+            if width_ms * pt_per_ms < 0.62 * size_pt * len(text):
+                continue
+            middle_ms = (event["start_ns"] - window.start_ns) * MS + width_ms / 2
+            axes.text(
+                middle_ms, lane_of[int(event["rank"])] - 0.06, text,
+                fontsize=size_pt, color=look.text_colour, ha="center", va="center_baseline", clip_on=True,
+            )  # fmt: skip
