@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gems.config import RunSpec
-from gems.errors import ConfigError, GemsError, nearest
+from gems.errors import ConfigError, GemsError, nearest, one_of
 
-HYDRA_FLAGS = ("--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--multirun", "-m", "--shell-completion", "-sc",
-               "--package", "-p", "--resolve", "--version", "--run", "-r")  # fmt: skip
 HYDRA_DIRECTORY = ("--config-dir", "-cd")
+_CFG = ("job", "hydra", "all")
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+# What an option of Hydra's takes: nothing (None), one of these, or any word (). Shell completion is not among them:
+# it knows a program by one word, and ours are three.
+HYDRA_FLAGS: dict[str, tuple[str, ...] | None] = {
+    "--cfg": _CFG, "-c": _CFG, "--info": _INFO, "-i": _INFO, "--package": (), "-p": (),
+    **dict.fromkeys(("--help", "-h", "--hydra-help", "--multirun", "-m", "--resolve", "--version", "--run", "-r")),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,9 @@ def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
@@ -75,9 +87,9 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
         _refuse_flags(words, verb)
         return verb.load()(words, options) or 0
     words = _search_path(words)
+    _refuse_flags(words, verb)
     if any(word.split("=")[0] in HYDRA_FLAGS for word in words):
         return _through_hydra(program, name, verb, words, options)
-    _refuse_flags(words, verb)
     from gems.compose import compose
 
     return verb.load()(compose(words), options) or 0
@@ -86,15 +98,14 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
 def _through_hydra(program: str, name: str, verb: Verb, words: list[str], options: Options) -> int:
     from gems.compose import check_overrides, hydra_app
 
-    check_overrides(
-        [word for word in words if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-    )
+    overrides, hydra_options = _sort(words)
+    check_overrides(overrides)
     codes: list[int] = []
 
     def act(spec: RunSpec) -> None:
         codes.append(verb.load()(spec, options) or 0)
 
-    hydra_app(words, f"{program} {name}", act)
+    hydra_app([*overrides, *hydra_options], f"{program} {name}", act)
     return max(codes, default=0)
 
 
@@ -104,18 +115,51 @@ def _search_path(words: list[str]) -> list[str]:
     rest = iter(words)
     for word in rest:
         flag, _, value = word.partition("=")
-        if flag in HYDRA_DIRECTORY:
-            kept.append(f"hydra.searchpath=['file://{value or next(rest, '')}']")
-        else:
+        if flag not in HYDRA_DIRECTORY:
             kept.append(word)
+            continue
+        folder = value or next(rest, "")
+        if not Path(folder).is_dir() or not folder:
+            raise ConfigError(flag, folder, "is not a folder")
+        path = str(Path(folder).absolute()).replace("'", r"\'")
+        kept.append(f"hydra.searchpath=['file://{path}']")
     return kept
 
 
 def _refuse_flags(words: Sequence[str], verb: Verb) -> None:
-    known = ("--json", *verb.flags, *(() if verb.takes_words else (*HYDRA_FLAGS, *HYDRA_DIRECTORY)))
+    of_hydra = () if verb.takes_words else (*HYDRA_FLAGS, *HYDRA_DIRECTORY)
+    known = ("--json", *verb.flags, *of_hydra)
     for word in words:
-        if word.startswith("-"):
+        if word.startswith("-") and word.partition("=")[0] not in of_hydra:
             raise ConfigError("option", word, "unknown; nearest: " + ", ".join(nearest(word, known)))
+
+
+def _sort(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tells overrides from Hydra's options, and refuses what Hydra's parser would answer with its usage."""
+    overrides: list[str] = []
+    options: list[str] = []
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        flag, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        options.append(flag)
+        choices = HYDRA_FLAGS[flag]
+        if choices is None:
+            if equals:
+                raise ConfigError(flag, value, "takes no value")
+            continue
+        is_optional = choices is _INFO
+        if not equals and rest and (not is_optional or rest[0] in choices):
+            value = rest.popleft()
+        if value or not is_optional:
+            options.append(value)
+            if not value or value.startswith("-") or (choices and value not in choices):
+                allowed = one_of(choices) if choices else "must name a part of the configuration"
+                raise ConfigError(flag, value, allowed)
+    return overrides, options
 
 
 def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
