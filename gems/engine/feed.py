@@ -20,13 +20,14 @@ from gems.resolve import global_batch
 class Feed:
     """Loads images for the micro-batches that start on this rank, and labels for those that end here.
 
-    The rank with the images and the one with the labels draw the same samples from the seed, so none sends them.
+    The rank with the images and the one with the labels draw the same samples from the seed, so none sends them. A
+    rank that holds neither the first nor the last stage needs no data set.
     """
 
     def __init__(
         self,
         spec: RunSpec,
-        dataset: Dataset,
+        dataset: Dataset | None,
         replica: int,
         images_of: Collection[int],
         labels_of: Collection[int],
@@ -50,6 +51,11 @@ class Feed:
         """Gives the batch of a training step, on the rank's device."""
         return Batch({}, {}) if self._ahead is None else self._on_device(self._ahead.get(step))
 
+    @property
+    def _data(self) -> Dataset:
+        assert self._dataset is not None, "a rank that reads has opened its data set"
+        return self._dataset
+
     def close(self) -> None:
         """Stops loading ahead."""
         if self._ahead is not None:
@@ -57,7 +63,7 @@ class Feed:
 
     def _load(self, step: int) -> Batch:
         parallel = self._spec.parallel
-        samples = batch_indices(self._dataset.num_train, self._spec.seed, step, global_batch(self._spec))
+        samples = batch_indices(self._data.num_train, self._spec.seed, step, global_batch(self._spec))
         size, count = parallel.micro_batch_size, parallel.micro_batches or 1
 
         def of(micro_batch: int) -> np.ndarray:
@@ -69,13 +75,11 @@ class Feed:
         )
 
     def _images(self, split: Split, samples: np.ndarray) -> Tensor:
-        images = np.stack([self._dataset.image(split, int(index), int(draw)) for index, draw in samples])
+        images = np.stack([self._data.image(split, int(index), int(draw)) for index, draw in samples])
         return torch.from_numpy(images).to(self._dtype)
 
     def _labels(self, split: Split, samples: np.ndarray) -> Tensor:
-        return torch.tensor(
-            [self._dataset.label(split, int(index)) for index, _ in samples], dtype=torch.int64
-        )
+        return torch.tensor([self._data.label(split, int(index)) for index, _ in samples], dtype=torch.int64)
 
     def _on_device(self, batch: Batch) -> Batch:
         return Batch(
@@ -83,18 +87,20 @@ class Feed:
             {m: labels.to(self._device, non_blocking=True) for m, labels in batch.labels.items()},
         )
 
-    def validation(self, num_micro_batches: int, has_images: bool, has_labels: bool) -> Iterator[Batch]:
-        """Gives the validation images of this replica, `num_micro_batches` micro-batches at a time.
+    def validation(
+        self, num_validation: int, num_micro_batches: int, has_images: bool, has_labels: bool
+    ) -> Iterator[Batch]:
+        """Gives the `num_validation` images, this replica's share of them, `num_micro_batches` micro-batches at a time.
 
         Every rank of the pipeline gets as many batches. Replicas share the images out; the last micro-batch of a
         replica is filled with images again, whose labels count for nothing.
         """
         size = self._spec.parallel.micro_batch_size
         replicas = self._spec.parallel.replicas
-        per_replica = math.ceil(self._dataset.num_validation / replicas)
+        per_replica = math.ceil(num_validation / replicas)
         per_round = size * num_micro_batches
         first = self._replica * per_replica
-        end = min(first + per_replica, self._dataset.num_validation)
+        end = min(first + per_replica, num_validation)
         for round_first in range(0, per_replica, per_round):
             images: dict[int, Tensor] = {}
             labels: dict[int, Tensor] = {}

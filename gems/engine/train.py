@@ -41,7 +41,6 @@ class Accuracy:
 
 def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, heartbeat: Heartbeat) -> None:
     """Runs a whole training on one rank: set-up, steps, evaluation, checkpoint, trace part; collective."""
-    dataset = open_dataset(spec.data, spec.seed)
     part = TracePart(part_path(folder.path, comm.rank), comm.rank, _attributes(spec, comm, device))
     try:
         pipeline = build_pipeline(spec, comm, device, part, heartbeat)
@@ -51,6 +50,9 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
             checkpoint.restore(pipeline, checkpoint.load(Path(spec.train.initial_checkpoint)))
         offset_ns, error_ns = measure_offset(comm)
         part.set_attributes({"clock_offset_ns": offset_ns, "clock_error_ns": error_ns})
+        reads = bool(pipeline.images_of or pipeline.labels_of)
+        dataset = open_dataset(spec.data, spec.seed) if reads else None
+        class_counts = comm.bcast(dataset.class_counts("validation") if dataset and not comm.rank else None)
         feed = Feed(
             spec,
             dataset,
@@ -62,9 +64,7 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
         )
         try:
             losses = _steps(spec, pipeline, feed, part)
-            accuracy = (
-                evaluate(pipeline, feed, dataset.class_counts("validation")) if spec.train.evaluate else None
-            )
+            accuracy = evaluate(pipeline, feed, class_counts) if spec.train.evaluate else None
         finally:
             feed.close()
         heartbeat.beat(spec.train.steps, "checkpoint")
@@ -119,7 +119,10 @@ def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> A
     pipeline.recorder.is_on = False
     sums = np.zeros(3)
     batches = feed.validation(
-        executor.schedule.num_micro_batches, pipeline.has_in_evaluation(0), pipeline.has_in_evaluation(last)
+        sum(class_counts),
+        executor.schedule.num_micro_batches,
+        pipeline.has_in_evaluation(0),
+        pipeline.has_in_evaluation(last),
     )
     for number, batch in enumerate(batches):
         score = executor.run(number, batch)
