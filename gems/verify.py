@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
 from gems.errors import RankFailedError
 from gems.ranks import mpiexec_argv, rank_environment, run_ranks
-from gems.runfolder import prepare, read_json
+from gems.runfolder import RunFolder, prepare, read_json
 
 STEPS = 2
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0}
@@ -38,13 +37,7 @@ def verify(spec: RunSpec, options: Options) -> int:
         )
         found = read_json(folder.result_json)
         if ended.returncode or not found:
-            causes = [
-                str(read_json(path).get("cause"))
-                for path in sorted(Path(folder.path).glob("FAILED.rank*.json"))
-            ]
-            raise RankFailedError(
-                f"verify ended with code {ended.returncode}: {'; '.join(causes) or 'no rank said why'}"
-            )
+            raise _failure(folder, ended.returncode)
     document = {
         "schedule": spec.schedule.name,
         "partitions": spec.parallel.partitions,
@@ -65,3 +58,14 @@ def verify(spec: RunSpec, options: Options) -> int:
             f"max relative error {found['max_rel_error']:.2e} in {dtype} ({found['worst']})"
         )
     return 0 if passed else 1
+
+
+def _failure(folder: RunFolder, returncode: int) -> RankFailedError:
+    """Says what the first failing rank left, with its exit code."""
+    records = [read_json(path) for path in sorted(folder.path.glob("FAILED.rank*.json"))]
+    records.sort(key=lambda record: str(record["utc"]))
+    if not records:
+        return RankFailedError(f"verify: the ranks ended with code {returncode} and none said why")
+    error = RankFailedError(f"verify: rank {records[0]['rank']} failed: {records[0]['cause']}")
+    error.exit_code = int(records[0]["exit_code"])
+    return error

@@ -16,6 +16,7 @@ from gems.engine.device import DTYPES, open_device
 from gems.engine.feed import Feed
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.reference import Values, named_values, train_unsplit
+from gems.engine.run import launched_rank, report
 from gems.engine.transport import Comm, abort, world
 from gems.models import layers_of
 from gems.runfolder import RunFolder, write_json
@@ -98,17 +99,16 @@ def _copies(pipeline: Pipeline) -> list[tuple[Values, Values, Values]]:
 
 def main(argv: list[str]) -> None:
     """Compares one run folder's configuration; rank 0 writes result.json there. One rank of `gems verify`."""
+    folder = RunFolder(Path(argv[0]))
     try:
-        comm = world()
-        folder = RunFolder(Path(argv[0]))
         spec = folder.read_spec()
-        difference = compare(spec, comm, open_device(spec.machine))
+        device = open_device(spec.machine)
+        comm = world()
+        difference = compare(spec, comm, device)
         if comm.rank == 0:
             write_json(folder.result_json, asdict(difference))
     except BaseException as error:
-        from gems.engine.run import report
-
-        abort(report(RunFolder(Path(argv[0])), world().rank, error))
+        abort(report(folder, launched_rank(), error))
 
 
 if __name__ == "__main__":

@@ -23,33 +23,36 @@ def main(argv: list[str]) -> None:
         print("usage: python -m gems.engine.run RUN_FOLDER", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a scheduler's warning, whose default would kill the rank
-    from gems.engine.transport import abort, world
-
     folder = RunFolder(Path(argv[0]))
-    rank = int(
-        os.environ.get("SLURM_PROCID")
-        or os.environ.get("PMI_RANK")
-        or os.environ.get("OMPI_COMM_WORLD_RANK")
-        or 0
-    )
     try:
-        comm = world()
-        rank = comm.rank
-        _work(folder, rank)
+        _work(folder)
     except BaseException as error:
-        abort(report(folder, rank, error))
+        code = report(folder, launched_rank(), error)
+        from gems.engine.transport import abort
+
+        abort(code)
 
 
-def _work(folder: RunFolder, rank: int) -> None:
+def _work(folder: RunFolder) -> None:
     from gems.engine.device import open_device
+
+    spec = folder.read_spec()
+    device = open_device(
+        spec.machine
+    )  # before MPI starts: one that knows GPUs looks at the current device then
     from gems.engine.train import train
     from gems.engine.transport import world
 
-    heartbeat = Heartbeat(folder.heartbeat(rank))
-    spec = folder.read_spec()
-    device = open_device(spec.machine)
-    train(spec, folder, world(), device, heartbeat)
+    comm = world()
+    heartbeat = Heartbeat(folder.heartbeat(comm.rank))
+    train(spec, folder, comm, device, heartbeat)
     heartbeat.close()
+
+
+def launched_rank() -> int:
+    """Gives this process's rank as its launcher numbers it, which stands also where MPI did not start."""
+    names = ("SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def report(folder: RunFolder, rank: int, error: BaseException) -> int:
