@@ -1,0 +1,305 @@
+"""Ranks as children of this process: the launcher's command line, their environment, and how they ended.
+
+Needs the standard library only, so that login nodes and `gems verify` can use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from gems.errors import ConfigError
+from gems.shared_memory import remove_stale_shared_memory
+
+__all__ = [
+    "Ended",
+    "mpiexec_argv",
+    "rank_environment",
+    "remove_stale_shared_memory",
+    "run_ranks",
+    "without_leftovers",
+]
+
+LEFTOVERS = ("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SBATCH_", "SUBMITIT_", "PMI", "HYDI_", "MPI_LOCAL",
+             "OMPI_COMM_WORLD_", "PALS_")  # fmt: skip
+KEPT = ("SLURM_CONF", "PMIX_MCA_")
+GRACE_S = 5.0
+POLL_S = 0.1
+TAIL_LINES = 200
+# What hydra says at the end serves the search for the rank at fault. On a screen it is noise, and may name another.
+NOISE = re.compile(
+    rb"\[mpiexec@[^\]]*\] Exit codes:|={80,}\s*$|=   (BAD TERMINATION|PID|EXIT CODE|CLEANING UP|YOU CAN IGNORE)"
+    rb"|YOUR APPLICATION TERMINATED WITH|This typically refers to a problem|Please see the FAQ page for debugging"
+)
+NOISE_START = b"[mpiexec@"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How ranks ended: the launcher's return code (negative for a signal) and the last lines of output."""
+
+    returncode: int
+    tail: tuple[str, ...]
+    timed_out: bool = False
+    gave_up: bool = False
+    stopped_by: str | None = None
+
+
+def mpiexec_argv(num_ranks: int, program: Sequence[str]) -> list[str]:
+    """Gives the command line that starts `num_ranks` ranks of `program` on this machine.
+
+    The mpiexec beside the interpreter (the mpich wheel's) goes before the one on PATH.
+
+    Raises:
+        ConfigError: there is no mpiexec.
+    """
+    mpiexec = _find_mpiexec()
+    return [mpiexec, *_flags(mpiexec), "-n", str(num_ranks), *program]
+
+
+def _find_mpiexec() -> str:
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if found is None:
+        raise ConfigError(
+            "cluster.launcher",
+            "mpiexec",
+            "there is no mpiexec beside the interpreter or on PATH",
+            "`pip install mpich`, or load the site's MPI module",
+        )
+    return found
+
+
+@functools.cache
+def _flags(mpiexec: str) -> tuple[str, ...]:
+    """Gives what this flavour needs to start more ranks than cores, also as root, and to name the dead."""
+    version = _version(mpiexec)
+    if "HYDRA" in version:
+        return ("-print-all-exitcodes",)
+    if re.search(r"Open ?MPI|OpenRTE|PRTE|PRRTE", version):
+        as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
+        return ("--oversubscribe", "--bind-to", "none", *as_root)
+    return ()
+
+
+def _version(mpiexec: str) -> str:
+    try:
+        asked = subprocess.run(
+            [mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout + asked.stderr
+
+
+def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
+    """Gives the environment without what an enclosing allocation or MPI process left in it.
+
+    mpiexec takes SLURM_* as an order to start ranks by srun, sbatch takes SBATCH_* before the script's own
+    lines, and PMI_* makes a process believe that it is a rank of another world. SLURM_CONF stays.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(KEPT) or not name.startswith(LEFTOVERS)
+    }
+
+
+def rank_environment(threads_per_rank: int, *, keep_slurm: bool = False) -> dict[str, str]:
+    """Gives the environment of ranks: this process's, with thread counts and switches that ranks rely on.
+
+    `keep_slurm` is for srun, which must see its allocation. mpiexec must not: its ranks belong on this
+    machine, also when it is called inside an allocation.
+    """
+    base = dict(os.environ) if keep_slurm else without_leftovers(os.environ)
+    threads = str(threads_per_rank)
+    return {
+        **base,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "HDF5_USE_FILE_LOCKING": "FALSE",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run_ranks(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path | None = None,
+    timeout_s: float | None = None,
+    on_line: Callable[[str], None] | None = None,
+    give_up: Callable[[], bool] | None = None,
+    echo: bool = True,
+) -> Ended:
+    """Runs a launcher to its end; what it says goes to our stderr (`echo`), to `log` and to `on_line`.
+
+    On time-out, SIGTERM, KeyboardInterrupt or when `give_up` says so (it is asked all the time), the launcher
+    and every process under it end, by SIGTERM and after GRACE_S by SIGKILL; KeyboardInterrupt is raised again.
+
+    Raises:
+        ConfigError: the launcher's program cannot be started.
+    """
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    timed_out = gave_up = False
+    with contextlib.ExitStack() as stack:
+        stopped = stack.enter_context(_noting_sigterm())
+        file = stack.enter_context(log.open("ab", buffering=0)) if log is not None else None
+        try:
+            process = subprocess.Popen(
+                list(argv),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError("launcher", argv[0], f"cannot be started ({error.strerror})") from error
+        assert process.stdout is not None
+        pump = _Pump(process.stdout, file, echo, on_line)
+        try:
+            while process.poll() is None and not (stopped or timed_out or gave_up):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+                timed_out = deadline_s is not None and time.monotonic() > deadline_s
+                gave_up = give_up is not None and give_up()
+        finally:
+            _end(process)
+            pump.finish()
+    return Ended(process.returncode, pump.tail, timed_out, gave_up, stopped[0] if stopped else None)
+
+
+class _Pump:
+    """Reads a launcher's output to its end in a thread of its own, so that ranks never wait for a reader."""
+
+    def __init__(
+        self, source: IO[bytes], log: IO[bytes] | None, echo: bool, on_line: Callable[[str], None] | None
+    ) -> None:
+        self._source = source
+        self._log = log
+        self._echo = echo
+        self._on_line = on_line
+        self._rest = b""
+        self._shown = 0
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def tail(self) -> tuple[str, ...]:
+        """The last lines, without the empty ones."""
+        return tuple(self._lines)
+
+    def finish(self) -> None:
+        """Waits until all is read; an orphan that holds the pipe open is not waited for."""
+        self._thread.join(timeout=2.0)
+        if not self._thread.is_alive():
+            self._source.close()
+
+    def _run(self) -> None:
+        while chunk := os.read(self._source.fileno(), 1 << 16):
+            if self._log is not None:
+                with contextlib.suppress(OSError):
+                    self._log.write(chunk)
+            self._take(chunk)
+        self._take(b"\n" if self._rest else b"")
+
+    def _take(self, chunk: bytes) -> None:
+        *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + chunk)
+        for line in lines:
+            if not NOISE.match(line):
+                self._show(line[self._shown :])
+            self._shown = 0
+            self._hear(line.decode(errors="replace").strip())
+        rest = self._rest[: len(NOISE_START)]
+        if not NOISE_START.startswith(rest):
+            self._show(self._rest[self._shown :])
+            self._shown = len(self._rest)
+
+    def _hear(self, line: str) -> None:
+        if line:
+            self._lines.append(line[:2000])
+            if self._on_line is not None:
+                self._on_line(line)
+
+    def _show(self, text: bytes) -> None:
+        if self._echo and text:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.buffer.write(text)
+                sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _noting_sigterm() -> Iterator[list[str]]:
+    """Collects SIGTERM in a list while the block runs (in the main thread, where Python allows it)."""
+    noted: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(signal.Signals(number).name))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and all under it, also ranks that a launcher put into sessions of their own."""
+    if process.poll() is not None:
+        return
+    family = _descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for pid, started in family.items():
+        if _start_time(pid) == started:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _descendants(root: int) -> dict[int, str]:
+    """Gives the processes under `root` with their start times: a later process may get the same number."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(path.name))
+        if fields:
+            parents[int(path.name)] = int(fields[1])
+    family: dict[int, str] = {}
+    frontier = [root]
+    while frontier:
+        frontier = [pid for pid, parent in parents.items() if parent in frontier]
+        family.update({pid: _start_time(pid) for pid in frontier})
+    return family
+
+
+def _start_time(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Gives the fields of /proc/PID/stat from the state on; none when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,60 @@
+"""MPICH's shared-memory files that outlive killed ranks; `python -m gems.shared_memory` removes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path("/dev/shm")
+MIN_AGE_S = 2.0
+
+
+def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE_S) -> list[Path]:
+    """Removes MPICH's shared-memory files of this user that no process maps; gives what it removed.
+
+    MPICH leaves them behind when ranks are killed and names them by SLURM's job and step: a requeued job on
+    the same node attaches to the old file and hangs. Files that live processes map, or that may just have
+    been made (younger than `min_age_s`), are another run's and stay.
+    """
+    now_s = time.time()
+    stale = []
+    for path in sorted(folder.glob("mpich_shm_*")):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if status.st_uid == os.getuid() and now_s - status.st_mtime >= min_age_s:
+                stale.append(path)
+    if not stale:
+        return []
+    mapped = _mapped_by_own_processes()
+    removed = []
+    for path in stale:
+        if str(path.resolve()) not in mapped:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _mapped_by_own_processes() -> set[str]:
+    """Gives every file that a process of this user maps.
+
+    A process that hides its memory is taken for no rank: to lose the name of a file that it has mapped
+    already would not harm it.
+    """
+    mapped: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid == os.getuid():
+                lines = (process / "maps").read_text(errors="replace").splitlines()
+                mapped.update(
+                    fields[5].strip() for line in lines if len(fields := line.split(maxsplit=5)) == 6
+                )
+    return mapped
+
+
+if __name__ == "__main__":
+    for path in remove_stale_shared_memory():
+        print(f"gems: removed stale {path}", file=sys.stderr)

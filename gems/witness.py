@@ -1,0 +1,53 @@
+"""The witness: notes when a rank's process ends, before its launcher can know.
+
+MPICH's mpiexec kills the other ranks as soon as one is gone, by the same signal as may have ended that one, and
+reports the lowest of them, not the first. It learns of a death when the rank's connections close. A witness
+inherits these connections, waits for the rank's end and writes the note before it lets go of them: so the
+earliest note is that of the rank that ended by itself.
+
+`python -m gems.witness RUN_FOLDER PROGRAM...` becomes PROGRAM, under the same process number.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = "witness"
+# No module of ours, and not the program's name: whoever looks for the ranks' processes shall not find this one.
+PROGRAM = "import sys, time\nsys.stdin.buffer.read()\nopen(sys.argv[1], 'w').write(str(time.time_ns()))"
+
+
+def main(argv: list[str]) -> None:
+    """Starts the witness of this process, if it is a rank of hydra's, and becomes the program."""
+    run_folder, *program = argv
+    rank = os.environ.get("PMI_RANK")
+    if rank is not None and rank.isdecimal():
+        notes = Path(run_folder) / FOLDER
+        notes.mkdir(parents=True, exist_ok=True)
+        start(notes / f"rank{int(rank):04d}")
+    os.execvp(program[0], program)
+
+
+def start(note: Path) -> None:
+    """Starts a process that writes the time into `note` when this process, whatever it becomes, has ended."""
+    read_end, write_end = os.pipe()
+    subprocess.Popen([sys.executable, "-IS", "-c", PROGRAM, str(note)], stdin=read_end, close_fds=False)
+    os.close(read_end)
+    os.set_inheritable(write_end, True)
+
+
+def read_notes(run_folder: Path) -> dict[int, int]:
+    """Gives the time in ns at which each rank's process ended, of those that have."""
+    notes = {}
+    for path in (run_folder / FOLDER).glob("rank*"):
+        text = path.read_text()
+        if text.isdecimal():
+            notes[int(path.name.removeprefix("rank"))] = int(text)
+    return notes
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

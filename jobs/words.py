@@ -1,0 +1,145 @@
+"""What launchers say when a rank dies: MPICH's and Intel's hydra, Open MPI, srun, and MPI_Abort itself."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass, replace
+
+_SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+
+HYDRA_WHO = re.compile(r"^=\s+(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)")
+HYDRA_CODE = re.compile(r"^=\s+EXIT (?:CODE|STATUS): (?P<code>\d+)")
+HYDRA_SIGNAL = re.compile(
+    r"^(?:=\s+KILLED BY SIGNAL: (?P<old>\d+)|YOUR APPLICATION .*\(signal (?P<new>\d+)\))"
+)
+HYDRA_TABLE = re.compile(r"^\[mpiexec@[^\]]*\] Exit codes: (?P<table>.*)")
+SRUN_TASK = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+)")
+SRUN_STEP = re.compile(r"\*\*\* STEP \S+ ON (?P<node>\S+) CANCELLED .*DUE TO (?P<why>[A-Z ]+?) \*\*\*")
+OPEN_MPI_SIGNAL = re.compile(
+    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<node>\S+) exited on signal (?P<signal>\d+)"
+)
+OPEN_MPI_WHO = re.compile(r"^Process name: \[.*[,@](?P<rank>\d+)(?:,\d+)?\]")
+OPEN_MPI_CODE = re.compile(r"^Exit code:\s+(?P<code>\d+)")
+ABORT = re.compile(
+    r"^(?:\d+: )?Abort\((?P<code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): (?P<what>.*)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """What a launcher said about one rank; None where it did not say."""
+
+    rank: int | None = None
+    pid: int | None = None
+    node: str | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it says how the rank ended."""
+        return self.signal is not None or bool(self.exit_code) or self.reason is not None
+
+
+class LauncherWords:
+    """Listens to a launcher's output and keeps the deaths that it reports, in their order."""
+
+    def __init__(self) -> None:
+        self._deaths: list[Death] = []
+        self._statuses: list[int] = []
+        self._open_mpi_rank: int | None = None
+        self.why_cancelled: str | None = None
+
+    @property
+    def deaths(self) -> list[Death]:
+        """The deaths of which the launcher said enough."""
+        return [death for death in self._deaths if death.is_known]
+
+    def death_of(self, rank: int) -> Death:
+        """Gives what hydra's table of wait statuses says about a rank."""
+        status = self._statuses[rank] if rank < len(self._statuses) else 0
+        number = status & 0x7F
+        return Death(rank, signal=number or None, exit_code=None if number else status >> 8 or None)
+
+    def hear(self, line: str) -> None:
+        """Takes one line of output."""
+        line = line.strip()
+        for pattern, take in (
+            (SRUN_TASK, self._srun_task),
+            (SRUN_STEP, self._srun_step),
+            (HYDRA_WHO, self._hydra_who),
+            (HYDRA_CODE, self._hydra_code),
+            (HYDRA_SIGNAL, self._hydra_signal),
+            (HYDRA_TABLE, self._hydra_table),
+            (OPEN_MPI_SIGNAL, self._open_mpi_signal),
+            (OPEN_MPI_WHO, self._open_mpi_who),
+            (OPEN_MPI_CODE, self._open_mpi_code),
+            (ABORT, self._abort),
+        ):
+            found = pattern.search(line)
+            if found:
+                take(found)
+                return
+
+    def _srun_task(self, found: re.Match[str]) -> None:
+        what = re.sub(r" \(core dumped\)$", "", found["what"]).strip()
+        code = re.match(r"Exited with exit code (\d+)", what)
+        number = _SIGNALS.get(what)
+        for rank in _numbers(found["ranks"]):
+            self._deaths.append(
+                Death(rank, None, found["node"], number, int(code[1]) if code else None,
+                      None if code or number else what)
+            )  # fmt: skip
+
+    def _srun_step(self, found: re.Match[str]) -> None:
+        self.why_cancelled = found["why"].lower()
+
+    def _hydra_who(self, found: re.Match[str]) -> None:
+        rank = int(found["rank"]) if found["rank"] else None
+        self._deaths.append(Death(rank, int(found["pid"]), found["node"]))
+
+    def _hydra_code(self, found: re.Match[str]) -> None:
+        self._amend(exit_code=int(found["code"]))
+
+    def _hydra_signal(self, found: re.Match[str]) -> None:
+        self._amend(signal=int(found["old"] or found["new"]))
+
+    def _amend(self, **more: int) -> None:
+        if self._deaths and self._deaths[-1].pid is not None and self._deaths[-1].signal is None:
+            death = self._deaths[-1]
+            number = more.get("signal")
+            code = None if number is not None else more.get("exit_code")
+            self._deaths[-1] = replace(death, signal=number, exit_code=code)
+
+    def _hydra_table(self, found: re.Match[str]) -> None:
+        """Takes wait statuses in rank order. Hydra kills the others, so who left by exit() did so before."""
+        table = re.sub(r"\[[^\]]*\]", " ", found["table"])
+        self._statuses = [int(word) for word in re.findall(r"\d+", table)]
+        deaths = [self.death_of(rank) for rank in range(len(self._statuses))]
+        self._deaths[:0] = [death for death in deaths if death.exit_code]
+
+    def _open_mpi_signal(self, found: re.Match[str]) -> None:
+        pid = int(found["pid"]) or None
+        self._deaths.append(Death(int(found["rank"]), pid, found["node"], int(found["signal"])))
+
+    def _open_mpi_who(self, found: re.Match[str]) -> None:
+        self._open_mpi_rank = int(found["rank"])
+
+    def _open_mpi_code(self, found: re.Match[str]) -> None:
+        if self._open_mpi_rank is not None:
+            self._deaths.append(Death(self._open_mpi_rank, exit_code=int(found["code"])))
+
+    def _abort(self, found: re.Match[str]) -> None:
+        reason = None if "application called MPI_Abort" in found["what"] else found["what"]
+        self._deaths.append(Death(int(found["rank"]), exit_code=int(found["code"]), reason=reason))
+
+
+def _numbers(text: str) -> list[int]:
+    """Reads SLURM's lists of numbers: 0-2,5."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers

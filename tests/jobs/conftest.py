@@ -1,0 +1,121 @@
+"""Runs that start no training: specifications, prepared folders, and a tiny program in the place of a rank."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gems.compose import compose
+from gems.config import RunSpec
+from gems.runfolder import RunFolder, prepare
+from jobs.collect import collect
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TINY_RANK = """
+import json, os, pathlib, signal, sys, time
+sys.path.insert(0, {root!r})
+mode, _, who = os.environ.get("TINY", "").partition(":")
+if mode == "early" and os.environ["PMI_RANK"] == who:
+    sys.exit("ImportError: no such library")
+from mpi4py import MPI
+from gems.heartbeat import Heartbeat, read_beat
+from gems.runfolder import RunFolder, write_json
+
+folder, rank, size = RunFolder(pathlib.Path(sys.argv[-1])), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+heartbeat = Heartbeat(folder.heartbeat(rank))
+(folder.path / "trace").mkdir(exist_ok=True)
+(folder.path / "trace" / f"rank{{rank:04d}}.h5").touch()
+print(f"hello from {{rank}}\\n", end="", flush=True)
+heartbeat.beat(12, f"{{rank}}F3")
+while mode and not all((b := read_beat(folder.heartbeat(k))) and b.step == 12 for k in range(size)):
+    time.sleep(0.01)
+if mode and str(rank) in who.split(","):
+    if mode in ("raise", "linger"):
+        code = int(os.environ["CODE"])
+        record = {{"rank": rank, "node": os.uname().nodename, "pid": os.getpid(), "step": 12, "action": "1F3",
+                  "cause": "ValueError: no such thing", "exit_code": code, "utc": "2026-01-01"}}
+        write_json(folder.failed_json(rank), record)
+        if mode == "raise":
+            MPI.COMM_WORLD.Abort(code)
+    elif mode == "exit":
+        os._exit(3)
+    elif mode == "signal":
+        os.kill(os.getpid(), signal.SIGSEGV)
+while mode:
+    MPI.COMM_WORLD.Barrier()
+heartbeat.close()
+"""
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    """Waits for a condition; fails the test when it does not come true."""
+    pause = threading.Event()
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        pause.wait(0.02)
+
+
+@pytest.fixture(scope="session")
+def resolved() -> Callable[..., RunSpec]:
+    """Composes and resolves a configuration; the same overrides are composed once."""
+    known: dict[tuple[str, ...], RunSpec] = {}
+
+    def get(*overrides: str) -> RunSpec:
+        if overrides not in known:
+            known[overrides] = compose(["experiment=gems_master", "data=synthetic", *overrides])
+        return known[overrides]
+
+    return get
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, resolved: Callable[..., RunSpec]) -> Callable[..., tuple[RunFolder, RunSpec]]:
+    """Prepares a run whose ranks are the tiny program; keywords become its environment."""
+    program = tmp_path / "tiny rank.py"
+    program.write_text(TINY_RANK.format(root=str(ROOT)))
+
+    def make(**environment: str) -> tuple[RunFolder, RunSpec]:
+        spec = resolved()
+        python = shlex.join([sys.executable, str(program)])
+        cluster = replace(spec.cluster, python=python, environment=environment)
+        spec = replace(spec, runs_dir=str(tmp_path / "runs"), cluster=cluster)
+        return prepare(spec), spec
+
+    return make
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
+    """Puts a note in the place of the collection, whose own tests read real traces."""
+    seen: list[RunFolder] = []
+
+    def note(folder: RunFolder, **more: Any) -> int:
+        seen.append(folder)
+        return 0
+
+    assert collect.__name__ == "collect"
+    monkeypatch.setattr("jobs.launch.collect", note)
+    return seen
+
+
+@pytest.fixture
+def write_failed() -> Callable[..., None]:
+    """Writes what a failing rank leaves."""
+
+    def write(folder: RunFolder, rank: int, utc: str, cause: str, exit_code: int = 4, **more: Any) -> None:
+        record = {"rank": rank, "node": "n1", "pid": 100 + rank, "step": 3, "action": "0F1", "cause": cause,
+                  "exit_code": exit_code, "utc": utc, **more}  # fmt: skip
+        folder.failed_json(rank).write_text(json.dumps(record))
+
+    return write

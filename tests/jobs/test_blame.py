@@ -1,0 +1,170 @@
+"""Which rank is named, from every combination of what ranks, launchers and heartbeats left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gems.heartbeat import Heartbeat
+from gems.ranks import Ended
+from gems.runfolder import RunFolder
+from jobs.blame import blame
+from jobs.words import LauncherWords
+
+KILLED_3 = "srun: error: n2: task 3: Killed"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+def beat(folder: RunFolder, rank: int, pid: int, node: str, step: int, action: str) -> None:
+    heartbeat = Heartbeat(folder.heartbeat(rank))
+    heartbeat._head = f"{pid} {node}"
+    heartbeat.beat(step, action)
+
+
+def heard(*lines: str) -> LauncherWords:
+    words = LauncherWords()
+    for line in lines:
+        words.hear(line)
+    return words
+
+
+def ended(returncode: int = 1, *tail: str, stopped_by: str | None = None) -> Ended:
+    return Ended(returncode, tail, stopped_by=stopped_by)
+
+
+def test_earliest_cause_goes_first(folder: RunFolder, write_failed: Callable[..., None]) -> None:
+    write_failed(folder, 0, "2026-01-01T00:00:01", "StalledError", 5)
+    write_failed(folder, 1, "2026-01-01T00:00:02", "Exception: Other MPI error, error stack: ...")
+    write_failed(folder, 2, "2026-01-01T00:00:04", "KeyError: 'late'")
+    write_failed(folder, 3, "2026-01-01T00:00:03", "ValueError: bad\nthing", step=12, action="1F3", node="n2")
+    failure = blame(folder, heard("srun: error: n1: task 0: Exited with exit code 5"), ended())
+    assert failure.exit_code == 4
+    assert failure.line() == "rank 3 on node n2 failed in step 12, action 1F3: ValueError: bad thing"
+    assert failure.to_dict() == {
+        "exit_code": 4, "cause": "ValueError: bad\nthing", "rank": 3, "node": "n2", "rank_pid": 103, "step": 12,
+        "action": "1F3",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "kept"), [(2, 2), (3, 3), (4, 4), (5, 5), (1, 4), (None, 4)])
+def test_a_ranks_exit_code_is_kept_when_it_means_something(
+    folder: RunFolder, write_failed: Callable[..., None], code: int | None, kept: int
+) -> None:
+    write_failed(folder, 0, "2026", "why", code)
+    assert blame(folder, heard(), ended()).exit_code == kept
+
+
+def test_killed_rank_goes_before_those_that_missed_it(
+    folder: RunFolder, write_failed: Callable[..., None]
+) -> None:
+    write_failed(folder, 0, "2026", "nothing came from rank 3", 5)
+    beat(folder, 3, 333, "n2", 7, "0B2")
+    failure = blame(folder, heard(KILLED_3, "srun: error: n1: tasks 0-1: Terminated"), ended(137))
+    assert failure.line() == "rank 3 on node n2 was killed by signal 9 (SIGKILL) in step 7, action 0B2"
+    assert failure.to_dict()["cause"] == "was killed by signal 9 (SIGKILL)"
+    assert (failure.signal, failure.rank_pid, failure.exit_code) == (9, 333, 4)
+
+
+def test_stalled_rank_is_named_when_the_others_were_cleaned_up(
+    folder: RunFolder, write_failed: Callable[..., None]
+) -> None:
+    write_failed(folder, 0, "2026", "nothing came for 600 s", 5)
+    words = heard("srun: error: n1: task 0: Exited with exit code 5", "srun: error: n1: task 1: Killed")
+    failure = blame(folder, words, ended(137))
+    assert (failure.rank, failure.exit_code) == (0, 5)
+
+
+def test_hydras_process_is_found_by_its_heartbeat(folder: RunFolder) -> None:
+    beat(folder, 0, 50, "n1.cluster", -1, "start")
+    beat(folder, 1, 51, "n1.cluster", -1, "start")
+    beat(folder, 2, 51, "n2", 4, "0F1")
+    words = heard("=   PID 51 RUNNING AT n1", "=   EXIT CODE: 11", "YOUR APPLICATION ... fault (signal 11)")
+    failure = blame(folder, words, ended(11))
+    assert failure.line() == "rank 1 on node n1 was killed by signal 11 (SIGSEGV) before the first step"
+
+
+def test_unknown_process_is_still_described(folder: RunFolder) -> None:
+    words = heard("=   PID 51 RUNNING AT n1", "=   EXIT CODE: 9", "YOUR APPLICATION ... Killed (signal 9)")
+    assert blame(folder, words, ended(9)).line() == "a rank on node n1 was killed by signal 9 (SIGKILL)"
+
+
+def test_exit_codes_and_reasons(folder: RunFolder) -> None:
+    beat(folder, 2, 50, "n1", -1, "evaluate")
+    failure = blame(folder, heard("[mpiexec@n1] Exit codes: [n1] 0,0,768"), ended(3))
+    assert failure.line() == "rank 2 on node n1 ended with exit code 3 outside of the steps, in evaluate"
+    failure = blame(folder, heard("srun: error: n2: task 2: Out Of Memory"), ended(3))
+    assert failure.line() == "rank 2 on node n2 ended outside of the steps, in evaluate: Out Of Memory"
+    assert failure.to_dict()["cause"] == "Out Of Memory"
+
+
+def test_last_words_when_nobody_is_named(folder: RunFolder) -> None:
+    tail = ("Traceback", "ModuleNotFoundError: No module named 'gems'", "goodbye")
+    assert blame(folder, heard(), ended(1, *tail)).line() == (
+        "the run ended with exit code 1: ModuleNotFoundError: No module named 'gems'"
+    )
+    assert blame(folder, heard(), ended(137)).line() == (
+        "the run ended with exit code 137: no rank and no launcher said why"
+    )
+
+
+def test_killed_launcher_is_no_ranks_fault(folder: RunFolder) -> None:
+    beat(folder, 0, 50, "n1", 3, "0F1")
+    folder.path.joinpath("witness").mkdir()
+    folder.path.joinpath("witness", "rank0000").write_text("1")
+    failure = blame(folder, heard(), ended(-9))
+    assert failure.line() == "the run ended: its launcher was killed by signal 9 (SIGKILL)"
+    assert failure.rank is None
+
+
+def witness(folder: RunFolder, **times_ns: int) -> None:
+    folder.path.joinpath("witness").mkdir(exist_ok=True)
+    for rank, time_ns in times_ns.items():
+        folder.path.joinpath("witness", rank).write_text(str(time_ns))
+
+
+HYDRA_CLEANED_UP = (
+    "=   PID 50 RUNNING AT n1", "=   EXIT CODE: 9", "[mpiexec@n1] Exit codes: [n1] 9,9,9",
+    "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)",
+)  # fmt: skip
+
+
+def test_first_witnessed_rank_goes_before_hydras_lowest(folder: RunFolder) -> None:
+    for rank in range(3):
+        beat(folder, rank, 50 + rank, "n1", 4, f"0F{rank}")
+    beat(folder, 1, 51, "n1", -1, "finished")
+    witness(folder, rank0000=3, rank0001=1, rank0002=2)
+    failure = blame(folder, heard(*HYDRA_CLEANED_UP), ended(9))
+    assert failure.line() == "rank 2 on node n1 was killed by signal 9 (SIGKILL) in step 4, action 0F2"
+
+
+@pytest.mark.parametrize(("second", "rank"), [(59, 0), (1, 2)])
+def test_witnesses_and_records_are_put_in_order(
+    folder: RunFolder, write_failed: Callable[..., None], second: int, rank: int
+) -> None:
+    """Whoever failed after another rank was gone has failed because of that."""
+    write_failed(folder, 2, f"2026-01-01T00:00:{second:02d}+00:00", "RuntimeError: what is this?")
+    died = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
+    witness(folder, rank0000=int(died.timestamp() * 1e9))
+    assert blame(folder, heard(*HYDRA_CLEANED_UP), ended(9)).rank == rank
+
+
+def test_stopped_from_outside(folder: RunFolder, write_failed: Callable[..., None]) -> None:
+    write_failed(folder, 0, "2026", "KeyboardInterrupt")
+    line = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***"
+    failure = blame(folder, heard(line), ended(143, stopped_by="SIGTERM"))
+    assert (failure.exit_code, failure.line()) == (143, "the run was stopped by SIGTERM: time limit")
+
+
+def test_broken_records_are_passed_over(folder: RunFolder, write_failed: Callable[..., None]) -> None:
+    folder.failed_json(0).write_text('{"rank": 0')
+    folder.heartbeat(1).parent.mkdir()
+    folder.heartbeat(1).write_bytes(b"x y z 1 2")
+    write_failed(folder, 1, "2026", "true cause")
+    assert blame(folder, heard(), ended()).rank == 1

@@ -1,0 +1,148 @@
+"""`python -m jobs` from outside: bad input is one line and exit code 2, and a login node loads nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from gems.cli import main
+from gems.compose import compose
+from gems.runfolder import prepare
+from jobs.__main__ import VERBS
+
+MASTER = ["experiment=gems_master", "data=synthetic"]
+
+
+def jobs(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jobs", *words],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value", "says"),
+    [
+        (["parallel.partition=4"], "parallel.partition", "4", r"parallel\.partitions"),
+        (["train.stepz=4"], "train.stepz", "4", r"train\.steps"),
+        (["schedule=gem_master"], "schedule", "gem_master", "nearest: gems_master"),
+        (["experiment=quickstar"], "experiment", "quickstar", "quickstart"),
+        (["--dry"], "option", "--dry", "--dry-run"),
+        (["cluster.nodes=3"], "cluster.nodes", "3", "world size, partitions x replicas = 4"),
+        (["cluster.nodes=2"], "cluster.nodes", "2", "use cluster=slurm"),
+        (["parallel.micro_batches=7"], "parallel.micro_batches", "7", "must be even"),
+        (["parallel.partitions=50"], "parallel.partitions", "50", "must be at most"),
+        (["parallel.partitions=four"], "parallel.partitions", "four", "(?i)integer"),
+        (["data.height_px=2"], "data.height_px", "2", "stride|at least|or more"),
+        (["data=folder", "data.path=/no/such/folder"], "data.path", "/no/such/folder", "folder|directory"),
+        (["cluster=mini", "name=50%j"], "name", "50%j", "SLURM"),
+        (["cluster=mini", "+cluster.sbatch.nodes=3"], "cluster.sbatch.nodes", "3", r"cluster\.nodes"),
+        (["cluster.python='\"open'"], "cluster.python", '"open', "command line"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_bad_input(
+    words: list[str], key: str, value: str, says: str, dry: list[str],
+    tmp_path: Path, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main("jobs", VERBS, ["submit", *MASTER, f"runs_dir={tmp_path / 'runs'}", *words, *dry]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(f"jobs: {key}={value}: ")
+    assert re.search(says, line)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_dir_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for verb in ("submit", "prepare"):
+        assert main("jobs", VERBS, [verb, *MASTER, f"runs_dir={file / 'runs'}"]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith(f"jobs: runs_dir={file / 'runs'}: cannot write there (Not a directory")
+
+
+def test_folder_of_another_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As after two configurations of one signature, or a run.yaml that someone changed."""
+    words = [*MASTER, f"runs_dir={tmp_path}"]
+    folder = prepare(compose(words))
+    text = folder.run_yaml.read_text()
+    folder.run_yaml.write_text(text.replace("seed: 0", "seed: 1"))
+    assert main("jobs", VERBS, ["submit", *words]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"jobs: run folder={folder.path}: holds another configuration")
+
+
+def test_folder_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*MASTER, f"runs_dir={tmp_path}"]
+    folder = prepare(compose(words))
+    folder.write_status("running", pid=os.getppid(), host=os.uname().nodename)
+    assert main("jobs", VERBS, ["prepare", *words]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"a run goes on there (process {os.getppid()})" in line
+
+
+def test_prepare_prints_the_folder_alone(tmp_path: Path) -> None:
+    ended = jobs("prepare", *MASTER, f"runs_dir={tmp_path}")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (line,) = ended.stdout.splitlines()
+    assert (Path(line) / "run.yaml").exists() and Path(line).parent == tmp_path
+
+
+@pytest.mark.parametrize("words", [[], ["a", "b"]])
+def test_collect_takes_one_folder(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("jobs", VERBS, ["collect", *words]) == 2
+    assert "takes one run folder" in capfd.readouterr().err
+
+
+def test_collect_needs_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("jobs", VERBS, ["collect", str(tmp_path)]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"jobs: run folder={tmp_path}: holds no readable run.yaml")
+
+
+def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("jobs", VERBS, ["submti"]) == 2
+    assert "nearest: submit" in capfd.readouterr().err
+
+
+def test_help_of_every_verb() -> None:
+    for words in (["--help"], ["submit", "--help"], ["collect", "--help"]):
+        ended = jobs(*words)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout
+
+
+@pytest.mark.parametrize("work", ["dry run", "submit --help"])
+def test_a_login_node_loads_nothing_heavy(work: str) -> None:
+    words = ["submit", *MASTER, "cluster=mini", "--dry-run"] if work == "dry run" else ["submit", "--help"]
+    program = f"""
+import runpy, sys
+import jobs.batch, jobs.launch, jobs.slurm, jobs.submit
+sys.argv = ["jobs", *{words!r}]
+try:
+    runpy.run_module("jobs", run_name="__main__")
+except SystemExit as ended:
+    assert not ended.code, ended.code
+heavy = {{"torch", "mpi4py", "matplotlib", "h5py", "skimage", "scipy", "tqdm"}} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_submitit_is_loaded_for_slurm_alone() -> None:
+    program = "import sys, jobs.submit, jobs.launch\nassert 'submitit' not in sys.modules"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,275 @@
+"""The launch, with real ranks under mpiexec that do nothing but beat."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import wait_until
+
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.heartbeat import read_beat
+from gems.ranks import Ended
+from gems.runfolder import RunFolder
+from jobs import launch as launch_module
+from jobs.collect import collect
+from jobs.launch import launch, set_aside
+
+Tiny = Callable[..., tuple[RunFolder, RunSpec]]
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def at_step_12(folder: RunFolder) -> bool:
+    beats = [read_beat(folder.heartbeat(rank)) for rank in range(4)]
+    return all(beat is not None and beat.step == 12 for beat in beats)
+
+
+def lines_of_jobs(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("jobs: ")]
+
+
+def test_a_run_that_succeeds_is_collected(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, spec = tiny()
+    assert launch(folder, spec) == 0
+    assert collected == [folder]
+    status = folder.read_status()
+    assert (status["state"], status["exit_code"], status["launcher"]) == ("finished", 0, "mpiexec")
+    assert (status["pid"], status["host"]) == (os.getpid(), os.uname().nodename)
+    out, err = capfd.readouterr()
+    log = (folder.logs / "ranks.log").read_text()
+    for rank in range(4):
+        assert f"hello from {rank}\n" in err
+        assert f"hello from {rank}\n" in log
+    assert out == ""
+
+
+def test_output_can_go_to_the_log_alone(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, spec = tiny()
+    assert launch(folder, spec, echo=False) == 0
+    assert capfd.readouterr() == ("", "")
+    assert "hello from 3" in (folder.logs / "ranks.log").read_text()
+
+
+def test_killed_rank_ends_the_run_and_is_named(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, spec = tiny(TINY="wait:none")
+
+    def kill() -> None:
+        wait_until(lambda: at_step_12(folder))
+        beat = read_beat(folder.heartbeat(2))
+        assert beat is not None
+        os.kill(beat.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    code = launch(folder, spec)
+    killer.join()
+    assert code == 4
+    status, node = folder.read_status(), os.uname().nodename
+    assert lines_of_jobs(capfd.readouterr().err) == [
+        f"jobs: rank 2 on node {node} was killed by signal 9 (SIGKILL) in step 12, action 2F3; "
+        f"traces up to the last finished step are in {folder.path / 'trace'}"
+    ]
+    named = ("failed", 4, 2, node, 12, "2F3", 9, "was killed by signal 9 (SIGKILL)")
+    fields = ("state", "exit_code", "rank", "node", "step", "action", "signal", "cause")
+    assert tuple(status[field] for field in fields) == named
+    assert collected == [folder]
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("signal:1", "was killed by signal 11 (SIGSEGV) in step 12, action 1F3;"),
+        ("exit:1", "ended with exit code 3 in step 12, action 1F3;"),
+    ],
+)
+def test_ranks_that_die_without_a_word(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], mode: str, text: str
+) -> None:
+    folder, spec = tiny(TINY=mode)
+    assert launch(folder, spec) == 4
+    (line,) = lines_of_jobs(capfd.readouterr().err)
+    assert line.startswith(f"jobs: rank 1 on node {os.uname().nodename} {text}")
+
+
+@pytest.mark.parametrize("code", [2, 4, 5])
+def test_a_ranks_own_record_decides(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    folder, spec = tiny(TINY="raise:3", CODE=str(code))
+    assert launch(folder, spec) == code
+    (line,) = lines_of_jobs(capfd.readouterr().err)
+    node = os.uname().nodename
+    assert line.startswith(
+        f"jobs: rank 3 on node {node} failed in step 12, action 1F3: ValueError: no such thing;"
+    )
+    assert folder.read_status()["rank"] == 3
+
+
+def test_a_failed_rank_whose_abort_reaches_nobody(
+    tiny: Tiny, collected: list[RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, spec = tiny(TINY="linger:1", CODE="2")
+    monkeypatch.setattr(launch_module, "ABORT_LIMIT_S", 0.5)
+    assert launch(folder, spec) == 2
+    assert folder.read_status()["rank"] == 1
+
+
+def test_a_rank_that_ends_before_mpi_starts_does_not_leave_the_others_waiting(
+    tiny: Tiny, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, spec = tiny(TINY="early:2")
+    monkeypatch.setattr(launch_module, "ABORT_LIMIT_S", 0.5)
+    assert launch(folder, spec) == 4
+    (line,) = lines_of_jobs(capfd.readouterr().err)
+    assert line.startswith("jobs: rank 2 ended with exit code 1: ImportError: no such library; ")
+
+
+def test_failure_without_traces_points_to_the_log(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, spec = tiny()
+    spec.cluster.python = f"{sys.executable} {folder.path / 'missing.py'}"
+    assert launch(folder, spec) == 4
+    (line,) = lines_of_jobs(capfd.readouterr().err)
+    assert "missing.py" in line
+    assert line.endswith(f"; the ranks' output is in {folder.logs / 'ranks.log'}")
+    assert collected == []
+
+
+def test_ranks_that_end_with_0_beside_a_record_have_failed(
+    tiny: Tiny, collected: list[RunFolder], write_failed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when every rank is a world of its own: srun gives 0 when the last words of all are lost."""
+    folder, spec = tiny()
+
+    def ranks(*words: Any, **more: Any) -> Ended:
+        write_failed(folder, 0, "2026", "world size", 2)
+        return Ended(0, ())
+
+    monkeypatch.setattr(launch_module, "run_ranks", ranks)
+    assert launch(folder, spec) == 2
+    assert folder.read_status()["state"] == "failed"
+
+
+def test_sigterm_ends_the_run_with_a_status(
+    tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, spec = tiny(TINY="wait:none")
+
+    def stop() -> None:
+        wait_until(lambda: at_step_12(folder))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    code = launch(folder, spec)
+    stopper.join()
+    assert code == 143
+    (line,) = lines_of_jobs(capfd.readouterr().err)
+    assert "the run was stopped by SIGTERM" in line
+    assert folder.read_status()["state"] == "failed"
+    assert collected == []
+
+
+def test_interruption_is_kept_in_the_status(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, spec = tiny()
+
+    def interrupt(*words: Any, **more: Any) -> Ended:
+        assert folder.read_status()["state"] == "running"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch_module, "run_ranks", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launch(folder, spec)
+    status = folder.read_status()
+    assert (status["state"], status["exit_code"], status["cause"]) == ("failed", 130, "interrupted")
+
+
+def test_missing_srun_is_kept_in_the_status(
+    tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, _ = tiny()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="srun: cannot be started"):
+        launch(folder, resolved("cluster=mini"))
+    assert folder.read_status()["exit_code"] == 2
+
+
+def test_ranks_learn_whether_a_person_looks_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, spec = tiny(OMP_NUM_THREADS="7")
+    seen: list[dict[str, str]] = []
+
+    def note(argv: list[str], environment: dict[str, str], *words: Any, **more: Any) -> Ended:
+        seen.append(environment)
+        return Ended(1, ())
+
+    monkeypatch.setattr(launch_module, "run_ranks", note)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    launch(folder, spec)
+    launch(folder, spec, echo=False)
+    assert [environment.get("GEMS_PROGRESS") for environment in seen] == ["bar", None]
+    assert seen[0]["OMP_NUM_THREADS"] == "7"  # cluster.environment goes before our defaults
+
+
+def test_a_restarted_job_sweeps_every_node_first(
+    tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = tiny()
+    started: list[list[str]] = []
+
+    def note(argv: list[str], *words: Any, **more: Any) -> Ended:
+        started.append(argv)
+        return Ended(1, ())
+
+    monkeypatch.setattr(launch_module, "run_ranks", note)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    launch(folder, resolved("cluster=mini"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    launch(folder, resolved("cluster=mini"))
+    modules = [argv[argv.index("-m") + 1] for argv in started]
+    assert modules == ["gems.engine.run", "gems.shared_memory", "gems.engine.run"]
+    assert folder.read_status()["job_id"] == "7"
+
+
+def test_nothing_of_an_earlier_launch_is_lost_or_mistaken(
+    tiny: Tiny, collected: list[RunFolder], write_failed: Callable[..., None]
+) -> None:
+    folder, spec = tiny()
+    write_failed(folder, 1, "2026", "of yesterday")
+    (folder.path / "attempts" / "007").mkdir(parents=True)
+    (folder.logs / "ranks.log").write_text("of yesterday")
+    (folder.logs / "7_0_log.out").write_text("SLURM writes here now")
+    assert launch(folder, spec) == 0
+    assert (folder.path / "attempts" / "008" / "FAILED.rank0001.json").exists()
+    assert (folder.path / "attempts" / "008" / "ranks.log").read_text() == "of yesterday"
+    assert (folder.logs / "7_0_log.out").exists()
+    assert "of yesterday" not in (folder.logs / "ranks.log").read_text()
+
+
+def test_a_fresh_folder_has_nothing_to_set_aside(tiny: Tiny) -> None:
+    folder, _ = tiny()
+    before = sorted(folder.path.rglob("*"))
+    set_aside(folder)
+    assert sorted(folder.path.rglob("*")) == before
+
+
+def test_collection_is_a_child_with_its_own_exit_code(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    """There is no trace to collect, so the real child fails; it says so and leaves this process alone."""
+    folder, _ = tiny()
+    assert collect(folder) != 0
+    assert capfd.readouterr().err != ""
+    assert not {"h5py", "matplotlib"} & sys.modules.keys()

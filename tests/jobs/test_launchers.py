@@ -1,0 +1,90 @@
+"""From a configuration to resources and command lines, word by word."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gems import ranks
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.runfolder import RunFolder, prepare
+from jobs.launchers import command, sweep_by_srun
+from jobs.spec import folder_of, job_spec
+
+FOLDER = RunFolder(Path("/runs/it's mine"))
+PROGRAM = ["-m", "gems.engine.run", "/runs/it's mine"]
+
+
+def test_resources_of_a_gpu_job(resolved: Callable[..., RunSpec]) -> None:
+    job = job_spec(resolved("cluster=slurm", "parallel.replicas=2", "cluster.minutes=90"))
+    assert (job.nodes, job.tasks, job.tasks_per_node, job.cpus_per_task) == (2, 8, 4, 8)
+    assert (job.gpus, job.minutes, job.gpu_hours) == (8, 90, 12.0)
+    assert job.summary() == (
+        "nodes 2, tasks 8, tasks per node 4, CPUs per task 8, GPUs 8, minutes 90, GPU-hours 12"
+    )
+
+
+def test_gpus_left_idle_are_charged(resolved: Callable[..., RunSpec]) -> None:
+    job = job_spec(resolved("cluster=slurm", "cluster.ranks_per_node=1", "cluster.minutes=30"))
+    assert (job.nodes, job.gpus, job.gpu_hours) == (4, 16, 8.0)
+
+
+def test_srun_with_gpus(resolved: Callable[..., RunSpec]) -> None:
+    spec = resolved(
+        "cluster=slurm", "parallel.replicas=2", "cluster.srun=['--cpu-bind=cores','--network=a b']"
+    )
+    assert command(job_spec(spec), FOLDER) == [
+        "srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=8", "--mpi=pmix",
+        "--kill-on-bad-exit=1", "--wait=60", "--label", "--unbuffered", "--gpus-per-node=4", "--gpu-bind=none",
+        "--cpu-bind=cores", "--network=a b", sys.executable, *PROGRAM,
+    ]  # fmt: skip
+
+
+def test_srun_without_gpus_and_without_an_mpi_plugin(resolved: Callable[..., RunSpec]) -> None:
+    spec = resolved(
+        "cluster=mini", "cluster.mpi=null", "cluster.python='apptainer exec \"my image.sif\" python'"
+    )
+    assert command(job_spec(spec), FOLDER) == [
+        "srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=1", "--kill-on-bad-exit=1",
+        "--wait=60", "--label", "--unbuffered", "apptainer", "exec", "my image.sif", "python", *PROGRAM,
+    ]  # fmt: skip
+
+
+def test_sweep_runs_once_a_node(resolved: Callable[..., RunSpec]) -> None:
+    assert sweep_by_srun(job_spec(resolved("cluster=mini"))) == [
+        "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none",
+        sys.executable, "-m", "gems.shared_memory",
+    ]  # fmt: skip
+
+
+def test_mpiexec(resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_find_mpiexec", lambda: "/opt/mpi/mpiexec")
+    monkeypatch.setattr(ranks, "_flags", lambda mpiexec: ("--flag",))
+    assert command(job_spec(resolved()), FOLDER) == [
+        "/opt/mpi/mpiexec", "--flag", "-n", "4",
+        sys.executable, "-m", "gems.witness", "/runs/it's mine", sys.executable, *PROGRAM,
+    ]  # fmt: skip
+
+
+def test_mpiexec_has_one_node(resolved: Callable[..., RunSpec]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.nodes=2: must be 1 with cluster\.launcher=mpiexec"):
+        job_spec(resolved("cluster.nodes=2"))
+
+
+@pytest.mark.parametrize("python", ["'open quote", " "])
+def test_python_must_be_a_command_line(resolved: Callable[..., RunSpec], python: str) -> None:
+    spec = resolved()
+    with pytest.raises(ConfigError, match=r"^cluster\.python="):
+        job_spec(replace(spec, cluster=replace(spec.cluster, python=python)))
+
+
+def test_the_folder_is_known_before_it_is_made(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    spec = replace(resolved(), runs_dir=str(tmp_path / "a" / ".." / "b"))
+    expected = folder_of(spec)
+    assert not expected.path.exists()
+    assert prepare(spec) == expected

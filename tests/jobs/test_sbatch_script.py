@@ -1,0 +1,325 @@
+"""The batch script and its submission, with a stand-in for sbatch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gems.cli import Options
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.runfolder import RunFolder
+from jobs.slurm import executor, sbatch_options, without_enclosing_job
+from jobs.spec import folder_of, job_spec
+from jobs.submit import submit
+
+SBATCH = """#!{python}
+import json, os, pathlib, sys
+here = pathlib.Path({here!r})
+if (here / "refuse").exists():
+    sys.exit("sbatch: error: Batch job submission failed: Invalid partition name specified")
+record = {{"argv": sys.argv[1:], "script": pathlib.Path(sys.argv[-1]).read_text(), "environment": dict(os.environ)}}
+(here / "submitted.json").write_text(json.dumps(record))
+print("Submitted batch job 41")
+"""
+SQUEUE = """#!/bin/sh
+case "$*" in *--jobs=41) if [ -e {here}/running ]; then echo RUNNING; fi ;;
+*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;; esac
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which sbatch and squeue stand and leave what they were told."""
+    here = tmp_path / "slurm"
+    here.mkdir()
+    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+        path = here / name
+        path.write_text(text.format(python=sys.executable, here=str(here)))
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(here), prepend=os.pathsep)
+    return here
+
+
+def told(cluster: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((cluster / "submitted.json").read_text())
+    return record
+
+
+def directives(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def script_of(spec: RunSpec) -> str:
+    return executor(spec, job_spec(spec), folder_of(spec)).script()
+
+
+def on_slurm(resolved: Callable[..., RunSpec], tmp_path: Path, *overrides: str, **more: Any) -> RunSpec:
+    spec = resolved("cluster=mini", *overrides)
+    return replace(spec, runs_dir=str(tmp_path / "runs"), cluster=replace(spec.cluster, **more))
+
+
+def test_whole_script(
+    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    spec = resolved("cluster=slurm", "parallel.replicas=2", "cluster.account=physics")
+    cluster = replace(
+        spec.cluster,
+        environment={"A": "it's"},
+        setup=["module load x"],
+        sbatch={"qos": "high", "exclusive": True},
+    )
+    spec = replace(spec, cluster=cluster, runs_dir="/runs")
+    logs = folder_of(spec).logs
+    assert script_of(spec).splitlines() == [
+        "#!/bin/bash",
+        "",
+        "# Parameters",
+        "#SBATCH --account=physics",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --exclusive",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --job-name=gems_master",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={logs}/%j_0_log.out",
+        "#SBATCH --qos=high",
+        "#SBATCH --time=60",
+        "",
+        "# setup",
+        "module load x",
+        "export SRUN_CPUS_PER_TASK=8",
+        "export A='it'\"'\"'s'",
+        "",
+        "# command",
+        "export SUBMITIT_EXECUTOR=slurm",
+        f"exec {shlex.quote(sys.executable)} -u -m submitit.core._submit {logs}",
+    ]
+
+
+def test_no_signal_unless_asked_for(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    """submitit's default would send USR2 to all ranks 90 s before the end: at once, in a job of a minute."""
+    script = script_of(on_slurm(resolved, tmp_path))
+    assert not any("signal" in line.partition("=")[0] for line in directives(script))
+    asked = script_of(on_slurm(resolved, tmp_path, sbatch={"signal": "B:TERM@60"}))
+    assert "--signal=B:TERM@60" in directives(asked)
+
+
+def test_account_of_the_users_environment_is_shown(
+    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    assert "--account=mine" in directives(script_of(on_slurm(resolved, tmp_path)))
+    assert "--account=theirs" in directives(script_of(on_slurm(resolved, tmp_path, account="theirs")))
+
+
+def test_a_shell_reads_the_values_as_they_are(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    value = "$(touch pwned) `touch pwned` \"two\" 'one' ; touch pwned #"
+    spec = on_slurm(resolved, tmp_path, environment={"ODD": value})
+    spec = replace(spec, name=f"odd {value.replace('/', '')}")
+    script = script_of(spec)
+    lines = [line for line in script.splitlines() if not line.startswith("exec ")]
+    shown = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, 'printf %s "$ODD"'])],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert shown.stdout == value
+    assert not (tmp_path / "pwned").exists()
+    (job_name,) = [line for line in directives(script) if line.startswith("--job-name=")]
+    assert shlex.split(job_name) == [f"--job-name={spec.name}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nodes": 3}, r"^cluster\.sbatch\.nodes=3: must not be given here; set cluster\.nodes$"),
+        ({"ntasks_per_node": 3}, r"cluster\.ranks_per_node"),
+        ({"--time": 3}, r"cluster\.minutes"),
+        ({"x y": 1}, "not the long name"),
+        ({"q": {"a": 1}}, "must be one value"),
+        ({"comment": "a\nrm -rf x"}, "must be printable"),
+    ],
+)
+def test_sbatch_options_that_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        sbatch_options(options)
+
+
+def test_sbatch_options_that_are_taken() -> None:
+    given = {"qos": "high", "--exclusive": True, "mail_type": "END", "hold": False, "mem": 0, "gres": None}
+    assert sbatch_options(given) == {"qos": "high", "exclusive": True, "mail-type": "END", "mem": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"name": "50%j"}, "name"), ({"name": "a\\b"}, "name"), ({"runs_dir": "/r%t"}, "runs_dir")],
+)
+def test_paths_that_slurm_would_rewrite(
+    resolved: Callable[..., RunSpec], change: dict[str, str], key: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        script_of(replace(resolved("cluster=mini"), **change))
+    assert caught.value.key == key
+
+
+def test_a_variable_needs_a_name(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.environment\.A B"):
+        script_of(on_slurm(resolved, tmp_path, environment={"A B": "1"}))
+
+
+def test_dry_run_is_what_would_be_submitted(
+    resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    spec = on_slurm(resolved, tmp_path, environment={"A": "1"})
+    monkeypatch.setenv("PATH", str(tmp_path))  # a laptop: no sbatch, no srun
+    assert submit(spec, Options(flags=frozenset({"--dry-run"}))) == 0
+    script, said = capsys.readouterr()
+    assert not (tmp_path / "runs").exists()
+    assert "srun --nodes=2 --ntasks=4 --ntasks-per-node=2" in said
+    assert "nodes 2, tasks 4, tasks per node 2, CPUs per task 1, GPUs 0, minutes 10, GPU-hours 0" in said
+    assert submit(spec, Options(json=True, flags=frozenset({"--dry-run"}))) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["script"] == script
+    figures = ("nodes", "tasks", "tasks_per_node", "gpus", "minutes", "gpu_hours")
+    assert [shown[figure] for figure in figures] == [2, 4, 2, 0, 10, 0.0]
+    assert (shown["command"][0], shown["run_folder"]) == ("srun", str(folder_of(spec).path))
+
+    cluster: Path = request.getfixturevalue("cluster")
+    assert submit(spec, Options()) == 0
+    assert told(cluster)["script"] == script
+
+
+def test_submission(
+    resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    hidden = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPU_BIND": "x",
+        "SBATCH_PARTITION": "y",
+        "PMI_RANK": "0",
+        "SRUN_DEBUG": "1",
+    }
+    for name, value in {**hidden, "SLURM_CONF": "/etc/slurm.conf"}.items():
+        monkeypatch.setenv(name, value)
+    spec = on_slurm(resolved, tmp_path)
+    assert submit(spec, Options()) == 0
+    folder = folder_of(spec)
+    status = folder.read_status()
+    assert (status["state"], status["job_id"]) == ("submitted", "41")
+    assert not told(cluster)["environment"].keys() & hidden.keys()
+    assert told(cluster)["environment"]["SLURM_CONF"] == "/etc/slurm.conf"
+    assert all(os.environ[name] == value for name, value in hidden.items())
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("job     41: nodes 2, tasks 4")
+    assert f"tail -F {folder.logs}/ranks.log" in out and "squeue -j 41" in out
+    assert {path.name for path in folder.logs.iterdir() if path.is_file() and not path.is_symlink()} == {
+        "41_submission.sh", "41_submitted.pkl"
+    }  # fmt: skip
+
+
+def test_submission_as_json(
+    resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = on_slurm(resolved, tmp_path)
+    assert submit(spec, Options(json=True)) == 0
+    folder = folder_of(spec)
+    assert json.loads(capsys.readouterr().out) == {
+        "job_id": "41", "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log")
+    }  # fmt: skip
+
+
+def test_refused_job_is_one_line_and_leaves_no_litter(
+    resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (cluster / "refuse").touch()
+    spec = on_slurm(resolved, tmp_path)
+    with pytest.raises(ConfigError, match=r"cluster=mini: sbatch refuses the job: .*Invalid partition name"):
+        submit(spec, Options())
+    assert capfd.readouterr() == ("", "")
+    folder = folder_of(spec)
+    assert folder.read_status()["state"] == "prepared"
+    assert list(folder.logs.iterdir()) == []
+    (cluster / "refuse").unlink()
+    assert submit(spec, Options()) == 0
+
+
+def test_without_sbatch_nothing_is_prepared(
+    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cluster\.launcher=srun: needs sbatch"):
+        submit(on_slurm(resolved, tmp_path), Options())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("state", ["submitted", "running"])
+def test_a_folder_is_its_jobs_while_the_queue_has_it(
+    resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, state: str
+) -> None:
+    spec = on_slurm(resolved, tmp_path)
+    submit(spec, Options())
+    folder = folder_of(spec)
+    folder.write_status(state, job_id="41", host="n1", pid=1)
+    (cluster / "running").touch()
+    with pytest.raises(ConfigError, match="is that of job 41, which has not ended"):
+        submit(spec, Options())
+    assert folder.read_status()["state"] == state
+    (cluster / "running").unlink()
+    assert submit(spec, Options()) == 0  # it was cancelled, or lost with its node
+    (kept,) = (folder.path / "attempts").iterdir()
+    assert "left the queue" in json.loads((kept / "status.json").read_text())["cause"]
+
+
+def test_a_queue_that_cannot_be_asked_releases_nothing(
+    resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path
+) -> None:
+    spec = on_slurm(resolved, tmp_path)
+    submit(spec, Options())
+    (cluster / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    with pytest.raises(ConfigError, match="is that of job 41"):
+        submit(spec, Options())
+
+
+def test_environment_comes_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(ValueError), without_enclosing_job():
+        assert "SLURM_JOB_ID" not in os.environ
+        raise ValueError
+    assert os.environ["SLURM_JOB_ID"] == "7"
+
+
+def test_local_dry_run_is_the_launchers_line(
+    resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = replace(resolved(), runs_dir=str(tmp_path / "my runs"))
+    assert submit(spec, Options(flags=frozenset({"--dry-run"}))) == 0
+    out, err = capsys.readouterr()
+    words = shlex.split(out)
+    assert words[-3:] == ["-m", "gems.engine.run", str(folder_of(spec).path)]
+    assert words[words.index("-n") + 1] == "4"
+    assert "tasks 4" in err and not (tmp_path / "my runs").exists()
+
+
+def test_local_submission_runs_here(
+    tiny: Callable[..., tuple[RunFolder, RunSpec]],
+    collected: list[RunFolder],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder, spec = tiny()
+    assert submit(spec, Options(json=True)) == 0
+    status = json.loads(capfd.readouterr().out)
+    assert (status["state"], status["run_folder"]) == ("finished", str(folder.path))
+    assert collected == [folder]
