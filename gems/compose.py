@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gems.config import RunSpec
-from gems.errors import ConfigError, nearest, one_of
+from gems.errors import ConfigError, GemsError, nearest, one_of
 from gems.resolve import resolve
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+IN_CONF = "(in conf/)"
+FILE = "file://"
+FREE = re.compile(r"cluster\.(environment|sbatch)\.")  # mappings whose keys are the user's own
+NO_LOG_FILE = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
 def compose(overrides: Sequence[str]) -> RunSpec:
@@ -35,24 +41,57 @@ def compose(overrides: Sequence[str]) -> RunSpec:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            config = hydra.compose(config_name="config", overrides=list(overrides))
-            return resolve(_to_spec(config))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _translate(error) from error
+            spec = _to_spec(hydra.compose(config_name="config", overrides=list(overrides)))
+    except GemsError:
+        raise
+    except (
+        Exception
+    ) as error:  # Hydra has errors of its own, OmegaConf's, YAML's, the system's and plain ValueErrors
+        raise _translate(error, overrides) from error
+    return resolve(spec)
 
 
 def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None]) -> None:
-    """Runs `act` under `hydra.main`, for Hydra's own options (--cfg, --help, --info, --multirun, ...)."""
-    import sys
+    """Runs `act` under `hydra.main`, for Hydra's own options (--cfg, --help, --info, --multirun, ...).
 
+    In `argv` overrides come before options, as Hydra's parser takes them in one piece.
+    The first job of a sweep that fails ends the sweep.
+
+    Raises:
+        ConfigError: as `compose`; and whatever `act` raises.
+    """
     _register()
-    sys.argv = [program, *argv]
+    failed: list[BaseException] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def app(config: DictConfig) -> None:
-        act(resolve(_to_spec(config)))
+        if failed:
+            return
+        try:
+            act(resolve(_to_spec(config)))
+        except BaseException as error:  # Hydra would print it as a traceback and exit with 1
+            failed.append(error)
 
-    app()
+    quiet = [option for option in NO_LOG_FILE if not any(option.split("=")[0] in word for word in argv)]
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [program, *quiet, *argv]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own errors come out, instead of as text and SystemExit
+    try:
+        app()
+    except Exception as error:  # as in `compose`; what `act` raised is in `failed`
+        raise _translate(error, argv) from error
+    except SystemExit as error:  # --help and its like end so
+        if error.code:
+            raise
+    finally:
+        sys.argv = before[0]
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if before[1] is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before[1]
+    if failed and isinstance(failed[0], OmegaConfBaseException):
+        raise _translate(failed[0], argv) from failed[0]
+    if failed:
+        raise failed[0]
 
 
 def _register() -> None:
@@ -68,14 +107,16 @@ def _to_spec(config: DictConfig) -> RunSpec:
     return spec
 
 
-def options_of(group: str) -> list[str]:
-    """Gives the options of a configuration group, or nothing where there is no such group."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:
+    """Gives the options of a configuration group in `folders`, or nothing where there is no such group."""
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
-def valid_keys() -> Iterator[str]:
-    """Gives every key that an override may name: groups, and fields of the schema with their dots."""
-    yield from (path.name for path in CONF.iterdir() if path.is_dir() and options_of(path.name))
+def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
+    """Gives every key that an override may name: groups in `folders`, and fields of the schema with their dots."""
+    for folder in folders:
+        groups = (path.name for path in folder.iterdir() if path.is_dir())
+        yield from (group for group in groups if options_of(group, [folder]))
     for field in dataclasses.fields(RunSpec):
         inner = field.default_factory
         if inner is dataclasses.MISSING:
@@ -91,56 +132,76 @@ def check_overrides(overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: with the nearest valid keys or options.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        culprit = next((text for text in overrides if text in str(error)), " ".join(overrides))
-        raise ConfigError(
-            "override", culprit, "not of the form key=value", "quote special characters: 'key=\"a b\"'"
-        ) from error
-    keys = list(valid_keys())
+    parser = OverridesParser.create()
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            parsed += parser.parse_overrides([text])
+        except HydraException as error:
+            raise ConfigError(
+                "override", text, "not of the form key=value", "quote special characters: 'key=\"a b\"'"
+            ) from error
+    folders = [CONF, *_search_path(parsed)]
+    keys = list(valid_keys(folders))
     for override in parsed:
-        _check_override(override, keys)
+        _check_override(override, keys, folders)
 
 
-def _check_override(override: Override, keys: Sequence[str]) -> None:
+def _search_path(parsed: Sequence[Override]) -> Iterator[Path]:
+    """Gives the user's own configuration folders, that hydra.searchpath names."""
+    for override in parsed:
+        values = override.value() if override.key_or_group == "hydra.searchpath" else None
+        for entry in values if isinstance(values, list) else ():
+            path = Path(str(entry).removeprefix(FILE))
+            if str(entry).startswith(FILE) and not path.is_dir():
+                raise ConfigError("--config-dir", path, "is not a folder")
+            if path.is_dir():
+                yield path
+
+
+def _check_override(override: Override, keys: Sequence[str], folders: Sequence[Path]) -> None:
     key = str(override.key_or_group)
     if key.startswith("hydra"):
         return
     if override.is_delete():
         raise ConfigError(f"~{key}", "", "a key cannot be taken away", f"set it instead: {key}=...")
-    free = re.match(r"cluster\.(environment|sbatch)\.", key)
-    if key not in keys and not free:
+    if key not in keys and not FREE.match(key):
         raise ConfigError(
             key, override.get_value_element_as_str(), "unknown key; nearest: " + ", ".join(nearest(key, keys))
         )
-    options = options_of(key)
-    if (
-        options
-        and isinstance(override.value(), str)
-        and not override.is_sweep_override()
-        and override.value() not in options
-    ):
-        raise ConfigError(
-            key,
-            override.value(),
-            one_of(options),
-            f"nearest: {nearest(str(override.value()), options, 1)[0]}",
-        )
+    options = options_of(key, folders)
+    for option in _options_in(override) if options else ():
+        if option not in options:
+            shown = "null" if option is None else str(option)
+            raise ConfigError(key, shown, one_of(options), f"nearest: {nearest(shown, options, 1)[0]}")
 
 
-def _translate(error: Exception) -> ConfigError:
-    """Makes one line of what Hydra or OmegaConf says in several."""
+def _options_in(override: Override) -> list[object]:
+    """Gives the options of a group that an override names: one, a list, or the choices of a sweep."""
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return [getattr(choice, "text", choice) for choice in value.list]
+    if override.is_sweep_override() or isinstance(value, dict):
+        return []  # a pattern of options, or keys of the group
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _translate(error: Exception, words: Sequence[str]) -> ConfigError:
+    """Makes one line of what Hydra, OmegaConf or YAML says in several."""
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return ConfigError("file", error.filename, f"cannot be read or written ({error.strerror})")
+    if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
+        return ConfigError("file", "a file of the configuration", f"is no YAML ({error})")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    text = str(cause)
-    match = re.search(r"full_key: (\S+)", text)
-    key = match[1] if match else "configuration"
-    first = text.strip().splitlines()[0]
-    value = re.search(r"Value '(.*?)' of type", first)
+    text = str(cause).strip() or type(cause).__name__
+    first = text.splitlines()[0]
+    named = re.search(r"full_key: (\S+)", text) or re.search(r"'\+{0,2}([\w./]+)=", first)
+    key = named[1] if named else "configuration"
+    given = [word.partition("=")[2] for word in words if word.partition("=")[0].lstrip("+") == key]
+    wrong = re.search(r"Value '(.*?)' of type", first)
+    value = wrong[1] if wrong else given[-1] if given else IN_CONF
     if "is not in struct" in text or "not in '" in first:
-        return ConfigError(key, _absent(), "unknown key; nearest: " + ", ".join(nearest(key, valid_keys())))
-    return ConfigError(key, value[1] if value else _absent(), first)
-
-
-def _absent() -> Any:
-    return "(in conf/)"
+        if FREE.match(key):
+            return ConfigError(key, value, "is not there yet", f"add it with a plus: +{key}=...")
+        return ConfigError(key, value, "unknown key; nearest: " + ", ".join(nearest(key, valid_keys())))
+    return ConfigError(key, value, first)

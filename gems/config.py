@@ -158,7 +158,7 @@ class RunSpec:
         built: dict[str, Any] = {}
         for key, value in values.items():
             if key not in known:
-                raise ConfigError(key, value, one_of(nearest(key, known)))
+                raise ConfigError(key, value, one_of(nearest(str(key), known)))
             if key not in sections:
                 built[key] = value
                 continue
@@ -168,7 +168,9 @@ class RunSpec:
             for inner in value:
                 if inner not in section.__dataclass_fields__:
                     raise ConfigError(
-                        f"{key}.{inner}", value[inner], one_of(nearest(inner, section.__dataclass_fields__))
+                        f"{key}.{inner}",
+                        value[inner],
+                        one_of(nearest(str(inner), section.__dataclass_fields__)),
                     )
             built[key] = section(**value)
         return cls(**built)

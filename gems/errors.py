@@ -22,9 +22,8 @@ class ConfigError(GemsError):
         self.value = value
         self.allowed = allowed
         self.advice = advice
-        shown = " ".join(str(value).split())
-        text = f"{key}={shown}: {allowed}"
-        super().__init__(f"{text}; {advice}" if advice else text)
+        text = f"{key}={value}: {allowed}"
+        super().__init__(" ".join((f"{text}; {advice}" if advice else text).split()))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         return type(self), (self.key, self.value, self.allowed, self.advice)

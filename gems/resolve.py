@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from gems.config import ParallelConfig, RunSpec
@@ -67,7 +68,7 @@ def _check_choices(spec: RunSpec) -> None:
 
 
 def _check_ranges(spec: RunSpec) -> None:
-    parallel, train, cluster, data = spec.parallel, spec.train, spec.cluster, spec.data
+    parallel, train, cluster, data, cost = spec.parallel, spec.train, spec.cluster, spec.data, spec.cost
     for key, value, least in (
         ("parallel.partitions", parallel.partitions, 1),
         ("parallel.replicas", parallel.replicas, 1),
@@ -79,6 +80,7 @@ def _check_ranges(spec: RunSpec) -> None:
         ("data.width_px", data.width_px, 1),
         ("data.channels", data.channels, 1),
         ("data.num_classes", data.num_classes, 2),
+        ("data.field_px", data.field_px, 1),
         ("data.train_images", data.train_images, 1),
         ("data.validation_images", data.validation_images, 1),
         ("data.prefetch_steps", data.prefetch_steps, 0),
@@ -96,14 +98,20 @@ def _check_ranges(spec: RunSpec) -> None:
         if value is not None and value < least:
             raise ConfigError(key, value, f"must be {least} or more")
     for name, number, open_end in (
+        ("cost.forward", cost.forward, True),
+        ("cost.input_grad", cost.input_grad, True),
+        ("cost.weight_grad", cost.weight_grad, False),
+        ("cost.link", cost.link, False),
         ("train.learning_rate", train.learning_rate, True),
         ("train.stall_limit_s", train.stall_limit_s, True),
         ("train.sample_interval_s", train.sample_interval_s, True),
         ("train.momentum", train.momentum, False),
         ("train.weight_decay", train.weight_decay, False),
     ):
-        if not (number > 0 if open_end else number >= 0):
-            raise ConfigError(name, number, "must be above 0" if open_end else "must be 0 or more")
+        if not math.isfinite(number) or number < 0 or (open_end and not number):
+            raise ConfigError(
+                name, number, "must be above 0 and finite" if open_end else "must be 0 or more and finite"
+            )
     if train.warmup_steps >= train.steps:
         raise ConfigError(
             "train.warmup_steps", train.warmup_steps, f"must be below train.steps={train.steps}"
@@ -125,7 +133,7 @@ def _resolve_counts(spec: RunSpec) -> ParallelConfig:
         if is_gems and total % 2:
             raise ConfigError(
                 "parallel.micro_batches", total, f"must be even for {spec.schedule.name}: half run in each direction",
-                f"use {total + 1} or {max(2, total - 1)}",
+                f"use {total - 1} or {total + 1}" if total > 1 else "use 2",
             )  # fmt: skip
         if runs is None:
             parts = parts or 1

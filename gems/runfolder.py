@@ -82,7 +82,7 @@ class RunFolder:
         """
         try:
             values = yaml.safe_load(self.run_yaml.read_text())
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(
                 "run folder", self.path, f"holds no readable run.yaml ({error})", "prepare it first"
             ) from error
@@ -96,8 +96,17 @@ class RunFolder:
         write_json(self.status_json, {"state": state, "updated_utc": now, **more})
 
     def read_status(self) -> dict[str, Any]:
-        """Reads status.json, or nothing where there is none."""
-        return read_json(self.status_json)
+        """Reads status.json, or nothing where there is none.
+
+        Raises:
+            ConfigError: it is no JSON.
+        """
+        try:
+            return read_json(self.status_json)
+        except ValueError as error:
+            raise ConfigError(
+                "run folder", self.path, f"its status.json is damaged ({error})", "move that folder away"
+            ) from error
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -198,7 +207,8 @@ def _archive(folder: RunFolder) -> None:
         return
     attempts = folder.path / "attempts"
     attempts.mkdir(exist_ok=True)
-    target = attempts / f"{1 + sum(1 for _ in attempts.iterdir()):03d}"
+    numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdecimal()]
+    target = attempts / f"{1 + max(numbers, default=0):03d}"
     target.mkdir()
     for entry in left:
         entry.rename(target / entry.name)

@@ -72,12 +72,18 @@ def restore(pipeline: Pipeline, state: State) -> None:
     """
     names = [layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)]
     cuts = pipeline.spec.parallel.boundaries or []
+
+    def misfit(name: str) -> ConfigError:
+        return ConfigError(
+            "train.initial_checkpoint", pipeline.spec.train.initial_checkpoint,
+            f"does not fit this model at layer {name}", "use the model that it was trained with",
+        )  # fmt: skip
+
+    if state.keys() != set(names):  # a deeper network of the same family holds layers that would fit
+        raise misfit(min(state.keys() ^ set(names)))
     for (_, stage), modules in pipeline.modules.items():
         for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
             try:
                 module.load_state_dict(state[name])
-            except (KeyError, RuntimeError) as error:
-                raise ConfigError(
-                    "train.initial_checkpoint", pipeline.spec.train.initial_checkpoint,
-                    f"does not fit this model at layer {name}", "use the model that it was trained with",
-                ) from error  # fmt: skip
+            except RuntimeError as error:
+                raise misfit(name) from error

@@ -69,8 +69,8 @@ def compare(spec: RunSpec, comm: Comm, device: torch.device) -> Difference:
         for mine in _copies(pipeline):
             for kind, values in enumerate(mine):
                 error, name = relative_error(values, expected[kind])
-                if not error <= worst[kind][0]:
-                    worst[kind] = (error, f"{name} at rank {comm.rank}, step {step}")
+                where = f"{name} at rank {comm.rank}, step {step}"
+                worst[kind] = max(worst[kind], (error, where), key=_by_error)
     feed.close()
     everyone = comm.allgather(worst)
     parameter, gradient, statistics = (

@@ -87,7 +87,6 @@ class Executor:
         self._last_stage = schedule.num_stages - 1
         self._needs = {action: self._source_of(action) for action in schedule.rows[rank]}
         self._out: dict[Action, tuple[Tensor, ...]] = {}
-        self._received: dict[int, tuple[Tensor, ...]] = {}
         self._batch = Batch({}, {})
         self._sums = _Sums()
         self._handlers: dict[Kind, Callable[[Action], None]] = {

@@ -42,7 +42,8 @@ class _Arrival:
 class Links:
     """Posts sends and receives, and gives the data to who waits for it.
 
-    `boundaries[s]` names the tensors that stage s hands to stage s + 1; their gradients travel back in the same form.
+    `boundaries[s]` names the tensors that stage s hands to stage s + 1; the gradients of those of a floating-point type
+    travel back in the same form.
     """
 
     schedule: Schedule
@@ -52,7 +53,6 @@ class Links:
     staging: Staging
     recorder: Recorder
     _arrivals: dict[Action, _Arrival] = field(default_factory=dict)
-    _tags: dict[Action, list[int]] = field(default_factory=dict)
     _max_tensors: int = 1
 
     def __post_init__(self) -> None:
@@ -67,7 +67,9 @@ class Links:
     def post_receive(self, action: Action) -> None:
         """Posts the buffers that RECV_F or RECV_B names."""
         is_forward = action.kind is Kind.RECV_F
-        boundary = self.boundaries[action.stage - 1 if is_forward else action.stage]
+        boundary = (
+            self.boundaries[action.stage - 1] if is_forward else with_gradient(self.boundaries[action.stage])
+        )
         peer = self.schedule.placement.rank_of(action.direction, action.stage + (-1 if is_forward else 1))
         arrival = _Arrival([], [], self.recorder.now())
         transport = self.transports[action.direction]
@@ -129,6 +131,11 @@ class Links:
 
     def _tag(self, action: Action, index: int) -> int:
         return tag_of(action, index, self.schedule.num_stages, self._max_tensors)
+
+
+def with_gradient(boundary: Boundary) -> Boundary:
+    """Gives the tensors of a boundary whose gradients travel back: those of a floating-point type."""
+    return tuple(spec for spec in boundary if spec.dtype.is_floating_point)
 
 
 def open_transports(pipeline: Comm, num_directions: int, stall_limit_s: float) -> list[Transport]:

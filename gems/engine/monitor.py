@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import threading
 import time
 from pathlib import Path
@@ -35,10 +36,10 @@ class _Gpu:
 
     def read(self) -> tuple[int, float, float]:
         """Gives bytes in use on the whole device, watts, and the share of time in use."""
-        used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        used = self._ask(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
         power = self._ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0)
         busy = self._ask(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0)
-        return used, power, busy
+        return -1 if used != used else int(used), power, busy
 
     def _ask(self, question: Any) -> float:
         """Gives NaN for what this GPU does not tell."""
@@ -48,12 +49,25 @@ class _Gpu:
             return NAN
 
 
+def _open_gpu(device: torch.device) -> _Gpu | None:
+    """Opens the GPU's samples; without a GPU, or where its driver gives none, there are none."""
+    if device.type != "cuda":
+        return None
+    import pynvml
+
+    try:
+        return _Gpu(device)
+    except pynvml.NVMLError as error:
+        print(f"gems: no samples of the GPU's memory and power: {error}", file=sys.stderr, flush=True)
+        return None
+
+
 class Monitor:
     """Takes samples in a thread of its own until it is closed; without a GPU it samples the process alone."""
 
     def __init__(self, device: torch.device, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._gpu = _Gpu(device) if device.type == "cuda" else None
+        self._gpu = _open_gpu(device)
         self._samples: list[Sample] = []
         self._stop = threading.Event()
         self._lock = threading.Lock()

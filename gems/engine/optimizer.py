@@ -15,7 +15,7 @@ def build_optimizer(train: TrainConfig, parameters: Iterable[nn.Parameter]) -> t
 
     The copies of a stage see equal gradients, so their optimizers keep equal states with no message.
     """
-    listed = list(parameters)
+    listed = list(parameters) or [nn.Parameter(torch.empty(0))]  # a rank's layers may have none
     if train.optimizer == "adam":
         return torch.optim.Adam(listed, lr=train.learning_rate, weight_decay=train.weight_decay)
     return torch.optim.SGD(

@@ -54,8 +54,13 @@ class Recorder:
         """Says which step the next events belong to."""
         self.step = step
         if self._is_cuda:
-            torch.cuda.synchronize(self._device)
+            self.settle()
             self._base = (self.mark(), time.perf_counter_ns())
+
+    def settle(self) -> None:
+        """Waits until the device has done all that it was given, so that the host's clock tells when."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
 
     def mark(self) -> Mark:
         """Stamps the present place in the compute stream."""
@@ -77,8 +82,7 @@ class Recorder:
 
     def end_step(self) -> None:
         """Reads the stamps of the step and hands the rows to the trace part."""
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
+        self.settle()
         for span in self._spans:
             self._add(span.action, COMPUTE, self._ns(span.start), self._ns(span.end), 0, span.device_bytes)
         self._spans.clear()

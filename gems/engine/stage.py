@@ -18,7 +18,7 @@ Loss = Callable[[Tensor], Tensor]
 @dataclass(frozen=True, slots=True)
 class _Stash:
     leaves: tuple[Tensor, ...]
-    edges: tuple[GradientEdge, ...]
+    edges: tuple[GradientEdge | None, ...]
 
 
 class Stage:
@@ -58,7 +58,11 @@ class Stage:
             self.stash_bytes = meter.saved_bytes
         else:
             outputs = self._run(leaves, loss)
-        edges = tuple(get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad)
+        edges = tuple(
+            get_gradient_edge(tensor) if tensor.requires_grad else None
+            for tensor in outputs
+            if tensor.is_floating_point()
+        )
         self._stash[micro_batch] = _Stash(leaves, edges)
         return tuple(tensor.detach() for tensor in outputs)
 
@@ -69,13 +73,20 @@ class Stage:
 
         Args:
             micro_batch: as given to `forward`.
-            gradients: those of the outputs that carry one, in order.
+            gradients: those of the floating-point outputs, in order.
 
         Returns:
-            The gradients of the inputs that carry one, and the inputs themselves, which nothing reads any more.
+            The gradients of the floating-point inputs, and the inputs themselves, which nothing reads any more.
         """
         stash = self._stash.pop(micro_batch)
-        torch.autograd.backward(stash.edges, gradients)
+        # a gradient also comes for what needs none: images handed on, or a first stage without parameters
+        pairs = [
+            (edge, gradient)
+            for edge, gradient in zip(stash.edges, gradients, strict=True)
+            if edge is not None
+        ]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         input_gradients = tuple(
             torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             for leaf in stash.leaves

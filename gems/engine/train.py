@@ -89,6 +89,7 @@ def _steps(spec: RunSpec, pipeline: Pipeline, feed: Feed, part: TracePart) -> li
             score = pipeline.train.run(step, feed.batch(step))
             if step == 0:
                 recorder.hold(state_bytes(pipeline.optimizer))
+            recorder.settle()
             end_ns = time.perf_counter_ns()
             recorder.end_step()
             total = pipeline.control.sum_to_first([score.loss_sum])
@@ -124,8 +125,8 @@ def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> A
         pipeline.has_in_evaluation(0),
         pipeline.has_in_evaluation(last),
     )
-    for number, batch in enumerate(batches):
-        score = executor.run(number, batch)
+    for batch in batches:
+        score = executor.run(pipeline.spec.train.steps, batch)  # the heartbeat says: behind the last step
         sums += (score.loss_sum, score.num_correct, score.num_samples)
     pipeline.recorder.is_on = True
     pipeline.set_training(True)

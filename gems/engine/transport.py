@@ -59,7 +59,7 @@ class Transport:
         self.max_tag = cast(int, self.comm.Get_attr(MPI.TAG_UB))
         self._stall_limit_s = stall_limit_s
         self._outgoing: list[tuple[MPI.Request, torch.Tensor, Callable[[], None] | None]] = []
-        self._incoming: list[MPI.Request] = []
+        self._incoming: list[tuple[MPI.Request, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
         """Posts a send; the tensor is held until it has left, and `done` is called then.
@@ -71,9 +71,12 @@ class Transport:
         self._outgoing.append((request, tensor, done))
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> MPI.Request:
-        """Posts a receive into a contiguous tensor; give the request to `wait` before the data is read."""
+        """Posts a receive into a contiguous tensor, held until it is full.
+
+        Give the request to `wait` before the data is read.
+        """
         request = self.comm.Irecv(_buffer(tensor), rank, tag)
-        self._incoming.append(request)
+        self._incoming.append((request, tensor))
         return request
 
     def poll(self) -> None:
@@ -87,8 +90,8 @@ class Transport:
                 else:
                     kept.append(entry)
             self._outgoing = kept
-        elif self._incoming:
-            self._incoming[0].Test()  # one test progresses all
+        elif self._incoming and self._incoming[0][0].Test():  # one test of a pending request progresses all
+            del self._incoming[0]
 
     def wait(self, request: MPI.Request, what: object = "data") -> None:
         """Waits for one request, polling: spinning first, then with short sleeps, so that ranks may share a core.
@@ -98,8 +101,8 @@ class Transport:
         """
         if not request.Test():
             self._wait_until(request.Test, what)
-        if request in self._incoming:
-            self._incoming.remove(request)
+        # by identity: all requests that are complete compare equal
+        self._incoming = [entry for entry in self._incoming if entry[0] is not request]
 
     def drain(self) -> None:
         """Waits until all that was posted to be sent has left.

@@ -20,16 +20,16 @@ def grid(schedule: Schedule, played: Replay, unit: float = 1.0) -> str:
     shown = min(columns, MAX_COLUMNS)
     lines = []
     for rank, row in enumerate(schedule.rows):
-        cells = ["." * width] * columns
+        cells = ["." * width] * shown
         for action, start, end in zip(row, played.start[rank], played.end[rank], strict=True):
             if action.kind not in COMPUTE_KINDS:
                 continue
-            first, last = round(start / unit), max(round(start / unit) + 1, round(end / unit))
+            first = round(start / unit)
             letter = action.kind.value.lower() if action.direction else action.kind.value
-            cells[first:last] = [f"{letter}{action.micro_batch}".ljust(width, "-")] + ["-" * width] * (
-                last - first - 1
-            )
-        lines.append(f"rank {rank:>4} | " + " ".join(cells[:shown]))
+            text = f"{letter}{action.micro_batch}".ljust(width, "-")
+            for column in range(first, min(shown, max(first + 1, round(end / unit)))):
+                cells[column] = text if column == first else "-" * width
+        lines.append(f"rank {rank:>4} | " + " ".join(cells))
     if columns > shown:
         lines.append(f"({columns - shown} more columns)")
     return "\n".join(lines)

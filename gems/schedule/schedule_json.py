@@ -36,26 +36,37 @@ def from_json(document: dict[str, Any]) -> Schedule:
     Raises:
         ConfigError: another schema, or a missing or malformed field.
     """
-    if document.get("schema") != SCHEMA:
-        raise ConfigError("schema", document.get("schema"), f"allowed: {SCHEMA}")
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != SCHEMA:
+        raise ConfigError("schema", found, f"allowed: {SCHEMA}")
     try:
-        placement = Placement(
-            int(document["ranks"]), tuple(tuple(map(int, row)) for row in document["placement"])
-        )
-        rows = tuple(
-            tuple(
-                Action(Kind(kind), stage, micro_batch, direction)
-                for kind, stage, direction, micro_batch in row
-            )
-            for row in document["actions"]
-        )
-        return Schedule(
+        rows = tuple(tuple(_action(*words) for words in row) for row in document["actions"])
+        schedule = Schedule(
             name=str(document["name"]),
             num_micro_batches=int(document["micro_batches"]),
-            placement=placement,
+            placement=_placement(document),
             rows=rows,
-            passes=tuple(document.get("passes", ())),
+            passes=tuple(map(str, document.get("passes", ()))),
             forward_only=not any(action.kind is Kind.B for row in rows for action in row),
         )
+        if len(rows) != schedule.num_ranks:
+            raise ValueError(f"{len(rows)} lists of actions for {schedule.num_ranks} ranks")
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("schedule", "json", f"not of schema {SCHEMA} ({error!r})") from error
+    return schedule
+
+
+def _placement(document: dict[str, Any]) -> Placement:
+    ranks = tuple(tuple(map(int, row)) for row in document["placement"])
+    placement = Placement(int(document["ranks"]), ranks)
+    if len(ranks) != document["directions"] or any(len(row) != document["stages"] for row in ranks):
+        raise ValueError("placement must give a rank to each stage in each direction")
+    if not ranks or any(not 0 <= rank < placement.num_ranks for row in ranks for rank in row):
+        raise ValueError(f"placement must name ranks from 0 to {placement.num_ranks - 1}")
+    return placement
+
+
+def _action(kind: str, stage: int, direction: int, micro_batch: int | None) -> Action:
+    if not all(isinstance(number, int) for number in (stage, direction, micro_batch or 0)):
+        raise TypeError(f"no whole numbers in {[kind, stage, direction, micro_batch]}")
+    return Action(Kind(kind), stage, micro_batch, direction)

@@ -26,16 +26,29 @@ def validate(schedule: Schedule) -> Schedule:
         raise ScheduleError(
             len(schedule.rows), "none", f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks"
         )
+    _check_peers(schedule)
     _check_places(schedule)
     _check_compute_is_whole(schedule)
-    if schedule.has_transfers:
-        _check_transfers(schedule)
+    _check_transfers(schedule)
     for rank, row in enumerate(schedule.rows):
         _check_order(schedule, rank, row)
-        if "add_reduce" in schedule.passes or "add_step" in schedule.passes:
-            _check_tail(schedule, rank, row)
+        _check_tail(schedule, rank, row)
     replay(schedule, uniform_cost(1.0, 2.0))
     return schedule
+
+
+def _check_peers(schedule: Schedule) -> None:
+    held: dict[int, tuple[int, set[int]]] = {}
+    for rank in range(schedule.num_ranks):
+        stages = {stage for _, stage in schedule.placement.stages_on(rank)}
+        if not stages:
+            raise ScheduleError(rank, "none", "this rank holds no stage")
+        for stage in stages:
+            peer, theirs = held.setdefault(stage, (rank, stages))
+            if theirs != stages:
+                raise ScheduleError(
+                    rank, "none", f"shares stage {stage} with rank {peer}, but holds others beside it"
+                )
 
 
 def _check_places(schedule: Schedule) -> None:
@@ -77,8 +90,8 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
 def _check_transfers(schedule: Schedule) -> None:
     present = {action for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS}
     for rank, action in schedule.actions():
-        transfer = transfer_after(action, schedule)
-        if transfer is None or (schedule.forward_only and action.kind is Kind.B):
+        transfer = transfer_after(action, schedule) if schedule.has_transfers else None
+        if transfer is None:
             continue
         send, receive, there = transfer
         if send not in present:
@@ -105,13 +118,16 @@ def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
     last_compute = max((i for i, action in enumerate(row) if action.kind in COMPUTE_KINDS), default=-1)
     previous = last_compute
     for kind, name in ((Kind.REDUCE_GRAD, "add_reduce"), (Kind.STEP, "add_step")):
-        if name not in schedule.passes:
-            continue
         action = Action(kind, schedule.placement.lowest_stage(rank))
-        if counts[kind] != 1 or action not in row:
+        expected = int(name in schedule.passes)
+        if counts[kind] != expected or row.count(action) != expected:
             raise ScheduleError(
-                rank, action, f"must stand in the list once, and stands {row.count(action)} times"
+                rank,
+                action,
+                f"must stand in the list {expected} times, and {kind} stands {counts[kind]} times",
             )
+        if not expected:
+            continue
         index = row.index(action)
         if index < previous:
             raise ScheduleError(rank, action, f"comes before {row[previous]}, on which it rests")

@@ -1,0 +1,80 @@
+"""The device of a rank, from what each launcher says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gems.config import MachineConfig
+from gems.engine.device import LOCAL_RANK_VARIABLES, local_rank, open_device
+from gems.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nobody_says(monkeypatch):
+    for name in LOCAL_RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    chosen: list[torch.device] = []
+
+    def see(count: int) -> list[torch.device]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        return chosen
+
+    return see
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SLURM_LOCALID",
+        "MPI_LOCALRANKID",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "PALS_LOCAL_RANKID",
+    ],
+)
+def test_local_rank_comes_from_the_launcher(monkeypatch, name):
+    assert local_rank() == 0
+    monkeypatch.setenv(name, "3")
+    assert local_rank() == 3
+
+
+def test_the_local_rank_picks_a_gpu(gpus, monkeypatch):
+    chosen = gpus(4)
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    assert open_device(MachineConfig()) == torch.device("cuda", 2)
+    monkeypatch.setenv("SLURM_LOCALID", "5")
+    assert open_device(MachineConfig(device="cuda")) == torch.device("cuda", 1)
+    assert [device.index for device in chosen] == [2, 1]
+
+
+def test_the_one_gpu_that_is_bound_to_the_rank_is_taken(gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    assert open_device(MachineConfig()) == torch.device("cuda", 0)
+
+
+def test_no_gpu(gpus):
+    gpus(0)
+    assert open_device(MachineConfig(device="auto")) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"machine\.device=cuda: torch sees no GPU here; use machine=cpu"):
+        open_device(MachineConfig(device="cuda"))
+
+
+def test_a_processor_is_used_on_demand_although_there_are_gpus(gpus):
+    chosen = gpus(4)
+    assert open_device(MachineConfig(device="cpu")) == torch.device("cpu")
+    assert chosen == []
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_are_those_of_the_configuration(gpus, threads):
+    gpus(0)
+    open_device(MachineConfig(threads_per_rank=threads))
+    assert torch.get_num_threads() == threads

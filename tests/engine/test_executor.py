@@ -1,0 +1,309 @@
+"""The executor on one rank: hand-over without messages, views of what was received, evaluation, bytes and events."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import nn
+
+from gems.engine.executor import NO_LABEL, Batch, Executor
+from gems.engine.ledger import Ledger
+from gems.engine.links import Links
+from gems.engine.recorder import COMPUTE, LINK, Recorder
+from gems.engine.stage import Stage
+from gems.engine.staging import Direct
+from gems.heartbeat import Heartbeat, read_beat
+from gems.models.build import TensorSpec, as_tuple
+from gems.schedule import generate
+from gems.schedule.action import RANK_KINDS, RECV_KINDS, Kind, backward, forward
+from gems.schedule.forward_only import forward_only
+from gems.schedule.lower import lower
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+from gems.schedule.validate import validate
+from gems.trace import KINDS
+from tests.engine.toys import Fork, Join, LateTransport, ListPart, Mix, Pass
+
+CPU = torch.device("cpu")
+N, SIZE, WIDTH = 4, 2, 6
+
+
+class Rig:
+    """One rank's executor with its own ledger and events, and a late network where it has neighbours."""
+
+    def __init__(self, schedule, rank, modules, boundaries=(), source=None, at_once=False, **options) -> None:
+        self.part = ListPart(rank)
+        self.ledger = Ledger(CPU)
+        self.recorder = Recorder(self.part, self.ledger, CPU)
+        self.transports = [
+            LateTransport(schedule, rank, direction, boundaries, source, at_once)
+            for direction in range(schedule.num_directions)
+        ]
+        links = Links(schedule, rank, boundaries, self.transports, Direct(CPU), self.recorder)
+        self.stages = {
+            held: Stage(nn.ModuleList(kept), held[1] == 0, links.poll) for held, kept in modules.items()
+        }
+        self.executor = Executor(schedule, rank, self.stages, links, self.recorder, **options)
+
+    def run(self, batch: Batch, step: int = 0):
+        score = self.executor.run(step, batch)
+        self.recorder.end_step()
+        return score
+
+
+def images_and_labels(num: int = N, shape: tuple[int, ...] = (WIDTH,)) -> tuple[dict, dict]:
+    generator = torch.Generator().manual_seed(3)
+    images = {m: torch.randn(SIZE, *shape, generator=generator) for m in range(num)}
+    labels = {m: torch.randint(0, WIDTH, (SIZE,), generator=generator) for m in range(num)}
+    return images, labels
+
+
+def on_one_rank(num_stages: int, order: str) -> Schedule:
+    """All stages on rank 0: every forward before every backward, or micro-batch after micro-batch."""
+    down, up = range(num_stages), range(num_stages - 1, -1, -1)
+    if order == "gpipe":
+        row = [forward(s, m) for m in range(N) for s in down] + [backward(s, m) for m in range(N) for s in up]
+    else:
+        row = [a for m in range(N) for a in [*(forward(s, m) for s in down), *(backward(s, m) for s in up)]]
+    made = Schedule("test", N, Placement(1, ((0,) * num_stages,)), (tuple(row),))
+    return validate(lower(made))
+
+
+def total_loss(modules, images, labels) -> torch.Tensor:
+    losses = []
+    for m in sorted(images):
+        values: tuple[torch.Tensor, ...] = (images[m],)
+        for module in modules:
+            values = as_tuple(module(*values))
+        losses.append(functional.cross_entropy(values[0], labels[m], reduction="sum"))
+    return torch.stack(losses).sum() / (len(images) * SIZE)
+
+
+@pytest.mark.parametrize("order", ["gpipe", "one by one"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Identity(), nn.Linear(WIDTH, WIDTH)],
+        lambda: [nn.Identity(), nn.Flatten(), nn.Identity(), nn.Linear(WIDTH, WIDTH)],
+        lambda: [Fork(WIDTH, 3), Pass(), Mix(WIDTH, 3), Join(WIDTH, 3, WIDTH)],
+    ],
+    ids=["linear", "views", "tuples"],
+)
+def test_stages_on_one_rank_hand_over_without_messages(make, order):
+    torch.manual_seed(1)
+    modules = [module.double() for module in make()]
+    plain = copy.deepcopy(modules)
+    schedule = on_one_rank(4, order)
+    assert not any(action.kind in RECV_KINDS for action in schedule.rows[0])
+    images, labels = images_and_labels()
+    images = {m: image.double() for m, image in images.items()}
+    rig = Rig(
+        schedule, 0, {(0, s): [module] for s, module in enumerate(modules)}, samples_per_step=N * SIZE
+    )
+    score = rig.run(Batch(images, labels))
+
+    loss = total_loss(plain, images, labels)
+    loss.backward()
+    assert score.num_samples == N * SIZE
+    assert score.loss_sum / (N * SIZE) == pytest.approx(float(loss.detach()), rel=1e-14)
+    for module, expected in zip(modules, plain, strict=True):
+        for got, parameter in zip(module.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, parameter.grad, rtol=1e-13, atol=1e-15)
+    assert rig.ledger.held_bytes == 0
+    assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
+
+
+def numbered(action, index) -> torch.Tensor:
+    """What the neighbours send: a tensor that no other transfer has."""
+    return torch.arange(SIZE * WIDTH).reshape(SIZE, WIDTH) + 1000.0 * (action.micro_batch + 1) + (
+        50.0 if action.kind is Kind.RECV_B else 0.0
+    )
+
+
+VIEWS = {"identity": nn.Identity, "pass": Pass, "flatten": nn.Flatten, "unflatten": lambda: nn.Unflatten(1, (WIDTH,))}
+
+
+@pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("family", ["1f1b", "gpipe", "layer_parallel"])
+def test_a_view_of_what_was_received_is_sent_whole(family, make):
+    """Its buffer is filled again while the message may still be under way."""
+    schedule = validate(lower(generate(family, 3, N)))
+    boundary = (TensorSpec("x", (SIZE, WIDTH), torch.float32),)
+    rig = Rig(schedule, 1, {(0, 1): [make()]}, [boundary, boundary], numbered)
+    rig.run(Batch({}, {}))
+    sent = rig.transports[0].sent
+    assert len(sent) == 2 * N
+    for action, (tensor,) in sent.items():
+        came_by = Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_B
+        expected = numbered(type(action)(came_by, 1, action.micro_batch), 0)
+        assert torch.equal(tensor, expected), action
+    assert rig.ledger.held_bytes == 0
+
+
+@pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
+def test_a_view_is_sent_whole_in_evaluation(make):
+    schedule = validate(lower(forward_only(Placement(3, ((0, 1, 2),)), N)))
+    boundary = (TensorSpec("x", (SIZE, WIDTH), torch.float32),)
+    rig = Rig(schedule, 1, {(0, 1): [make()]}, [boundary, boundary], numbered)
+    rig.run(Batch({}, {}))
+    sent = rig.transports[0].sent
+    assert sorted(action.micro_batch for action in sent) == list(range(N))
+    for action, (tensor,) in sent.items():
+        assert torch.equal(tensor, numbered(type(action)(Kind.RECV_F, 1, action.micro_batch), 0))
+    assert rig.ledger.held_bytes == 0
+
+
+def test_evaluation_counts_no_sample_without_a_label():
+    modules = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    for module in modules:
+        module.eval()
+    modules[1].running_mean.uniform_(-1, 1)
+    schedule = validate(lower(forward_only(Placement(1, ((0, 0),)), N)))
+    images, labels = images_and_labels()
+    labels[2] = torch.tensor([1, NO_LABEL])
+    labels[3] = torch.tensor([NO_LABEL, NO_LABEL])
+    rig = Rig(schedule, 0, {(0, 0): modules[:1], (0, 1): modules[1:]})
+    score = rig.run(Batch(images, labels))
+    with torch.no_grad():
+        logits = nn.Sequential(*modules)(torch.cat([images[m] for m in range(N)])[:5])
+    known = torch.cat([labels[m] for m in range(N)])[:5]
+    assert score.num_samples == 5
+    assert score.num_correct == int((logits.argmax(1) == known).sum())
+    expected = functional.cross_entropy(logits, known, reduction="sum")
+    assert score.loss_sum == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_the_loss_is_one_log_softmax_of_the_logits():
+    """MPI4DL #8: a softmax before the loss keeps it near the logarithm of the number of classes."""
+    images = {0: torch.eye(WIDTH)[:SIZE] * 50}
+    labels = {0: torch.arange(SIZE)}
+    made = Schedule("test", 1, Placement(1, ((0,),)), ((forward(0, 0), backward(0, 0)),))
+    rig = Rig(validate(lower(made)), 0, {(0, 0): [nn.Identity()]}, samples_per_step=SIZE)
+    score = rig.run(Batch(images, labels))
+    assert score.loss_sum < 1e-9 and score.num_correct == SIZE
+
+
+def test_bfloat16_logits_are_scored_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    images = {0: torch.randn(64, WIDTH, generator=generator).bfloat16()}
+    labels = {0: torch.randint(0, WIDTH, (64,), generator=generator)}
+    made = Schedule("test", 1, Placement(1, ((0,),)), ((forward(0, 0), backward(0, 0)),))
+    rig = Rig(validate(lower(made)), 0, {(0, 0): [nn.Identity()]}, samples_per_step=64)
+    score = rig.run(Batch(images, labels))
+    exact = functional.cross_entropy(images[0].double(), labels[0], reduction="sum")
+    assert score.loss_sum == pytest.approx(float(exact), rel=1e-6)
+
+
+# --- bytes and events ------------------------------------------------------------------------------------------------
+
+DEEP = 24
+PER_TENSOR = SIZE * WIDTH * 4
+
+
+def deep_rig(family: str, num_ranks: int, num_micro_batches: int, parts: int, rank: int) -> Rig:
+    """Stages of many layers, each of which keeps its output: stashes far larger than what crosses a boundary."""
+    schedule = validate(lower(generate(family, num_ranks, num_micro_batches, parts)))
+    boundaries = [(TensorSpec("x", (SIZE, WIDTH), torch.float32),)] * (num_ranks - 1)
+    modules = {
+        held: [nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(DEEP))]
+        for held in schedule.placement.stages_on(rank)
+    }
+    return Rig(
+        schedule,
+        rank,
+        modules,
+        boundaries,
+        lambda action, index: torch.ones(SIZE, WIDTH),
+        at_once=True,
+        samples_per_step=num_micro_batches * SIZE,
+    )
+
+
+CASES = [
+    *(("1f1b", 4, 8, 1, rank, 4 - rank) for rank in range(4)),
+    *(("gpipe", 3, 5, 1, rank, 5) for rank in range(3)),
+    *(("layer_parallel", 3, 4, 1, rank, 1) for rank in range(3)),
+    *(("gems_master", 4, 8, 1, rank, 1) for rank in range(4)),
+    *(("gems_master", 3, 12, 3, rank, 3) for rank in range(3)),
+    *(("gems_mast", 4, 4, 2, rank, 2) for rank in range(4)),
+]
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "n", "parts", "rank", "in_flight"), CASES)
+def test_peak_bytes_are_the_schedule_s_stashes(family, num_ranks, n, parts, rank, in_flight):
+    rig = deep_rig(family, num_ranks, n, parts, rank)
+    images, labels = images_and_labels(n)
+    directions = rig.executor.schedule.directions()
+    placement = rig.executor.schedule.placement
+    batch = Batch(
+        {m: images[m] for m in images if placement.rank_of(directions[m], 0) == rank},
+        {m: labels[m] for m in labels if placement.rank_of(directions[m], num_ranks - 1) == rank},
+    )
+    rig.run(batch)
+    assert rig.ledger.held_bytes == 0, "bytes return to where they started"
+    rig.part.rows.clear()
+    rig.run(batch, step=1)
+    assert rig.ledger.held_bytes == 0
+    stash = min(stage.stash_bytes for stage in rig.stages.values())
+    peak = max(row[11] for row in rig.part.rows) - sum(image.nbytes for image in batch.images.values())
+    # beside the stashes: the inputs of those micro-batches, buffers posted one action ahead, what is being sent, and
+    # the last stage's loss
+    loss_bytes = max(stage.stash_bytes for stage in rig.stages.values()) - stash
+    buffers = peak - in_flight * stash
+    assert 0 <= buffers <= (in_flight + 3) * PER_TENSOR + in_flight * loss_bytes < stash
+
+
+@pytest.mark.parametrize("family", ["1f1b", "gems_master"])
+def test_events_of_a_step_are_the_actions_of_the_row(family):
+    rig = deep_rig(family, 3, 4, 1, 1)
+    images, labels = images_and_labels()
+    for step in (0, 1):
+        rig.part.rows.clear()
+        rig.run(Batch(images, labels), step)
+        row = rig.executor.schedule.rows[1]
+        seen = [
+            (KINDS[kind], stage, direction, micro_batch, stream)
+            for _, _, kind, stage, _, direction, micro_batch, stream, *_ in sorted(
+                rig.part.rows, key=lambda entry: (entry[8], entry[9])
+            )
+        ]
+        wanted = [
+            (action.kind.value, action.stage, action.direction, -1 if action.micro_batch is None else action.micro_batch)
+            for action in row
+        ]
+        compute_kinds = {"F", "B"} | {kind.value for kind in RANK_KINDS}
+        assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [w for w in wanted if w[0] in compute_kinds]
+        links = [entry[:4] for entry in seen if entry[4] == LINK]
+        assert sorted(links) == sorted(w for w in wanted if w[0] not in compute_kinds)
+        assert {entry[1] for entry in rig.part.rows} == {step}
+        assert {entry[0] for entry in rig.part.rows} == {1}
+        moved = {entry[10] for entry in rig.part.rows if entry[7] == LINK}
+        assert moved == {PER_TENSOR}
+        computed = [entry for entry in rig.part.rows if entry[7] == COMPUTE]
+        assert all(before[9] <= after[8] for before, after in zip(computed, computed[1:], strict=False))
+
+
+def test_the_heartbeat_names_the_action_at_fault(tmp_path):
+    class Broken(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 3:
+                raise RuntimeError("broken on purpose")
+            return x * 1.0
+
+    path = tmp_path / "rank0000"
+    heartbeat = Heartbeat(path)
+    modules = {(0, 0): [nn.Linear(WIDTH, WIDTH)], (0, 1): [Broken()]}
+    rig = Rig(on_one_rank(2, "gpipe"), 0, modules, heartbeat=heartbeat, samples_per_step=1)
+    images, labels = images_and_labels()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        rig.run(Batch(images, labels), step=7)
+    beat = read_beat(path)
+    assert (beat.step, beat.action) == (7, "1F2")
+    heartbeat.close()
+    assert read_beat(path).action == "finished"

@@ -1,0 +1,124 @@
+"""What ranks read: the same samples wherever they are, every image once, and validation shared out."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from gems.engine.executor import NO_LABEL
+from gems.engine.feed import Feed
+from tests.engine.toys import NumberedDataset, make_spec
+
+CPU = torch.device("cpu")
+
+
+def make_feed(dataset, replica=0, images_of=(), labels_of=(), **changes) -> Feed:
+    spec = make_spec("1f1b", 2, **changes)
+    return Feed(spec, dataset, replica, images_of, labels_of, torch.float32, CPU)
+
+
+def read_all(dataset, steps, replicas, micro_batches, **changes) -> list[list[int]]:
+    """The numbers of all images of each step, over all replicas."""
+    taken: list[list[int]] = [[] for _ in range(steps)]
+    for replica in range(replicas):
+        feed = make_feed(
+            dataset, replica, range(micro_batches), (), replicas=replicas,
+            parallel__micro_batches=micro_batches, train__steps=steps, **changes,
+        )  # fmt: skip
+        for step in range(steps):
+            batch = feed.batch(step)
+            taken[step] += [int(x) for m in range(micro_batches) for x in batch.images[m].flatten()]
+        feed.close()
+    return taken
+
+
+@pytest.mark.parametrize("prefetch_steps", [0, 2])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_the_rank_with_labels_sees_the_images_of_the_rank_with_images(prefetch_steps, replica):
+    dataset = NumberedDataset(50, 5)
+    common = {"replicas": 2, "data__prefetch_steps": prefetch_steps, "train__steps": 3}
+    first = make_feed(dataset, replica, images_of=(0, 1, 2, 3), **common)
+    last = make_feed(dataset, replica, labels_of=(1, 3), **common)
+    for step in range(3):
+        images, labels = first.batch(step).images, last.batch(step).labels
+        assert sorted(images) == [0, 1, 2, 3] and sorted(labels) == [1, 3]
+        for m in (1, 3):
+            assert images[m].shape == (2, 1, 1, 1) and images[m].dtype is torch.float32
+            assert torch.equal(images[m].flatten().long() % 3, labels[m])
+    first.close()
+    last.close()
+
+
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 3), (2, 3), (2, 2)])
+def test_every_image_once_an_epoch(replicas, micro_batches):
+    global_batch = replicas * micro_batches * 2
+    num_images, num_epochs = 3 * global_batch // 2, 4  # every second step straddles two epochs
+    dataset = NumberedDataset(num_images, 5)
+    steps = num_images * num_epochs // global_batch
+    taken = [number for step in read_all(dataset, steps, replicas, micro_batches) for number in step]
+    epochs = [taken[first : first + num_images] for first in range(0, len(taken), num_images)]
+    assert replicas > 1 or all(sorted(epoch) == list(range(num_images)) for epoch in epochs)
+    assert Counter(taken) == {number: num_epochs for number in range(num_images)}
+
+
+def test_no_image_twice_in_a_step_within_an_epoch():
+    for step in read_all(NumberedDataset(24, 5), 2, 2, 3):
+        assert len(set(step)) == len(step) == 12
+
+
+def test_order_depends_on_the_seed_alone():
+    dataset = NumberedDataset(40, 5)
+    once = read_all(dataset, 3, 1, 4)
+    assert read_all(dataset, 3, 1, 4, data__prefetch_steps=0) == once
+    assert read_all(dataset, 3, 1, 4, seed=1) != once
+    assert once != [sorted(step) for step in once]
+
+
+def test_a_rank_that_reads_nothing_needs_no_data_set():
+    feed = make_feed(None)
+    batch = feed.batch(0)
+    assert (batch.images, batch.labels) == ({}, {})
+    assert [(b.images, b.labels) for b in feed.validation(5, 4, False, False)] == [({}, {})]
+    feed.close()
+
+
+def test_a_bad_image_reaches_the_step_that_needs_it():
+    class Bad(NumberedDataset):
+        def _pixels(self, split, index):
+            raise OSError(f"image {index} is truncated")
+
+    feed = make_feed(Bad(40, 5), images_of=(0,))
+    with pytest.raises(OSError, match="is truncated"):
+        feed.batch(0)
+    feed.close()
+
+
+@pytest.mark.parametrize("num_validation", [1, 5, 7, 8, 16, 17])
+@pytest.mark.parametrize(("replicas", "size", "num_micro_batches"), [(1, 2, 3), (2, 2, 2), (4, 3, 1), (3, 1, 4)])
+def test_validation_counts_every_image_once(num_validation, replicas, size, num_micro_batches):
+    dataset = NumberedDataset(200, num_validation)
+    counted: list[int] = []
+    num_rounds = set()
+    for replica in range(replicas):
+        common = {"replicas": replicas, "parallel__micro_batch_size": size}
+        feeds = [make_feed(data, replica, **common) for data in (dataset, dataset, None)]
+        # a rank of the first stage, one of the last and one between: they must agree on the number of rounds
+        first = list(feeds[0].validation(num_validation, num_micro_batches, True, False))
+        last = list(feeds[1].validation(num_validation, num_micro_batches, False, True))
+        middle = list(feeds[2].validation(num_validation, num_micro_batches, False, False))
+        assert len(first) == len(last) == len(middle)
+        num_rounds.add(len(first))
+        for with_images, with_labels in zip(first, last, strict=True):
+            assert sorted(with_images.images) == sorted(with_labels.labels) == list(range(num_micro_batches))
+            assert not with_images.labels and not with_labels.images
+            for m, images in with_images.images.items():
+                labels = with_labels.labels[m]
+                assert images.shape == (size, 1, 1, 1)
+                known = labels != NO_LABEL
+                numbers = images.flatten().long()[known]
+                assert torch.equal(numbers % 3, labels[known])
+                counted += numbers.tolist()
+    assert sorted(counted) == list(range(num_validation))
+    assert len(num_rounds) == 1

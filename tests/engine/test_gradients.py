@@ -1,0 +1,102 @@
+"""Gradients of a rank as views of one buffer, and what a reduction on one rank does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gems.engine.gradients import Gradients
+from gems.engine.optimizer import build_optimizer, state_bytes
+from gems.engine.transport import Transport
+from tests.engine.toys import make_spec
+
+CPU = torch.device("cpu")
+
+
+def layers(width: int = 4) -> nn.ModuleList:
+    return nn.ModuleList([nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Linear(width, 2)])
+
+
+@pytest.fixture
+def transport(comm):
+    opened = Transport(comm, stall_limit_s=20)
+    yield opened
+    opened.close()
+
+
+def test_autograd_adds_into_one_buffer(transport):
+    modules = {(0, 0): layers(), (1, 2): layers(6)}
+    gradients = Gradients(modules, transport, torch.float32, CPU)
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    places = [p.grad.data_ptr() for p in parameters]
+    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) == 1
+    for _ in range(2):
+        for module in modules.values():
+            x = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
+            module[2](module[1](module[0](x)).mean((2, 3))).square().sum().backward()
+    assert [p.grad.data_ptr() for p in parameters] == places
+    assert all(bool(p.grad.abs().sum() > 0) for p in (modules[0, 0][0].weight, modules[1, 2][2].bias))
+    num_values = sum(p.numel() for p in parameters)
+    num_statistics = 2 * (4 + 6)
+    assert gradients.num_bytes == 4 * (num_values + num_statistics)
+    gradients.zero()
+    assert all(not bool(p.grad.any()) for p in parameters)
+    assert [p.grad.data_ptr() for p in parameters] == places
+
+
+def test_views_do_not_overlap(transport):
+    modules = {(0, 1): layers(), (1, 1): layers(), (0, 2): layers(5)}
+    gradients = Gradients(modules, transport, torch.float32, CPU)
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    for number, parameter in enumerate(parameters):
+        parameter.grad.fill_(number)
+    assert all(bool((p.grad == number).all()) for number, p in enumerate(parameters))
+    gradients.zero()
+    assert not any(bool(p.grad.any()) for p in parameters)
+
+
+def test_two_copies_on_one_rank_get_one_sum_and_the_mean_of_their_statistics(transport):
+    """The middle rank of an odd number holds the middle stage in both directions."""
+    modules = {(0, 1): layers().double(), (1, 1): layers().double()}
+    gradients = Gradients(modules, transport, torch.float64, CPU)
+    torch.manual_seed(0)
+    down, up = modules.values()
+    first = [torch.randn_like(p) for p in down.parameters()]
+    second = [torch.randn_like(p) for p in up.parameters()]
+    for module, values in ((down, first), (up, second)):
+        for parameter, value in zip(module.parameters(), values, strict=True):
+            parameter.grad.copy_(value)
+    down[1].running_mean.fill_(1.0)
+    up[1].running_mean.fill_(4.0)
+    down[1].running_var.copy_(torch.arange(4.0))
+    up[1].running_var.copy_(torch.arange(4.0) * 3)
+    down[1].num_batches_tracked.fill_(7)
+    gradients.reduce()
+    for one, other, a, b in zip(down.parameters(), up.parameters(), first, second, strict=True):
+        assert torch.equal(one.grad, a + b) and torch.equal(other.grad, a + b)
+    for module in (down, up):
+        assert torch.equal(module[1].running_mean, torch.full((4,), 2.5).double())
+        assert torch.equal(module[1].running_var, torch.arange(4.0).double() * 2)
+    assert int(down[1].num_batches_tracked) == 7
+
+
+def test_one_copy_alone_is_left_as_it_is(transport):
+    modules = {(0, 0): layers()}
+    gradients = Gradients(modules, transport, torch.float32, CPU)
+    modules[0, 0][1].running_mean.fill_(3.0)
+    gradients.reduce()
+    assert bool((modules[0, 0][1].running_mean == 3).all())
+
+
+@pytest.mark.parametrize(("name", "tensors_per_parameter"), [("sgd", 1), ("adam", 2)])
+def test_optimizer_state_is_counted(name, tensors_per_parameter):
+    train = make_spec(train__optimizer=name).train
+    module = nn.Linear(3, 2)
+    optimizer = build_optimizer(train, module.parameters())
+    assert state_bytes(optimizer) == 0
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    counters = 2 * 4 if name == "adam" else 0
+    assert state_bytes(optimizer) == tensors_per_parameter * 8 * 4 + counters

@@ -1,0 +1,180 @@
+"""Transfers of a schedule as messages: tags, order of memory, bytes, and what a boundary of several tensors sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from gems.engine.ledger import Ledger
+from gems.engine.links import Links, open_transports, tag_of
+from gems.engine.recorder import LINK, Recorder
+from gems.engine.staging import Direct
+from gems.errors import ConfigError
+from gems.models.build import TensorSpec
+from gems.schedule import FAMILIES, generate
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.forward_only import forward_only
+from gems.schedule.lower import lower
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+from gems.trace import KINDS
+from tests.engine.toys import LateTransport, ListPart
+
+CPU = torch.device("cpu")
+PAIR = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
+
+
+def schedules():
+    for name, family in FAMILIES.items():
+        for num_ranks in range(1, 7):
+            for num_micro_batches in range(1, 9):
+                for parts in (1, 2):
+                    if num_micro_batches % (parts * family.num_directions):
+                        continue
+                    if name == "gems_mast" and num_micro_batches != 2 * parts:
+                        continue
+                    made = generate(name, num_ranks, num_micro_batches, parts)
+                    yield lower(made)
+                    yield lower(forward_only(made.placement, num_micro_batches))
+
+
+def test_no_two_messages_of_a_step_share_communicator_ranks_and_tag():
+    """So no order of posting and of arrival can mix them up, whatever is under way at once."""
+    num_messages = 0
+    for schedule in schedules():
+        for num_tensors in (1, 3):
+            sent, received = Counter(), Counter()
+            for rank, action in schedule.actions():
+                if action.kind not in SEND_KINDS | RECV_KINDS:
+                    continue
+                step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+                peer = schedule.placement.rank_of(action.direction, action.stage + step)
+                for index in range(num_tensors):
+                    tag = tag_of(action, index, schedule.num_stages, num_tensors)
+                    if action.kind in SEND_KINDS:
+                        sent[action.direction, rank, peer, tag] += 1
+                    else:
+                        received[action.direction, peer, rank, tag] += 1
+            assert sent == received, schedule
+            assert not sent or max(sent.values()) == 1, schedule
+            num_messages += len(sent)
+    assert num_messages > 10_000
+
+
+def test_a_send_and_its_receive_have_one_tag():
+    for kind, (receive, step) in PAIR.items():
+        send = Action(kind, 3, 5, 1)
+        assert tag_of(send, 1, 6, 2) == tag_of(Action(receive, 3 + step, 5, 1), 1, 6, 2)
+
+
+def two_stages_here(num_micro_batches: int = 1) -> Schedule:
+    """Both stages on the one rank of the world, so that messages go from it to itself."""
+    return Schedule("test", num_micro_batches, Placement(1, ((0, 0),)), ((),))
+
+
+def open_links(comm, boundary, num_micro_batches=1):
+    part = ListPart()
+    recorder = Recorder(part, Ledger(CPU), CPU)
+    schedule = two_stages_here(num_micro_batches)
+    links = Links(schedule, 0, [boundary], open_transports(comm, 1, 20.0), Direct(CPU), recorder)
+    return links, recorder, part
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "sliced": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "expanded": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_layout_arrives_in_logical_order(comm, layout, dtype):
+    tensor = layout(torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5).to(dtype))
+    links, _, _ = open_links(comm, (spec_of("x", tensor),))
+    links.post_receive(Action(Kind.RECV_F, 1, 0))
+    links.post_send(Action(Kind.SEND_F, 0, 0), (tensor,))
+    (got,) = links.wait(Action(Kind.RECV_F, 1, 0))
+    links.drain()
+    assert got.is_contiguous() and torch.equal(got, tensor)
+
+
+def test_a_boundary_of_several_tensors(comm):
+    tensors = (torch.arange(6.0).reshape(2, 3), torch.tensor([[4], [5]]), torch.rand(2, 2).bfloat16())
+    links, _, _ = open_links(comm, tuple(spec_of(f"t{i}", tensor) for i, tensor in enumerate(tensors)), 2)
+    for m in (0, 1):
+        links.post_receive(Action(Kind.RECV_F, 1, m))
+    for m in (1, 0):
+        links.post_send(Action(Kind.SEND_F, 0, m), tuple(tensor + m for tensor in tensors))
+    for m in (0, 1):
+        for got, tensor in zip(links.wait(Action(Kind.RECV_F, 1, m)), tensors, strict=True):
+            assert got.dtype is tensor.dtype and torch.equal(got, tensor + m)
+    links.drain()
+
+
+@pytest.mark.timeout(60)
+def test_an_integer_tensor_has_no_gradient_message(comm):
+    boundary = (TensorSpec("index", (2,), torch.int64), TensorSpec("x", (2, 3), torch.float32))
+    links, _, _ = open_links(comm, boundary)
+    gradient = torch.rand(2, 3)
+    links.post_receive(Action(Kind.RECV_B, 0, 0))
+    links.post_send(Action(Kind.SEND_B, 1, 0), (gradient,))
+    got = links.wait(Action(Kind.RECV_B, 0, 0))
+    links.drain()
+    assert len(got) == 1 and torch.equal(got[0], gradient)
+
+
+def test_bytes_are_held_while_under_way_and_recorded(comm):
+    tensors = (torch.rand(4, 4), torch.arange(3))
+    size = 4 * 16 + 8 * 3
+    links, recorder, part = open_links(comm, tuple(spec_of(f"t{i}", t) for i, t in enumerate(tensors)))
+    send, receive = Action(Kind.SEND_F, 0, 0), Action(Kind.RECV_F, 1, 0)
+    links.post_receive(receive)
+    assert recorder._ledger.held_bytes == size
+    links.post_send(send, tensors)
+    assert recorder._ledger.held_bytes == 2 * size
+    got = links.wait(receive)
+    links.drain()
+    assert recorder._ledger.held_bytes == size
+    links.release(got)
+    assert recorder._ledger.held_bytes == 0
+    seen = {(KINDS[row[2]], row[7], row[10]) for row in part.rows}
+    assert seen == {("SEND_F", LINK, size), ("RECV_F", LINK, size)}
+    assert all(row[8] <= row[9] for row in part.rows)
+
+
+def test_released_buffers_are_used_again(comm):
+    links, _, _ = open_links(comm, (TensorSpec("x", (1000,), torch.float32),), 3)
+    places = []
+    for m in range(3):
+        links.post_receive(Action(Kind.RECV_F, 1, m))
+        links.post_send(Action(Kind.SEND_F, 0, m), (torch.full((1000,), float(m)),))
+        got = links.wait(Action(Kind.RECV_F, 1, m))
+        assert float(got[0].sum()) == 1000.0 * m
+        places.append(got[0].data_ptr())
+        links.drain()
+        links.release(got)
+    assert len(set(places)) == 1
+
+
+def test_more_messages_than_tags_are_refused():
+    schedule = lower(generate("1f1b", 4, 100))
+    boundaries = [(TensorSpec("x", (1,), torch.float32),)] * 3
+    transport = LateTransport(schedule, 0, 0, boundaries, lambda action, index: torch.zeros(1))
+    top = max(
+        tag_of(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS
+    )
+    recorder = Recorder(None, Ledger(CPU), CPU)
+    transport.max_tag = top - 1
+    with pytest.raises(ConfigError, match=rf"parallel\.micro_batches=100: .*up to {top - 1} only"):
+        Links(schedule, 0, boundaries, [transport], Direct(CPU), recorder)
+    transport.max_tag = top + 2 * 4
+    Links(schedule, 0, boundaries, [transport], Direct(CPU), recorder)

@@ -1,0 +1,216 @@
+"""The rank program under mpiexec: every way to fail ends all ranks, with a code, one line and a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from gems.errors import RankFailedError, StalledError
+from gems.heartbeat import Beat, read_beat
+from gems.ranks import Ended, mpiexec_argv, rank_environment, run_ranks
+from gems.runfolder import RunFolder, prepare, read_json
+from gems.trace import part_path, read_part
+from tests.engine.toys import make_spec
+
+NUM_RANKS = 2
+LIMIT_S = 100.0
+RECORD = {"rank", "node", "pid", "step", "action", "cause", "exit_code", "utc"}
+NODE = os.uname().nodename
+
+
+def make_folder(path: Path, **changes) -> RunFolder:
+    options = {"data__height_px": 8, "data__width_px": 8, "train__evaluate": False} | changes
+    return prepare(make_spec("1f1b", NUM_RANKS, runs_dir=str(path), parallel__micro_batches=2, **options))
+
+
+def launch(folder: RunFolder) -> Ended:
+    argv = mpiexec_argv(NUM_RANKS, [sys.executable, "-m", "gems.engine.run", str(folder.path)])
+    return run_ranks(argv, rank_environment(1), timeout_s=LIMIT_S, echo=False)
+
+
+def lines_of(ended: Ended) -> list[str]:
+    return [line for line in ended.tail if line.startswith("gems: rank")]
+
+
+def failure(folder: RunFolder, rank: int, exit_code: int) -> dict:
+    record = read_json(folder.failed_json(rank))
+    assert record.keys() == RECORD
+    assert (record["rank"], record["node"], record["exit_code"]) == (rank, NODE, exit_code)
+    return record
+
+
+class Launched:
+    """Ranks that run in the background, watched by their heartbeats."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.ended: Ended | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.ended = launch(self.folder)
+
+    def beat(self, rank: int, step: int) -> Beat:
+        """Waits until a rank is in `step` or beyond it."""
+        deadline = time.monotonic() + LIMIT_S
+        look = threading.Event()
+        while time.monotonic() < deadline and self.ended is None:
+            beat = read_beat(self.folder.heartbeat(rank))
+            if beat is not None and beat.step >= step:
+                return beat
+            look.wait(0.002)
+        raise AssertionError(f"rank {rank} never came to step {step}: {self.ended}")
+
+    def wait(self) -> Ended:
+        self._thread.join()
+        assert self.ended is not None
+        return self.ended
+
+
+def broken_png(path: Path) -> None:
+    """A PNG whose checksums are right and whose pixels cannot be decoded: only who reads the image sees it."""
+    Image.new("RGB", (16, 16)).save(path)
+    data = path.read_bytes()
+    at = data.index(b"IDAT")
+    (length,) = struct.unpack(">I", data[at - 4 : at])
+    chunk = b"IDAT" + bytes(reversed(data[at + 4 : at + 4 + length]))
+    path.write_bytes(data[:at] + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[at + 8 + length :])
+
+
+def image_folder(path: Path) -> Path:
+    for name in ("one", "two"):
+        (path / name).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (16, 16), (40 * number, 90, 20)).save(path / name / f"{number}.png")
+    return path
+
+
+@pytest.mark.timeout(150)
+def test_an_image_that_cannot_be_decoded_ends_all_ranks(tmp_path):
+    """One rank reads images, and fails in the middle of the run; the other would wait for its data for ever."""
+    path = image_folder(tmp_path / "images")
+    for name in ("one", "two"):
+        broken_png(path / name / "3.png")
+    folder = make_folder(
+        tmp_path / "runs", data__name="folder", data__path=str(path), data__num_classes=2, data__train_images=8,
+        data__validation_images=2, data__prefetch_steps=0, train__steps=50,
+    )  # fmt: skip
+    ended = launch(folder)
+    assert not ended.timed_out and ended.returncode == RankFailedError.exit_code
+    record = failure(folder, 0, RankFailedError.exit_code)
+    assert not folder.failed_json(1).exists()
+    assert len(lines_of(ended)) == 1 and record["cause"] in lines_of(ended)[0]
+
+
+@pytest.mark.timeout(150)
+def test_a_failure_in_an_action_is_named(tmp_path):
+    """Batch norm refuses one value a channel: here in the last feature map, on the last rank alone."""
+    folder = make_folder(tmp_path)
+    values = yaml.safe_load(folder.run_yaml.read_text())
+    values["data"] |= {"height_px": 4, "width_px": 4}
+    values["parallel"] |= {"micro_batch_size": 1}
+    folder.run_yaml.write_text(yaml.safe_dump(values))
+    ended = launch(folder)
+    assert not ended.timed_out and ended.returncode == RankFailedError.exit_code
+    record = failure(folder, 1, RankFailedError.exit_code)
+    assert not folder.failed_json(0).exists()
+    assert (record["step"], record["action"]) == (0, "1F0")
+    assert record["cause"].startswith("ValueError: Expected more than 1 value per channel")
+    assert lines_of(ended) == [f"gems: rank 1 on node {NODE} failed in step 0, action 1F0: {record['cause']}"]
+    assert any("Traceback" in text for text in ended.tail)
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_waits_too_long_says_for_what(tmp_path):
+    folder = make_folder(tmp_path, train__steps=1_000_000, train__stall_limit_s=5.0)
+    ranks = Launched(folder)
+    stopped = ranks.beat(1, 3)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    ended = ranks.wait()
+    assert not ended.timed_out and ended.returncode == StalledError.exit_code
+    record = failure(folder, 0, StalledError.exit_code)
+    assert record["step"] >= 2 and re.fullmatch(r"rank 0 waited 5 s for .+", record["cause"])
+    (line,) = lines_of(ended)
+    assert f"in step {record['step']}, action {record['action']}: rank 0 waited" in line
+
+
+@pytest.mark.timeout(150)
+def test_a_killed_rank_leaves_all_parts_readable(tmp_path):
+    folder = make_folder(tmp_path, train__steps=1_000_000)
+    ranks = Launched(folder)
+    beat = ranks.beat(1, 5)
+    os.kill(beat.pid, signal.SIGKILL)
+    ended = ranks.wait()
+    assert not ended.timed_out and ended.returncode != 0
+    last = read_beat(folder.heartbeat(1))
+    assert last.pid == beat.pid and last.step >= 5, "the last mark outlives the rank"
+    for rank in range(NUM_RANKS):
+        part = read_part(part_path(folder.path, rank))
+        steps = part.rank_steps["step"].tolist()
+        # a rank writes a step before it marks the next; its peer may be one step behind it
+        assert steps == list(range(len(steps))) and len(steps) >= last.step - (rank != 1)
+        for step in steps:
+            assert (part.events["step"] == step).sum() == 3 * 2 + 3 * 2 - 4 + 2
+
+
+def run_alone(folder: RunFolder, **environment: str) -> subprocess.CompletedProcess:
+    """One rank without a launcher: a world of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "gems.engine.run", str(folder.path)],
+        env=rank_environment(1) | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+@pytest.mark.timeout(150)
+def test_another_number_of_ranks_is_refused(tmp_path):
+    folder = make_folder(tmp_path)
+    ended = run_alone(folder)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert failure(folder, 0, 2)["cause"] == (
+        "parallel=2 partitions x 1 replicas: needs 2 ranks and was started with 1; start 2 ranks"
+    )
+
+
+@pytest.mark.timeout(150)
+def test_a_world_that_slurm_started_otherwise_is_refused(tmp_path):
+    """The trap of a wrong `srun --mpi=`: N worlds of one rank each."""
+    folder = make_folder(tmp_path)
+    ended = run_alone(folder, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", SLURM_MPI_TYPE="none")
+    assert ended.returncode == 2
+    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("gems: rank")]
+    assert "cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks" in line
+    assert line.startswith(f"gems: rank 1 on node {NODE} failed before the first step (start): ")
+    assert failure(folder, 1, 2)["step"] == -1
+
+
+@pytest.mark.timeout(150)
+def test_a_broken_run_yaml_is_refused(tmp_path):
+    folder = make_folder(tmp_path)
+    values = yaml.safe_load(folder.run_yaml.read_text())
+    values["train"]["stepps"] = 3
+    folder.run_yaml.write_text(yaml.safe_dump(values))
+    ended = run_alone(folder)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert failure(folder, 0, 2)["cause"].startswith("train.stepps=3: allowed: steps")
+
+
+def test_a_run_needs_a_folder():
+    ended = subprocess.run([sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 2 and "usage" in ended.stderr

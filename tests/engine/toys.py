@@ -1,0 +1,204 @@
+"""Toy networks, small runs and a network that is as late as MPI may be."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gems.config import DataConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.data.dataset import Dataset
+from gems.engine.links import tag_of
+from gems.models import FAMILIES, Family, Layer, register
+from gems.models.build import TensorSpec
+from gems.resolve import resolve
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.schedule import Schedule
+
+HERE = "tests.engine.toys"
+
+
+class Fork(nn.Module):
+    """Takes images; gives a feature, an integer tensor without gradient, and a view of the images."""
+
+    def __init__(self, in_features: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, width)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = images.flatten(1)
+        return torch.tanh(self.linear(flat)), flat.argmax(1) % 4, flat
+
+
+class Pass(nn.Module):
+    """Hands everything on, as views of what it got."""
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+
+class Mix(nn.Module):
+    """Uses all three tensors and hands three on, in another order: the integer one first."""
+
+    def __init__(self, in_features: int, width: int) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(4, width))
+        self.linear = nn.Linear(in_features, width)
+
+    def forward(self, feature: Tensor, index: Tensor, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return index, torch.sin(feature * self.rows[index]) + self.linear(flat), flat
+
+
+class Join(nn.Module):
+    """Gives logits from what Mix handed on."""
+
+    def __init__(self, in_features: int, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, num_classes)
+        self.skip = nn.Linear(in_features, num_classes)
+
+    def forward(self, index: Tensor, feature: Tensor, flat: Tensor) -> Tensor:
+        return self.head(feature) + self.skip(flat) * (1 + index.unsqueeze(1))
+
+
+def _num_values(data: DataConfig) -> int:
+    return data.channels * data.height_px * data.width_px
+
+
+def _toy(name: str, **options: object) -> Layer:
+    return Layer(name.lower(), "toy", f"{HERE}:{name}", tuple(options.items()))
+
+
+def _tuple_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    size = {"in_features": _num_values(data), "width": model.width}
+    first, second = replace(_toy("Pass"), name="pass1"), replace(_toy("Pass"), name="pass2")
+    join = _toy("Join", **size, num_classes=data.num_classes)
+    return (_toy("Fork", **size), first, _toy("Mix", **size), second, join)
+
+
+def _view_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    """The first layer has no parameter, and two hand on a view of their input."""
+    linear = (("in_features", _num_values(data)), ("out_features", data.num_classes))
+    return (
+        Layer("identity", "toy", "torch.nn:Identity", ()),
+        Layer("flatten", "toy", "torch.nn:Flatten", ()),
+        Layer("pass", "toy", f"{HERE}:Pass", ()),
+        Layer("linear", "toy", "torch.nn:Linear", linear),
+    )
+
+
+if "toy_tuples" not in FAMILIES:
+    register("toy_tuples", Family(_tuple_layers, lambda model: 1))
+    register("toy_views", Family(_view_layers, lambda model: 1))
+
+
+def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int = 1, **changes) -> RunSpec:
+    """A resolved run of a small network; `section__key=value` changes a field."""
+    spec = RunSpec(
+        model=ModelConfig(depth=8, width=4),
+        data=DataConfig(
+            name="synthetic", height_px=12, width_px=8, num_classes=3, train_images=64, validation_images=8
+        ),
+        parallel=ParallelConfig(
+            partitions=partitions, replicas=replicas, micro_batch_size=2, micro_batches=4
+        ),
+        schedule=ScheduleConfig(schedule),
+        train=TrainConfig(steps=2, warmup_steps=0, stall_limit_s=100),
+    )
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        spec = replace(
+            spec, **({section: replace(getattr(spec, section), **{key: value})} if key else {section: value})
+        )
+    return resolve(spec)
+
+
+class NumberedDataset(Dataset):
+    """Image i is one pixel of value i; its class is i modulo the number of classes."""
+
+    def __init__(self, num_train: int, num_validation: int, num_classes: int = 3, seed: int = 0) -> None:
+        super().__init__((1, 1, 1), num_classes, num_train, num_validation, seed, augment=False)
+
+    def _pixels(self, split: str, index: int) -> np.ndarray:
+        return np.full(self.shape, index, dtype=np.float32)
+
+    def _label(self, split: str, index: int) -> int:
+        return index % self.num_classes
+
+
+class ListPart:
+    """A trace part that keeps its rows."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.rows: list[tuple] = []
+
+    def add(self, table: str, row: tuple) -> None:
+        assert table == "events"
+        self.rows.append(row)
+
+
+class LateTransport:
+    """Stands for MPI and the other ranks of one direction, and moves data as late as MPI may.
+
+    A buffer is filled when it is waited for, with `source(action, index)`. A tensor is read at the end of the step;
+    earlier only the forward whose gradient has come back, for the peer must have had it. With `at_once` all sends
+    leave when they are posted.
+    """
+
+    max_tag = 1 << 20
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        direction: int,
+        boundaries: Sequence[Sequence[TensorSpec]],
+        source: Callable[[Action, int], Tensor],
+        at_once: bool = False,
+    ) -> None:
+        self.sent: dict[Action, list[Tensor]] = defaultdict(list)
+        self._source = source
+        self._at_once = at_once
+        self._posted: dict[Action, list] = defaultdict(list)
+        most = max((len(boundary) for boundary in boundaries), default=1)
+        self._of_tag = {
+            (kind in SEND_KINDS, tag_of(action, index, schedule.num_stages, most)): (action, index)
+            for action in schedule.rows[rank]
+            for kind in (action.kind,)
+            if kind in SEND_KINDS | RECV_KINDS and action.direction == direction
+            for index in range(most)
+        }
+
+    def send(self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+        assert tensor.is_contiguous()
+        action, _ = self._of_tag[True, tag]
+        self._posted[action].append((tensor, done))
+        if self._at_once:
+            self._deliver(action)
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> tuple[Tensor, Action, int]:
+        return (tensor, *self._of_tag[False, tag])
+
+    def wait(self, request: tuple[Tensor, Action, int], what: object = "") -> None:
+        buffer, action, index = request
+        if action.kind is Kind.RECV_B:
+            self._deliver(replace(action, kind=Kind.SEND_F))
+        buffer.copy_(self._source(action, index))
+
+    def poll(self) -> None:
+        """Moves nothing."""
+
+    def drain(self) -> None:
+        for action in list(self._posted):
+            self._deliver(action)
+
+    def _deliver(self, action: Action) -> None:
+        for tensor, done in self._posted.pop(action, []):
+            self.sent[action].append(tensor.clone())
+            if done is not None:
+                done()

@@ -1,0 +1,347 @@
+"""Whole pipelines on four ranks: copies that stay equal, evaluation, and what a training run leaves."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from gems.data import open_dataset
+from gems.engine import checkpoint
+from gems.engine.compare import compare
+from gems.engine.feed import Feed
+from gems.engine.gradients import running_statistics
+from gems.engine.pipeline import Pipeline, build_pipeline
+from gems.engine.reference import named_values
+from gems.engine.train import evaluate, train
+from gems.heartbeat import Heartbeat
+from gems.models import layers_of
+from gems.models.build import build_layers
+from gems.resolve import global_batch
+from gems.runfolder import RunFolder, read_json
+from gems.trace import KINDS, merge_parts, part_path, read_part
+from tests.engine.toys import make_spec
+from tests.mpi.conftest import sub_world
+
+CPU = torch.device("cpu")
+WORLDS = [("gems_master", 4, 1), ("gems_master", 3, 1), ("gems_mast", 2, 2), ("1f1b", 2, 2)]
+
+
+def open_feed(spec, pipeline: Pipeline) -> Feed:
+    dtype = next(next(iter(pipeline.modules.values())).parameters()).dtype
+    return Feed(
+        spec,
+        open_dataset(spec.data, spec.seed),
+        pipeline.replica,
+        pipeline.images_of,
+        pipeline.labels_of,
+        dtype,
+        CPU,
+    )
+
+
+def take_steps(spec, pipeline: Pipeline) -> None:
+    feed = open_feed(spec, pipeline)
+    pipeline.set_training(True)
+    for step in range(spec.train.steps):
+        pipeline.train.run(step, feed.batch(step))
+    feed.close()
+
+
+def copies(pipeline: Pipeline, of) -> list[tuple[int, list[torch.Tensor]]]:
+    """(stage, tensors) of each copy of a stage on this rank."""
+    return [(stage, [t.detach().clone() for t in of(module)]) for (_, stage), module in pipeline.modules.items()]
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    data = b"".join(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(data).hexdigest()
+
+
+# --- several tensors a boundary, views -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("boundaries", [[0, 1, 2, 3, 5], [0, 2, 3, 4, 5], [0, 2, 3, 5], [0, 1, 5]], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "gems_master"])
+def test_a_boundary_of_several_tensors_trains_as_one_process(comm, schedule, boundaries):
+    """An integer tensor without gradient, a feature, and a skip that crosses three boundaries."""
+    check_equal(comm, make_toy("toy_tuples", schedule, boundaries))
+
+
+@pytest.mark.parametrize("boundaries", [[0, 1, 2, 3, 4], [0, 1, 2, 4], [0, 1, 4]], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "gems_master"])
+def test_stages_without_parameters_that_hand_on_views_train_as_one_process(comm, schedule, boundaries):
+    check_equal(comm, make_toy("toy_views", schedule, boundaries))
+
+
+def make_toy(name: str, schedule: str, boundaries: list[int]):
+    return make_spec(
+        schedule, len(boundaries) - 1, model__name=name, parallel__boundaries=boundaries, train__dtype="float64"
+    )
+
+
+def check_equal(comm, spec) -> None:
+    part = sub_world(comm, spec.world_size)
+    if part is not None:
+        difference = compare(spec, part, CPU)
+        assert difference.max_rel_error <= 1e-12, difference
+
+
+# --- reduction over the copies of a stage ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
+def test_gradients_are_summed_and_statistics_averaged_over_all_copies(comm, schedule, partitions, replicas):
+    """One message serves both directions of a pair of ranks, the middle rank of an odd number, and the replicas."""
+    spec = make_spec(schedule, partitions, replicas, train__dtype="float64")
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    pipeline = build_pipeline(spec, part, CPU)
+    generator = torch.Generator().manual_seed(part.rank)
+    for module in pipeline.modules.values():
+        for parameter in module.parameters():
+            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+        for buffer in running_statistics(module):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    before = (
+        part.allgather(copies(pipeline, lambda module: [p.grad for p in module.parameters()])),
+        part.allgather(copies(pipeline, running_statistics)),
+    )
+    pipeline.gradients.reduce()
+    after = (
+        copies(pipeline, lambda module: [p.grad for p in module.parameters()]),
+        copies(pipeline, running_statistics),
+    )
+    num_copies = pipeline.schedule.num_directions * replicas
+    for given, got, divisor in zip(before, after, (1, num_copies), strict=True):
+        for stage, tensors in got:
+            same = [held for rank in given for number, held in rank if number == stage]
+            assert len(same) == num_copies and len(tensors) == len(same[0])
+            for index, tensor in enumerate(tensors):
+                expected = sum(copy[index] for copy in same) / divisor
+                torch.testing.assert_close(tensor, expected, rtol=1e-13, atol=1e-14)
+
+
+def test_bfloat16_gradients_are_summed_in_float32(comm):
+    """256 + 1 + 1 + 1 is 256 when added in bfloat16, and 259 rounds to 260."""
+    spec = make_spec("1f1b", 1, 4, train__dtype="bfloat16")
+    pipeline = build_pipeline(spec, comm, CPU)
+    for parameter in pipeline.modules[0, 0].parameters():
+        parameter.grad.fill_(256.0 if comm.rank == 0 else 1.0)
+    pipeline.gradients.reduce()
+    for parameter in pipeline.modules[0, 0].parameters():
+        assert parameter.grad.dtype is torch.bfloat16
+        assert bool((parameter.grad == 260).all())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
+def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replicas, optimizer):
+    """MPI4DL #10: its running statistics are never synchronised, so its copies of the model drift apart."""
+    spec = make_spec(
+        schedule, partitions, replicas, train__steps=5, train__optimizer=optimizer, train__learning_rate=0.01
+    )
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    pipeline = build_pipeline(spec, part, CPU)
+    before = digest([p for module in pipeline.modules.values() for p in module.parameters()])
+    take_steps(spec, pipeline)
+    assert digest([p for module in pipeline.modules.values() for p in module.parameters()]) != before
+    for of in (lambda module: list(module.parameters()), running_statistics):
+        mine = [(stage, digest(tensors), len(tensors)) for stage, tensors in copies(pipeline, of)]
+        everyone = [held for rank in part.allgather(mine) for held in rank]
+        for stage in range(partitions):
+            same = [held for held in everyone if held[0] == stage]
+            assert len(same) == pipeline.schedule.num_directions * replicas
+            assert len(set(same)) == 1, f"stage {stage}"
+        assert sum(num_tensors for *_, num_tensors in everyone) > 0
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_validation", [1, 7, 30])
+@pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
+def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replicas, num_validation):
+    """Odd numbers of images over replicas and micro-batches: each is counted once, and filling counts for nothing."""
+    spec = make_spec(schedule, partitions, replicas, train__dtype="float64", data__validation_images=num_validation)
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    pipeline = build_pipeline(spec, part, CPU)
+    take_steps(spec, pipeline)
+    dataset = open_dataset(spec.data, spec.seed)
+    feed = open_feed(spec, pipeline)
+    found = evaluate(pipeline, feed, dataset.class_counts("validation"))
+    feed.close()
+    assert all(module.training for modules in pipeline.modules.values() for module in modules)
+
+    layers = layers_of(spec.model, spec.data)
+    mine = {
+        layers[spec.parallel.boundaries[stage] + index].name: module.state_dict()
+        for (direction, stage), modules in pipeline.modules.items()
+        for index, module in enumerate(modules)
+        if direction == 0 and pipeline.replica == 0
+    }
+    states = {name: state for held in part.allgather(mine) for name, state in held.items()}
+    model = torch.nn.Sequential(*build_layers(layers, 0, len(layers), spec.seed, torch.float64))
+    for layer, module in zip(layers, model, strict=True):
+        module.load_state_dict(states[layer.name])
+    model.eval()
+    images = np.stack([dataset.image("validation", index) for index in range(num_validation)])
+    labels = torch.tensor([dataset.label("validation", index) for index in range(num_validation)])
+    with torch.no_grad():
+        logits = model(torch.from_numpy(images).double())
+    assert found.num_validation == num_validation
+    assert found.validation_loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-12)
+    assert found.validation_accuracy == float((logits.argmax(1) == labels).double().mean())
+    assert found.validation_majority == max(torch.bincount(labels).tolist()) / num_validation
+    assert len(set(part.allgather(found))) == 1
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def run_training(comm, spec, path: Path) -> RunFolder:
+    """Trains on all ranks into a folder that they share."""
+    folder = RunFolder(comm.bcast(path))
+    heartbeat = Heartbeat(folder.heartbeat(comm.rank))
+    train(spec, folder, comm, CPU, heartbeat)
+    heartbeat.close()
+    comm.barrier()
+    return folder
+
+
+def training_spec():
+    return make_spec(
+        "gems_master", 2, 2, train__steps=25, train__warmup_steps=2, train__learning_rate=0.05,
+        train__sample_interval_s=0.05, data__height_px=16, data__width_px=16, data__augment=False,
+        parallel__micro_batches=8, parallel__parts=2, data__num_classes=2,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(comm, tmp_path_factory):
+    spec = training_spec()
+    return spec, run_training(comm, spec, tmp_path_factory.mktemp("run"))
+
+
+def test_the_loss_falls_and_the_result_is_kept(comm, finished):
+    spec, folder = finished
+    result = read_json(folder.result_json)
+    assert result["num_steps"] == spec.train.steps
+    assert result["last_loss"] < 0.5 * result["first_loss"]
+    assert result["num_validation"] == spec.data.validation_images
+    assert 0.5 == result["validation_majority"] < result["validation_accuracy"] <= 1
+
+
+def test_every_rank_leaves_its_part_of_the_trace(comm, finished):
+    spec, folder = finished
+    for rank in range(comm.size):
+        part = read_part(part_path(folder.path, rank))
+        assert part.rank_steps["step"].tolist() == list(range(spec.train.steps))
+        assert set(part.events["rank"]) == set(part.samples["rank"]) == {rank}
+        assert len(part.samples) >= 2 and (part.samples["rss_bytes"] > 0).all()
+        assert part.attributes["source"] == "measured" and part.attributes["world_size"] == comm.size
+        assert part.attributes["clock_error_ns"] >= (rank > 0)
+        knows_loss = ~np.isnan(part.rank_steps["loss"])
+        assert knows_loss.all() if rank == 0 else not knows_loss.any()
+
+
+def test_steps_count_the_images_of_both_directions_and_all_replicas(comm, finished):
+    """MPI4DL #3: it divides by the images of one direction."""
+    spec, folder = finished
+    trace = merge_parts([part_path(folder.path, rank) for rank in range(comm.size)], {})
+    assert len(trace.steps) == spec.train.steps
+    assert set(trace.steps["images"]) == {2 * 8 * 2} == {global_batch(spec)}
+    assert trace.steps["is_warmup"].tolist() == [1, 1] + [0] * (spec.train.steps - 2)
+    assert (trace.steps["end_ns"] > trace.steps["start_ns"]).all()
+    assert (np.diff(trace.steps["start_ns"]) > 0).all()
+    # an image is counted where its forward begins: at stage 0 of a direction of a replica
+    events = trace.events
+    starts = (events["kind"] == KINDS.index("F")) & (events["stage"] == 0) & (events["step"] == 3)
+    assert starts.sum() * spec.parallel.micro_batch_size == global_batch(spec)
+    assert set(events[starts]["direction"]) == {0, 1}
+
+
+def test_events_of_each_step_are_the_row_of_the_rank(comm, finished):
+    spec, folder = finished
+    rows = read_json(folder.result_json)["schedule_rows"]
+    for rank in range(comm.size):
+        part = read_part(part_path(folder.path, rank))
+        wanted = sorted(rows[rank % spec.parallel.partitions].split())
+        for step in (0, 1, spec.train.steps - 1):
+            seen = sorted(map(text_of, part.events[part.events["step"] == step]))
+            assert seen == wanted, (rank, step)
+        is_link = part.events["stream"] == 1
+        sizes = set(part.events["moved_bytes"][is_link])
+        assert sizes == {boundary_bytes(spec)} and set(part.events["moved_bytes"][~is_link]) == {0}
+
+
+def text_of(event) -> str:
+    micro_batch = "" if event["micro_batch"] < 0 else str(event["micro_batch"])
+    direction = "/1" if event["direction"] else ""
+    return f"{event['stage']}{KINDS[event['kind']]}{micro_batch}{direction}"
+
+
+def boundary_bytes(spec) -> int:
+    layers = layers_of(spec.model, spec.data)
+    modules = build_layers(layers, 0, spec.parallel.boundaries[1], 0)
+    images = torch.zeros(spec.parallel.micro_batch_size, 3, spec.data.height_px, spec.data.width_px)
+    return torch.nn.Sequential(*modules)(images).nbytes
+
+
+def test_bytes_return_to_where_a_step_began_and_peak_as_the_schedule_says(comm, finished):
+    spec, folder = finished
+    for rank in range(comm.size):
+        events = read_part(part_path(folder.path, rank)).events
+        steps = [events[events["step"] == step] for step in range(1, spec.train.steps)]
+        ends = {int(step[step["kind"] == KINDS.index("STEP")]["device_bytes"][0]) for step in steps}
+        assert len(ends) == 1, "bytes are lost or forgotten from step to step"
+        resting = ends.pop()
+        peaks = {int(step["device_bytes"].max()) for step in steps}
+        assert max(peaks) > resting > 0
+
+
+def test_the_checkpoint_is_restored_in_another_cut(comm, finished, tmp_path):
+    """Nothing is normalised by the batch here, so a step of no size leaves the model as it was."""
+    common = {"model__norm": "group", "data__height_px": 16, "data__width_px": 16, "data__num_classes": 2}
+    first = make_spec("gems_master", 2, 2, train__steps=10, **common)
+    saved = run_training(comm, first, tmp_path / "first")
+    assert sorted(path.name for path in saved.checkpoint.iterdir()) == ["stage0000.pt", "stage0001.pt"]
+    again = make_spec(
+        "1f1b", 4, parallel__boundaries=[0, 1, 2, 4, 5], train__steps=1, train__learning_rate=1e-30,
+        train__initial_checkpoint=str(saved.path), **common,
+    )  # fmt: skip
+    continued = read_json(run_training(comm, again, tmp_path / "second").result_json)
+    before = read_json(saved.result_json)
+    for key in ("validation_loss", "validation_accuracy", "num_validation"):
+        assert continued[key] == pytest.approx(before[key], rel=1e-6)
+    fresh = replace(again, train=replace(again.train, initial_checkpoint=None))
+    other = read_json(run_training(comm, fresh, tmp_path / "third").result_json)
+    assert other["validation_loss"] != pytest.approx(before["validation_loss"], rel=1e-2)
+
+
+def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
+    spec = make_spec("gems_master", 4, train__steps=1)
+    pipeline = build_pipeline(spec, comm, CPU)
+    take_steps(spec, pipeline)
+    folder = comm.bcast(tmp_path)
+    checkpoint.save(pipeline, folder)
+    comm.barrier()
+    state = checkpoint.load(folder)
+    names = [layer.name for layer in layers_of(spec.model, spec.data)]
+    assert list(state) == names
+    cuts = spec.parallel.boundaries
+    for (_, stage), modules in pipeline.modules.items():
+        for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
+            parameters, _, statistics = named_values(name, module)
+            for key, value in (parameters | statistics).items():
+                assert torch.equal(value, state[name][key.removeprefix(f"{name}.")]), key

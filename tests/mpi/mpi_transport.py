@@ -1,0 +1,173 @@
+"""Messages between ranks: order of memory, large messages under compute, sums, waits and clocks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gems.engine.clock import measure_offset
+from gems.engine.ledger import Ledger
+from gems.engine.links import Links, open_transports
+from gems.engine.recorder import Recorder
+from gems.engine.staging import Direct
+from gems.engine.transport import Transport
+from gems.models.build import TensorSpec
+from gems.schedule.action import Action, Kind
+from gems.schedule.placement import bidirectional
+from gems.schedule.schedule import Schedule
+
+CPU = torch.device("cpu")
+LARGE = 1 << 24  # 64 MiB of float32
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def transport(comm):
+    opened = Transport(comm, stall_limit_s=LIMIT_S)
+    yield opened
+    opened.drain()
+    opened.close()
+
+
+@pytest.fixture
+def folder(comm, tmp_path) -> Path:
+    """A folder that all ranks see: flags in files tell things without a call of MPI, which would move messages."""
+    return comm.bcast(tmp_path)
+
+
+def test_both_directions_at_once_in_any_layout(comm):
+    """The full exchange of a bidirectional pipeline, every tensor its own values, each way in its own order."""
+    size, n = comm.size, 3
+    specs = (TensorSpec("x", (2, 3, 4, 5), torch.bfloat16), TensorSpec("index", (7,), torch.int64))
+    schedule = Schedule("test", 2 * n, bidirectional(size), ((),) * size)
+    recorder = Recorder(None, Ledger(CPU), CPU)
+    links = Links(
+        schedule, comm.rank, [specs] * (size - 1), open_transports(comm, 2, LIMIT_S), Direct(CPU), recorder
+    )
+
+    def made(action: Action) -> tuple[torch.Tensor, ...]:
+        seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (action.kind is Kind.SEND_B)
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(2, 3, 5, 4, generator=generator).bfloat16().transpose(2, 3)
+        x = x if action.micro_batch % 2 else x.to(memory_format=torch.channels_last)
+        index = torch.randint(0, 1 << 40, (7,), generator=generator)
+        return (x,) if action.kind is Kind.SEND_B else (x, index)
+
+    receives, sends = [], []
+    for direction in (0, 1):
+        stage = schedule.placement.ranks[direction].index(comm.rank)
+        for m in range(direction * n, (direction + 1) * n):
+            if stage:
+                receives.append((Action(Kind.RECV_F, stage, m, direction), Kind.SEND_F, -1))
+                sends.append(Action(Kind.SEND_B, stage, m, direction))
+            if stage < size - 1:
+                receives.append((Action(Kind.RECV_B, stage, m, direction), Kind.SEND_B, 1))
+                sends.append(Action(Kind.SEND_F, stage, m, direction))
+    for receive, _, _ in receives:
+        links.post_receive(receive)
+    for send in reversed(sends):
+        links.post_send(send, made(send))
+    for receive, kind, step in reversed(receives):
+        expected = made(Action(kind, receive.stage + step, receive.micro_batch, receive.direction))
+        got = links.wait(receive)
+        assert len(got) == len(expected)
+        for tensor, wanted in zip(got, expected, strict=True):
+            assert tensor.is_contiguous() and torch.equal(tensor, wanted), receive
+        links.release(got)
+    links.drain()
+    assert recorder._ledger.held_bytes == 0
+
+
+def test_a_large_message_moves_while_both_sides_compute_and_poll(comm, transport, folder):
+    """Also when another message has come already, which is not waited for yet: polling must look past it."""
+    flag = folder / "left"
+    work = torch.rand(64, 64)
+    deadline = time.monotonic() + LIMIT_S
+    if comm.rank == 0:
+        left = []
+        transport.send(torch.ones(8), 1, 1)
+        transport.drain()
+        transport.send(torch.arange(LARGE, dtype=torch.float32), 1, 2, lambda: left.append(True))
+        while not left and time.monotonic() < deadline:
+            work = torch.tanh(work @ work)
+            transport.poll()
+        flag.write_text("left" if left else "never")
+        assert left
+    elif comm.rank == 1:
+        small, large = torch.empty(8), torch.empty(LARGE)
+        first = transport.receive(small, 0, 1)
+        second = transport.receive(large, 0, 2)
+        while not flag.exists() and time.monotonic() < deadline:
+            work = torch.tanh(work @ work)
+            transport.poll()
+        assert flag.read_text() == "left", "the message did not move while its receiver polled"
+        transport.wait(second)
+        transport.wait(first)
+        assert torch.equal(small, torch.ones(8))
+        assert torch.equal(large, torch.arange(LARGE, dtype=torch.float32))
+
+
+def test_large_messages_around_the_ring(comm, transport):
+    """Every rank sends before it receives: nobody waits in a send."""
+    got = torch.empty(LARGE // 4, dtype=torch.float64)
+    mine = torch.full_like(got, float(comm.rank))
+    request = transport.receive(got, (comm.rank - 1) % comm.size, 1)
+    transport.send(mine, (comm.rank + 1) % comm.size, 1)
+    transport.wait(request)
+    transport.drain()
+    assert bool((got == (comm.rank - 1) % comm.size).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [1, 1000, 300_001])
+def test_a_sum_is_right_and_bit_equal_on_all_ranks(comm, transport, dtype, length):
+    def values(rank: int) -> torch.Tensor:
+        return torch.randn(length, dtype=dtype, generator=torch.Generator().manual_seed(rank))
+
+    around = torch.full((length + 64,), 7.0, dtype=dtype)
+    tensor = around[32:-32]
+    tensor.copy_(values(comm.rank))
+    transport.sum_in_place(tensor)
+    exact = sum(values(rank).double() for rank in range(comm.size))
+    tolerance = 8 * comm.size * torch.finfo(dtype).eps
+    assert float((tensor.double() - exact).abs().max()) <= tolerance
+    assert bool((around[:32] == 7).all()) and bool((around[-32:] == 7).all())
+    assert len(set(comm.allgather(tensor.numpy().tobytes()))) == 1, "copies of the weights would drift apart"
+
+
+def test_numbers_are_summed_on_the_first_rank(comm, transport):
+    total = transport.sum_to_first([1.0, comm.rank * 0.5])
+    assert total == ([comm.size, 0.5 * sum(range(comm.size))] if comm.rank == 0 else None)
+
+
+def test_a_barrier_holds_until_the_last_rank_comes(comm, transport, folder):
+    if comm.rank == comm.size - 1:
+        torch.rand(300, 300) @ torch.rand(300, 300)
+        (folder / "last").touch()
+    transport.barrier()
+    assert (folder / "last").exists()
+
+
+def test_clocks_of_one_host_agree_within_their_error(comm):
+    """Ranks of one host read the same monotonic clock, so the true offset is 0."""
+    assert comm.allgather(time.get_clock_info("perf_counter").implementation) == [
+        "clock_gettime(CLOCK_MONOTONIC)"
+    ] * comm.size
+    offset_ns, error_ns = measure_offset(comm)
+    assert abs(offset_ns) <= error_ns + 1_000
+    if comm.rank == 0:
+        assert (offset_ns, error_ns) == (0, 0)
+    else:
+        assert error_ns > 0
+
+
+def test_an_offset_has_the_sign_that_the_trace_takes_off(comm, monkeypatch):
+    """A clock that is ahead by a second has an offset of plus a second."""
+    real = time.perf_counter_ns
+    ahead_ns = comm.rank * 1_000_000_000
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: real() + ahead_ns)
+    offset_ns, error_ns = measure_offset(comm)
+    assert abs(offset_ns - ahead_ns) <= error_ns + 1_000

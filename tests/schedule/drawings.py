@@ -1,0 +1,73 @@
+"""Schedules as text, for the tests of this folder: rows of action words, and pictures over time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gems.schedule.action import COMPUTE_KINDS, Action, Kind
+from gems.schedule.placement import Placement
+from gems.schedule.replay import Replay
+from gems.schedule.schedule import Schedule
+
+Drawn = list[list[tuple[str, int, int]]]
+
+
+def text_of(schedule: Schedule) -> list[str]:
+    """Gives the rows as words."""
+    return [" ".join(map(str, row)) for row in schedule.rows]
+
+
+def with_rows(schedule: Schedule, texts: list[str]) -> Schedule:
+    """Gives the schedule with other rows, read from words."""
+    return replace(schedule, rows=tuple(tuple(map(Action.parse, text.split())) for text in texts))
+
+
+def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
+    """Gives the schedule with the words `old` of a rank's row put in the place of `new`; they stand there once."""
+    texts = [f" {text} " for text in text_of(schedule)]
+    assert texts[rank].count(f" {old} ") == 1, (old, texts[rank])
+    texts[rank] = texts[rank].replace(f" {old} ", f" {new} ")
+    return with_rows(schedule, texts)
+
+
+def lines(text: str) -> list[str]:
+    """Gives the lines of an indented text, without the empty ones."""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def drawn(picture: str, placement: Placement) -> Drawn:
+    """Reads a picture: one line a rank, one word a unit of time, as (action, start, end).
+
+    `F3` (or `F3-`) begins forward 3 in direction 0 and `f3` in direction 1, `--` goes on, `..` is idle.
+    """
+    return [
+        _drawn_row(rank, line.split(), {d: s for d, s in placement.stages_on(rank)})
+        for rank, line in enumerate(lines(picture))
+    ]
+
+
+def _drawn_row(rank: int, words: list[str], stages: dict[int, int]) -> list[tuple[str, int, int]]:
+    found: list[tuple[str, int, int]] = []
+    for now, word in enumerate(words):
+        if set(word) == {"."}:
+            continue
+        if set(word) == {"-"}:
+            action, start, _ = found.pop()
+            found.append((action, start, now + 1))
+            continue
+        direction = int(word[0].islower())
+        action = Action(Kind(word[0].upper()), stages[direction], int(word[1:].rstrip("-")), direction)
+        found.append((str(action), now, now + 1))
+    return found
+
+
+def played_rows(schedule: Schedule, played: Replay) -> Drawn:
+    """Gives the compute actions of a replay in the same form."""
+    return [
+        [
+            (str(action), round(start), round(end))
+            for action, start, end in zip(row, starts, ends, strict=True)
+            if action.kind in COMPUTE_KINDS
+        ]
+        for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True)
+    ]

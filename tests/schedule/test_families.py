@@ -1,0 +1,146 @@
+"""The generators of gems.schedule, against pictures, against torch's order, and by their peaks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from gems.schedule import FAMILIES, generate
+from gems.schedule.forward_only import forward_only
+from gems.schedule.lower import lower
+from gems.schedule.placement import Placement, bidirectional, linear
+from gems.schedule.replay import replay, uniform_cost
+from gems.schedule.validate import validate
+from tests.schedule.drawings import drawn, lines, played_rows, text_of
+
+PICTURES = [
+    ("layer_parallel", 2, 1, """
+        F0 .. .. .. B0 -- F1 .. .. .. B1 --
+        .. F0 B0 -- .. .. .. F1 B1 -- .. ..
+    """),
+    ("gpipe", 4, 1, """
+        F0 F1 F2 F3 .. .. .. .. .. .. B0 -- B1 -- B2 -- B3 --
+        .. F0 F1 F2 F3 .. .. .. B0 -- B1 -- B2 -- B3 -- .. ..
+        .. .. F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .. .. .. ..
+    """),
+    ("1f1b", 4, 1, """
+        F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
+        .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
+        .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
+    """),
+    ("1f1b", 2, 1, """
+        F0 F1 .. .. .. .. .. .. .. .. B0 -- .. B1 --
+        .. F0 F1 .. .. .. .. .. B0 -- .. B1 -- .. ..
+        .. .. F0 F1 .. .. B0 -- .. B1 -- .. .. .. ..
+        .. .. .. F0 B0 -- F1 B1 -- .. .. .. .. .. ..
+    """),
+    ("gems_mast", 2, 1, """
+        F0 .. .. .. .. .. .. B0 -- f1 b1 -- .. .. .. ..
+        .. F0 .. .. .. B0 -- f1 .. .. .. .. b1 -- .. ..
+        .. .. F0 B0 -- f1 .. .. .. .. .. .. .. .. b1 --
+    """),
+    ("gems_mast", 4, 2, """
+        F0 F1 .. .. .. .. .. .. B0 -- B1 -- f2 f3 b2 -- b3 -- .. .. .. ..
+        .. F0 F1 .. .. .. B0 -- B1 -- f2 f3 .. .. .. .. b2 -- b3 -- .. ..
+        .. .. F0 F1 B0 -- B1 -- f2 f3 .. .. .. .. .. .. .. .. b2 -- b3 --
+    """),
+    ("gems_master", 4, 1, """
+        F0 .. .. .. B0 -- f1 b1 -- F2 .. .. .. .. B2 -- f3 b3 -- .. ..
+        .. F0 B0 -- f1 .. .. .. .. b1 -- F2 B2 -- f3 .. .. .. .. b3 --
+    """),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "n", "parts", "picture"), PICTURES)
+def test_pictures(name: str, n: int, parts: int, picture: str) -> None:
+    """Forward 1, backward 2 units: the schedule as drawn, compute-only and lowered alike."""
+    made = generate(name, len(lines(picture)), n, parts)
+    expected = drawn(picture, made.placement)
+    for schedule in (made, lower(made)):
+        assert played_rows(schedule, replay(schedule, uniform_cost(1, 2))) == expected
+
+
+@pytest.mark.parametrize("n", [8, 13])
+@pytest.mark.parametrize("p", [2, 4, 5, 8])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_order_of_torch(name: str, p: int, n: int) -> None:
+    """Token for token as torch.distributed.pipelining, but for the last rank of its exported 1F1B.
+
+    That list starts at micro-batch 1 and names one that does not exist; torch itself runs from a loop.
+    """
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    cls = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}[name]
+    if not hasattr(cls, "_get_pipeline_order"):
+        pytest.skip("this torch exports no order")
+    order = cls._get_pipeline_order(SimpleNamespace(_num_stages=p, _n_microbatches=n))
+    kinds = (schedules._ComputationType.FORWARD, schedules._ComputationType.FULL_BACKWARD)
+    theirs = [
+        " ".join(
+            str(action) for action in order[rank] if action is not None and action.computation_type in kinds
+        )
+        for rank in range(p)
+    ]
+    ours = text_of(generate(name, p, n))
+    compared = p - 1 if name == "1f1b" else p
+    assert ours[:compared] == theirs[:compared]
+    assert ours[-1].startswith(f"{p - 1}F0 ")
+
+
+def peaks_expected(name: str, p: int, n: int, parts: int) -> tuple[int, ...]:
+    return tuple(
+        {"layer_parallel": 1, "gpipe": n, "1f1b": min(n, p - stage)}.get(name, parts) for stage in range(p)
+    )
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_peaks(name: str, p: int) -> None:
+    for n, parts in ((2, 1), (4, 2), (6, 3), (12, 6)):
+        made = generate(name, p, n, parts)
+        assert made.num_micro_batches == n
+        for schedule in (made, lower(made)):
+            played = replay(schedule, uniform_cost(1, 2))
+            assert played.peak_units == peaks_expected(name, p, n, parts)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_valid_and_whole(name: str, p: int) -> None:
+    for n, parts in ((2, 1), (8, 4), (10, 5)):
+        made = generate(name, p, n, parts)
+        assert made.name == name
+        assert made.num_directions == FAMILIES[name].num_directions
+        assert set(made.directions()) == set(range(n))
+        validate(made)
+        validate(lower(made))
+
+
+@pytest.mark.parametrize("name", ["layer_parallel", "gpipe", "1f1b"])
+@pytest.mark.parametrize("p", [1, 3])
+def test_one_micro_batch(name: str, p: int) -> None:
+    assert text_of(generate(name, p, 1)) == [f"{stage}F0 {stage}B0" for stage in range(p)]
+
+
+def test_gems_runs_take_turns_in_direction() -> None:
+    made = generate("gems_master", 3, 12, 3)
+    assert [made.directions()[m] for m in range(12)] == [0, 0, 0, 1, 1, 1] * 2
+
+
+def test_gems_of_odd_ranks_in_words() -> None:
+    assert text_of(generate("gems_mast", 3, 2)) == lines("""
+        0F0 0B0 2F1/1 2B1/1
+        1F0 1B0 1F1/1 1B1/1
+        2F0 2B0 0F1/1 0B1/1
+    """)
+
+
+@pytest.mark.parametrize("placement", [linear(1), linear(3), bidirectional(3), Placement(2, ((0, 1, 1, 0),))])
+def test_forward_only(placement: Placement) -> None:
+    made = forward_only(placement, 3)
+    validate(made)
+    lowered = validate(lower(made))
+    kinds = {action.kind.value for _, action in lowered.actions()}
+    assert kinds <= {"F", "SEND_F", "RECV_F"}
+    assert {action.direction for _, action in lowered.actions()} == {0}
+    assert len(list(made.actions())) == 3 * placement.num_stages

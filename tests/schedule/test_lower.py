@@ -1,0 +1,84 @@
+"""gems.schedule.lower: from compute to the list that a rank runs, before and after as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from gems.schedule import FAMILIES, generate
+from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
+from gems.schedule.dependencies import dependencies, transfer_after
+from gems.schedule.lower import add_reduce, add_step, add_transfers, compute_only, lower
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+from gems.schedule.validate import validate
+from tests.schedule.drawings import lines, text_of, with_rows
+
+CASES = {
+    ("1f1b", 3, 3): """
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0RECV_B1 0B0 0RECV_B2 0B1 0B2 0REDUCE_GRAD 0STEP
+        1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_B0 1F1 1SEND_F1 1RECV_F2 1B0 1SEND_B0 1RECV_B1 1F2 1SEND_F2 1RECV_B2 1B1 1SEND_B1 1B2 1SEND_B2 1REDUCE_GRAD 1STEP
+        2RECV_F0 2F0 2RECV_F1 2B0 2SEND_B0 2F1 2RECV_F2 2B1 2SEND_B1 2F2 2B2 2SEND_B2 2REDUCE_GRAD 2STEP
+    """,
+    ("gems_mast", 3, 2): """
+        0RECV_B0 0F0 0SEND_F0 2RECV_F1/1 0B0 2F1/1 2B1/1 2SEND_B1/1 0REDUCE_GRAD 0STEP
+        1RECV_F0 1RECV_B0 1F0 1SEND_F0 1RECV_F1/1 1B0 1SEND_B0 1RECV_B1/1 1F1/1 1SEND_F1/1 1B1/1 1SEND_B1/1 1REDUCE_GRAD 1STEP
+        2RECV_F0 2F0 2B0 2SEND_B0 0RECV_B1/1 0F1/1 0SEND_F1/1 0B1/1 0REDUCE_GRAD 0STEP
+    """,
+    ("gems_mast", 1, 2): "0F0 0B0 0F1/1 0B1/1 0REDUCE_GRAD 0STEP",
+    ("gpipe", 1, 2): "0F0 0F1 0B0 0B1 0REDUCE_GRAD 0STEP",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "expected"), CASES.items(), ids=str)
+def test_before_and_after(case: tuple[str, int, int], expected: str) -> None:
+    assert text_of(lower(generate(*case))) == lines(expected)
+
+
+@pytest.mark.parametrize(("receives_ahead", "expected"), [
+    (0, "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
+    (1, "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
+    (9, "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"),
+])  # fmt: skip
+def test_receives_ahead(receives_ahead: int, expected: str) -> None:
+    assert text_of(add_transfers(generate("gpipe", 2, 2), receives_ahead))[1] == expected
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transfers_stand_where_they_should(name: str, p: int) -> None:
+    made = generate(name, p, 8, 4)
+    lowered = lower(made)
+    assert lowered.passes == ("add_transfers", "add_reduce", "add_step")
+    assert compute_only(lowered) == made
+    for row in lowered.rows:
+        computes = [action for action in row if action.kind in COMPUTE_KINDS]
+        for i, action in enumerate(row):
+            if action.kind in SEND_KINDS:
+                assert row[i - 1] == dependencies(action, lowered)[0], "a send stands behind its compute"
+            if action.kind in RECV_KINDS:
+                used = next(k for k, c in enumerate(computes) if action in dependencies(c, lowered))
+                before = sum(other.kind in COMPUTE_KINDS for other in row[:i])
+                assert before == max(0, used - 1), "a receive is posted one compute action ahead"
+        sends = [action for action in row if action.kind in SEND_KINDS]
+        expected = [found[0] for c in computes if (found := transfer_after(c, made))]
+        assert sends == expected
+        assert [str(action.kind) for action in row[-2:]] == ["REDUCE_GRAD", "STEP"]
+    if p == 1:
+        assert not any(action.kind in SEND_KINDS | RECV_KINDS for _, action in lowered.actions())
+
+
+def test_two_stages_on_one_rank_hand_over_without_messages() -> None:
+    looped = Schedule("v", 1, Placement(2, ((0, 1, 1, 0),)), ((), ()))
+    made = with_rows(looped, ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"])
+    lowered = lower(validate(made))
+    assert text_of(validate(lowered)) == lines("""
+        3RECV_F0 0F0 0SEND_F0 3F0 0RECV_B0 3B0 3SEND_B0 0B0 0REDUCE_GRAD 0STEP
+        1RECV_F0 1F0 2RECV_B0 2F0 2SEND_F0 2B0 1B0 1SEND_B0 1REDUCE_GRAD 1STEP
+    """)
+
+
+def test_reduce_and_step_carry_the_lowest_stage() -> None:
+    made = generate("gems_mast", 4, 2)
+    for one, kind in ((add_reduce, "REDUCE_GRAD"), (add_step, "STEP")):
+        last = [row[-1] for row in one(made).rows]
+        assert last == [Action.parse(f"{stage}{kind}") for stage in (0, 1, 1, 0)]

@@ -1,0 +1,65 @@
+"""gems.schedule.placement: who holds which stage, and who reduces with whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from gems.schedule.placement import Placement, bidirectional, linear
+
+RANKS = [1, 2, 3, 4, 5, 8]
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_linear(num_ranks: int) -> None:
+    placement = linear(num_ranks)
+    assert (placement.num_ranks, placement.num_stages, placement.num_directions) == (num_ranks, num_ranks, 1)
+    for rank in range(num_ranks):
+        assert placement.rank_of(0, rank) == rank
+        assert placement.stages_on(rank) == ((0, rank),)
+        assert placement.lowest_stage(rank) == rank
+        assert placement.peers_of(rank) == (rank,)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_bidirectional_mirrors(num_ranks: int) -> None:
+    placement = bidirectional(num_ranks)
+    assert (placement.num_ranks, placement.num_stages, placement.num_directions) == (num_ranks, num_ranks, 2)
+    for rank in range(num_ranks):
+        mirror = num_ranks - 1 - rank
+        assert placement.rank_of(0, rank) == placement.rank_of(1, mirror) == rank
+        assert set(placement.stages_on(rank)) == {(0, rank), (1, mirror)}
+        assert placement.lowest_stage(rank) == min(rank, mirror)
+        assert placement.peers_of(rank) == tuple(sorted({rank, mirror}))
+
+
+def test_odd_middle_rank_holds_both_copies_of_one_stage() -> None:
+    placement = bidirectional(5)
+    assert placement.stages_on(2) == ((0, 2), (1, 2))
+    assert placement.peers_of(2) == (2,)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_reduce_group_is_the_pair_group_of_gems(num_ranks: int, num_replicas: int) -> None:
+    """pair_group(r) = [d P + q for d in range(R) for q in sorted({r, P-1-r})], of size 2R (R in the middle)."""
+    for rank in range(num_ranks):
+        pair = sorted({rank, num_ranks - 1 - rank})
+        expected = tuple(d * num_ranks + q for d in range(num_replicas) for q in pair)
+        assert bidirectional(num_ranks).reduce_group(rank, num_replicas) == expected
+        assert linear(num_ranks).reduce_group(rank, num_replicas) == tuple(
+            d * num_ranks + rank for d in range(num_replicas)
+        )
+
+
+@pytest.mark.parametrize("placement", [linear(6), bidirectional(6), bidirectional(7)])
+def test_reduce_groups_cut_the_world_into_parts(placement: Placement) -> None:
+    groups = {placement.reduce_group(rank, 3) for rank in range(placement.num_ranks)}
+    assert sorted(rank for group in groups for rank in group) == list(range(3 * placement.num_ranks))
+
+
+def test_several_stages_on_one_rank() -> None:
+    placement = Placement(2, ((0, 1, 1, 0),))
+    assert placement.num_stages == 4
+    assert placement.stages_on(0) == ((0, 0), (0, 3))
+    assert placement.stages_on(1) == ((0, 1), (0, 2))
+    assert placement.lowest_stage(1) == 1

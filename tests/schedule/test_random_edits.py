@@ -1,0 +1,202 @@
+"""Random edits of valid lists: the validator accepts exactly those that an independent reading of the rules does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from gems.errors import ScheduleError
+from gems.schedule import FAMILIES, generate
+from gems.schedule.action import Action, Kind
+from gems.schedule.lower import lower
+from gems.schedule.placement import Placement
+from gems.schedule.replay import Replay, replay
+from gems.schedule.schedule import Schedule
+from gems.schedule.validate import validate
+from tests.schedule.drawings import with_rows
+
+LOOPED = lower(
+    with_rows(
+        Schedule("looped", 2, Placement(2, ((0, 1, 1, 0),)), ((), ())),
+        ["0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"],
+    )
+)
+BASES = [LOOPED] + [
+    lower(generate(name, p, n, n // 2)) for name in FAMILIES for p in (1, 2, 3, 4) for n in (2, 4)
+]  # fmt: skip
+Rows = list[list[Action]]
+
+
+def runs_to_its_end(schedule: Schedule) -> bool:
+    """Plays the lists by the rules of the design alone, without the code under test.
+
+    Posting is free. A forward or backward waits until its own forward is done, and until the neighbour's result is
+    there: in the memory of the same rank, or by a send and a receive that are both posted. A send needs its result.
+    The reduction waits for all ranks that hold the same stages.
+    """
+    stages = schedule.placement.ranks
+    last = len(stages[0]) - 1
+    at = [0] * schedule.placement.num_ranks
+    done: set[tuple[str, int, int | None, int]] = set()
+
+    def is_ready(action: Action, rank: int) -> bool:
+        kind, stage, m, way = action.kind.value, action.stage, action.micro_batch, action.direction
+        if kind.startswith("RECV"):
+            return True
+        if kind.startswith("SEND"):
+            return (kind[-1], stage, m, way) in done
+        if kind == "REDUCE_GRAD":
+            mine = {s for row in stages for s, r in enumerate(row) if r == rank}
+            peers = {r for row in stages for s, r in enumerate(row) if s in mine}
+            return all(
+                any(str(a.kind) == "REDUCE_GRAD" for a in schedule.rows[peer][: at[peer] + 1])
+                for peer in peers
+            )
+        if kind == "STEP":
+            return True
+        other = stage - 1 if kind == "F" else stage + 1
+        if kind == "B" and ("F", stage, m, way) not in done:
+            return False
+        if not 0 <= other <= last:
+            return True
+        if stages[way][other] == rank:
+            return (kind, other, m, way) in done
+        return {(f"SEND_{kind}", other, m, way), (f"RECV_{kind}", stage, m, way)} <= done
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            while at[rank] < len(row) and is_ready(row[at[rank]], rank):
+                action = row[at[rank]]
+                done.add((action.kind.value, action.stage, action.micro_batch, action.direction))
+                at[rank] += 1
+                moved = True
+    return at == [len(row) for row in schedule.rows]
+
+
+def is_in_order_at_the_end(row: tuple[Action, ...]) -> bool:
+    """Reduction after the last compute action, and the step after the reduction."""
+    kinds = [action.kind.value for action in row]
+    last_compute = max(i for i, kind in enumerate(kinds) if kind in ("F", "B"))
+    return last_compute < kinds.index("REDUCE_GRAD") < kinds.index("STEP")
+
+
+def is_valid(edited: Schedule, base: Schedule) -> bool:
+    """A list with other actions than a whole step's is broken; one with the same actions is, if it cannot run."""
+    same = all(Counter(a) == Counter(b) for a, b in zip(edited.rows, base.rows, strict=True))
+    return same and all(map(is_in_order_at_the_end, edited.rows)) and runs_to_its_end(edited)
+
+
+def check_times(schedule: Schedule, played: Replay, link: float) -> None:
+    """No compute action starts before what it needs has ended, with the link's time between two ranks."""
+    when = {
+        (a.kind, a.direction, a.stage, a.micro_batch): (rank, start, end)
+        for rank, row in enumerate(schedule.rows)
+        for a, start, end in zip(row, played.start[rank], played.end[rank], strict=True)
+    }
+    for (kind, way, stage, m), (rank, start, _) in when.items():
+        needs = []
+        if kind is Kind.F and stage:
+            needs = [(Kind.F, way, stage - 1, m)]
+        if kind is Kind.B:
+            needs = [(Kind.F, way, stage, m)]
+            needs += [(Kind.B, way, stage + 1, m)] if stage + 1 < schedule.num_stages else []
+        for need in needs:
+            their_rank, _, their_end = when[need]
+            assert start >= their_end + (link if their_rank != rank else 0)
+
+
+def swap(draw: st.DrawFn, rows: Rows) -> None:
+    row = rows[draw(st.integers(0, len(rows) - 1))]
+    i, j = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(row) - 1))
+    row[i], row[j] = row[j], row[i]
+
+
+def swap_neighbours(draw: st.DrawFn, rows: Rows) -> None:
+    row = rows[draw(st.integers(0, len(rows) - 1))]
+    i = draw(st.integers(0, len(row) - 2))
+    row[i], row[i + 1] = row[i + 1], row[i]
+
+
+def move(draw: st.DrawFn, rows: Rows) -> None:
+    row = rows[draw(st.integers(0, len(rows) - 1))]
+    action = row.pop(draw(st.integers(0, len(row) - 1)))
+    row.insert(draw(st.integers(0, len(row))), action)
+
+
+def remove(draw: st.DrawFn, rows: Rows) -> None:
+    row = rows[draw(st.integers(0, len(rows) - 1))]
+    row.pop(draw(st.integers(0, len(row) - 1)))
+
+
+def double(draw: st.DrawFn, rows: Rows) -> None:
+    row = rows[draw(st.integers(0, len(rows) - 1))]
+    row.insert(draw(st.integers(0, len(row))), row[draw(st.integers(0, len(row) - 1))])
+
+
+def hand_to_another_rank(draw: st.DrawFn, rows: Rows) -> None:
+    row, other = (rows[draw(st.integers(0, len(rows) - 1))] for _ in range(2))
+    action = row.pop(draw(st.integers(0, len(row) - 1)))
+    other.insert(draw(st.integers(0, len(other))), action)
+
+
+def rename(draw: st.DrawFn, rows: Rows) -> None:
+    row = rows[draw(st.integers(0, len(rows) - 1))]
+    i = draw(st.integers(0, len(row) - 1))
+    field = draw(st.sampled_from(["stage", "micro_batch", "direction"]))
+    row[i] = replace(row[i], **{field: draw(st.integers(0, 4))})
+
+
+EDITS = [swap, swap_neighbours, move, remove, double, hand_to_another_rank, rename]
+
+
+@st.composite
+def edited_schedules(draw: st.DrawFn, edits: list[Callable[..., None]]) -> tuple[Schedule, Schedule]:
+    base: Schedule = draw(st.sampled_from(BASES))
+    rows = [list(row) for row in base.rows]
+    for edit in draw(st.lists(st.sampled_from(edits), min_size=1, max_size=3)):
+        edit(draw, rows)
+    return replace(base, rows=tuple(map(tuple, rows))), base
+
+
+def check(pair: tuple[Schedule, Schedule]) -> None:
+    edited, base = pair
+    if is_valid(edited, base):
+        event("still valid")
+        validate(edited)
+        check_times(edited, replay(edited, lambda action: 1 + len(str(action)) % 3, 0.5), 0.5)
+        return
+    event("broken")
+    with pytest.raises(ScheduleError) as error:
+        validate(edited)
+    assert 0 <= error.value.rank < edited.num_ranks
+    assert isinstance(error.value.action, Action)
+
+
+@given(edited_schedules(edits=EDITS))
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_any_edit(pair: tuple[Schedule, Schedule]) -> None:
+    check(pair)
+
+
+@given(edited_schedules(edits=[swap, swap_neighbours, move]))
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_other_orders_of_the_same_actions(pair: tuple[Schedule, Schedule]) -> None:
+    check(pair)
+
+
+def test_the_oracle_tells_good_from_bad() -> None:
+    """Both answers occur: every generator's list is valid, and each kind of edit can break one."""
+    assert all(is_valid(base, base) for base in BASES)
+    base = BASES[-1]
+    for rank, row in enumerate(base.rows):
+        turned = replace(base, rows=(*base.rows[:rank], row[::-1], *base.rows[rank + 1 :]))
+        assert not is_valid(turned, base)
+        shorter = replace(base, rows=(*base.rows[:rank], row[1:], *base.rows[rank + 1 :]))
+        assert not is_valid(shorter, base)

@@ -1,0 +1,129 @@
+"""gems.schedule.validate: each broken schedule is refused by rank and action."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gems.errors import ScheduleError
+from gems.schedule import generate
+from gems.schedule.lower import lower
+from gems.schedule.placement import Placement, bidirectional
+from gems.schedule.schedule import Schedule
+from gems.schedule.validate import validate
+from tests.schedule.drawings import edited, text_of, with_rows
+
+PLAIN = generate("gems_mast", 3, 2)
+ONE_WAY = lower(generate("1f1b", 3, 3))
+TWO_WAYS = lower(PLAIN)
+
+# what: (schedule, rank whose row is edited, old words, new words, rank and action in the error, its words)
+BROKEN = {
+    "missing receive": (ONE_WAY, 1, "1RECV_F0 1RECV_F1", "1RECV_F1", 1, "1RECV_F0", "is missing, the partner of 0SEND_F0 on rank 0"),
+    "missing send": (ONE_WAY, 0, "0F0 0SEND_F0", "0F0", 0, "0F0", "never sent: 0SEND_F0 is missing"),
+    "missing send upwards": (TWO_WAYS, 1, "1SEND_B1/1", "", 1, "1B1/1", "never sent: 1SEND_B1/1 is missing"),
+    "send before its compute": (ONE_WAY, 0, "0F0 0SEND_F0", "0SEND_F0 0F0", 0, "0SEND_F0", "comes before 0F0"),
+    "forward before its receive": (ONE_WAY, 1, "1RECV_F0 1RECV_F1 1F0", "1RECV_F1 1F0 1RECV_F0", 1, "1F0", "comes before 1RECV_F0"),
+    "backward before its receive": (ONE_WAY, 0, "0RECV_B0 0F2 0SEND_F2 0RECV_B1 0B0", "0F2 0SEND_F2 0RECV_B1 0B0 0RECV_B0", 0, "0B0", "comes before 0RECV_B0"),
+    "backward before forward": (ONE_WAY, 2, "2F0 2RECV_F1 2B0", "2B0 2RECV_F1 2F0", 2, "2B0", "comes before 2F0"),
+    "backward before forward, compute only": (PLAIN, 1, "1F1/1 1B1/1", "1B1/1 1F1/1", 1, "1B1/1", "comes before 1F1/1"),
+    "on the wrong rank": (ONE_WAY, 0, "0F0", "0F0 1F0", 0, "1F0", "stage 1 in direction 0 is on rank 1"),
+    "on the wrong rank upwards": (PLAIN, 0, "2F1/1", "0F1/1", 0, "0F1/1", "stage 0 in direction 1 is on rank 2"),
+    "twice": (ONE_WAY, 0, "0F1", "0F1 0F1", 0, "0F1", "twice"),
+    "sent twice": (ONE_WAY, 0, "0SEND_F1", "0SEND_F1 0SEND_F1", 0, "0SEND_F1", "twice"),
+    "missing micro-batch": (PLAIN, 2, "0F1/1", "", 0, "0F1", "is missing"),
+    "missing forward": (PLAIN, 1, "1F0", "", 1, "1F0", "is missing"),
+    "missing backward": (ONE_WAY, 2, "2B1", "", 2, "2B1", "is missing"),
+    "one stage in the other direction": (PLAIN, 1, "1F0", "1F0/1", 1, "1F0", "is missing"),
+    "unknown stage": (ONE_WAY, 0, "0F0", "0F0 7F0", 0, "7F0", "no such stage"),
+    "unknown direction": (ONE_WAY, 0, "0F0", "0F0/1", 0, "0F0/1", "no such stage or direction"),
+    "unknown micro-batch": (ONE_WAY, 1, "1F2", "1F9", 1, "1F9", "from 0 to 2"),
+    "no micro-batch": (ONE_WAY, 1, "1F2", "1F", 1, "1F", "from 0 to 2"),
+    "a segment that no policy made": (PLAIN, 0, "0F0", "0F0 0.1F0", 0, "0.1F0", "has no place"),
+    "receive of data that nobody makes": (ONE_WAY, 2, "2F2", "2RECV_B2 2F2", 2, "2RECV_B2", "no rank makes or needs"),
+    "send of data that nobody needs": (ONE_WAY, 0, "0B2", "0B2 0SEND_B2", 0, "0SEND_B2", "no rank makes or needs"),
+    "transfer among compute only": (PLAIN, 0, "0F0", "0F0 0SEND_F0", 0, "0SEND_F0", "no rank makes or needs"),
+    "reduced before the last backward": (ONE_WAY, 0, "0B2 0REDUCE_GRAD", "0REDUCE_GRAD 0B2", 0, "0REDUCE_GRAD", "comes before 0B2"),
+    "reduction missing": (ONE_WAY, 1, "1REDUCE_GRAD 1STEP", "1STEP", 1, "1REDUCE_GRAD", "stands 0 times"),
+    "reduction twice": (ONE_WAY, 1, "1REDUCE_GRAD", "1REDUCE_GRAD 1REDUCE_GRAD", 1, "1REDUCE_GRAD", "stands 2 times"),
+    "reduction of another stage": (TWO_WAYS, 2, "0REDUCE_GRAD", "2REDUCE_GRAD", 2, "0REDUCE_GRAD", "must stand in the list 1 times"),
+    "reduction among compute only": (PLAIN, 2, "0B1/1", "0B1/1 0REDUCE_GRAD", 2, "0REDUCE_GRAD", "0 times"),
+    "step missing": (ONE_WAY, 2, "2REDUCE_GRAD 2STEP", "2REDUCE_GRAD", 2, "2STEP", "stands 0 times"),
+    "step before the reduction": (ONE_WAY, 2, "2REDUCE_GRAD 2STEP", "2STEP 2REDUCE_GRAD", 2, "2STEP", "comes before 2REDUCE_GRAD"),
+    "step before a backward": (ONE_WAY, 2, "2B2 2SEND_B2 2REDUCE_GRAD 2STEP", "2STEP 2B2 2SEND_B2 2REDUCE_GRAD", 2, "2STEP", "comes before 2REDUCE_GRAD"),
+    "deadlock": (ONE_WAY, 0, "0F1 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0RECV_B1 0B0", "0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0F2 0SEND_F2", 0, "0B0", "waits for 0RECV_B0, which never comes"),
+    "deadlock, compute only": (generate("gpipe", 2, 2), 0, "0F1 0B0", "0B0 0F1", 0, "0B0", "waits for 1B0, which never comes"),
+    "deadlock at the reduction": (TWO_WAYS, 0, "2B1/1 2SEND_B1/1 0REDUCE_GRAD", "2B1/1 0REDUCE_GRAD 2SEND_B1/1", 0, "0REDUCE_GRAD", "waits for its peers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_schedules(what: str) -> None:
+    schedule, rank, old, new, named_rank, named_action, words = BROKEN[what]
+    assert validate(schedule) is schedule
+    with pytest.raises(ScheduleError) as error:
+        validate(edited(schedule, rank, old, new))
+    assert (error.value.rank, str(error.value.action)) == (named_rank, named_action), error.value
+    assert words in error.value.reason
+    assert f"rank {named_rank}, action {named_action}: " in str(error.value)
+
+
+def test_a_micro_batch_that_runs_nowhere() -> None:
+    without = [" ".join(word for word in text.split() if "1" not in word[1:]) for text in text_of(ONE_WAY)]
+    with pytest.raises(ScheduleError, match="rank 0, action 0F1: is missing"):
+        validate(with_rows(ONE_WAY, without))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_micro_batch_in_both_directions(which: int) -> None:
+    """Micro-batch 0 goes down, micro-batch 1 up; here one of them does both."""
+    made = generate("gems_mast", 2, 2)
+    other = {0: "/1", 1: ""}[which]
+    texts = [f"{text} {1 - rank if not which else rank}F{which}{other} {1 - rank if not which else rank}B{which}{other}"
+             for rank, text in enumerate(text_of(made))]  # fmt: skip
+    with pytest.raises(ScheduleError, match="has no place in this step") as error:
+        validate(with_rows(made, texts))
+    assert error.value.action.micro_batch == which
+
+
+def test_a_backward_in_a_forward_only_step() -> None:
+    made = replace(generate("gpipe", 2, 1), forward_only=True)
+    with pytest.raises(ScheduleError, match="0B0: has no place"):
+        validate(made)
+
+
+def test_a_row_too_few() -> None:
+    with pytest.raises(ScheduleError, match="2 rows for 3 ranks"):
+        validate(replace(ONE_WAY, rows=ONE_WAY.rows[:2]))
+
+
+def test_a_rank_without_a_stage() -> None:
+    with pytest.raises(ScheduleError, match="rank 1, action none: this rank holds no stage"):
+        validate(Schedule("idle", 0, Placement(3, ((0, 2),)), ((), (), ())))
+
+
+def test_peers_hold_the_same_stages() -> None:
+    """Ranks that share one stage and not the others could not reduce in one go."""
+    turned = Placement(3, ((0, 1, 2), (1, 2, 0)))
+    with pytest.raises(ScheduleError, match=r"rank 1.*shares stage 0 with rank 0"):
+        validate(Schedule("turned", 0, turned, ((), (), ())))
+    validate(Schedule("mirrored", 0, bidirectional(3), ((), (), ())))
+
+
+def test_the_passes_say_what_must_be_there() -> None:
+    """The same rows are whole or not by the passes that they claim."""
+    claims = replace(generate("gpipe", 2, 1), passes=("add_transfers",))
+    with pytest.raises(ScheduleError, match="0F0: its data is never sent"):
+        validate(claims)
+    with pytest.raises(ScheduleError, match="must stand in the list 0 times"):
+        validate(replace(ONE_WAY, passes=("add_transfers",)))
+    with pytest.raises(ScheduleError, match="no rank makes or needs"):
+        validate(replace(ONE_WAY, passes=("add_reduce", "add_step")))
+
+
+@pytest.mark.parametrize(("name", "parts"), [("1f1b", 1), ("gems_master", 4)])
+def test_scale(name: str, parts: int) -> None:
+    """64 ranks x 256 micro-batches, about 100 000 actions."""
+    lowered = validate(lower(generate(name, 64, 256, parts)))
+    assert sum(map(len, lowered.rows)) == 2 * 64 * 256 + 2 * 2 * 63 * 256 + 2 * 64
