@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from gems.errors import ConfigError
+from gems.process_family import end_family
 from gems.shared_memory import remove_stale_shared_memory
 
 __all__ = [
@@ -44,7 +45,7 @@ NOISE = re.compile(
     rb"\[mpiexec@[^\]]*\] Exit codes:|={80,}\s*$|=   (BAD TERMINATION|PID|EXIT CODE|CLEANING UP|YOU CAN IGNORE)"
     rb"|YOUR APPLICATION TERMINATED WITH|This typically refers to a problem|Please see the FAQ page for debugging"
 )
-NOISE_START = b"[mpiexec@"
+NOISE_STARTS = (b"[mpiexec@", b"=", b"YOUR APPLICATION", b"This typically", b"Please see the")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def run_ranks(
                 timed_out = deadline_s is not None and time.monotonic() > deadline_s
                 gave_up = give_up is not None and give_up()
         finally:
-            _end(process)
+            end_family(process, GRACE_S)
             pump.finish()
     return Ended(process.returncode, pump.tail, timed_out, gave_up, stopped[0] if stopped else None)
 
@@ -222,12 +223,11 @@ class _Pump:
     def _take(self, chunk: bytes) -> None:
         *lines, self._rest = re.split(rb"(?<=[\n\r])", self._rest + chunk)
         for line in lines:
-            if not NOISE.match(line):
+            if self._shown or not NOISE.match(line):
                 self._show(line[self._shown :])
             self._shown = 0
             self._hear(line.decode(errors="replace").strip())
-        rest = self._rest[: len(NOISE_START)]
-        if not NOISE_START.startswith(rest):
+        if not any(start.startswith(self._rest[: len(start)]) for start in NOISE_STARTS):
             self._show(self._rest[self._shown :])
             self._shown = len(self._rest)
 
@@ -256,50 +256,3 @@ def _noting_sigterm() -> Iterator[list[str]]:
         yield noted
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all under it, also ranks that a launcher put into sessions of their own."""
-    if process.poll() is not None:
-        return
-    family = _descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    for pid, started in family.items():
-        if _start_time(pid) == started:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _descendants(root: int) -> dict[int, str]:
-    """Gives the processes under `root` with their start times: a later process may get the same number."""
-    parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(path.name))
-        if fields:
-            parents[int(path.name)] = int(fields[1])
-    family: dict[int, str] = {}
-    frontier = [root]
-    while frontier:
-        frontier = [pid for pid, parent in parents.items() if parent in frontier]
-        family.update({pid: _start_time(pid) for pid in frontier})
-    return family
-
-
-def _start_time(pid: int) -> str:
-    fields = _stat(pid)
-    return fields[19] if fields else ""
-
-
-def _stat(pid: int) -> list[str]:
-    """Gives the fields of /proc/PID/stat from the state on; none when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []

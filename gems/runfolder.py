@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,8 @@ import yaml
 from gems.config import RunSpec
 from gems.errors import ConfigError
 
-KEPT = ("run.yaml", "attempts")
+OF_ALL_ATTEMPTS = ("run.yaml", "attempts")
+OF_PREPARATION = ("status.json", "provenance.json")
 
 
 def signature(spec: RunSpec) -> str:
@@ -30,6 +32,11 @@ class RunFolder:
     """The paths of one run."""
 
     path: Path
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> RunFolder:
+        """Gives the folder of a resolved run, whether or not it is there."""
+        return cls(Path(spec.runs_dir).resolve() / f"{spec.name}-{signature(spec)}")
 
     @property
     def run_yaml(self) -> Path:
@@ -90,6 +97,23 @@ class RunFolder:
             raise ConfigError("run folder", self.path, "its run.yaml is not a configuration")
         return RunSpec.from_dict(values)
 
+    def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
+        """Moves what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
+
+        Entries named in `keep` stay; files in `also` go with the rest. A folder that was only prepared stays as it is.
+        """
+        left = [entry for entry in self.path.iterdir() if entry.name not in (*OF_ALL_ATTEMPTS, *keep)]
+        left += [path for path in also if path.exists()]
+        if not any(_is_record(entry) for entry in left):
+            return
+        attempts = self.path / "attempts"
+        attempts.mkdir(exist_ok=True)
+        numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdecimal()]
+        target = attempts / f"{1 + max(numbers, default=0):03d}"
+        target.mkdir()
+        for entry in left:
+            entry.rename(target / entry.name)
+
     def write_status(self, state: str, **more: Any) -> None:
         """Writes status.json at once and whole: state is prepared, submitted, running, finished or failed."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -107,6 +131,11 @@ class RunFolder:
             raise ConfigError(
                 "run folder", self.path, f"its status.json is damaged ({error})", "move that folder away"
             ) from error
+
+
+def _is_record(entry: Path) -> bool:
+    """Tells whether a run, not its preparation alone, has left `entry`."""
+    return entry.name not in OF_PREPARATION and (entry.is_file() or any(entry.iterdir()))
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -146,13 +175,13 @@ def prepare(spec: RunSpec) -> RunFolder:
     Raises:
         ConfigError: no permission, another configuration in the folder, or a run that is still going on there.
     """
-    folder = RunFolder(Path(spec.runs_dir).resolve() / f"{spec.name}-{signature(spec)}")
+    folder = RunFolder.of(spec)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
             _check_same(folder, spec)
             _refuse_running(folder)
-            _archive(folder)
+            folder.archive()
         partial = folder.path / "run.yaml.partial"
         partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
         partial.replace(folder.run_yaml)
@@ -197,18 +226,3 @@ def _refuse_running(folder: RunFolder) -> None:
 
 def _alive(pid: object) -> bool:
     return isinstance(pid, int) and Path(f"/proc/{pid}").exists() and pid != os.getpid()
-
-
-def _archive(folder: RunFolder) -> None:
-    left = [entry for entry in folder.path.iterdir() if entry.name not in KEPT]
-    if all(
-        entry.name in ("status.json", "provenance.json", "logs", "heartbeat") for entry in left
-    ) and not any(folder.logs.glob("*")):
-        return
-    attempts = folder.path / "attempts"
-    attempts.mkdir(exist_ok=True)
-    numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdecimal()]
-    target = attempts / f"{1 + max(numbers, default=0):03d}"
-    target.mkdir()
-    for entry in left:
-        entry.rename(target / entry.name)

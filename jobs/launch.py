@@ -17,7 +17,7 @@ from jobs.launchers import command, sweep_by_srun
 from jobs.spec import JobSpec, job_spec
 from jobs.words import LauncherWords
 
-OF_ALL_ATTEMPTS = ("run.yaml", "provenance.json", "status.json", "attempts", "logs")
+OF_THE_JOB = ("provenance.json", "status.json", "logs")
 SWEEP_LIMIT_S = 120.0
 LOOK_S = 1.0
 ABORT_LIMIT_S = 10.0
@@ -40,7 +40,7 @@ def launch(folder: RunFolder, spec: RunSpec, *, echo: bool = True, table_on_stde
     folder.write_status("running", **facts)
     words = LauncherWords()
     try:
-        set_aside(folder)
+        folder.archive(keep=OF_THE_JOB, also=[folder.logs / "ranks.log"])  # SLURM may have requeued the job
         _sweep(job, environment)
         ended = run_ranks(
             argv, environment, folder.logs / "ranks.log",
@@ -62,22 +62,6 @@ def launch(folder: RunFolder, spec: RunSpec, *, echo: bool = True, table_on_stde
     if ended.stopped_by is None and _has_traces(folder):
         collect(folder, table_on_stderr=table_on_stderr)
     return failure.exit_code
-
-
-def set_aside(folder: RunFolder) -> None:
-    """Moves what an earlier launch left (SLURM may requeue a job) to attempts/<number>/."""
-    left = [entry for entry in folder.path.iterdir() if entry.name not in OF_ALL_ATTEMPTS]
-    left += [folder.logs / "ranks.log"] if (folder.logs / "ranks.log").exists() else []
-    if any(entry.is_file() or any(entry.iterdir()) for entry in left):
-        attempts = folder.path / "attempts"
-        attempts.mkdir(exist_ok=True)
-        numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdecimal()]
-        target = attempts / f"{1 + max(numbers, default=0):03d}"
-        target.mkdir()
-        for entry in left:
-            entry.rename(target / entry.name)
-    folder.logs.mkdir(exist_ok=True)
-    folder.heartbeat(0).parent.mkdir(exist_ok=True)
 
 
 class _AbortWatch:

@@ -27,6 +27,8 @@ def is_queued(job_id: str) -> bool | None:
 def release(folder: RunFolder) -> None:
     """Lets go of a run folder whose job has ended without a word, and refuses one whose job is still there.
 
+    A job whose run has failed may be there too: SLURM can start it again.
+
     Raises:
         ConfigError: the folder's job waits or runs.
     """
@@ -35,7 +37,7 @@ def release(folder: RunFolder) -> None:
     except OSError:
         return  # the preparation of the folder says what is wrong with it
     job_id = status.get("job_id")
-    if status.get("state") not in ("submitted", "running") or job_id is None:
+    if status.get("state") in (None, "prepared", "finished") or job_id is None:
         return
     queued = is_queued(str(job_id))
     if queued:
@@ -43,7 +45,7 @@ def release(folder: RunFolder) -> None:
             "run folder", folder.path, f"is that of job {job_id}, which has not ended",
             f"wait for it, `scancel {job_id}`, or change name=",
         )  # fmt: skip
-    if queued is False:
+    if queued is False and status["state"] != "failed":
         more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
         folder.write_status(
             "failed", **{**more, "cause": "the job left the queue: cancelled, lost or out of time"}

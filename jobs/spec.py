@@ -5,11 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder, signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +71,6 @@ def job_spec(spec: RunSpec) -> JobSpec:
         srun=tuple(cluster.srun),
         python=_python_words(cluster.python),
     )
-
-
-def folder_of(spec: RunSpec) -> RunFolder:
-    """Gives the run's folder, whether or not it is there."""
-    return RunFolder(Path(spec.runs_dir).resolve() / f"{spec.name}-{signature(spec)}")
 
 
 def _python_words(command: str | None) -> tuple[str, ...]:

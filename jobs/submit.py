@@ -11,7 +11,7 @@ from gems.runfolder import RunFolder, prepare
 from jobs.launch import launch
 from jobs.launchers import command
 from jobs.queue import release
-from jobs.spec import JobSpec, folder_of, job_spec
+from jobs.spec import JobSpec, job_spec
 
 DRY_RUN = "--dry-run"
 
@@ -22,7 +22,7 @@ def prepare_run(spec: RunSpec, options: Options) -> int:
     Raises:
         ConfigError: as `gems.runfolder.prepare`.
     """
-    release(folder_of(spec))
+    release(RunFolder.of(spec))
     folder = prepare(spec)
     if options.json:
         print_json({"run_folder": str(folder.path)})
@@ -46,7 +46,7 @@ def submit(spec: RunSpec, options: Options) -> int:
         return 0
     if job.launcher == "srun":
         return _submit_to_slurm(spec, job, options)
-    folder = folder_of(spec)
+    folder = RunFolder.of(spec)
     command(job, folder)
     folder = prepare(spec)
     code = launch(folder, spec, table_on_stderr=options.json)
@@ -56,7 +56,7 @@ def submit(spec: RunSpec, options: Options) -> int:
 
 
 def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
-    folder = folder_of(spec)
+    folder = RunFolder.of(spec)
     argv = command(job, folder)
     script = _script(spec, job, folder) if job.launcher == "srun" else None
     if options.json:
@@ -85,9 +85,9 @@ def _script(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
 def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
     from jobs.slurm import executor, need_sbatch, submit_job
 
-    executor(spec, job, folder_of(spec))
+    executor(spec, job, RunFolder.of(spec))
     need_sbatch()
-    release(folder_of(spec))
+    release(RunFolder.of(spec))
     folder = prepare(spec)
     job_id = submit_job(spec, job, folder)
     folder.write_status("submitted", job_id=job_id)

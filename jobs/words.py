@@ -17,10 +17,13 @@ HYDRA_TABLE = re.compile(r"^\[mpiexec@[^\]]*\] Exit codes: (?P<table>.*)")
 SRUN_TASK = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+)")
 SRUN_STEP = re.compile(r"\*\*\* STEP \S+ ON (?P<node>\S+) CANCELLED .*DUE TO (?P<why>[A-Z ]+?) \*\*\*")
 OPEN_MPI_SIGNAL = re.compile(
-    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<node>\S+) exited on signal (?P<signal>\d+)"
+    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<node>\S+) exited on(?: signal (?P<signal>\d+))?"
 )
-OPEN_MPI_WHO = re.compile(r"^Process name: \[.*[,@](?P<rank>\d+)(?:,\d+)?\]")
-OPEN_MPI_CODE = re.compile(r"^Exit code:\s+(?P<code>\d+)")
+OPEN_MPI_WRAPPED = re.compile(r"^signal (?P<signal>\d+) \(")
+OPEN_MPI_WHO = re.compile(
+    r"^(?:Process name: \[.*,(?P<exited>\d+)\]|MPI_ABORT was invoked on rank (?P<aborted>\d+) )"
+)
+OPEN_MPI_CODE = re.compile(r"^(?:Exit code:|Errorcode:|with errorcode)\s+(?P<code>\d+)")
 ABORT = re.compile(
     r"^(?:\d+: )?Abort\((?P<code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): (?P<what>.*)"
 )
@@ -74,6 +77,7 @@ class LauncherWords:
             (HYDRA_SIGNAL, self._hydra_signal),
             (HYDRA_TABLE, self._hydra_table),
             (OPEN_MPI_SIGNAL, self._open_mpi_signal),
+            (OPEN_MPI_WRAPPED, self._open_mpi_wrapped),
             (OPEN_MPI_WHO, self._open_mpi_who),
             (OPEN_MPI_CODE, self._open_mpi_code),
             (ABORT, self._abort),
@@ -107,7 +111,7 @@ class LauncherWords:
         self._amend(signal=int(found["old"] or found["new"]))
 
     def _amend(self, **more: int) -> None:
-        if self._deaths and self._deaths[-1].pid is not None and self._deaths[-1].signal is None:
+        if self._deaths and self._deaths[-1].node is not None and self._deaths[-1].signal is None:
             death = self._deaths[-1]
             number = more.get("signal")
             code = None if number is not None else more.get("exit_code")
@@ -121,11 +125,14 @@ class LauncherWords:
         self._deaths[:0] = [death for death in deaths if death.exit_code]
 
     def _open_mpi_signal(self, found: re.Match[str]) -> None:
-        pid = int(found["pid"]) or None
-        self._deaths.append(Death(int(found["rank"]), pid, found["node"], int(found["signal"])))
+        number = int(found["signal"]) if found["signal"] else None
+        self._deaths.append(Death(int(found["rank"]), int(found["pid"]) or None, found["node"], number))
+
+    def _open_mpi_wrapped(self, found: re.Match[str]) -> None:
+        self._amend(signal=int(found["signal"]))
 
     def _open_mpi_who(self, found: re.Match[str]) -> None:
-        self._open_mpi_rank = int(found["rank"])
+        self._open_mpi_rank = int(found["exited"] or found["aborted"])
 
     def _open_mpi_code(self, found: re.Match[str]) -> None:
         if self._open_mpi_rank is not None:

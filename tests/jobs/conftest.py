@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_helpers import ROOT
 
 from gems.compose import compose
 from gems.config import RunSpec
 from gems.runfolder import RunFolder, prepare
-from jobs.collect import collect
-
-ROOT = Path(__file__).resolve().parents[2]
 
 TINY_RANK = """
 import json, os, pathlib, signal, sys, time
@@ -55,15 +51,6 @@ while mode:
     MPI.COMM_WORLD.Barrier()
 heartbeat.close()
 """
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    """Waits for a condition; fails the test when it does not come true."""
-    pause = threading.Event()
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        pause.wait(0.02)
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +91,6 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
         seen.append(folder)
         return 0
 
-    assert collect.__name__ == "collect"
     monkeypatch.setattr("jobs.launch.collect", note)
     return seen
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from conftest import ROOT
+from job_helpers import ROOT
 from submitit.core.utils import DelayedSubmission
 
 from gems.config import RunSpec

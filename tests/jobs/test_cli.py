@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from job_helpers import ROOT
 
 from gems.cli import main
 from gems.compose import compose

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import wait_until
+from job_helpers import wait_until
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
@@ -20,7 +20,7 @@ from gems.ranks import Ended
 from gems.runfolder import RunFolder
 from jobs import launch as launch_module
 from jobs.collect import collect
-from jobs.launch import launch, set_aside
+from jobs.launch import OF_THE_JOB, launch
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
@@ -263,7 +263,7 @@ def test_nothing_of_an_earlier_launch_is_lost_or_mistaken(
 def test_a_fresh_folder_has_nothing_to_set_aside(tiny: Tiny) -> None:
     folder, _ = tiny()
     before = sorted(folder.path.rglob("*"))
-    set_aside(folder)
+    folder.archive(keep=OF_THE_JOB)
     assert sorted(folder.path.rglob("*")) == before
 
 

@@ -1,4 +1,7 @@
-"""What launchers were seen to say when a rank died (MPICH 5.0.2, Open MPI 4.1 and 5.0, SLURM 22.05)."""
+"""What launchers say when a rank dies.
+
+Seen: MPICH 5.0.2, Open MPI 4.1.8 and 5.0.11, SLURM 22.05. Intel MPI's words are recalled.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,21 @@ SRUN_EXITED = "srun: error: n2: tasks 2,4-5: Exited with exit code 3"
 SRUN_SEGFAULT = "srun: error: node-1.site: task 0: Segmentation fault (core dumped)"
 SRUN_MEMORY = "srun: error: n2: task 2: Out Of Memory"
 OPEN_MPI_4_KILLED = "mpirun noticed that process rank 1 with PID 0 on node n1 exited on signal 9 (Killed)."
+OPEN_MPI_5_KILLED = """
+--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID 7081 on node n1 exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+OPEN_MPI_5_ABORTED = """
+MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD
+  Proc: [[46141,1],1]
+  Errorcode: 4
+"""
+OPEN_MPI_4_ABORTED = """
+MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD
+with errorcode 4.
+"""
 OPEN_MPI_4_EXITED = """
   Process name: [[46613,1],1]
   Exit code:    3
@@ -66,6 +84,9 @@ FATAL = "Abort(15) on node 1 (rank 1 in comm 0): Fatal error in internal_Recv: M
         (SRUN_SEGFAULT, [Death(0, None, "node-1.site", 11)]),
         (SRUN_MEMORY, [Death(2, None, "n2", reason="Out Of Memory")]),
         (OPEN_MPI_4_KILLED, [Death(1, None, "n1", 9)]),
+        (OPEN_MPI_5_KILLED, [Death(1, 7081, "n1", 9)]),
+        (OPEN_MPI_5_ABORTED, [Death(1, exit_code=4)]),
+        (OPEN_MPI_4_ABORTED, [Death(1, exit_code=4)]),
         (OPEN_MPI_4_EXITED, [Death(1, exit_code=3)]),
         (OPEN_MPI_5_EXITED, [Death(2, exit_code=3)]),
         (ABORTED, [Death(2, exit_code=4)]),

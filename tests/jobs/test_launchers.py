@@ -14,7 +14,7 @@ from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.runfolder import RunFolder, prepare
 from jobs.launchers import command, sweep_by_srun
-from jobs.spec import folder_of, job_spec
+from jobs.spec import job_spec
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
 PROGRAM = ["-m", "gems.engine.run", "/runs/it's mine"]
@@ -85,6 +85,6 @@ def test_python_must_be_a_command_line(resolved: Callable[..., RunSpec], python:
 
 def test_the_folder_is_known_before_it_is_made(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = replace(resolved(), runs_dir=str(tmp_path / "a" / ".." / "b"))
-    expected = folder_of(spec)
+    expected = RunFolder.of(spec)
     assert not expected.path.exists()
     assert prepare(spec) == expected

@@ -19,7 +19,7 @@ from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.runfolder import RunFolder
 from jobs.slurm import executor, sbatch_options, without_enclosing_job
-from jobs.spec import folder_of, job_spec
+from jobs.spec import job_spec
 from jobs.submit import submit
 
 SBATCH = """#!{python}
@@ -60,7 +60,7 @@ def directives(script: str) -> list[str]:
 
 
 def script_of(spec: RunSpec) -> str:
-    return executor(spec, job_spec(spec), folder_of(spec)).script()
+    return executor(spec, job_spec(spec), RunFolder.of(spec)).script()
 
 
 def on_slurm(resolved: Callable[..., RunSpec], tmp_path: Path, *overrides: str, **more: Any) -> RunSpec:
@@ -80,7 +80,7 @@ def test_whole_script(
         sbatch={"qos": "high", "exclusive": True},
     )
     spec = replace(spec, cluster=cluster, runs_dir="/runs")
-    logs = folder_of(spec).logs
+    logs = RunFolder.of(spec).logs
     assert script_of(spec).splitlines() == [
         "#!/bin/bash",
         "",
@@ -194,7 +194,7 @@ def test_dry_run_is_what_would_be_submitted(
     assert shown["script"] == script
     figures = ("nodes", "tasks", "tasks_per_node", "gpus", "minutes", "gpu_hours")
     assert [shown[figure] for figure in figures] == [2, 4, 2, 0, 10, 0.0]
-    assert (shown["command"][0], shown["run_folder"]) == ("srun", str(folder_of(spec).path))
+    assert (shown["command"][0], shown["run_folder"]) == ("srun", str(RunFolder.of(spec).path))
 
     cluster: Path = request.getfixturevalue("cluster")
     assert submit(spec, Options()) == 0
@@ -216,7 +216,7 @@ def test_submission(
         monkeypatch.setenv(name, value)
     spec = on_slurm(resolved, tmp_path)
     assert submit(spec, Options()) == 0
-    folder = folder_of(spec)
+    folder = RunFolder.of(spec)
     status = folder.read_status()
     assert (status["state"], status["job_id"]) == ("submitted", "41")
     assert not told(cluster)["environment"].keys() & hidden.keys()
@@ -235,7 +235,7 @@ def test_submission_as_json(
 ) -> None:
     spec = on_slurm(resolved, tmp_path)
     assert submit(spec, Options(json=True)) == 0
-    folder = folder_of(spec)
+    folder = RunFolder.of(spec)
     assert json.loads(capsys.readouterr().out) == {
         "job_id": "41", "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log")
     }  # fmt: skip
@@ -249,7 +249,7 @@ def test_refused_job_is_one_line_and_leaves_no_litter(
     with pytest.raises(ConfigError, match=r"cluster=mini: sbatch refuses the job: .*Invalid partition name"):
         submit(spec, Options())
     assert capfd.readouterr() == ("", "")
-    folder = folder_of(spec)
+    folder = RunFolder.of(spec)
     assert folder.read_status()["state"] == "prepared"
     assert list(folder.logs.iterdir()) == []
     (cluster / "refuse").unlink()
@@ -265,14 +265,14 @@ def test_without_sbatch_nothing_is_prepared(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("state", ["submitted", "running"])
+@pytest.mark.parametrize("state", ["submitted", "running", "failed"])
 def test_a_folder_is_its_jobs_while_the_queue_has_it(
     resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, state: str
 ) -> None:
     spec = on_slurm(resolved, tmp_path)
     submit(spec, Options())
-    folder = folder_of(spec)
-    folder.write_status(state, job_id="41", host="n1", pid=1)
+    folder = RunFolder.of(spec)
+    folder.write_status(state, job_id="41", host="n1", pid=1, cause="of the run")
     (cluster / "running").touch()
     with pytest.raises(ConfigError, match="is that of job 41, which has not ended"):
         submit(spec, Options())
@@ -280,7 +280,10 @@ def test_a_folder_is_its_jobs_while_the_queue_has_it(
     (cluster / "running").unlink()
     assert submit(spec, Options()) == 0  # it was cancelled, or lost with its node
     (kept,) = (folder.path / "attempts").iterdir()
-    assert "left the queue" in json.loads((kept / "status.json").read_text())["cause"]
+    cause = json.loads((kept / "status.json").read_text())["cause"]
+    assert cause == (
+        "of the run" if state == "failed" else "the job left the queue: cancelled, lost or out of time"
+    )
 
 
 def test_a_queue_that_cannot_be_asked_releases_nothing(
@@ -308,7 +311,7 @@ def test_local_dry_run_is_the_launchers_line(
     assert submit(spec, Options(flags=frozenset({"--dry-run"}))) == 0
     out, err = capsys.readouterr()
     words = shlex.split(out)
-    assert words[-3:] == ["-m", "gems.engine.run", str(folder_of(spec).path)]
+    assert words[-3:] == ["-m", "gems.engine.run", str(RunFolder.of(spec).path)]
     assert words[words.index("-n") + 1] == "4"
     assert "tasks 4" in err and not (tmp_path / "my runs").exists()
 
