@@ -1,0 +1,31 @@
+"""Traces: one HDF5 layout for measured, emulated and simulated runs.
+
+A finished run has one file with a group of columns each for `/events`, `/steps`, `/rank_steps` and `/samples`; while it
+runs, every rank has a part of its own.
+"""
+
+from __future__ import annotations
+
+from gems.trace.hdf5 import open_trace
+from gems.trace.layout import COLUMNS, DTYPES, KINDS, SCHEMA_VERSION, SOURCES, STREAMS, Trace, root_attributes
+from gems.trace.part import PART_TABLES, TracePart, merge_parts, part_path, read_part
+from gems.trace.whole import read_trace, write_trace
+
+__all__ = [
+    "COLUMNS",
+    "DTYPES",
+    "KINDS",
+    "PART_TABLES",
+    "SCHEMA_VERSION",
+    "SOURCES",
+    "STREAMS",
+    "Trace",
+    "TracePart",
+    "merge_parts",
+    "open_trace",
+    "part_path",
+    "read_part",
+    "read_trace",
+    "root_attributes",
+    "write_trace",
+]

@@ -1,0 +1,97 @@
+"""The layout: tables, their columns with units, and a trace in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+SCHEMA_VERSION = "1.0"
+SOURCES = ("measured", "emulated", "simulated")
+KINDS = ("F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "STEP")
+STREAMS = ("compute", "link")
+
+COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "events": (
+        ("rank", "i4", "1", "world rank"),
+        ("step", "i4", "1", "optimizer step"),
+        ("kind", "i2", "1", "action kind, index into the attribute kinds"),
+        ("stage", "i4", "1", "stage"),
+        ("segment", "i4", "1", "segment of the stage, -1 for the whole"),
+        ("direction", "i1", "1", "0 down, 1 up"),
+        ("micro_batch", "i4", "1", "micro-batch of the step, -1 for none"),
+        ("stream", "i1", "1", "stream, index into the attribute streams"),
+        ("start_ns", "i8", "ns", "begin on rank 0's clock; of a transfer, its posting"),
+        ("end_ns", "i8", "ns", "end on rank 0's clock; of a transfer, the time it was seen complete"),
+        ("moved_bytes", "i8", "byte", "bytes carried"),
+        ("device_bytes", "i8", "byte", "bytes held on the device when the action ended"),
+        ("host_bytes", "i8", "byte", "bytes held in host memory when the action ended"),
+    ),
+    "steps": (
+        ("step", "i4", "1", "optimizer step"),
+        ("start_ns", "i8", "ns", "first rank's begin"),
+        ("end_ns", "i8", "ns", "last rank's end"),
+        ("images", "i8", "1", "images of all directions and replicas"),
+        ("loss", "f8", "1", "mean training loss over all images of the step"),
+        ("is_warmup", "i1", "1", "1 for a step left out of figures"),
+    ),
+    "rank_steps": (
+        ("rank", "i4", "1", "world rank"),
+        ("step", "i4", "1", "optimizer step"),
+        ("start_ns", "i8", "ns", "begin on this rank"),
+        ("end_ns", "i8", "ns", "end on this rank"),
+        ("images", "i8", "1", "images of all directions and replicas"),
+        ("loss", "f8", "1", "mean training loss of the step, where this rank knows it; NaN elsewhere"),
+        ("is_warmup", "i1", "1", "1 for a step left out of figures"),
+    ),
+    "samples": (
+        ("rank", "i4", "1", "world rank"),
+        ("t_ns", "i8", "ns", "time on rank 0's clock"),
+        ("device_bytes", "i8", "byte", "device memory in use as the driver reports it, -1 without a GPU"),
+        ("rss_bytes", "i8", "byte", "resident memory of the process"),
+        ("power_w", "f8", "W", "power draw of the device, NaN without a GPU"),
+        ("utilisation", "f8", "1", "share of time in which the device computed, NaN without a GPU"),
+    ),
+}
+DTYPES = {
+    name: np.dtype([(column, kind) for column, kind, _, _ in columns]) for name, columns in COLUMNS.items()
+}
+
+
+@dataclass(slots=True)
+class Trace:
+    """A trace in memory: structured arrays of the tables in `COLUMNS`, the root attributes and the texts."""
+
+    attributes: dict[str, Any]
+    events: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["events"]))
+    steps: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["steps"]))
+    rank_steps: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["rank_steps"]))
+    samples: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["samples"]))
+    run_yaml: str = ""
+    schedule_rows: tuple[str, ...] = ()
+    schedule_sha256: str = ""
+    boundaries: tuple[int, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """One of measured, emulated, simulated."""
+        return str(self.attributes["source"])
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(self.attributes["world_size"])
+
+
+def root_attributes(source: str, signature: str, world_size: int, **more: Any) -> dict[str, Any]:
+    """Gives the root attributes that every trace has, and `more`."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "source": source,
+        "signature": signature,
+        "world_size": world_size,
+        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        **more,
+    }

@@ -1,0 +1,74 @@
+"""A whole trace: the file that a finished or simulated run has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from gems.trace.hdf5 import get_attributes, open_trace, set_attributes
+from gems.trace.layout import COLUMNS, DTYPES, KINDS, SCHEMA_VERSION, STREAMS, Trace
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Writes a whole trace, each column with its `units` and `long_name`; the file appears complete or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(partial, "w") as file:
+        set_attributes(file, {**trace.attributes, "schema_version": SCHEMA_VERSION})
+        for name, columns in COLUMNS.items():
+            group = file.create_group(name)
+            table = getattr(trace, name)
+            for column, _, units, long_name in columns:
+                compress = (
+                    {"compression": "gzip", "compression_opts": 1, "shuffle": True} if len(table) else {}
+                )
+                dataset = group.create_dataset(column, data=np.ascontiguousarray(table[column]), **compress)
+                dataset.attrs["units"], dataset.attrs["long_name"] = units, long_name
+        file["events"].attrs["kinds"] = list(KINDS)
+        file["events"].attrs["streams"] = list(STREAMS)
+        text = h5py.string_dtype()
+        schedule = file.create_group("schedule")
+        schedule.attrs["sha256"] = trace.schedule_sha256
+        rows = np.array(trace.schedule_rows, dtype=object)
+        for dataset, long_name in (
+            (
+                file.create_dataset("run_yaml", data=trace.run_yaml, dtype=text),
+                "resolved configuration, YAML",
+            ),
+            (
+                schedule.create_dataset("rows", data=rows, dtype=text),
+                "actions of each rank of a pipeline, in order",
+            ),
+            (
+                file.create_dataset("partition/boundaries", data=np.array(trace.boundaries, dtype="i8")),
+                "first layer of each stage, and the number of layers",
+            ),
+        ):
+            dataset.attrs["units"], dataset.attrs["long_name"] = "1", long_name
+    partial.replace(path)
+
+
+def read_trace(path: Path) -> Trace:
+    """Reads a whole trace.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, or of a newer major schema.
+    """
+    with open_trace(path) as file:
+        tables: dict[str, Any] = {}
+        for name, columns in COLUMNS.items():
+            table = np.empty(len(file[name][columns[0][0]]), DTYPES[name])
+            for column, *_ in columns:
+                table[column] = file[name][column][()]
+            tables[name] = table
+        return Trace(
+            attributes=get_attributes(file),
+            run_yaml=file["run_yaml"].asstr()[()],
+            schedule_rows=tuple(file["schedule/rows"].asstr()[()]),
+            schedule_sha256=str(file["schedule"].attrs["sha256"]),
+            boundaries=tuple(int(b) for b in file["partition/boundaries"][()]),
+            **tables,
+        )
