@@ -28,7 +28,7 @@ def resolve(spec: RunSpec) -> RunSpec:
     _check_choices(spec)
     _check_ranges(spec)
     check_data(spec.data)
-    check_image(spec.model, spec.data)
+    check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
     parallel = _resolve_counts(spec)
     num_layers = len(layers_of(spec.model, spec.data))
     if parallel.partitions > num_layers:
@@ -76,14 +76,7 @@ def _check_ranges(spec: RunSpec) -> None:
         ("parallel.parts", parallel.parts, 1),
         ("parallel.micro_batches", parallel.micro_batches, 1),
         ("parallel.micro_batch_size", parallel.micro_batch_size, 1),
-        ("data.height_px", data.height_px, 1),
-        ("data.width_px", data.width_px, 1),
-        ("data.channels", data.channels, 1),
-        ("data.num_classes", data.num_classes, 2),
         ("data.field_px", data.field_px, 1),
-        ("data.train_images", data.train_images, 1),
-        ("data.validation_images", data.validation_images, 1),
-        ("data.prefetch_steps", data.prefetch_steps, 0),
         ("model.width", spec.model.width, 1),
         ("machine.threads_per_rank", spec.machine.threads_per_rank, 1),
         ("train.steps", train.steps, 1),

@@ -57,7 +57,7 @@ def check_data(data: DataConfig) -> None:
         ("data.prefetch_steps", data.prefetch_steps, 0),
     ):
         if count < least:
-            raise ConfigError(key, count, f"at least {least}")
+            raise ConfigError(key, count, f"must be {least} or more")
     source.check(data)
 
 

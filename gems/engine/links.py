@@ -98,7 +98,6 @@ class Links:
         is_forward = action.kind is Kind.SEND_F
         peer = self.schedule.placement.rank_of(action.direction, action.stage + (1 if is_forward else -1))
         transport = self.transports[action.direction]
-        posted_ns = self.recorder.now()
         left = len(tensors)
         moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.recorder.hold(moved_bytes)
@@ -110,8 +109,9 @@ class Links:
                 self.recorder.hold(-moved_bytes)
                 self.recorder.transfer(action, posted_ns, moved_bytes)
 
-        for index, tensor in enumerate(tensors):
-            buffer, done = self.staging.to_host(tensor, one_left)
+        ready = [self.staging.to_host(tensor, one_left) for tensor in tensors]
+        posted_ns = self.recorder.now()  # on a GPU not before the compute is over whose data this is
+        for index, (buffer, done) in enumerate(ready):
             transport.send(buffer, peer, self._tag(action, index), done)
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:

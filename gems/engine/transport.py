@@ -13,7 +13,8 @@ import torch
 
 from gems.errors import ConfigError, StalledError
 
-mpi4py.rc.thread_level = "serialized"  # all calls come from one thread; the data loader's makes none
+# One call at a time, from whichever thread: on a GPU autograd's polls while ours waits for it.
+mpi4py.rc.thread_level = "serialized"
 from mpi4py import MPI
 
 SPIN_S = 0.0002

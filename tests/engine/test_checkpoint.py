@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ def share(boundaries: list[int], num_directions: int = 1, replica: int = 0, seed
     modules = {
         (direction, stage): nn.ModuleList(build_layers(layers, first, end, seed))
         for direction in range(num_directions)
-        for stage, (first, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
+        for stage, (first, end) in enumerate(pairwise(boundaries))
     }
     return SimpleNamespace(spec=spec, replica=replica, modules=modules)
 
@@ -77,7 +78,11 @@ def test_a_run_folder_serves_as_well(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "layer"),
-    [({"model__depth": 14}, "stage1.block2"), ({"model__width": 8}, "stem"), ({"data__num_classes": 4}, "head")],
+    [
+        ({"model__depth": 14}, "stage1.block2"),
+        ({"model__width": 8}, "stem"),
+        ({"data__num_classes": 4}, "head"),
+    ],
 )
 def test_another_model_is_refused_in_one_line(tmp_path, changes, layer):
     checkpoint.save(share([0, 5]), tmp_path)
@@ -90,14 +95,14 @@ def test_another_model_is_refused_in_one_line(tmp_path, changes, layer):
 
 def test_a_deeper_model_is_refused_although_all_layers_would_fit(tmp_path):
     checkpoint.save(share([0, 8], model__depth=14), tmp_path)
-    with pytest.raises(ConfigError, match="does not fit this model at layer stage1.block2"):
+    with pytest.raises(ConfigError, match=r"does not fit this model at layer stage1\.block2"):
         checkpoint.restore(share([0, 5]), checkpoint.load(tmp_path))
 
 
 def test_a_stage_that_is_missing_is_noticed(tmp_path):
     checkpoint.save(share([0, 2, 5]), tmp_path)
     (tmp_path / "stage0000.pt").unlink()
-    with pytest.raises(ConfigError, match="at layer stage1.block1"):
+    with pytest.raises(ConfigError, match=r"at layer stage1\.block1"):
         checkpoint.restore(share([0, 5]), checkpoint.load(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""The executor on one rank: hand-over without messages, views of what was received, evaluation, bytes and events."""
+"""The executor on one rank: hand-over without messages, views of what was received, and evaluation."""
 
 from __future__ import annotations
 
@@ -9,56 +9,18 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from gems.engine.executor import NO_LABEL, Batch, Executor
-from gems.engine.ledger import Ledger
-from gems.engine.links import Links
-from gems.engine.recorder import COMPUTE, LINK, Recorder
-from gems.engine.stage import Stage
-from gems.engine.staging import Direct
+from gems.engine.executor import NO_LABEL, Batch
 from gems.heartbeat import Heartbeat, read_beat
 from gems.models.build import TensorSpec, as_tuple
 from gems.schedule import generate
-from gems.schedule.action import RANK_KINDS, RECV_KINDS, Kind, backward, forward
+from gems.schedule.action import RECV_KINDS, Kind, backward, forward
 from gems.schedule.forward_only import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from gems.trace import KINDS
-from tests.engine.toys import Fork, Join, LateTransport, ListPart, Mix, Pass
-
-CPU = torch.device("cpu")
-N, SIZE, WIDTH = 4, 2, 6
-
-
-class Rig:
-    """One rank's executor with its own ledger and events, and a late network where it has neighbours."""
-
-    def __init__(self, schedule, rank, modules, boundaries=(), source=None, at_once=False, **options) -> None:
-        self.part = ListPart(rank)
-        self.ledger = Ledger(CPU)
-        self.recorder = Recorder(self.part, self.ledger, CPU)
-        self.transports = [
-            LateTransport(schedule, rank, direction, boundaries, source, at_once)
-            for direction in range(schedule.num_directions)
-        ]
-        links = Links(schedule, rank, boundaries, self.transports, Direct(CPU), self.recorder)
-        self.stages = {
-            held: Stage(nn.ModuleList(kept), held[1] == 0, links.poll) for held, kept in modules.items()
-        }
-        self.executor = Executor(schedule, rank, self.stages, links, self.recorder, **options)
-
-    def run(self, batch: Batch, step: int = 0):
-        score = self.executor.run(step, batch)
-        self.recorder.end_step()
-        return score
-
-
-def images_and_labels(num: int = N, shape: tuple[int, ...] = (WIDTH,)) -> tuple[dict, dict]:
-    generator = torch.Generator().manual_seed(3)
-    images = {m: torch.randn(SIZE, *shape, generator=generator) for m in range(num)}
-    labels = {m: torch.randint(0, WIDTH, (SIZE,), generator=generator) for m in range(num)}
-    return images, labels
+from tests.engine.rig import SIZE, WIDTH, N, Rig, images_and_labels
+from tests.engine.toys import Fork, Join, Mix, Pass
 
 
 def on_one_rank(num_stages: int, order: str) -> Schedule:
@@ -100,9 +62,7 @@ def test_stages_on_one_rank_hand_over_without_messages(make, order):
     assert not any(action.kind in RECV_KINDS for action in schedule.rows[0])
     images, labels = images_and_labels()
     images = {m: image.double() for m, image in images.items()}
-    rig = Rig(
-        schedule, 0, {(0, s): [module] for s, module in enumerate(modules)}, samples_per_step=N * SIZE
-    )
+    rig = Rig(schedule, 0, {(0, s): [module] for s, module in enumerate(modules)}, samples_per_step=N * SIZE)
     score = rig.run(Batch(images, labels))
 
     loss = total_loss(plain, images, labels)
@@ -118,12 +78,19 @@ def test_stages_on_one_rank_hand_over_without_messages(make, order):
 
 def numbered(action, index) -> torch.Tensor:
     """What the neighbours send: a tensor that no other transfer has."""
-    return torch.arange(SIZE * WIDTH).reshape(SIZE, WIDTH) + 1000.0 * (action.micro_batch + 1) + (
-        50.0 if action.kind is Kind.RECV_B else 0.0
+    return (
+        torch.arange(SIZE * WIDTH).reshape(SIZE, WIDTH)
+        + 1000.0 * (action.micro_batch + 1)
+        + (50.0 if action.kind is Kind.RECV_B else 0.0)
     )
 
 
-VIEWS = {"identity": nn.Identity, "pass": Pass, "flatten": nn.Flatten, "unflatten": lambda: nn.Unflatten(1, (WIDTH,))}
+VIEWS = {
+    "identity": nn.Identity,
+    "pass": Pass,
+    "flatten": nn.Flatten,
+    "unflatten": lambda: nn.Unflatten(1, (WIDTH,)),
+}
 
 
 @pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
@@ -176,6 +143,15 @@ def test_evaluation_counts_no_sample_without_a_label():
     assert score.loss_sum == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_what_fills_a_micro_batch_is_never_right():
+    schedule = validate(lower(forward_only(Placement(1, ((0,),)), 1)))
+    images = {0: torch.eye(WIDTH)}  # sample c is told to be of class c
+    labels = {0: torch.tensor([NO_LABEL, 1, 2, 0, NO_LABEL, NO_LABEL])}
+    rig = Rig(schedule, 0, {(0, 0): [nn.Identity()]})
+    score = rig.run(Batch(images, labels))
+    assert (score.num_correct, score.num_samples) == (2, 3)
+
+
 def test_the_loss_is_one_log_softmax_of_the_logits():
     """MPI4DL #8: a softmax before the loss keeps it near the logarithm of the number of classes."""
     images = {0: torch.eye(WIDTH)[:SIZE] * 50}
@@ -195,95 +171,6 @@ def test_bfloat16_logits_are_scored_in_float32():
     score = rig.run(Batch(images, labels))
     exact = functional.cross_entropy(images[0].double(), labels[0], reduction="sum")
     assert score.loss_sum == pytest.approx(float(exact), rel=1e-6)
-
-
-# --- bytes and events ------------------------------------------------------------------------------------------------
-
-DEEP = 24
-PER_TENSOR = SIZE * WIDTH * 4
-
-
-def deep_rig(family: str, num_ranks: int, num_micro_batches: int, parts: int, rank: int) -> Rig:
-    """Stages of many layers, each of which keeps its output: stashes far larger than what crosses a boundary."""
-    schedule = validate(lower(generate(family, num_ranks, num_micro_batches, parts)))
-    boundaries = [(TensorSpec("x", (SIZE, WIDTH), torch.float32),)] * (num_ranks - 1)
-    modules = {
-        held: [nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(DEEP))]
-        for held in schedule.placement.stages_on(rank)
-    }
-    return Rig(
-        schedule,
-        rank,
-        modules,
-        boundaries,
-        lambda action, index: torch.ones(SIZE, WIDTH),
-        at_once=True,
-        samples_per_step=num_micro_batches * SIZE,
-    )
-
-
-CASES = [
-    *(("1f1b", 4, 8, 1, rank, 4 - rank) for rank in range(4)),
-    *(("gpipe", 3, 5, 1, rank, 5) for rank in range(3)),
-    *(("layer_parallel", 3, 4, 1, rank, 1) for rank in range(3)),
-    *(("gems_master", 4, 8, 1, rank, 1) for rank in range(4)),
-    *(("gems_master", 3, 12, 3, rank, 3) for rank in range(3)),
-    *(("gems_mast", 4, 4, 2, rank, 2) for rank in range(4)),
-]
-
-
-@pytest.mark.parametrize(("family", "num_ranks", "n", "parts", "rank", "in_flight"), CASES)
-def test_peak_bytes_are_the_schedule_s_stashes(family, num_ranks, n, parts, rank, in_flight):
-    rig = deep_rig(family, num_ranks, n, parts, rank)
-    images, labels = images_and_labels(n)
-    directions = rig.executor.schedule.directions()
-    placement = rig.executor.schedule.placement
-    batch = Batch(
-        {m: images[m] for m in images if placement.rank_of(directions[m], 0) == rank},
-        {m: labels[m] for m in labels if placement.rank_of(directions[m], num_ranks - 1) == rank},
-    )
-    rig.run(batch)
-    assert rig.ledger.held_bytes == 0, "bytes return to where they started"
-    rig.part.rows.clear()
-    rig.run(batch, step=1)
-    assert rig.ledger.held_bytes == 0
-    stash = min(stage.stash_bytes for stage in rig.stages.values())
-    peak = max(row[11] for row in rig.part.rows) - sum(image.nbytes for image in batch.images.values())
-    # beside the stashes: the inputs of those micro-batches, buffers posted one action ahead, what is being sent, and
-    # the last stage's loss
-    loss_bytes = max(stage.stash_bytes for stage in rig.stages.values()) - stash
-    buffers = peak - in_flight * stash
-    assert 0 <= buffers <= (in_flight + 3) * PER_TENSOR + in_flight * loss_bytes < stash
-
-
-@pytest.mark.parametrize("family", ["1f1b", "gems_master"])
-def test_events_of_a_step_are_the_actions_of_the_row(family):
-    rig = deep_rig(family, 3, 4, 1, 1)
-    images, labels = images_and_labels()
-    for step in (0, 1):
-        rig.part.rows.clear()
-        rig.run(Batch(images, labels), step)
-        row = rig.executor.schedule.rows[1]
-        seen = [
-            (KINDS[kind], stage, direction, micro_batch, stream)
-            for _, _, kind, stage, _, direction, micro_batch, stream, *_ in sorted(
-                rig.part.rows, key=lambda entry: (entry[8], entry[9])
-            )
-        ]
-        wanted = [
-            (action.kind.value, action.stage, action.direction, -1 if action.micro_batch is None else action.micro_batch)
-            for action in row
-        ]
-        compute_kinds = {"F", "B"} | {kind.value for kind in RANK_KINDS}
-        assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [w for w in wanted if w[0] in compute_kinds]
-        links = [entry[:4] for entry in seen if entry[4] == LINK]
-        assert sorted(links) == sorted(w for w in wanted if w[0] not in compute_kinds)
-        assert {entry[1] for entry in rig.part.rows} == {step}
-        assert {entry[0] for entry in rig.part.rows} == {1}
-        moved = {entry[10] for entry in rig.part.rows if entry[7] == LINK}
-        assert moved == {PER_TENSOR}
-        computed = [entry for entry in rig.part.rows if entry[7] == COMPUTE]
-        assert all(before[9] <= after[8] for before, after in zip(computed, computed[1:], strict=False))
 
 
 def test_the_heartbeat_names_the_action_at_fault(tmp_path):

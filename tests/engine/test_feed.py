@@ -96,7 +96,9 @@ def test_a_bad_image_reaches_the_step_that_needs_it():
 
 
 @pytest.mark.parametrize("num_validation", [1, 5, 7, 8, 16, 17])
-@pytest.mark.parametrize(("replicas", "size", "num_micro_batches"), [(1, 2, 3), (2, 2, 2), (4, 3, 1), (3, 1, 4)])
+@pytest.mark.parametrize(
+    ("replicas", "size", "num_micro_batches"), [(1, 2, 3), (2, 2, 2), (4, 3, 1), (3, 1, 4)]
+)
 def test_validation_counts_every_image_once(num_validation, replicas, size, num_micro_batches):
     dataset = NumberedDataset(200, num_validation)
     counted: list[int] = []

@@ -46,7 +46,7 @@ def test_autograd_adds_into_one_buffer(transport):
 
 
 def test_views_do_not_overlap(transport):
-    modules = {(0, 1): layers(), (1, 1): layers(), (0, 2): layers(5)}
+    modules = {(0, 1): layers(), (1, 1): layers(), (0, 2): layers(5), (1, 2): layers(5), (0, 3): layers(2)}
     gradients = Gradients(modules, transport, torch.float32, CPU)
     parameters = [p for module in modules.values() for p in module.parameters()]
     for number, parameter in enumerate(parameters):

@@ -20,7 +20,7 @@ from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.trace import KINDS
-from tests.engine.toys import LateTransport, ListPart
+from tests.engine.rig import LateTransport, ListPart
 
 CPU = torch.device("cpu")
 PAIR = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
@@ -61,6 +61,18 @@ def test_no_two_messages_of_a_step_share_communicator_ranks_and_tag():
             assert not sent or max(sent.values()) == 1, schedule
             num_messages += len(sent)
     assert num_messages > 10_000
+
+
+def test_tags_differ_whatever_the_placement():
+    """Where ranks take turns (stages 0 and 2 here, 1 and 3 there), both ways cross between the same two ranks."""
+    tags = [
+        tag_of(Action(kind, stage, m), index, 4, 3)
+        for kind in PAIR
+        for stage in range(4)
+        for m in range(5)
+        for index in range(3)
+    ]
+    assert len(set(tags)) == len(tags)
 
 
 def test_a_send_and_its_receive_have_one_tag():

@@ -45,7 +45,9 @@ def driver(asked: list[str], **failing: bool) -> SimpleNamespace:
         "nvmlDeviceGetPowerUsage": 250_500,
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=40),
     }
-    return SimpleNamespace(NVMLError=NVMLError, **{name: answer(name, value) for name, value in values.items()})
+    return SimpleNamespace(
+        NVMLError=NVMLError, **{name: answer(name, value) for name, value in values.items()}
+    )
 
 
 @pytest.fixture
@@ -107,4 +109,5 @@ def test_a_driver_without_samples_does_not_end_the_run(open_on_gpu, capsys, fail
     ((_, device_bytes, resident, *_),) = monitor.take()
     assert device_bytes == -1 and resident > 0
     monitor.close()
-    assert capsys.readouterr().err == f"gems: no samples of the GPU's memory and power: {failing}: not supported\n"
+    said = f"gems: no samples of the GPU's memory and power: {failing}: not supported\n"
+    assert capsys.readouterr().err == said

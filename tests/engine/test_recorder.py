@@ -9,7 +9,7 @@ from gems.engine.ledger import Ledger, tensor_bytes
 from gems.engine.recorder import COMPUTE, LINK, Recorder
 from gems.schedule.action import Action, Kind
 from gems.trace import COLUMNS, DTYPES, KINDS, TracePart, read_part, root_attributes
-from tests.engine.toys import ListPart
+from tests.engine.rig import ListPart
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = [name for name, *_ in COLUMNS["events"]]
@@ -42,7 +42,8 @@ def test_rows_name_the_action_and_what_was_held():
     link, backward, step = as_dicts(part.rows)
     assert (link["rank"], link["step"], KINDS[link["kind"]], link["stream"]) == (5, 2, "SEND_B", LINK)
     assert (link["moved_bytes"], link["device_bytes"], link["segment"]) == (640, 60, -1)
-    assert (backward["stage"], backward["segment"], backward["direction"], backward["micro_batch"]) == (3, 4, 1, 1)
+    place = [backward[name] for name in ("stage", "segment", "direction", "micro_batch")]
+    assert place == [3, 4, 1, 1]
     assert (backward["stream"], backward["device_bytes"], backward["moved_bytes"]) == (COMPUTE, 100, 0)
     assert (KINDS[step["kind"]], step["micro_batch"]) == ("STEP", -1)
     assert start == backward["start_ns"] <= backward["end_ns"] <= step["end_ns"]

@@ -21,6 +21,7 @@ from gems.errors import RankFailedError, StalledError
 from gems.heartbeat import Beat, read_beat
 from gems.ranks import Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.runfolder import RunFolder, prepare, read_json
+from gems.shared_memory import remove_stale_shared_memory
 from gems.trace import part_path, read_part
 from tests.engine.toys import make_spec
 
@@ -28,6 +29,13 @@ NUM_RANKS = 2
 LIMIT_S = 100.0
 RECORD = {"rank", "node", "pid", "step", "action", "cause", "exit_code", "utc"}
 NODE = os.uname().nodename
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_memory():
+    """Ranks that are killed leave MPICH's files behind."""
+    yield
+    remove_stale_shared_memory()
 
 
 def make_folder(path: Path, **changes) -> RunFolder:
@@ -212,5 +220,7 @@ def test_a_broken_run_yaml_is_refused(tmp_path):
 
 
 def test_a_run_needs_a_folder():
-    ended = subprocess.run([sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S)
+    ended = subprocess.run(
+        [sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert ended.returncode == 2 and "usage" in ended.stderr

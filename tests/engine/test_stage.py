@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,8 +40,7 @@ LAYERS = {
 def make_stages(modules: list[nn.Module], cuts: list[int]) -> list[Stage]:
     bounds = [0, *cuts, len(modules)]
     return [
-        Stage(nn.ModuleList(modules[first:end]), first == 0, lambda: None)
-        for first, end in zip(bounds, bounds[1:], strict=False)
+        Stage(nn.ModuleList(modules[first:end]), first == 0, lambda: None) for first, end in pairwise(bounds)
     ]
 
 

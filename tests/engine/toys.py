@@ -1,9 +1,7 @@
-"""Toy networks, small runs and a network that is as late as MPI may be."""
+"""Toy networks, small runs and numbered images."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +10,8 @@ from torch import Tensor, nn
 
 from gems.config import DataConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.data.dataset import Dataset
-from gems.engine.links import tag_of
 from gems.models import FAMILIES, Family, Layer, register
-from gems.models.build import TensorSpec
 from gems.resolve import resolve
-from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
-from gems.schedule.schedule import Schedule
 
 HERE = "tests.engine.toys"
 
@@ -128,77 +122,3 @@ class NumberedDataset(Dataset):
 
     def _label(self, split: str, index: int) -> int:
         return index % self.num_classes
-
-
-class ListPart:
-    """A trace part that keeps its rows."""
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
-        self.rows: list[tuple] = []
-
-    def add(self, table: str, row: tuple) -> None:
-        assert table == "events"
-        self.rows.append(row)
-
-
-class LateTransport:
-    """Stands for MPI and the other ranks of one direction, and moves data as late as MPI may.
-
-    A buffer is filled when it is waited for, with `source(action, index)`. A tensor is read at the end of the step;
-    earlier only the forward whose gradient has come back, for the peer must have had it. With `at_once` all sends
-    leave when they are posted.
-    """
-
-    max_tag = 1 << 20
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        direction: int,
-        boundaries: Sequence[Sequence[TensorSpec]],
-        source: Callable[[Action, int], Tensor],
-        at_once: bool = False,
-    ) -> None:
-        self.sent: dict[Action, list[Tensor]] = defaultdict(list)
-        self._source = source
-        self._at_once = at_once
-        self._posted: dict[Action, list] = defaultdict(list)
-        most = max((len(boundary) for boundary in boundaries), default=1)
-        self._of_tag = {
-            (kind in SEND_KINDS, tag_of(action, index, schedule.num_stages, most)): (action, index)
-            for action in schedule.rows[rank]
-            for kind in (action.kind,)
-            if kind in SEND_KINDS | RECV_KINDS and action.direction == direction
-            for index in range(most)
-        }
-
-    def send(self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
-        assert tensor.is_contiguous()
-        action, _ = self._of_tag[True, tag]
-        self._posted[action].append((tensor, done))
-        if self._at_once:
-            self._deliver(action)
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> tuple[Tensor, Action, int]:
-        return (tensor, *self._of_tag[False, tag])
-
-    def wait(self, request: tuple[Tensor, Action, int], what: object = "") -> None:
-        buffer, action, index = request
-        if action.kind is Kind.RECV_B:
-            self._deliver(replace(action, kind=Kind.SEND_F))
-        buffer.copy_(self._source(action, index))
-
-    def poll(self) -> None:
-        """Moves nothing."""
-
-    def drain(self) -> None:
-        for action in list(self._posted):
-            self._deliver(action)
-
-    def _deliver(self, action: Action) -> None:
-        for tensor, done in self._posted.pop(action, []):
-            self.sent[action].append(tensor.clone())
-            if done is not None:
-                done()

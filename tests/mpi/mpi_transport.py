@@ -49,7 +49,9 @@ def test_both_directions_at_once_in_any_layout(comm):
     )
 
     def made(action: Action) -> tuple[torch.Tensor, ...]:
-        seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (action.kind is Kind.SEND_B)
+        seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (
+            action.kind is Kind.SEND_B
+        )
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(2, 3, 5, 4, generator=generator).bfloat16().transpose(2, 3)
         x = x if action.micro_batch % 2 else x.to(memory_format=torch.channels_last)
@@ -153,9 +155,10 @@ def test_a_barrier_holds_until_the_last_rank_comes(comm, transport, folder):
 
 def test_clocks_of_one_host_agree_within_their_error(comm):
     """Ranks of one host read the same monotonic clock, so the true offset is 0."""
-    assert comm.allgather(time.get_clock_info("perf_counter").implementation) == [
-        "clock_gettime(CLOCK_MONOTONIC)"
-    ] * comm.size
+    assert (
+        comm.allgather(time.get_clock_info("perf_counter").implementation)
+        == ["clock_gettime(CLOCK_MONOTONIC)"] * comm.size
+    )
     offset_ns, error_ns = measure_offset(comm)
     assert abs(offset_ns) <= error_ns + 1_000
     if comm.rank == 0:

@@ -1,0 +1,127 @@
+"""One rank's executor on a network that is as late as MPI may be."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from gems.engine.executor import Batch, Executor
+from gems.engine.ledger import Ledger
+from gems.engine.links import Links, tag_of
+from gems.engine.recorder import Recorder
+from gems.engine.stage import Stage
+from gems.engine.staging import Direct
+from gems.models.build import TensorSpec
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.schedule import Schedule
+
+CPU = torch.device("cpu")
+N, SIZE, WIDTH = 4, 2, 6  # micro-batches, samples of each, values of a sample
+
+
+class ListPart:
+    """A trace part that keeps its rows."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.rows: list[tuple] = []
+
+    def add(self, table: str, row: tuple) -> None:
+        assert table == "events"
+        self.rows.append(row)
+
+
+class LateTransport:
+    """Stands for MPI and the other ranks of one direction, and moves data as late as MPI may.
+
+    A buffer is filled when it is waited for, with `source(action, index)`. A tensor is read at the end of the step;
+    earlier only the forward whose gradient has come back, for the peer must have had it. With `at_once` all sends
+    leave when they are posted.
+    """
+
+    max_tag = 1 << 20
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        direction: int,
+        boundaries: Sequence[Sequence[TensorSpec]],
+        source: Callable[[Action, int], Tensor],
+        at_once: bool = False,
+    ) -> None:
+        self.sent: dict[Action, list[Tensor]] = defaultdict(list)
+        self._source = source
+        self._at_once = at_once
+        self._posted: dict[Action, list] = defaultdict(list)
+        most = max((len(boundary) for boundary in boundaries), default=1)
+        self._of_tag = {
+            (kind in SEND_KINDS, tag_of(action, index, schedule.num_stages, most)): (action, index)
+            for action in schedule.rows[rank]
+            for kind in (action.kind,)
+            if kind in SEND_KINDS | RECV_KINDS and action.direction == direction
+            for index in range(most)
+        }
+
+    def send(self, tensor: Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+        assert tensor.is_contiguous()
+        action, _ = self._of_tag[True, tag]
+        self._posted[action].append((tensor, done))
+        if self._at_once:
+            self._deliver(action)
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> tuple[Tensor, Action, int]:
+        return (tensor, *self._of_tag[False, tag])
+
+    def wait(self, request: tuple[Tensor, Action, int], what: object = "") -> None:
+        buffer, action, index = request
+        if action.kind is Kind.RECV_B:
+            self._deliver(replace(action, kind=Kind.SEND_F))
+        buffer.copy_(self._source(action, index))
+
+    def poll(self) -> None:
+        """Moves nothing."""
+
+    def drain(self) -> None:
+        for action in list(self._posted):
+            self._deliver(action)
+
+    def _deliver(self, action: Action) -> None:
+        for tensor, done in self._posted.pop(action, []):
+            self.sent[action].append(tensor.clone())
+            if done is not None:
+                done()
+
+
+class Rig:
+    """One rank's executor with its own ledger and events, and a late network where it has neighbours."""
+
+    def __init__(self, schedule, rank, modules, boundaries=(), source=None, at_once=False, **options) -> None:
+        self.part = ListPart(rank)
+        self.ledger = Ledger(CPU)
+        self.recorder = Recorder(self.part, self.ledger, CPU)
+        self.transports = [
+            LateTransport(schedule, rank, direction, boundaries, source, at_once)
+            for direction in range(schedule.num_directions)
+        ]
+        links = Links(schedule, rank, boundaries, self.transports, Direct(CPU), self.recorder)
+        self.stages = {
+            held: Stage(nn.ModuleList(kept), held[1] == 0, links.poll) for held, kept in modules.items()
+        }
+        self.executor = Executor(schedule, rank, self.stages, links, self.recorder, **options)
+
+    def run(self, batch: Batch, step: int = 0):
+        score = self.executor.run(step, batch)
+        self.recorder.end_step()
+        return score
+
+
+def images_and_labels(num: int = N, shape: tuple[int, ...] = (WIDTH,)) -> tuple[dict, dict]:
+    generator = torch.Generator().manual_seed(3)
+    images = {m: torch.randn(SIZE, *shape, generator=generator) for m in range(num)}
+    labels = {m: torch.randint(0, WIDTH, (SIZE,), generator=generator) for m in range(num)}
+    return images, labels

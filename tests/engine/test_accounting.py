@@ -1,0 +1,112 @@
+"""What a step leaves in the ledger and the trace: bytes that come and go, peaks, and the actions of the row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from gems.engine.executor import Batch
+from gems.engine.recorder import COMPUTE, LINK
+from gems.models.build import TensorSpec
+from gems.schedule import generate
+from gems.schedule.action import RANK_KINDS
+from gems.schedule.lower import lower
+from gems.schedule.validate import validate
+from gems.trace import KINDS
+from tests.engine.rig import SIZE, WIDTH, Rig, images_and_labels
+
+DEEP = 24
+PER_TENSOR = SIZE * WIDTH * 4
+
+
+def deep_rig(family: str, num_ranks: int, num_micro_batches: int, parts: int, rank: int) -> Rig:
+    """Stages of many layers, each of which keeps its output: stashes far larger than what crosses a boundary."""
+    schedule = validate(lower(generate(family, num_ranks, num_micro_batches, parts)))
+    boundaries = [(TensorSpec("x", (SIZE, WIDTH), torch.float32),)] * (num_ranks - 1)
+    modules = {
+        held: [nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(DEEP))]
+        for held in schedule.placement.stages_on(rank)
+    }
+    return Rig(
+        schedule,
+        rank,
+        modules,
+        boundaries,
+        lambda action, index: torch.ones(SIZE, WIDTH),
+        at_once=True,
+        samples_per_step=num_micro_batches * SIZE,
+    )
+
+
+CASES = [
+    *(("1f1b", 4, 8, 1, rank, 4 - rank) for rank in range(4)),
+    *(("gpipe", 3, 5, 1, rank, 5) for rank in range(3)),
+    *(("layer_parallel", 3, 4, 1, rank, 1) for rank in range(3)),
+    *(("gems_master", 4, 8, 1, rank, 1) for rank in range(4)),
+    *(("gems_master", 3, 12, 3, rank, 3) for rank in range(3)),
+    *(("gems_mast", 4, 4, 2, rank, 2) for rank in range(4)),
+]
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "n", "parts", "rank", "in_flight"), CASES)
+def test_peak_bytes_are_the_schedule_s_stashes(family, num_ranks, n, parts, rank, in_flight):
+    rig = deep_rig(family, num_ranks, n, parts, rank)
+    images, labels = images_and_labels(n)
+    directions = rig.executor.schedule.directions()
+    placement = rig.executor.schedule.placement
+    batch = Batch(
+        {m: images[m] for m in images if placement.rank_of(directions[m], 0) == rank},
+        {m: labels[m] for m in labels if placement.rank_of(directions[m], num_ranks - 1) == rank},
+    )
+    rig.run(batch)
+    assert rig.ledger.held_bytes == 0, "bytes return to where they started"
+    rig.part.rows.clear()
+    rig.run(batch, step=1)
+    assert rig.ledger.held_bytes == 0
+    stash = min(stage.stash_bytes for stage in rig.stages.values())
+    peak = max(row[11] for row in rig.part.rows) - sum(image.nbytes for image in batch.images.values())
+    # beside the stashes: the inputs of those micro-batches, buffers posted one action ahead, what is being sent, and
+    # the last stage's loss
+    loss_bytes = max(stage.stash_bytes for stage in rig.stages.values()) - stash
+    buffers = peak - in_flight * stash
+    assert 0 <= buffers <= (in_flight + 3) * PER_TENSOR + in_flight * loss_bytes < stash
+
+
+@pytest.mark.parametrize("family", ["1f1b", "gems_master"])
+def test_events_of_a_step_are_the_actions_of_the_row(family):
+    rig = deep_rig(family, 3, 4, 1, 1)
+    images, labels = images_and_labels()
+    for step in (0, 1):
+        rig.part.rows.clear()
+        rig.run(Batch(images, labels), step)
+        row = rig.executor.schedule.rows[1]
+        seen = [
+            (KINDS[kind], stage, direction, micro_batch, stream)
+            for _, _, kind, stage, _, direction, micro_batch, stream, *_ in sorted(
+                rig.part.rows, key=lambda entry: (entry[8], entry[9])
+            )
+        ]
+        wanted = [
+            (
+                action.kind.value,
+                action.stage,
+                action.direction,
+                -1 if action.micro_batch is None else action.micro_batch,
+            )
+            for action in row
+        ]
+        compute_kinds = {"F", "B"} | {kind.value for kind in RANK_KINDS}
+        assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [
+            w for w in wanted if w[0] in compute_kinds
+        ]
+        links = [entry[:4] for entry in seen if entry[4] == LINK]
+        assert sorted(links) == sorted(w for w in wanted if w[0] not in compute_kinds)
+        assert {entry[1] for entry in rig.part.rows} == {step}
+        assert {entry[0] for entry in rig.part.rows} == {1}
+        moved = {entry[10] for entry in rig.part.rows if entry[7] == LINK}
+        assert moved == {PER_TENSOR}
+        computed = [entry for entry in rig.part.rows if entry[7] == COMPUTE]
+        assert all(before[9] <= after[8] for before, after in pairwise(computed))
