@@ -32,7 +32,8 @@ class Metrics:
         bubble_formula: the closed form of the schedule at `forward_s` and `backward_s`.
         forward_s: median duration of F of a stage, mean over the stages.
         backward_s: median duration of B of a stage, mean over the stages.
-        peak_device_bytes: most bytes in the device ledger when an action ended.
+        peak_device_bytes: most bytes held on the device: the allocator's peak on a GPU, else the ledger's when an
+            action ended.
         peak_rss_bytes: most resident memory of the process, from samples.
         peak_driver_bytes: most device memory in use as the driver reports it, from samples.
         loss_first: training loss of the first counted step.
@@ -88,7 +89,7 @@ def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
         bubble_formula=facts.bubble(forward_s, backward_s),
         forward_s=forward_s,
         backward_s=backward_s,
-        peak_device_bytes=_peaks(trace.events, "device_bytes", trace.world_size),
+        peak_device_bytes=_device_peaks(trace),
         peak_rss_bytes=_peaks(samples, "rss_bytes", trace.world_size),
         peak_driver_bytes=_peaks(samples, "device_bytes", trace.world_size),
         loss_first=_known(counted["loss"][0]) if len(counted) else None,
@@ -142,6 +143,15 @@ def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None,
     peaks = np.full(world_size, -1, dtype=np.int64)
     np.maximum.at(peaks, table["rank"], table[column])
     return tuple(int(peak) if peak >= 0 else None for peak in peaks)
+
+
+def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
+    """Gives the allocator's own peaks where the trace has them: they see what an action held only while it ran."""
+    counted = _peaks(trace.events, "device_bytes", trace.world_size)
+    allocated = trace.attributes.get("peak_allocated_bytes")
+    if allocated is None:
+        return counted
+    return tuple(held if peak < 0 else int(peak) for peak, held in zip(allocated, counted, strict=True))
 
 
 def _known(value: float) -> float | None:

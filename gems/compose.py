@@ -27,7 +27,6 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 IN_CONF = "(in conf/)"
 FILE = "file://"
 FREE = re.compile(r"cluster\.(environment|sbatch)\.")  # mappings whose keys are the user's own
-NO_LOG_FILE = ("hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
 def compose(overrides: Sequence[str]) -> RunSpec:
@@ -72,9 +71,8 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None])
         except BaseException as error:  # Hydra would print it as a traceback and exit with 1
             failed.append(error)
 
-    quiet = [option for option in NO_LOG_FILE if not any(option.split("=")[0] in word for word in argv)]
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [program, *quiet, *argv]
+    sys.argv = [program, *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own errors come out, instead of as text and SystemExit
     try:
         app()

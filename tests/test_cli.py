@@ -1,86 +1,21 @@
-"""gems.cli: verbs, overrides, --json, Hydra's options, exit codes, and one line for every mistake."""
+"""gems.cli: verbs, overrides, --json, Hydra's options and exit codes."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from gems import cli
 from gems.__main__ import VERBS
-from gems.cli import Options, Verb
-from gems.compose import options_of, valid_keys
+from gems.cli import Options
 from gems.config import RunSpec
-from gems.errors import GemsError, RankFailedError, StalledError
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-class Said(NamedTuple):
-    """What a command said."""
-
-    code: int
-    out: str
-    err: str
-
-
-Gems = Callable[..., Said]
-SEEN: list[tuple[RunSpec | list[str], Options]] = []
-
-
-def note(spec: RunSpec | list[str], options: Options) -> int | None:
-    """The body of the verbs of these tests."""
-    SEEN.append((spec, options))
-    if isinstance(spec, RunSpec) and spec.name.startswith("fail"):
-        raise {"fail4": RankFailedError, "fail5": StalledError, "fail": GemsError}[spec.name]("it went wrong")
-    if isinstance(spec, RunSpec) and spec.name == "stop":
-        raise KeyboardInterrupt
-    return 3 if isinstance(spec, RunSpec) and spec.name == "three" else None
-
-
-NOTE = "tests.test_cli:note"
-MINE = {
-    "note": Verb(NOTE, "notes the run", flags=("level=lowered", "--dry-run")),
-    "words": Verb(NOTE, "takes words", takes_words=True, flags=("--all",)),
-    "gone": Verb("gems.no_such_module:act", "cannot be loaded"),
-}
+from tests.commands import MINE, SEEN, Gems, check_refusal, runner
 
 
 @pytest.fixture
 def gems(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
-    """Runs a command of `python -m gems` in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*argv: str, verbs: dict[str, Verb] = VERBS) -> Said:
-        SEEN.clear()
-        before = list(sys.argv), dict(os.environ)
-        log = logging.getLogger()
-        handlers, level = list(log.handlers), log.level
-        try:
-            code = cli.main("gems", verbs, argv)
-        finally:
-            log.handlers[:], log.level = handlers, level  # Hydra's --info logs to this test's own output
-        assert (sys.argv, dict(os.environ)) == before, "the process is as it was"
-        return Said(code, *capfd.readouterr())
-
-    return run
-
-
-def check_refusal(said: Said, *contains: str) -> None:
-    assert (said.code, said.out) == (2, ""), said
-    assert said.err.startswith("gems: ") and said.err.endswith("\n")
-    assert len(said.err.splitlines()) == 1, said.err
-    for text in contains:
-        assert text in said.err
+    return runner(capfd, tmp_path, monkeypatch)
 
 
 class TestVerbs:
@@ -142,26 +77,6 @@ class TestVerbs:
     @pytest.mark.parametrize("option", ["--al", "--cfg", "-m", "--json=1"])
     def test_unknown_options_of_a_verb_of_words(self, gems: Gems, option: str) -> None:
         check_refusal(gems("words", option, verbs=MINE), f"option={option}: unknown; nearest: ")
-
-
-class TestMistakes:
-    @pytest.mark.parametrize(
-        ("words", "contains"),
-        [
-            (["parallel.partition=2"], "parallel.partition=2: unknown key; nearest: "),
-            (["schedule=gpip"], "nearest: gpipe"),
-            (["parallel.partitions=x"], "could not be converted to Integer"),
-            (["seed"], "not of the form key=value"),
-            (["~model"], "cannot be taken away"),
-            (["name=???"], "must be given"),
-            (["data=folder"], "data.path="),
-            (["parallel.partitions=0"], "must be 1 or more"),
-            (["schedule=gems_mast", "parallel.micro_batches=3"], "must be even"),
-        ],
-    )
-    @pytest.mark.parametrize("through_hydra", [[], ["-m"]])
-    def test_one_line(self, gems: Gems, words: list[str], contains: str, through_hydra: list[str]) -> None:
-        check_refusal(gems("schedule", *words, *through_hydra), contains)
 
 
 class TestHydra:
@@ -272,71 +187,3 @@ class TestConfigDir:
         check_refusal(
             gems("note", "--config-dir", str(my_conf), "experiment=min", verbs=MINE), "nearest: mine"
         )
-
-
-KEYS = sorted(valid_keys())
-SCALARS = [key for key in KEYS if "." in key and not key.startswith("cluster.")]
-WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
-NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_]{1,12})?", fullmatch=True)
-NO_NUMBER = st.from_regex(r"[g-z]{1,8}", fullmatch=True)
-NUMBERS = [
-    key
-    for key in SCALARS
-    if isinstance(getattr(getattr(RunSpec(), key.split(".")[0]), key.split(".")[1]), int | float)
-]
-WRONG = st.one_of(
-    st.tuples(NAMES.filter(lambda name: name not in KEYS), WORDS).map("=".join),
-    st.tuples(st.sampled_from([key for key in KEYS if options_of(key)]), NO_NUMBER.map("{}x".format)).map("=".join),
-    st.tuples(st.sampled_from(NUMBERS), NO_NUMBER.map("z{}".format)).map("=".join),
-    st.sampled_from([f"~{key}" for key in KEYS]),
-    st.sampled_from(NUMBERS).map("{}=null".format),
-    st.tuples(st.sampled_from(KEYS), st.sampled_from(["[1", "{a", "'a", "(", "a b)", "${", "???x]"])).map("=".join),
-    WORDS.filter(lambda word: "=" not in word and not word.startswith(("-", "~")) and word != "level=lowered"),
-    WORDS.map("--{}".format).filter(lambda word: word.partition("=")[0] not in ("--json", *cli.HYDRA_FLAGS, "--config-dir")),
-)  # fmt: skip
-
-
-@given(wrong=WRONG, before=st.booleans())
-@settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)  # fmt: skip
-def test_random_mistakes_are_one_line_and_code_2(gems: Gems, wrong: str, before: bool) -> None:
-    words = [wrong, "seed=1"] if before else ["seed=1", wrong]
-    check_refusal(gems("note", *words, verbs=MINE))
-    assert not SEEN
-
-
-class TestProcess:
-    """The same in a process of its own."""
-
-    def run(self, *argv: str, cwd: Path) -> Said:
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(
-            [sys.executable, "-m", "gems", *argv],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        return Said(ended.returncode, ended.stdout, ended.stderr)
-
-    def test_json_is_alone_on_stdout(self, tmp_path: Path) -> None:
-        said = self.run("schedule", "experiment=gems_mast", "--json", cwd=tmp_path)
-        assert (said.code, said.err) == (0, "")
-        assert len(said.out.splitlines()) == 1
-        assert json.loads(said.out)["schema"] == "gems.schedule/1"
-        assert not list(tmp_path.iterdir())
-
-    def test_a_mistake(self, tmp_path: Path) -> None:
-        check_refusal(self.run("schedule", "shcedule=gpipe", cwd=tmp_path), "unknown key; nearest: schedule")
-
-    def test_a_mistake_under_hydra(self, tmp_path: Path) -> None:
-        said = self.run("schedule", "-m", "parallel.partitions=0,1", cwd=tmp_path)
-        check_refusal(said, "parallel.partitions=0: must be 1 or more")
-
-    def test_help_and_cfg(self, tmp_path: Path) -> None:
-        assert self.run("schedule", "--help", cwd=tmp_path).code == 0
-        said = self.run("schedule", "--cfg", "job", cwd=tmp_path)
-        assert said.code == 0 and "schedule:\n  name: gems_master" in said.out
-        assert not list(tmp_path.iterdir())

@@ -247,3 +247,29 @@ def test_a_part_is_readable_after_sigkill(tmp_path: Path) -> None:
     merged = merge_parts([path], {})
     assert merged.rank_steps["step"].tolist() == list(range(200))
     assert not len(merged.steps)  # the other ranks' parts are missing
+
+
+def test_clocks_that_drift_are_set_right_between_two_measurements(tmp_path: Path) -> None:
+    """A clock 100 ns ahead at its 1000 and 300 ns ahead at its 2000: half-way it is 200 ns ahead."""
+    clock = {
+        "clock_offset_ns": 100, "clock_error_ns": 1, "clock_at_ns": 1000,
+        "clock_end_offset_ns": 300, "clock_end_error_ns": 1, "clock_end_at_ns": 2000,
+    }  # fmt: skip
+    part = TracePart(tmp_path / "rank0000.h5", 0, root_attributes("measured", "0" * 8, 1, **clock))
+    for time_ns in (900, 1000, 1500, 2000, 2500):
+        part.add("samples", (0, time_ns, -1, 1, 0.0, 0.0))
+    part.close()
+    merged = merge_parts([tmp_path / "rank0000.h5"], {})
+    assert merged.samples["t_ns"].tolist() == [800, 900, 1300, 1700, 2200]
+    assert merged.attributes["clock_offset_ns"] == [100]
+    assert "clock_end_at_ns" not in merged.attributes
+
+
+def test_the_allocators_peaks_are_kept_by_rank(tmp_path: Path) -> None:
+    for rank, peak in ((0, 7), (1, None)):
+        more = {} if peak is None else {"peak_allocated_bytes": peak}
+        TracePart(
+            tmp_path / f"rank{rank:04d}.h5", rank, root_attributes("measured", "0" * 8, 2, **more)
+        ).close()
+    merged = merge_parts(sorted(tmp_path.glob("*.h5")), {})
+    assert merged.attributes["peak_allocated_bytes"] == [7, -1]

@@ -86,6 +86,7 @@ class Executor:
         self._optimizer = optimizer
         self._last_stage = schedule.num_stages - 1
         self._needs = {action: self._source_of(action) for action in schedule.rows[rank]}
+        self._goes_to = {action: self._taker_of(action) for action in schedule.rows[rank]}
         self._out: dict[Action, tuple[Tensor, ...]] = {}
         self._batch = Batch({}, {})
         self._sums = _Sums()
@@ -130,6 +131,11 @@ class Executor:
             ),
             None,
         )
+
+    def _taker_of(self, action: Action) -> Action:
+        """Gives the send that takes what a compute action makes; itself where a neighbour on this rank takes it."""
+        transfer = transfer_after(action, self.schedule)
+        return action if transfer is None else transfer[0]
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = self._stages[action.direction, action.stage], _micro_batch(action)
@@ -203,8 +209,7 @@ class Executor:
 
     def _hand_on(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
         """Keeps what an action made until its send posts it, or its neighbour on this rank takes it."""
-        transfer = transfer_after(action, self.schedule)
-        self._out[action if transfer is None else transfer[0]] = tensors
+        self._out[self._goes_to[action]] = tensors
 
     def _send(self, action: Action) -> None:
         self._links.post_send(action, self._out.pop(action))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from gems.errors import GemsError, RankFailedError
 from gems.heartbeat import Heartbeat, read_beat
 from gems.runfolder import RunFolder, write_json
+
+SPEAK_S = 0.3  # launchers pass nothing on once a rank aborts, not even what it had said before
 
 
 def main(argv: list[str]) -> None:
@@ -37,9 +40,8 @@ def _work(folder: RunFolder) -> None:
     from gems.engine.device import open_device
 
     spec = folder.read_spec()
-    device = open_device(
-        spec.machine
-    )  # before MPI starts: one that knows GPUs looks at the current device then
+    # Before MPI starts: one that knows GPUs looks at the current device then.
+    device = open_device(spec.machine)
     from gems.engine.train import train
     from gems.engine.transport import world
 
@@ -51,7 +53,7 @@ def _work(folder: RunFolder) -> None:
 
 def launched_rank() -> int:
     """Gives this process's rank as its launcher numbers it, which stands also where MPI did not start."""
-    names = ("SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID")
+    names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
@@ -78,6 +80,7 @@ def report(folder: RunFolder, rank: int, error: BaseException) -> int:
         write_json(folder.failed_json(rank), record)
     except OSError as failure:
         print(f"gems: rank {rank} cannot write to {folder.path}: {failure}", file=sys.stderr, flush=True)
+    time.sleep(SPEAK_S)
     return code
 
 

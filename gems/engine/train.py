@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -45,11 +46,8 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
     try:
         pipeline = build_pipeline(spec, comm, device, part, heartbeat)
         if spec.train.initial_checkpoint is not None:
-            from pathlib import Path
-
             checkpoint.restore(pipeline, checkpoint.load(Path(spec.train.initial_checkpoint)))
-        offset_ns, error_ns = measure_offset(comm)
-        part.set_attributes({"clock_offset_ns": offset_ns, "clock_error_ns": error_ns})
+        part.set_attributes(measure_offset(comm).attributes("clock"))
         reads = bool(pipeline.images_of or pipeline.labels_of)
         dataset = open_dataset(spec.data, spec.seed) if reads else None
         class_counts = comm.bcast(dataset.class_counts("validation") if dataset and not comm.rank else None)
@@ -63,7 +61,9 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
             device,
         )
         try:
-            losses = _steps(spec, pipeline, feed, part)
+            losses = _steps(spec, pipeline, feed, part, heartbeat)
+            pipeline.control.barrier()
+            part.set_attributes(measure_offset(comm).attributes("clock_end") | _allocator_peaks(device))
             accuracy = evaluate(pipeline, feed, class_counts) if spec.train.evaluate else None
         finally:
             feed.close()
@@ -76,7 +76,9 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
         part.close()
 
 
-def _steps(spec: RunSpec, pipeline: Pipeline, feed: Feed, part: TracePart) -> list[float]:
+def _steps(
+    spec: RunSpec, pipeline: Pipeline, feed: Feed, part: TracePart, heartbeat: Heartbeat
+) -> list[float]:
     comm, recorder, num_steps = pipeline.comm, pipeline.recorder, spec.train.steps
     images = global_batch(spec)
     progress = Progress(spec.name, num_steps, images) if comm.rank == 0 else None
@@ -86,6 +88,7 @@ def _steps(spec: RunSpec, pipeline: Pipeline, feed: Feed, part: TracePart) -> li
     try:
         for step in range(num_steps):
             start_ns = time.perf_counter_ns()
+            heartbeat.beat(step, "load")
             score = pipeline.train.run(step, feed.batch(step))
             if step == 0:
                 recorder.hold(state_bytes(pipeline.optimizer))
@@ -137,6 +140,16 @@ def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> A
         validation_loss=float(loss_sum / num_samples),
         num_validation=int(num_samples),
     )
+
+
+def _allocator_peaks(device: torch.device) -> dict[str, int]:
+    """Gives the most bytes that torch's allocator had in use and had taken from the GPU, within actions too."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
 
 
 def _attributes(spec: RunSpec, comm: Comm, device: torch.device) -> dict[str, object]:

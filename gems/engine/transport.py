@@ -32,7 +32,10 @@ def world() -> Comm:
             world of its own, without a word).
     """
     comm = MPI.COMM_WORLD
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if "SLURM_PROCID" in os.environ else None
+    is_task = (
+        "SLURM_PROCID" in os.environ and "MPI_LOCALNRANKS" not in os.environ
+    )  # that is hydra's: its proxy is the task
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if is_task else None
     if tasks is not None and int(tasks) != comm.size:
         raise ConfigError(
             "cluster.mpi", os.environ.get("SLURM_MPI_TYPE", "default"),

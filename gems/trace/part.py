@@ -88,10 +88,9 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
     parts.sort(key=lambda part: int(part.attributes["rank"]))
     world_size = int(parts[0].attributes["world_size"])
     for part in parts:
-        shift = int(part.attributes.get("clock_offset_ns", 0))
         for table in (part.events, part.rank_steps, part.samples):
             for column in set(_TIMES) & set(table.dtype.names or ()):
-                table[column] -= shift
+                table[column] -= _offset_ns(part.attributes, table[column])
     tables: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts]) for name in PART_TABLES
     }
@@ -104,9 +103,34 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
         "clock_error_ns": _by_rank(parts, world_size, "clock_error_ns", 0),
         **attributes,
     }
-    for gone in ("rank", "hostname"):
+    for peak in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        if any(peak in part.attributes for part in parts):
+            merged[peak] = _by_rank(parts, world_size, peak, -1)
+    for gone in (
+        "rank",
+        "hostname",
+        "clock_at_ns",
+        "clock_end_offset_ns",
+        "clock_end_error_ns",
+        "clock_end_at_ns",
+    ):
         merged.pop(gone, None)
     return Trace(attributes=merged, steps=_whole_steps(tables["rank_steps"], world_size), **tables)
+
+
+def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarray:
+    """Gives how far a rank's clock was ahead of rank 0's at some of its times.
+
+    Between the measurement at the start and the one at the end (which a killed run lacks) clocks drift evenly.
+    """
+    start = int(attributes.get("clock_offset_ns", 0))
+    end = int(attributes.get("clock_end_offset_ns", start))
+    first, last = int(attributes.get("clock_at_ns", 0)), int(attributes.get("clock_end_at_ns", 0))
+    share = (
+        np.clip((times_ns - first) / (last - first), 0.0, 1.0) if last > first else np.zeros(len(times_ns))
+    )
+    offsets: np.ndarray = start + np.rint(share * (end - start)).astype(np.int64)
+    return offsets
 
 
 def _by_rank(parts: Sequence[Trace], world_size: int, name: str, unknown: Any) -> list[Any]:

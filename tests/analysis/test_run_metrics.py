@@ -261,3 +261,10 @@ def test_unknown_schedule_has_no_formula(simulate: Callable[..., Trace]) -> None
 def test_a_broken_run_yaml_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="run_yaml"):
         facts_of(Trace(attributes={}, run_yaml=text))
+
+
+def test_the_allocators_peak_goes_before_the_ledgers(simulate: Callable[..., Trace]) -> None:
+    trace = simulate(partitions=2)
+    counted = metrics_of(trace).peak_device_bytes
+    trace.attributes["peak_allocated_bytes"] = [1 << 40, -1]
+    assert metrics_of(trace).peak_device_bytes == (1 << 40, counted[1])

@@ -154,7 +154,7 @@ def test_cancelled_job_leaves_a_status(mini_slurm: MiniSlurm, tmp_path: Path) ->
 
 def test_requeued_job_runs_again_beside_the_stale_files(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     """The second attempt has the job's old number; what the first one recorded is kept."""
-    job, folder = submit(tmp_path, "train.steps=100", "+cluster.sbatch.requeue=true")
+    job, folder = submit(tmp_path, "train.steps=40", "+cluster.sbatch.requeue=true")
     wait_for_step(folder, 1)
     requeued = mini_slurm.run("scontrol", "requeue", job)
     assert requeued.returncode == 0, requeued.stderr

@@ -1,0 +1,75 @@
+"""Commands of `python -m gems` run in the process of a test, with verbs that only note what they were given."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from gems import cli
+from gems.__main__ import VERBS
+from gems.cli import Options, Verb
+from gems.config import RunSpec
+from gems.errors import GemsError, RankFailedError, StalledError
+
+
+class Said(NamedTuple):
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+
+Gems = Callable[..., Said]
+SEEN: list[tuple[RunSpec | list[str], Options]] = []
+
+
+def note(spec: RunSpec | list[str], options: Options) -> int | None:
+    """The body of the verbs of the tests."""
+    SEEN.append((spec, options))
+    if isinstance(spec, RunSpec) and spec.name.startswith("fail"):
+        raise {"fail4": RankFailedError, "fail5": StalledError, "fail": GemsError}[spec.name]("it went wrong")
+    if isinstance(spec, RunSpec) and spec.name == "stop":
+        raise KeyboardInterrupt
+    return 3 if isinstance(spec, RunSpec) and spec.name == "three" else None
+
+
+NOTE = "tests.commands:note"
+MINE = {
+    "note": Verb(NOTE, "notes the run", flags=("level=lowered", "--dry-run")),
+    "words": Verb(NOTE, "takes words", takes_words=True, flags=("--all",)),
+    "gone": Verb("gems.no_such_module:act", "cannot be loaded"),
+}
+
+
+def runner(capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+    """Gives the function that runs a command in this process, in a folder."""
+    monkeypatch.chdir(folder)
+
+    def run(*argv: str, verbs: dict[str, Verb] = VERBS) -> Said:
+        SEEN.clear()
+        before = list(sys.argv), dict(os.environ)
+        log = logging.getLogger()
+        handlers, level = list(log.handlers), log.level
+        try:
+            code = cli.main("gems", verbs, argv)
+        finally:
+            log.handlers[:], log.level = handlers, level  # Hydra's --info logs to this test's own output
+        assert (sys.argv, dict(os.environ)) == before, "the process is as it was"
+        return Said(code, *capfd.readouterr())
+
+    return run
+
+
+def check_refusal(said: Said, *contains: str) -> None:
+    assert (said.code, said.out) == (2, ""), said
+    assert said.err.startswith("gems: ") and said.err.endswith("\n")
+    assert len(said.err.splitlines()) == 1, said.err
+    for text in contains:
+        assert text in said.err

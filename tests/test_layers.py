@@ -1,0 +1,217 @@
+"""Who may import whom, read from the imports: the table of the design, held over every file."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("gems", "jobs", "analysis")
+MAX_LINES = 330
+ANYTHING = ("*",)
+DYNAMIC = ("import_module", "__import__")
+
+PURE = (
+    "gems.errors", "gems.config", "gems.resolve", "gems.compose", "gems.cli", "gems.runfolder", "gems.heartbeat",
+    "gems.witness", "gems.ranks", "gems.schedule", "gems.partition", "gems.models", "gems.data",
+)  # fmt: skip
+
+# A package or module -> what it may import beside the standard library and itself: other rows of this table, and
+# libraries. A file belongs to the row with the longest name that fits. A new package is one line here.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "gems": (),
+    "gems.__main__": ("gems.cli",),
+    "gems.errors": (),
+    "gems.config": ("gems.errors",),
+    "gems.resolve": ("gems.errors", "gems.config", "gems.data", "gems.models", "gems.partition", "gems.schedule"),
+    "gems.compose": ("gems.errors", "gems.config", "gems.resolve", "hydra", "omegaconf", "yaml"),
+    "gems.cli": ("gems.errors", "gems.config", "gems.compose"),
+    "gems.runfolder": ("gems.errors", "gems.config", "yaml"),
+    "gems.heartbeat": (),
+    "gems.witness": (),
+    "gems.shared_memory": (),
+    "gems.process_family": (),
+    "gems.ranks": ("gems.errors", "gems.process_family", "gems.shared_memory"),
+    "gems.show_schedule": ("gems.cli", "gems.config", "gems.schedule"),
+    "gems.verify": ("gems.errors", "gems.cli", "gems.config", "gems.ranks", "gems.runfolder"),
+    "gems.trace": ("gems.errors", "h5py", "numpy"),
+    "gems.schedule": ("gems.errors",),
+    "gems.partition": ("gems.errors", "gems.profile"),
+    "gems.data": ("gems.errors", "gems.config", "numpy", "PIL", "skimage"),
+    "gems.models": ("gems.errors", "gems.config"),
+    "gems.models.blocks": ("torch",),
+    "gems.models.build": ("gems.models", "numpy", "torch"),
+    "gems.engine": ANYTHING,
+    "jobs": (*PURE, "yaml", "submitit"),
+    "analysis": (
+        "gems.errors", "gems.config", "gems.runfolder", "gems.trace", "gems.schedule", "numpy", "matplotlib", "yaml",
+    ),
+}  # fmt: skip
+
+# A library -> the only places that may import it, those that may import anything among them.
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "hydra": ("gems.compose",),
+    "omegaconf": ("gems.compose",),
+    "mpi4py": ("gems.engine",),
+    "mpi4py.MPI": ("gems.engine.transport",),
+    "torch": ("gems.engine", "gems.models.blocks", "gems.models.build"),
+    "submitit": ("jobs",),
+    "matplotlib": ("analysis",),
+    "gems.engine": ("gems.engine",),
+}
+LOGIN_NODE = ("jobs.submit", "jobs.__main__", "gems.__main__", "gems.compose", "gems.schedule")
+HEAVY = ("torch", "mpi4py", "h5py", "matplotlib", "skimage", "gems.engine", "gems.trace")
+
+
+def is_below(name: str, *parents: str) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def module_of(path: Path) -> str:
+    """Gives the dotted name of a file of the repository."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def files(*packages: str) -> list[Path]:
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+MODULES = {module_of(path) for path in files(*PACKAGES)}
+
+
+def imports_of(source: str, package: str) -> Iterator[str]:
+    """Gives the dotted names that a source in `package` imports, also inside functions and by name.
+
+    `from a import b` gives a.b, whether b is a module or something in a.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = parents[: len(parents) + 1 - node.level] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in DYNAMIC:
+            values = [word.value for word in node.args[:1] if isinstance(word, ast.Constant)]
+            yield from (value for value in values if isinstance(value, str))
+
+
+def row_of(name: str) -> str:
+    """Gives the row of the table that a module, or something in it, belongs to."""
+    return max((row for row in ALLOWED if is_below(name, row)), key=len, default=name)
+
+
+def is_allowed(name: str, module: str) -> bool:
+    if not all(is_below(module, *homes) for only, homes in ONLY_IN.items() if is_below(name, only)):
+        return False
+    row = row_of(module)
+    allowed = (row, *ALLOWED[row])
+    if ALLOWED[row] == ANYTHING or is_below(name, *sys.stdlib_module_names):
+        return True
+    if row_of(name) in allowed:  # `from gems import trace` is of the row gems.trace, and not of gems
+        return True
+    return is_below(name, *(other for other in allowed if other not in ALLOWED))
+
+
+def faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Gives the imports of a source that the tables forbid."""
+    package = module if is_package else module.rpartition(".")[0]
+    return [name for name in imports_of(source, package) if not is_allowed(name, module)]
+
+
+@pytest.mark.parametrize("path", files(*PACKAGES), ids=module_of)
+def test_every_file_keeps_to_the_table(path: Path) -> None:
+    module = module_of(path)
+    assert row_of(module) != "gems" or module == "gems", f"give {module} a row in the table of this test"
+    assert faults(path.read_text(), module, path.name == "__init__.py") == []
+
+
+def test_every_row_is_of_something_that_is_there() -> None:
+    assert [row for row in ALLOWED if row not in MODULES] == []
+    assert [home for homes in ONLY_IN.values() for home in homes if home not in MODULES] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("gems.schedule.grid", "import torch", ["torch"]),
+        ("gems.schedule.grid", "def f():\n    from torch import nn", ["torch.nn"]),
+        ("gems.schedule.grid", "if TYPE_CHECKING:\n    import numpy as np", ["numpy"]),
+        ("gems.schedule.grid", "from gems.config import RunSpec", ["gems.config.RunSpec"]),
+        ("gems.schedule.grid", "from gems import config", ["gems.config"]),
+        ("gems.schedule.grid", "from ..engine import run", ["gems.engine.run"]),
+        ("gems.schedule.grid", "from .. import trace", ["gems.trace"]),
+        ("gems.schedule.grid", "import importlib\nimportlib.import_module('h5py')", ["h5py"]),
+        ("gems.schedule.grid", "from . import replay\nfrom .replay import Replay\nimport math, re", []),
+        ("gems.schedule.grid", "from gems.errors import ConfigError", []),
+        ("gems.partition.even", "from gems.schedule import generate", ["gems.schedule.generate"]),
+        ("gems.partition.even", "from gems.profile import ModelProfile", []),
+        ("gems.resolve", "from gems.models.build import build_layers", ["gems.models.build.build_layers"]),
+        ("gems.resolve", "from gems.models import blocks, layers_of", ["gems.models.blocks"]),
+        ("gems.models.resnet", "import torch", ["torch"]),
+        ("gems.models.resnet", "from gems.models.build import x", ["gems.models.build.x"]),
+        ("gems.data.folder", "import torchvision", ["torchvision"]),
+        ("gems.data.folder", "import PIL.Image", []),
+        ("gems.runfolder", "import hydra", ["hydra"]),
+        ("gems.engine.run", "from omegaconf import OmegaConf", ["omegaconf.OmegaConf"]),
+        ("gems.engine.run", "from mpi4py import MPI", ["mpi4py.MPI"]),
+        ("gems.engine.run", "import mpi4py.MPI", ["mpi4py.MPI"]),
+        ("gems.engine.run", "from mpi4py import __version__\nimport anything, torch\nfrom gems import trace", []),
+        ("gems.engine.run", "import jobs.submit, submitit", ["submitit"]),
+        ("gems.engine.transport", "from mpi4py import MPI", []),
+        ("jobs.submit", "import torch, mpi4py, h5py", ["torch", "mpi4py", "h5py"]),
+        ("jobs.submit", "from gems import trace\nimport gems.engine.run", ["gems.trace", "gems.engine.run"]),
+        ("jobs.submit", "from gems.models import build", ["gems.models.build"]),
+        ("jobs.submit", "import submitit, yaml\nfrom jobs.spec import JobSpec\nfrom .blame import blame", []),
+        ("analysis.load", "from gems.ranks import run_ranks\nimport jobs", ["gems.ranks.run_ranks", "jobs"]),
+        ("analysis.load", "import matplotlib.pyplot\nfrom gems.schedule.bounds import bubble", []),
+    ],
+)  # fmt: skip
+def test_the_check_can_fail(module: str, source: str, expected: list[str]) -> None:
+    assert faults(source, module) == expected
+
+
+def test_relative_imports_of_a_package_start_at_itself() -> None:
+    assert faults("from . import build", "gems.models", is_package=True) == ["gems.models.build"]
+    assert faults("from . import layer", "gems.models", is_package=True) == []
+
+
+def test_mpi_is_started_in_one_place() -> None:
+    users = [
+        module_of(path)
+        for path in files(*PACKAGES, "scripts")
+        if any(
+            is_below(name, "mpi4py.MPI")
+            for name in imports_of(path.read_text(), module_of(path).rpartition(".")[0])
+        )
+    ]
+    assert users == ["gems.engine.transport"]
+
+
+@pytest.mark.parametrize("module", LOGIN_NODE)
+def test_the_login_node_loads_nothing_heavy(module: str) -> None:
+    program = f"import sys, {module}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "", "")
+
+
+def test_what_counts_as_heavy_is_seen_when_it_is_loaded() -> None:
+    program = f"import sys, gems.trace; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.split() == ["h5py", "gems.trace"]
+
+
+def test_a_file_has_one_noun_and_not_too_many_lines() -> None:
+    lengths = {module_of(path): len(path.read_text().splitlines()) for path in files(*PACKAGES)}
+    assert {module: length for module, length in lengths.items() if length > MAX_LINES} == {}
