@@ -8,31 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gems.config import DataConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config import RunSpec
 from gems.engine.compare import compare
-from gems.resolve import resolve
 from gems.schedule import FAMILIES
+from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
 TOLERANCE = 1e-12
 
 
 def make_spec(schedule: str, partitions: int, replicas: int = 1, **changes) -> RunSpec:
-    spec = RunSpec(
-        model=ModelConfig(depth=8, width=4),
-        data=DataConfig(
-            name="synthetic", height_px=12, width_px=8, num_classes=3, train_images=64, validation_images=8
-        ),
-        parallel=ParallelConfig(
-            partitions=partitions, replicas=replicas, micro_batch_size=2, micro_batches=4
-        ),
-        schedule=ScheduleConfig(schedule),
-        train=TrainConfig(steps=2, warmup_steps=0, dtype="float64", stall_limit_s=120),
-    )
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        spec = replace(spec, **{section: replace(getattr(spec, section), **{key: value})})
-    return resolve(spec)
+    return toys.make_spec(schedule, partitions, replicas, **{"train__dtype": "float64", **changes})
 
 
 def check(comm, spec: RunSpec) -> None:
