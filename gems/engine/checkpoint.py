@@ -22,14 +22,12 @@ def save(pipeline: Pipeline, folder: Path) -> None:
     """
     if pipeline.replica:
         return
-    names = [layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)]
-    cuts = pipeline.spec.parallel.boundaries or []
-    for (direction, stage), modules in pipeline.modules.items():
+    for direction, stage in pipeline.modules:
         if direction:
             continue
         state = {
             name: {key: value.cpu() for key, value in module.state_dict().items()}
-            for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True)
+            for name, module in pipeline.named_layers((direction, stage))
         }
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"stage{stage:04d}.pt"
@@ -70,8 +68,6 @@ def restore(pipeline: Pipeline, state: State) -> None:
     Raises:
         ConfigError: the checkpoint is of another model.
     """
-    names = [layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)]
-    cuts = pipeline.spec.parallel.boundaries or []
 
     def misfit(name: str) -> ConfigError:
         return ConfigError(
@@ -79,10 +75,11 @@ def restore(pipeline: Pipeline, state: State) -> None:
             f"does not fit this model at layer {name}", "use the model that it was trained with",
         )  # fmt: skip
 
-    if state.keys() != set(names):  # a deeper network of the same family holds layers that would fit
-        raise misfit(min(state.keys() ^ set(names)))
-    for (_, stage), modules in pipeline.modules.items():
-        for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
+    names = {layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)}
+    if state.keys() != names:  # a deeper network of the same family holds layers that would fit
+        raise misfit(min(state.keys() ^ names))
+    for held in pipeline.modules:
+        for name, module in pipeline.named_layers(held):
             try:
                 module.load_state_dict(state[name])
             except RuntimeError as error:

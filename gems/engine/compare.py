@@ -14,11 +14,10 @@ from gems.config import RunSpec
 from gems.data import open_dataset
 from gems.engine.device import DTYPES, open_device
 from gems.engine.feed import Feed
-from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.reference import Values, named_values, train_unsplit
+from gems.engine.pipeline import build_pipeline
+from gems.engine.reference import collect_values, train_unsplit
 from gems.engine.run import launched_rank, report
 from gems.engine.transport import Comm, abort, world
-from gems.models import layers_of
 from gems.runfolder import RunFolder, write_json
 
 FLOOR = 1e-9  # of the largest value of its kind: below it a tensor is compared on that scale
@@ -66,7 +65,7 @@ def compare(spec: RunSpec, comm: Comm, device: torch.device) -> Difference:
         found = None if reference is None else next(reference)
         pipeline.control.barrier()
         expected = comm.bcast(found)
-        for mine in _copies(pipeline):
+        for mine in (collect_values(pipeline.named_layers(held)) for held in pipeline.modules):
             for kind, values in enumerate(mine):
                 error, name = relative_error(values, expected[kind])
                 where = f"{name} at rank {comm.rank}, step {step}"
@@ -82,19 +81,6 @@ def compare(spec: RunSpec, comm: Comm, device: torch.device) -> Difference:
 
 def _by_error(found: tuple[float, str]) -> float:
     return float("inf") if found[0] != found[0] else found[0]
-
-
-def _copies(pipeline: Pipeline) -> list[tuple[Values, Values, Values]]:
-    names = [layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)]
-    cuts = pipeline.spec.parallel.boundaries or []
-    copies = []
-    for (_, stage), modules in pipeline.modules.items():
-        merged: tuple[Values, Values, Values] = ({}, {}, {})
-        for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
-            for whole, some in zip(merged, named_values(name, module), strict=True):
-                whole.update(some)
-        copies.append(merged)
-    return copies
 
 
 def main(argv: list[str]) -> None:

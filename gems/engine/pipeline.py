@@ -77,6 +77,13 @@ class Pipeline:
             if placement.rank_of(direction, stage) == self.rank
         ]
 
+    def named_layers(self, held: Held) -> list[tuple[str, nn.Module]]:
+        """Gives the layers of a stage on this rank with their names, in order."""
+        cuts = self.spec.parallel.boundaries or []
+        _, stage = held
+        layers = layers_of(self.spec.model, self.spec.data)[cuts[stage] : cuts[stage + 1]]
+        return [(layer.name, module) for layer, module in zip(layers, self.modules[held], strict=True)]
+
     def has_in_evaluation(self, stage: int) -> bool:
         """Whether this rank holds `stage` in the direction that evaluation uses."""
         return self.schedule.placement.rank_of(0, stage) == self.rank
@@ -115,7 +122,7 @@ def build_pipeline(
     boundaries = [shapes[cut - 1] for cut in cuts[1:-1]]
     stall_limit_s = spec.train.stall_limit_s
     pipeline_comm = cast(Comm, comm.Split(replica, rank))
-    reduce_comm = cast(Comm, comm.Split(placement.lowest_stage(rank), comm.rank))
+    reduce_comm = cast(Comm, comm.Split(placement.reduce_group(rank, parallel.replicas)[0], comm.rank))
     recorder = Recorder(part, Ledger(device), device)
     transports = open_transports(pipeline_comm, schedule.num_directions, stall_limit_s)
     staging = open_staging(spec.machine.transport, device, comm)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from gems.config import RunSpec
-from gems.data import open_dataset
+from gems.data import Dataset, open_dataset
 from gems.data.sampler import batch_indices, micro_batch_slice
 from gems.engine.device import DTYPES
 from gems.engine.gradients import running_statistics
@@ -52,6 +52,7 @@ def train_unsplit(
     model = nn.ModuleList(modules)
     optimizer = build_optimizer(spec.train, model.parameters())
     statistics = running_statistics(model)
+    dataset = open_dataset(spec.data, spec.seed)
     for step in range(spec.train.steps):
         optimizer.zero_grad(set_to_none=True)
         start = [buffer.clone() for buffer in statistics]
@@ -60,7 +61,7 @@ def train_unsplit(
         for samples in copies:
             for buffer, value in zip(statistics, start, strict=True):
                 buffer.copy_(value)
-            for images, labels in _micro_batches(spec, step, samples, dtype, device):
+            for images, labels in _micro_batches(spec, dataset, step, samples, dtype, device):
                 values: tuple[Tensor, ...] = (images,)
                 for module in modules:
                     values = as_tuple(module(*values))
@@ -71,17 +72,16 @@ def train_unsplit(
         for buffer, value in zip(statistics, mean, strict=True):
             buffer.copy_(value)
         optimizer.step()
-        yield _collect([layer.name for layer in layers], modules)
+        yield collect_values(zip((layer.name for layer in layers), modules, strict=True))
 
 
-def _collect(names: list[str], modules: list[nn.Module]) -> tuple[Values, Values, Values]:
-    parameters: Values = {}
-    gradients: Values = {}
-    statistics: Values = {}
-    for name, module in zip(names, modules, strict=True):
-        for whole, some in zip((parameters, gradients, statistics), named_values(name, module), strict=True):
+def collect_values(layers: Iterable[tuple[str, nn.Module]]) -> tuple[Values, Values, Values]:
+    """Gives copies of the parameters, gradients and running statistics of named layers."""
+    collected: tuple[Values, Values, Values] = ({}, {}, {})
+    for name, module in layers:
+        for whole, some in zip(collected, named_values(name, module), strict=True):
             whole.update(some)
-    return parameters, gradients, statistics
+    return collected
 
 
 def _copies(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
@@ -97,9 +97,8 @@ def _copies(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
 
 
 def _micro_batches(
-    spec: RunSpec, step: int, slices: list[slice], dtype: torch.dtype, device: torch.device
+    spec: RunSpec, dataset: Dataset, step: int, slices: list[slice], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    dataset = open_dataset(spec.data, spec.seed)
     samples = batch_indices(dataset.num_train, spec.seed, step, global_batch(spec))
     for where in slices:
         chosen = [(int(index), int(draw)) for index, draw in samples[where]]

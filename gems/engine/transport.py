@@ -19,7 +19,6 @@ from mpi4py import MPI
 
 SPIN_S = 0.0002
 SLEEP_S = 0.00005
-LOOK_S = 1.0
 
 Comm = MPI.Intracomm
 
@@ -32,9 +31,8 @@ def world() -> Comm:
             world of its own, without a word).
     """
     comm = MPI.COMM_WORLD
-    is_task = (
-        "SLURM_PROCID" in os.environ and "MPI_LOCALNRANKS" not in os.environ
-    )  # that is hydra's: its proxy is the task
+    # MPI_LOCALNRANKS is hydra's: under it the task is hydra's proxy, not this rank
+    is_task = "SLURM_PROCID" in os.environ and "MPI_LOCALNRANKS" not in os.environ
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if is_task else None
     if tasks is not None and int(tasks) != comm.size:
         raise ConfigError(

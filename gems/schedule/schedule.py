@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gems.schedule.action import Action, Kind
@@ -67,6 +67,3 @@ class Schedule:
         """Gives the SHA-256 of the text of all rows, which ranks compare before the first step."""
         text = "\n".join(" ".join(map(str, row)) for row in self.rows)
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-Pass = Callable[[Schedule], Schedule]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gems.engine import checkpoint
+from gems.engine.pipeline import Pipeline
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
@@ -27,7 +28,9 @@ def share(boundaries: list[int], num_directions: int = 1, replica: int = 0, seed
         for direction in range(num_directions)
         for stage, (first, end) in enumerate(pairwise(boundaries))
     }
-    return SimpleNamespace(spec=spec, replica=replica, modules=modules)
+    pipeline = SimpleNamespace(spec=spec, replica=replica, modules=modules)
+    pipeline.named_layers = lambda held: Pipeline.named_layers(pipeline, held)
+    return pipeline
 
 
 def values_of(pipeline, direction: int = 0) -> list[torch.Tensor]:
