@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.schedule.action import COMPUTE_KINDS, Action, Kind
+from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
 
 
@@ -12,38 +12,58 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     A receive needs the send that it pairs with, whose data the message carries. REDUCE_GRAD needs every backward
     of its own rank, which precedes it in the list, so only those of other ranks would be named: there are none.
     """
-    kind = action.kind
+    found = schedule.needs.get(action)
+    if found is None:
+        found = schedule.needs[action] = _find(action, schedule)
+    return found
+
+
+def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    kind, stage, micro_batch, direction, _ = action
     if kind is Kind.F:
-        return (
-            ()
-            if action.stage == 0
-            else (_from_stage(action, action.stage - 1, Kind.F, Kind.RECV_F, schedule),)
-        )
-    if kind is Kind.B:
-        own = Action(Kind.F, action.stage, action.micro_batch, action.direction)
-        if action.stage == schedule.num_stages - 1:
+        return () if stage == 0 else (_from_stage(action, stage - 1, Kind.F, Kind.RECV_F, schedule),)
+    if kind is Kind.B or kind is Kind.I:
+        own = _named(_source_of_activations(action, schedule), stage, micro_batch, direction)
+        if stage == schedule.num_stages - 1:
             return (own,)
-        return (own, _from_stage(action, action.stage + 1, Kind.B, Kind.RECV_B, schedule))
-    if kind is Kind.SEND_F:
-        return (Action(Kind.F, action.stage, action.micro_batch, action.direction),)
+        made_by = schedule.backward_kind(stage + 1, micro_batch, direction)
+        return (own, _from_stage(action, stage + 1, made_by, Kind.RECV_B, schedule))
+    if kind is Kind.W:
+        return (_named(Kind.I, stage, micro_batch, direction),)
+    if kind is Kind.SEND_F or kind is Kind.OFFLOAD or kind is Kind.R:
+        return (_named(Kind.F, stage, micro_batch, direction),)
+    if kind is Kind.PREFETCH:
+        return (_named(Kind.OFFLOAD, stage, micro_batch, direction),)
     if kind is Kind.SEND_B:
-        return (Action(Kind.B, action.stage, action.micro_batch, action.direction),)
+        made_by = schedule.backward_kind(stage, micro_batch, direction)
+        return (_named(made_by, stage, micro_batch, direction),)
     if kind is Kind.RECV_F:
-        return (Action(Kind.SEND_F, action.stage - 1, action.micro_batch, action.direction),)
+        return (_named(Kind.SEND_F, stage - 1, micro_batch, direction),)
     if kind is Kind.RECV_B:
-        return (Action(Kind.SEND_B, action.stage + 1, action.micro_batch, action.direction),)
+        return (_named(Kind.SEND_B, stage + 1, micro_batch, direction),)
     return ()
+
+
+def _named(kind: Kind, stage: int, micro_batch: int | None, direction: int) -> Action:
+    """Builds an action of a whole stage; the constructor of a named tuple takes three times as long."""
+    return tuple.__new__(Action, (kind, stage, micro_batch, direction, None))
+
+
+def _source_of_activations(action: Action, schedule: Schedule) -> Kind:
+    """Gives what last brought the stash that a backward reads: forward, recomputation or the copy back."""
+    for kind in (Kind.R, Kind.PREFETCH):
+        if schedule.has_any(kind) and schedule.has(kind, action.stage, action.micro_batch, action.direction):
+            return kind
+    return Kind.F
 
 
 def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedule: Schedule) -> Action:
     """Names the neighbour's compute, or the receive of its data where transfers are in the list."""
-    placement = schedule.placement
-    same_rank = placement.rank_of(action.direction, other) == placement.rank_of(
-        action.direction, action.stage
-    )
-    if schedule.has_transfers and not same_rank:
-        return Action(receive, action.stage, action.micro_batch, action.direction)
-    return Action(compute, other, action.micro_batch, action.direction)
+    _, stage, micro_batch, direction, _ = action
+    ranks = schedule.placement.ranks[direction]
+    if schedule.has_transfers and ranks[other] != ranks[stage]:
+        return _named(receive, stage, micro_batch, direction)
+    return _named(compute, other, micro_batch, direction)
 
 
 def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
@@ -51,20 +71,21 @@ def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, 
 
     None where the data stays on its rank or nothing follows.
     """
-    if action.kind not in COMPUTE_KINDS:
-        return None
-    if action.kind is Kind.F:
-        other, send, receive = action.stage + 1, Kind.SEND_F, Kind.RECV_F
+    kind, stage, micro_batch, direction, _ = action
+    if kind is Kind.F:
+        other, send, receive = stage + 1, Kind.SEND_F, Kind.RECV_F
+    elif kind is Kind.B or kind is Kind.I:
+        other, send, receive = stage - 1, Kind.SEND_B, Kind.RECV_B
     else:
-        other, send, receive = action.stage - 1, Kind.SEND_B, Kind.RECV_B
+        return None
     if not 0 <= other < schedule.num_stages:
         return None
-    here = schedule.rank_of(action)
-    there = schedule.placement.rank_of(action.direction, other)
-    if here == there:
+    ranks = schedule.placement.ranks[direction]
+    there = ranks[other]
+    if ranks[stage] == there:
         return None
     return (
-        Action(send, action.stage, action.micro_batch, action.direction),
-        Action(receive, other, action.micro_batch, action.direction),
+        _named(send, stage, micro_batch, direction),
+        _named(receive, other, micro_batch, direction),
         there,
     )

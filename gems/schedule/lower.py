@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gems.schedule.action import COMPUTE_KINDS, Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.schedule import Schedule
 
 RECEIVES_AHEAD = 1
+MADE_KINDS = COMPUTE_KINDS | COPY_KINDS
 
 
 def add_transfers(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Schedule:
@@ -21,22 +22,18 @@ def add_transfers(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> S
     rows = []
     for row in schedule.rows:
         receives = [
-            [need for need in dependencies(action, posted) if need.kind in (Kind.RECV_F, Kind.RECV_B)]
-            for action in row
+            [need for need in dependencies(action, posted) if need.kind in RECV_KINDS] for action in row
         ]
-        lowered: list[Action] = [receive for needed in receives[:receives_ahead] for receive in needed]
-        for i, action in enumerate(row):
-            lowered += [
-                receive
-                for needed in receives[i + receives_ahead : i + receives_ahead + 1]
-                for receive in needed
-            ]
+        receives += [[]] * receives_ahead
+        lowered = [receive for needed in receives[:receives_ahead] for receive in needed]
+        for action, needed in zip(row, receives[receives_ahead:], strict=True):
+            lowered += needed
             lowered.append(action)
             transfer = transfer_after(action, schedule)
             if transfer is not None:
                 lowered.append(transfer[0])
         rows.append(tuple(lowered))
-    return replace(posted, rows=tuple(rows))
+    return _more(posted, tuple(rows), posted.passes)
 
 
 def add_reduce(schedule: Schedule) -> Schedule:
@@ -53,7 +50,14 @@ def _append(schedule: Schedule, kind: Kind, name: str) -> Schedule:
     rows = tuple(
         (*row, Action(kind, schedule.placement.lowest_stage(rank))) for rank, row in enumerate(schedule.rows)
     )
-    return replace(schedule, rows=rows, passes=(*schedule.passes, name))
+    return _more(schedule, rows, (*schedule.passes, name))
+
+
+def _more(schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]) -> Schedule:
+    """Gives the schedule with rows that hold more; what its actions need is the same, and not looked for again."""
+    more = replace(schedule, rows=rows, passes=passes)
+    more.needs.update(schedule.needs)
+    return more
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -63,6 +67,6 @@ def lower(schedule: Schedule) -> Schedule:
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """Takes all but the compute actions out again, for drawings and exports."""
-    rows = tuple(tuple(a for a in row if a.kind in COMPUTE_KINDS) for row in schedule.rows)
+    """Takes out again what lowering put in: all but the compute actions and the copies to host memory."""
+    rows = tuple(tuple(a for a in row if a.kind in MADE_KINDS) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=())

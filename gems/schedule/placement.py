@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,17 @@ class Placement:
 
     num_ranks: int
     ranks: tuple[tuple[int, ...], ...]
+    _held: tuple[tuple[tuple[int, int], ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
+        for direction, row in enumerate(self.ranks):
+            for stage, rank in enumerate(row):
+                if 0 <= rank < self.num_ranks:
+                    held[rank].append((direction, stage))
+        for pairs in held:
+            pairs.sort(key=lambda pair: (pair[1], pair[0]))
+        object.__setattr__(self, "_held", tuple(map(tuple, held)))
 
     @property
     def num_stages(self) -> int:
@@ -32,13 +43,7 @@ class Placement:
 
     def stages_on(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Gives the (direction, stage) pairs that `rank` holds, by stage and then direction."""
-        held = [
-            (direction, stage)
-            for direction, row in enumerate(self.ranks)
-            for stage, holder in enumerate(row)
-            if holder == rank
-        ]
-        return tuple(sorted(held, key=lambda pair: (pair[1], pair[0])))
+        return self._held[rank]
 
     def lowest_stage(self, rank: int) -> int:
         """Gives the lowest stage on `rank`, which names its gradient reduction."""
@@ -51,9 +56,7 @@ class Placement:
         stages, so one fused all-reduce serves the two.
         """
         mine = {stage for _, stage in self.stages_on(rank)}
-        return tuple(
-            other for other in range(self.num_ranks) if mine & {stage for _, stage in self.stages_on(other)}
-        )
+        return tuple(sorted({row[stage] for row in self.ranks for stage in mine}))
 
     def reduce_group(self, rank: int, num_replicas: int) -> tuple[int, ...]:
         """Gives the world ranks whose gradients are summed with those of `rank`, in every replica."""
@@ -71,3 +74,22 @@ def bidirectional(num_ranks: int) -> Placement:
     """Places stage s on rank s in direction 0 (down) and on rank P-1-s in direction 1 (up)."""
     down = tuple(range(num_ranks))
     return Placement(num_ranks, (down, down[::-1]))
+
+
+def looped(num_ranks: int, chunks: int) -> Placement:
+    """Places stage s on rank s mod P: every rank holds `chunks` stages (Narayanan et al. 2021, section 2.2)."""
+    return Placement(num_ranks, (tuple(range(num_ranks)) * chunks,))
+
+
+def wave(num_ranks: int, chunks: int) -> Placement:
+    """Places stages in a zig-zag, down the ranks and up again, `chunks` times (Hanayo: Liu et al. 2023, section 3).
+
+    Two stages in sequence at a turn lie on one rank, where no transfer is needed.
+    """
+    down = tuple(range(num_ranks))
+    return Placement(num_ranks, (tuple(rank for chunk in range(chunks) for rank in down[:: (-1) ** chunk]),))
+
+
+def v(num_ranks: int) -> Placement:
+    """Places stage s on rank s and stage 2P-1-s beside it: a wave of two (Qi et al. 2024, section 3)."""
+    return wave(num_ranks, 2)

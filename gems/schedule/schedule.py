@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement
+
+_MARKS = (Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH)
+Place = tuple[int, int | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +18,9 @@ class Schedule:
     """The program of one step: what each rank does, in order.
 
     `num_micro_batches` counts all of a step over both directions; a micro-batch runs in one direction.
-    `passes` names what has been done to the compute-only list that a generator made.
+    `passes` names what has been done to the compute-only list that a generator made. `num_stages` is the stages that
+    the model is cut into, `has_transfers` says whether transfers are in the list, so that data of other ranks comes
+    only through them, and `needs` keeps what `gems.schedule.dependencies` has answered for this schedule.
     """
 
     name: str
@@ -24,6 +29,43 @@ class Schedule:
     rows: tuple[tuple[Action, ...], ...]
     passes: tuple[str, ...] = ()
     forward_only: bool = False
+    num_stages: int = field(init=False, repr=False, compare=False)
+    has_transfers: bool = field(init=False, repr=False, compare=False)
+    needs: dict[Action, tuple[Action, ...]] = field(init=False, repr=False, compare=False)
+    _marks: dict[Kind, frozenset[Place]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        marks: dict[Kind, set[Place]] = {kind: set() for kind in _MARKS}
+        for row in self.rows:
+            for kind, stage, micro_batch, direction, segment in row:
+                if kind in marks and segment is None:
+                    marks[kind].add((stage, micro_batch, direction))
+        object.__setattr__(self, "_marks", {kind: frozenset(found) for kind, found in marks.items()})
+        object.__setattr__(self, "num_stages", self.placement.num_stages)
+        object.__setattr__(self, "has_transfers", "add_transfers" in self.passes)
+        object.__setattr__(self, "needs", {})
+
+    def has(self, kind: Kind, stage: int, micro_batch: int | None, direction: int) -> bool:
+        """Whether an I, R, OFFLOAD or PREFETCH of this stage, micro-batch and direction is in the list."""
+        return (stage, micro_batch, direction) in self._marks[kind]
+
+    def has_any(self, kind: Kind) -> bool:
+        """Whether any I, R, OFFLOAD or PREFETCH is in the list."""
+        return bool(self._marks[kind])
+
+    def backward_kind(self, stage: int, micro_batch: int | None, direction: int) -> Kind:
+        """Gives the kind that makes the input gradient: I where the backward is split, otherwise B."""
+        return Kind.I if (stage, micro_batch, direction) in self._marks[Kind.I] else Kind.B
+
+    @property
+    def has_split_backward(self) -> bool:
+        """Whether any backward is split in two."""
+        return bool(self._marks[Kind.I])
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether activations leave for host memory, so that bytes held depend on time and not on order alone."""
+        return bool(self._marks[Kind.OFFLOAD])
 
     @property
     def num_ranks(self) -> int:
@@ -31,19 +73,9 @@ class Schedule:
         return self.placement.num_ranks
 
     @property
-    def num_stages(self) -> int:
-        """Stages that the model is cut into."""
-        return self.placement.num_stages
-
-    @property
     def num_directions(self) -> int:
         """1, or 2 where the pipeline runs both ways."""
         return self.placement.num_directions
-
-    @property
-    def has_transfers(self) -> bool:
-        """Whether transfers are in the list, so that data of other ranks comes only through them."""
-        return "add_transfers" in self.passes
 
     def actions(self) -> Iterator[tuple[int, Action]]:
         """Gives every (rank, action), rank by rank in the order of the list."""

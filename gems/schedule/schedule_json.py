@@ -47,7 +47,7 @@ def from_json(document: dict[str, Any]) -> Schedule:
             placement=_placement(document),
             rows=rows,
             passes=tuple(map(str, document.get("passes", ()))),
-            forward_only=not any(action.kind is Kind.B for row in rows for action in row),
+            forward_only=not any(action.kind in (Kind.B, Kind.I) for row in rows for action in row),
         )
         if len(rows) != schedule.num_ranks:
             raise ValueError(f"{len(rows)} lists of actions for {schedule.num_ranks} ranks")

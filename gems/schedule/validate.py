@@ -5,23 +5,48 @@ from __future__ import annotations
 from collections import Counter
 
 from gems.errors import ScheduleError
-from gems.schedule.action import COMPUTE_KINDS, RANK_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.action import (
+    COMPUTE_KINDS,
+    COPY_KINDS,
+    RANK_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    Action,
+    Kind,
+)  # fmt: skip
+from gems.schedule.costs import StageCosts, uniform
 from gems.schedule.dependencies import dependencies, transfer_after
-from gems.schedule.replay import replay, uniform_cost
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import simulate
+
+_MADE_KINDS = COMPUTE_KINDS | COPY_KINDS
+_TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
 
 
-def validate(schedule: Schedule) -> Schedule:
+def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | None = None) -> Schedule:
     """Checks a compute-only or lowered schedule and gives it back.
 
-    Held: every stage of every micro-batch runs forward (and backward) once, on the rank that holds it and in one
-    direction; nothing runs before its data; each transfer has its partner and each need its transfer; the
-    gradients are reduced after the last backward and the step follows; peers reduce the same stages; no rank
-    waits for ever, with sends that complete only against a posted receive.
+    Held: every stage of every micro-batch runs forward and backward once (whole, or its two halves), on the rank
+    that holds it and in one direction, so that all activations are let go; what is recomputed or copied to host
+    memory comes back before its backward, and in one way only; nothing runs before its data; each transfer has its
+    partner and each need its transfer; the gradients are reduced after the last backward and the step follows; peers
+    reduce the same stages, once and at the same place of their lists; no rank waits for ever, with sends that complete
+    only against a posted receive; and with a cap, no rank holds more activations (in the unit of `costs`, by default
+    one micro-batch on one of P equal parts).
 
     Raises:
-        ScheduleError: names the first fault.
+        ScheduleError: names the first fault, and carries the schedule.
     """
+    try:
+        _check(schedule)
+        simulate(schedule, costs or uniform(schedule.num_ranks, schedule.num_stages), cap=cap)
+    except ScheduleError as error:
+        error.schedule = schedule
+        raise
+    return schedule
+
+
+def _check(schedule: Schedule) -> None:
     if len(schedule.rows) != schedule.num_ranks:
         raise ScheduleError(
             len(schedule.rows), "none", f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks"
@@ -33,8 +58,6 @@ def validate(schedule: Schedule) -> Schedule:
     for rank, row in enumerate(schedule.rows):
         _check_order(schedule, rank, row)
         _check_tail(schedule, rank, row)
-    replay(schedule, uniform_cost(1.0, 2.0))
-    return schedule
 
 
 def _check_peers(schedule: Schedule) -> None:
@@ -52,75 +75,94 @@ def _check_peers(schedule: Schedule) -> None:
 
 
 def _check_places(schedule: Schedule) -> None:
-    seen: set[Action] = set()
-    for rank, action in schedule.actions():
-        if action.kind in RANK_KINDS:
-            continue
-        if not 0 <= action.stage < schedule.num_stages or not 0 <= action.direction < schedule.num_directions:
-            raise ScheduleError(rank, action, "no such stage or direction")
-        if action.micro_batch is None or not 0 <= action.micro_batch < schedule.num_micro_batches:
-            raise ScheduleError(rank, action, f"micro-batches run from 0 to {schedule.num_micro_batches - 1}")
-        home = schedule.rank_of(action)
-        if home != rank:
-            raise ScheduleError(
-                rank, action, f"stage {action.stage} in direction {action.direction} is on rank {home}"
-            )
-        if action in seen:
-            raise ScheduleError(rank, action, "stands in the list twice")
-        seen.add(action)
+    ranks = schedule.placement.ranks
+    for rank, row in enumerate(schedule.rows):
+        seen: set[Action] = set()
+        for action in row:
+            kind, stage, micro_batch, direction, _ = action
+            if kind in RANK_KINDS:
+                continue
+            if not 0 <= stage < schedule.num_stages or not 0 <= direction < len(ranks):
+                raise ScheduleError(rank, action, "no such stage or direction")
+            if micro_batch is None or not 0 <= micro_batch < schedule.num_micro_batches:
+                raise ScheduleError(
+                    rank, action, f"micro-batches run from 0 to {schedule.num_micro_batches - 1}"
+                )
+            home = ranks[direction][stage]
+            if home != rank:
+                raise ScheduleError(rank, action, f"stage {stage} in direction {direction} is on rank {home}")
+            num_seen = len(seen)
+            seen.add(action)
+            if len(seen) == num_seen:
+                raise ScheduleError(rank, action, "stands in the list twice")
 
 
 def _check_compute_is_whole(schedule: Schedule) -> None:
-    computed = {action for _, action in schedule.actions() if action.kind in COMPUTE_KINDS}
+    left = {action for row in schedule.rows for action in row if action.kind in _MADE_KINDS}
     directions = schedule.directions()
-    kinds = (Kind.F,) if schedule.forward_only else (Kind.F, Kind.B)
     for m in range(schedule.num_micro_batches):
         if m not in directions:
             raise ScheduleError(schedule.placement.rank_of(0, 0), Action(Kind.F, 0, m), "is missing")
         for stage in range(schedule.num_stages):
-            for kind in kinds:
+            for kind in _kinds_of(schedule, stage, m, directions[m]):
                 expected = Action(kind, stage, m, directions[m])
-                if expected not in computed:
+                if expected not in left:
                     raise ScheduleError(schedule.rank_of(expected), expected, "is missing")
-                computed.discard(expected)
-    for action in sorted(computed):
+                left.discard(expected)
+    for action in sorted(left):
         raise ScheduleError(schedule.rank_of(action), action, "has no place in this step")
 
 
+def _kinds_of(schedule: Schedule, stage: int, micro_batch: int, direction: int) -> tuple[Kind, ...]:
+    """Gives the actions that one stage and micro-batch needs, seen from those that are there."""
+    if schedule.forward_only:
+        return (Kind.F,)
+    kind = schedule.backward_kind(stage, micro_batch, direction)
+    backward = (Kind.F, Kind.I, Kind.W) if kind is Kind.I else (Kind.F, Kind.B)
+    if schedule.has(Kind.R, stage, micro_batch, direction):
+        return (*backward, Kind.R)
+    if any(schedule.has(copy, stage, micro_batch, direction) for copy in COPY_KINDS):
+        return (*backward, Kind.OFFLOAD, Kind.PREFETCH)
+    return backward
+
+
 def _check_transfers(schedule: Schedule) -> None:
-    present = {action for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS}
-    for rank, action in schedule.actions():
-        transfer = transfer_after(action, schedule) if schedule.has_transfers else None
+    left = {action for row in schedule.rows for action in row if action.kind in _TRANSFER_KINDS}
+    for rank, action in schedule.actions() if schedule.has_transfers else ():
+        transfer = transfer_after(action, schedule)
         if transfer is None:
             continue
         send, receive, there = transfer
-        if send not in present:
+        if send not in left:
             raise ScheduleError(rank, action, f"its data is never sent: {send} is missing")
-        if receive not in present:
+        if receive not in left:
             raise ScheduleError(there, receive, f"is missing, the partner of {send} on rank {rank}")
-        present -= {send, receive}
-    for action in sorted(present):
+        left.discard(send)
+        left.discard(receive)
+    for action in sorted(left):
         raise ScheduleError(schedule.rank_of(action), action, "carries data that no rank makes or needs")
 
 
 def _check_order(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
     position = {action: i for i, action in enumerate(row)}
+    nowhere = len(row)
     for i, action in enumerate(row):
         if action.kind in RECV_KINDS:
             continue
         for need in dependencies(action, schedule):
-            if schedule.rank_of(need) == rank and position.get(need, len(row)) > i:
+            if position.get(need, nowhere) > i and schedule.rank_of(need) == rank:
                 raise ScheduleError(rank, action, f"comes before {need}, which it needs")
 
 
 def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
-    counts = Counter(action.kind for action in row)
-    last_compute = max((i for i, action in enumerate(row) if action.kind in COMPUTE_KINDS), default=-1)
-    previous = last_compute
+    tail = [(i, action) for i, action in enumerate(row) if action.kind in RANK_KINDS]
+    counts = Counter(action.kind for _, action in tail)
+    index_of = {action: i for i, action in reversed(tail)}
+    previous = max((i for i, action in enumerate(row) if action.kind in COMPUTE_KINDS), default=-1)
     for kind, name in ((Kind.REDUCE_GRAD, "add_reduce"), (Kind.STEP, "add_step")):
         action = Action(kind, schedule.placement.lowest_stage(rank))
         expected = int(name in schedule.passes)
-        if counts[kind] != expected or row.count(action) != expected:
+        if counts[kind] != expected or (action in index_of) != bool(expected):
             raise ScheduleError(
                 rank,
                 action,
@@ -128,7 +170,7 @@ def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
             )
         if not expected:
             continue
-        index = row.index(action)
+        index = index_of[action]
         if index < previous:
             raise ScheduleError(rank, action, f"comes before {row[previous]}, on which it rests")
         previous = index

@@ -1,0 +1,302 @@
+"""The finite schedule: a list scheduler that follows the starts of a template, and may run ahead of them."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from gems.schedule.capped.acting import Act, Acting
+from gems.schedule.capped.problem import Problem
+
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How the list scheduler decides, in ticks.
+
+    A forward starts at most `lead` ahead of its key, an input gradient at most `lead_backward`. A weight gradient counts
+    as `defer` later than its key when a rank may choose. A rank idles at most `patience` for an operation that is on
+    its way and comes before the one that it could start. Activations are asked back `ahead` operations early.
+    """
+
+    lead: int = NEVER
+    lead_backward: int = NEVER
+    defer: int = 0
+    patience: int = 0
+    ahead: int = 2
+
+
+# (key, micro-batch, operation, the time at which its data is there)
+Item = tuple[int, int, int, int]
+
+
+class Listing:
+    """Plays a step forward in time; each rank takes what is ready, has room, and comes first by its key.
+
+    Room is lent so that every micro-batch that has started can still end, in the order of their starts (the banker's
+    algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. Rows list micro-batch x 6 S + operation, operations
+    as in `Acting`. `span` is in ticks, `NEVER` where the step did not end.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        keys: Sequence[Sequence[int]],
+        actings: Sequence[Acting],
+        rules: Rules,
+    ) -> None:
+        ranks, numbers = range(problem.num_ranks), range(problem.num_micro_batches)
+        self.problem, self.keys, self.actings, self.rules = problem, keys, actings, rules
+        self.num_stages = problem.num_stages
+        self.free = [0] * problem.num_ranks
+        self.used = [0] * problem.num_ranks
+        self.leaving = [0] * problem.num_ranks
+        self.out_free = [0] * problem.num_ranks
+        self.in_free = [0] * problem.num_ranks
+        self.oldest = [0] * problem.num_ranks
+        self.ready: list[list[Item]] = [[] for _ in ranks]
+        self.weights: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
+        self.copies: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        self.rows: list[list[int]] = [[] for _ in ranks]
+        ways = [m % problem.num_directions for m in numbers]
+        self.held = [[0] * problem.num_micro_batches for _ in ranks]
+        self.peak = [[actings[m].peak_at_first[ways[m]][rank] for m in numbers] for rank in ranks]
+        counts = [
+            [len(problem.stages_of(rank, way)) for way in range(problem.num_directions)] for rank in ranks
+        ]
+        self.left = [[counts[rank][way] for way in ways] for rank in ranks]
+        self.started: list[int] = []
+        self.queued: dict[tuple[int, int], list[Item]] = {}
+        self.asked: dict[tuple[int, int], int] = {}
+        self.away: dict[tuple[int, int], int] = {}
+        self.restored: dict[tuple[int, int], int] = {}
+        self.events: list[tuple[int, int]] = []
+        self.todo = problem.num_steps
+        self.span = 0
+        for m in range(min(problem.num_directions, problem.num_micro_batches)):
+            self.offer(problem.rank[m][0], (keys[m][0], m, 0, 0))
+
+    def play(self) -> Listing:
+        """Runs to the end, or to a standstill, and gives itself."""
+        events, free = self.events, self.free
+        while events:
+            now, rank = heappop(events)
+            if free[rank] <= now:
+                self.decide(now, rank)
+        if self.todo:
+            self.span = NEVER
+        return self
+
+    def offer(self, rank: int, item: Item) -> None:
+        """Puts an operation among those of a rank that wait for their turn."""
+        insort(self.ready[rank], item)
+        heappush(self.events, (item[3], rank))
+
+    def decide(self, now: int, rank: int) -> None:
+        """Starts the next operation of an idle rank, or sees to it that the rank is asked again in time."""
+        copies = self.copies[rank]
+        while copies and copies[0][0] <= now:
+            size = heappop(copies)[1]
+            self.used[rank] -= size
+            self.leaving[rank] -= size
+        best, coming, wake = self.choose(now, rank)
+        weights, defer = self.weights[rank], self.rules.defer
+        is_weight = bool(weights) and (
+            best is None or (best[2] < 4 * self.num_stages and weights[0][0] + defer < best[0])
+        )
+        if coming is not None:
+            rival = weights[0][0] + defer if is_weight else NEVER if best is None else best[0]
+            if coming[0] < rival:
+                heappush(self.events, (coming[3], rank))
+                return
+        if is_weight:
+            self.start_weight_gradient(now, rank)
+        elif best is None:
+            if wake < NEVER:
+                heappush(self.events, (wake, rank))
+        else:
+            self.ready[rank].remove(best)
+            self.rows[rank].append(best[1] * 6 * self.num_stages + best[2])
+            if best[2] < 2 * self.num_stages:
+                self.start_chain(now, rank, best)
+            else:
+                self.restore(now, rank, best)
+
+    def choose(self, now: int, rank: int) -> tuple[Item | None, Item | None, int]:
+        """Gives the first operation that may start now, one on its way that comes before it, and when to ask again."""
+        num_stages, num_directions, rules = self.num_stages, self.problem.num_directions, self.rules
+        horizon = now + rules.patience
+        lead, lead_backward = now + rules.lead, now + rules.lead_backward
+        coming, wake, refused, asked = None, NEVER, -1, 0
+        for item in self.ready[rank]:
+            key, m, operation, at = item
+            if at > now:
+                if at <= horizon and coming is None:
+                    coming = item
+                continue
+            if num_stages <= operation < 2 * num_stages:
+                if key <= lead_backward:
+                    return item, coming, wake
+                wake = min(wake, key - rules.lead_backward)
+                continue
+            if operation < num_stages:
+                if key > lead:
+                    wake = min(wake, key - rules.lead)
+                    continue
+                size = self.actings[m].takes[operation]
+            elif operation < 4 * num_stages:
+                size = self.problem.size[operation - 3 * num_stages]
+                size -= self.problem.boundary[operation - 3 * num_stages]
+            elif self.in_free[rank] > now:
+                wake = min(wake, self.in_free[rank])
+                continue
+            else:
+                size = self.problem.size[operation - 5 * num_stages]
+            if not size:
+                return item, coming, wake
+            if 0 <= refused < m and size >= asked and (m - refused) % num_directions == 0:
+                continue  # what an earlier one of its direction did not get
+            if self.has_room(rank, m, operation, size):
+                return item, coming, wake
+            refused, asked = m, size
+        return None, coming, wake
+
+    def has_room(self, rank: int, m: int, operation: int, size: int) -> bool:
+        """Whether `size` is free, and would leave room for all micro-batches that started before, and for the rest of this."""
+        room = self.problem.cap - self.used[rank] - size
+        if room < 0:
+            return False
+        room += self.leaving[rank]
+        held, peak, started = self.held[rank], self.peak[rank], self.started
+        for position in range(self.oldest[rank], len(started)):
+            older = started[position]
+            if older == m:
+                break
+            if peak[older] - held[older] > room:
+                return False
+            room += held[older]
+        after = self.actings[m].peak_after[m % self.problem.num_directions][operation]
+        return after - held[m] - size <= room
+
+    def take(self, rank: int, m: int, size: int) -> None:
+        """Counts what an operation brings, or gives back where `size` is negative."""
+        self.used[rank] += size
+        self.held[rank][m] += size
+
+    def occupy(self, rank: int, until: int) -> None:
+        """Keeps a rank busy, and asks it again at the end."""
+        self.free[rank] = until
+        heappush(self.events, (until, rank))
+
+    def start_weight_gradient(self, now: int, rank: int) -> None:
+        """Starts the first weight gradient of a rank, the last operation of a stage and micro-batch."""
+        _, m, stage = heappop(self.weights[rank])
+        self.take(rank, m, -self.problem.held[stage])
+        self.rows[rank].append((m * 6 + 2) * self.num_stages + stage)
+        self.finish(rank, now + self.problem.weight_grad[stage])
+        left, started, oldest = self.left[rank], self.started, self.oldest[rank]
+        left[m] -= 1
+        while oldest < len(started) and not left[started[oldest]]:
+            oldest += 1
+        self.oldest[rank] = oldest
+
+    def finish(self, rank: int, end: int) -> None:
+        """Counts an operation that ends at `end`."""
+        self.todo -= 1
+        self.span = max(self.span, end)
+        self.occupy(rank, end)
+
+    def start_chain(self, now: int, rank: int, item: Item) -> None:
+        """Starts a forward or an input gradient, and offers what follows from it."""
+        _, m, operation, _ = item
+        problem, acting, num_stages = self.problem, self.actings[m], self.num_stages
+        direction = m % problem.num_directions
+        end = now + problem.time[direction][operation]
+        self.peak[rank][m] = acting.peak_after[direction][operation]
+        if operation < num_stages:
+            self.take(rank, m, acting.takes[operation])
+            if acting.acts[operation] == Act.OFFLOAD:
+                self.copy_out(rank, m, operation, end)
+            if not operation:
+                self.started.append(m)
+                follower = m + problem.num_directions
+                if follower < problem.num_micro_batches:
+                    self.offer(rank, (self.keys[follower][0], follower, 0, end))
+        else:
+            stage = 2 * num_stages - 1 - operation
+            self.take(rank, m, problem.held[stage] - problem.size[stage])
+            heappush(self.weights[rank], (self.keys[m][2 * num_stages + stage], m, stage))
+        for stage in acting.awaited[operation]:
+            self.ask_back(now, m, stage, direction)
+        following = operation + 1
+        if following < 2 * num_stages:
+            self.pass_on(m, following, end + problem.lag[direction][following], direction)
+        self.finish(rank, end)
+
+    def pass_on(self, m: int, operation: int, at: int, direction: int) -> None:
+        """Offers the next operation of a chain, which waits for its activations where they are away."""
+        stage = 2 * self.num_stages - 1 - operation
+        if stage < self.num_stages and self.actings[m].acts[stage]:
+            back = self.restored.get((m, stage))
+            if back is None:
+                self.asked[m, stage] = at
+                return
+            at = max(at, back)
+        self.offer(self.problem.rank[direction][operation], (self.keys[m][operation], m, operation, at))
+
+    def copy_out(self, rank: int, m: int, stage: int, begin: int) -> None:
+        """Posts a copy to host memory, which starts when its engine is free."""
+        end = max(begin, self.out_free[rank]) + self.problem.copy[stage]
+        size = self.problem.size[stage]
+        self.out_free[rank] = end
+        self.rows[rank].append((m * 6 + 4) * self.num_stages + stage)
+        self.held[rank][m] -= size
+        self.leaving[rank] += size
+        heappush(self.copies[rank], (end, size))
+        heappush(self.events, (end, rank))
+        self.away[m, stage] = end
+
+    def ask_back(self, now: int, m: int, stage: int, direction: int) -> None:
+        """Offers the recomputation or the copy back of a stage's activations, on each rank one after the other.
+
+        In another order than that of the chain, the first could take the room that the next to be used needs.
+        """
+        num_stages, at = self.num_stages, now
+        key = self.keys[m][2 * num_stages - 1 - stage] - self.problem.recompute[stage]
+        operation = 3 * num_stages + stage
+        if self.actings[m].acts[stage] == Act.OFFLOAD:
+            operation = 5 * num_stages + stage
+            at = max(at, self.away.pop((m, stage)))
+        rank, item = self.problem.rank[direction][stage], (key, m, operation, at)
+        if (rank, m) in self.queued:
+            self.queued[rank, m].append(item)
+        else:
+            self.queued[rank, m] = []
+            self.offer(rank, item)
+
+    def restore(self, now: int, rank: int, item: Item) -> None:
+        """Starts a recomputation on the rank or a copy back on its engine."""
+        _, m, operation, _ = item
+        problem, stage = self.problem, operation % self.num_stages
+        direction = m % problem.num_directions
+        self.peak[rank][m] = self.actings[m].peak_after[direction][operation]
+        if operation < 4 * self.num_stages:
+            self.take(rank, m, problem.size[stage] - problem.boundary[stage])
+            back = now + problem.recompute[stage]
+            self.occupy(rank, back)
+        else:
+            self.take(rank, m, problem.size[stage])
+            back = self.in_free[rank] = now + problem.copy[stage]
+            heappush(self.events, (now, rank))
+        self.restored[m, stage] = back
+        queue = self.queued[rank, m]
+        if queue:
+            self.offer(rank, queue.pop(0))
+        else:
+            del self.queued[rank, m]
+        at = self.asked.get((m, stage))
+        if at is not None:
+            self.pass_on(m, 2 * self.num_stages - 1 - stage, at, direction)

@@ -1,0 +1,204 @@
+"""The pattern: one period of a cyclic schedule, each operation at the earliest free slot modulo the period."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gems.schedule.capped.acting import Act
+from gems.schedule.capped.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """When the operations of one period's micro-batches start, in grains.
+
+    `starts[g][operation]` has operations as in `Acting` up to 3 S. Micro-batch m follows row m mod G, (m div G) periods later. `overflow` is the size above the
+    cap, summed over ranks, which a list scheduler then has to wait for.
+    """
+
+    period: int
+    starts: tuple[tuple[int, ...], ...]
+    overflow: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one period."""
+        return len(self.starts)
+
+    def keys(self, grain: int, num_micro_batches: int) -> list[list[int]]:
+        """Unrolls the starts over a whole step, in ticks."""
+        group = self.num_micro_batches
+        return [
+            [(start + m // group * self.period) * grain for start in self.starts[m % group]]
+            for m in range(num_micro_batches)
+        ]
+
+
+class _Ring:
+    """Busy grains of one rank or copy engine, modulo the period, as the bits of one integer."""
+
+    __slots__ = ("busy", "full", "period")
+
+    def __init__(self, period: int) -> None:
+        self.period, self.busy, self.full = period, 0, (1 << period) - 1
+
+    def rooms(self, length: int, turn: int) -> int:
+        """Gives the starts with `length` free grains as bits, the bit of `turn` first."""
+        free, period, known = self.full & ~self.busy, self.period, 1
+        while known < length:
+            step = min(known, length - known)
+            free &= (free >> step) | (free << (period - step))
+            known += step
+        free &= self.full
+        turn %= period
+        return ((free >> turn) | (free << (period - turn))) & self.full
+
+    def put(self, start: int, length: int) -> int | None:
+        """Takes the earliest room from `start` on and gives its start, None where the ring is full."""
+        if length > self.period:
+            return None
+        rooms = self.rooms(length, start)
+        if not rooms:
+            return None
+        start += (rooms & -rooms).bit_length() - 1
+        self._take(start, length)
+        return start
+
+    def put_before(self, end: int, length: int) -> int | None:
+        """Takes the latest room that ends by `end` and gives its start."""
+        if length > self.period:
+            return None
+        rooms = self.rooms(length, end - length + 1)
+        if not rooms:
+            return None
+        start = end - length + rooms.bit_length() - self.period
+        self._take(start, length)
+        return start
+
+    def _take(self, start: int, length: int) -> None:
+        bits = ((1 << length) - 1) << (start % self.period)
+        self.busy |= (bits & self.full) | (bits >> self.period)
+
+
+def pattern(
+    problem: Problem,
+    acts: Sequence[int],
+    period: int,
+    phases: Sequence[int],
+    stalls: Sequence[Sequence[int]] | None = None,
+) -> Template | None:
+    """Lays one period: the chains of the micro-batches one after the other, then their weight gradients.
+
+    Stall-free modulo ASAP: every operation takes the earliest free slot modulo the period after the one that it needs
+    (modulo scheduling: Rau 1994). Recomputation takes the latest slot before its input gradient, copies the earliest
+    and latest on their engines. `phases[g]` starts micro-batch g, `stalls[g][operation]` delays an operation: what
+    annealing varies. None where an operation finds no slot. All times are in grains.
+    """
+    times, lags, recompute = problem.time_grains, problem.lag_grains, problem.recompute_grains
+    num_stages, num_directions = problem.num_stages, problem.num_directions
+    rings = [_Ring(period) for _ in range(problem.num_ranks)]
+    last = 2 * num_stages - 1
+    starts: list[list[int]] = []
+    again: list[dict[int, int]] = []
+    for g, phase in enumerate(phases):
+        direction = g % num_directions
+        ranks, lengths, flights = problem.rank[direction], times[direction], lags[direction]
+        now, row, anew = phase, [], {}
+        for c in range(2 * num_stages):
+            now += flights[c]
+            if stalls is not None:
+                now += stalls[g][c]
+            start = rings[ranks[c]].put(now, lengths[c])
+            if start is None:
+                return None
+            row.append(start)
+            stage = last - c
+            if c >= num_stages and acts[stage] == Act.RECOMPUTE:
+                begin = rings[ranks[c]].put_before(start, recompute[stage])
+                if begin is None or begin < row[stage] + lengths[stage]:
+                    return None
+                anew[stage] = begin
+            now = start + lengths[c]
+        starts.append(row)
+        again.append(anew)
+    lives = _put_weight_gradients(problem, rings, starts, times, stalls)
+    if lives is None:
+        return None
+    held = _held(problem, acts, period, starts, lives, times, again)
+    if held is None:
+        return None
+    return Template(period, tuple(map(tuple, starts)), sum(max(0, top - problem.cap) for top in held))
+
+
+def _put_weight_gradients(
+    problem: Problem,
+    rings: Sequence[_Ring],
+    starts: list[list[int]],
+    times: Sequence[Sequence[int]],
+    stalls: Sequence[Sequence[int]] | None,
+) -> list[list[int]] | None:
+    """Appends the starts of weight gradients to `starts` and gives their ends."""
+    num_stages = problem.num_stages
+    weight = problem.weight_grains
+    ends = []
+    for g, row in enumerate(starts):
+        direction = g % problem.num_directions
+        found = [0] * num_stages
+        for stage in reversed(range(num_stages)):
+            c = 2 * num_stages - 1 - stage
+            now = row[c] + times[direction][c]
+            if stalls is not None:
+                now += stalls[g][2 * num_stages + stage]
+            start = rings[problem.rank[direction][stage]].put(now, weight[stage])
+            if start is None:
+                return None
+            found[stage] = start
+        row += found
+        ends.append([start + length for start, length in zip(found, weight, strict=True)])
+    return ends
+
+
+def _held(
+    problem: Problem,
+    acts: Sequence[int],
+    period: int,
+    starts: Sequence[Sequence[int]],
+    ends: Sequence[Sequence[int]],
+    times: Sequence[Sequence[int]],
+    again: Sequence[dict[int, int]],
+) -> list[int] | None:
+    """Gives the most that each rank holds in the steady state, None where a copy finds no room on its engine."""
+    num_stages, ranks = problem.num_stages, range(problem.num_ranks)
+    copy = problem.copy_grains
+    away, back = [_Ring(period) for _ in ranks], [_Ring(period) for _ in ranks]
+    changes: list[list[tuple[int, int]]] = [[] for _ in ranks]
+    base = [0] * problem.num_ranks
+    for g, row in enumerate(starts):
+        direction = g % problem.num_directions
+        for stage in reversed(range(num_stages)):
+            rank, size, act = problem.rank[direction][stage], problem.size[stage], acts[stage]
+            begin, end = row[stage], ends[g][stage]
+            lives = [(begin, end, size)]
+            if act == Act.RECOMPUTE:
+                boundary = problem.boundary[stage]
+                lives = [(again[g][stage], end, size - boundary), (begin, end, boundary)]
+            elif act == Act.OFFLOAD:
+                length = copy[stage]
+                out = away[rank].put(begin + times[direction][stage], length)
+                home = back[rank].put_before(row[2 * num_stages - 1 - stage], length)
+                if out is None or home is None or home < out + length:
+                    return None
+                lives = [(begin, out + length, size), (home, end, size)]
+            for begin, end, amount in lives:
+                base[rank] += (end // period - begin // period) * amount
+                changes[rank] += ((begin % period, amount), (end % period, -amount))
+    return [_top(base[rank], changes[rank]) for rank in ranks]
+
+
+def _top(level: int, changes: list[tuple[int, int]]) -> int:
+    top = level
+    for _, change in sorted(changes):
+        level += change
+        top = max(top, level)
+    return top

@@ -1,0 +1,296 @@
+"""The search: many templates under many rules, the best of them varied step by step, within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from gems.schedule.capped.acting import Act, Acting, acting
+from gems.schedule.capped.anneal import anneal
+from gems.schedule.capped.budget import Budget
+from gems.schedule.capped.listing import NEVER, Listing, Rules
+from gems.schedule.capped.pattern import Template
+from gems.schedule.capped.problem import Problem
+from gems.schedule.capped.solver import is_small, solve
+from gems.schedule.capped.templates import acts_to_try, free_running, groups_of, patterns
+
+GREEDY, PATTERN, ANNEALING, SOLVER = "greedy", "pattern", "annealing", "solver"
+QUICK = ((1.0, 0.5), (2.0, NEVER), (0.0, NEVER), (NEVER, NEVER), (4.0, 1.0))
+LEADS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0, NEVER)
+DEFERS = (0.0, 0.25, 0.5, 1.0, 4.0, NEVER)
+AHEADS = (2, 4, 3, 1, 6)
+PATIENCES = (0.0, 0.0, 0.0, 0.25, 0.5)
+NUM_REFINED, NUM_CLIMBED, MAX_REFINED = 8, 3, 3000
+PATTERN_SHARE, SOLVER_SHARE, SCREEN_SHARE, REFINE_SHARE = 0.3, 0.2, 0.5, 0.5
+NUM_SOLVED = 2
+CLIMB_FAIR = 0.6
+OVERHEAD_STEPS = 150
+SLACK, PATTERN_SLACK = 1.02, 1.15
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the list scheduler is given: keys by micro-batch and operation, acts by micro-batch, rules.
+
+    `template` numbers the template that it comes from.
+    """
+
+    problem: Problem
+    method: str
+    keys: tuple[Sequence[int], ...]
+    acts: tuple[tuple[int, ...], ...]
+    rules: Rules
+    template: int
+    span: int = NEVER
+
+    @property
+    def time(self) -> float:
+        """The step's time in units; infinite where it did not end."""
+        return self.span / self.problem.ticks_per_unit if self.span < NEVER else float("inf")
+
+
+Case = tuple[Problem, tuple[int, ...], str, Template]
+
+
+class Search:
+    """Tries plans on several placements and keeps the best one of each template."""
+
+    def __init__(
+        self, problems: Sequence[Problem], allow: Sequence[str], budget: Budget, seed: int, least: float = 0.0
+    ) -> None:
+        """Takes `least`, the time in units at which nothing better can be found."""
+        self.problems, self.allow, self.budget, self.least = problems, allow, budget, least
+        self.seed, self.random = seed, Random(seed)
+        self.tried = 0
+        self.best: dict[int, Plan] = {}
+        self.fastest = float("inf")
+        self._actings: dict[tuple[str, int, tuple[int, ...], int], Acting] = {}
+
+    def run(self) -> list[Plan]:
+        """Gives the plans found, the fastest first; there is one at least, whatever the budget."""
+        self.screen(self.templates())
+        self.refine()
+        self.climb()
+        return self.plans()
+
+    def plans(self) -> list[Plan]:
+        """Gives the best plan of each template, the fastest first."""
+        return sorted(self.best.values(), key=lambda plan: (plan.time, plan.template))
+
+    def rows_of(self, plan: Plan) -> list[list[int]]:
+        """Gives the rows of a plan, as `Listing.rows`."""
+        return Listing(plan.problem, plan.keys, self.actings_of(plan), plan.rules).play().rows
+
+    def actings_of(self, plan: Plan) -> list[Acting]:
+        """Gives what follows from a plan's acts, by micro-batch."""
+        problem, ahead = plan.problem, plan.rules.ahead
+        found = []
+        for acts in plan.acts:
+            key = (problem.name, problem.num_stages, acts, ahead)
+            if key not in self._actings:
+                self._actings[key] = acting(problem, acts, ahead)
+            found.append(self._actings[key])
+        return found
+
+    def evaluate(self, plan: Plan, must: bool = False) -> Plan | None:
+        """Gives a plan with its span, None when the budget is spent or the least time has been reached."""
+        if self.best and self.fastest <= self.least * (1 + 1e-9):
+            return None
+        steps = (
+            OVERHEAD_STEPS + plan.problem.num_steps + 4 * sum(1 for acts in plan.acts for act in acts if act)
+        )
+        if not self.budget.spend(steps) and not must:
+            return None
+        self.tried += 1
+        listing = Listing(plan.problem, plan.keys, self.actings_of(plan), plan.rules).play()
+        return replace(plan, span=listing.span)
+
+    def keep(self, plan: Plan) -> None:
+        """Keeps a plan where it is its template's best."""
+        known = self.best.get(plan.template)
+        if plan.span < NEVER and (known is None or plan.time < known.time):
+            self.best[plan.template] = plan
+            self.fastest = min(self.fastest, plan.time)
+
+    def templates(self) -> list[Case]:
+        """Gives the templates of all placements, acts and numbers of micro-batches a period, most promising first."""
+        cases = [(problem, acts) for problem in self.problems for acts in acts_to_try(problem, self.allow)]
+        found: list[Case] = [(problem, acts, GREEDY, free_running(problem, acts)) for problem, acts in cases]
+        budget = self.budget.share(PATTERN_SHARE)
+        cells = [(problem, acts, group) for problem, acts in cases for group in groups_of(problem)]
+        cells = sorted(
+            (cell for cell in cells if cell[2] <= cell[0].num_micro_batches), key=lambda cell: cell[2]
+        )
+        fastest = float("inf")
+        for i, (problem, acts, group) in enumerate(cells):
+            own = budget.share(3.0 / (len(cells) - i + 2))
+            longest = fastest * PATTERN_SLACK * group * problem.ticks_per_unit / problem.grain
+            for template in patterns(problem, acts, group, own, longest):
+                found.append((problem, acts, PATTERN, template))
+                if not template.overflow:
+                    fastest = min(fastest, self.pace(problem, template))
+                    better = anneal(problem, acts, template, own, self.random)
+                    found += [] if better is None else [(problem, acts, ANNEALING, better)]
+            budget.settle(own)
+        self.budget.settle(budget)
+        found += self.solved(found)
+        return sorted(
+            found,
+            key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, self.pace(case[0], case[3])),
+        )
+
+    def solved(self, cases: Sequence[Case]) -> list[Case]:
+        """Gives the templates that the solver finds below the period of the shortest patterns, in time of its own."""
+        made = [
+            case
+            for case in cases
+            if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])
+        ]
+        made.sort(key=lambda case: self.pace(case[0], case[3]))
+        budget = Budget(int(self.budget.steps * SOLVER_SHARE))
+        better = [
+            (problem, acts, SOLVER, solve(problem, template, budget, self.seed))
+            for problem, acts, _, template in made[:NUM_SOLVED]
+        ]
+        return [
+            (problem, acts, method, found) for problem, acts, method, found in better if found is not None
+        ]
+
+    @staticmethod
+    def pace(problem: Problem, template: Template) -> float:
+        """Gives the units of time that a template gives to one micro-batch."""
+        return template.period * problem.grain / template.num_micro_batches / problem.ticks_per_unit
+
+    def screen(self, templates: Sequence[Case]) -> None:
+        """Plays every template under a few rules; those whose pace alone is too slow are passed over."""
+        share = self.budget.share(SCREEN_SHARE)
+        self.budget, rest = share, self.budget
+        for lead, defer in QUICK:
+            for number, (problem, acts, method, template) in enumerate(templates):
+                if self.pace(problem, template) * problem.num_micro_batches > self.fastest * SLACK:
+                    continue
+                ahead = AHEADS[0] if problem.chunks < 4 else AHEADS[1]
+                plan = Plan(
+                    problem, method,
+                    tuple(template.keys(problem.grain, problem.num_micro_batches)),
+                    (acts,) * problem.num_micro_batches,
+                    self.rules(problem, lead, defer, 0.0, ahead), number,
+                )  # fmt: skip
+                played = self.evaluate(plan, must=not self.best)
+                if played is not None:
+                    self.keep(played)
+        rest.settle(share)
+        self.budget = rest
+
+    @staticmethod
+    def rules(problem: Problem, lead: float, defer: float, patience: float, ahead: int) -> Rules:
+        """Gives rules from times in units of an average action of a whole rank."""
+        unit = problem.work() / (3 * problem.num_ranks)
+
+        def ticks(time: float) -> int:
+            return NEVER if time >= NEVER else round(time * unit)
+
+        return Rules(ticks(lead), NEVER, ticks(defer), ticks(patience), ahead)
+
+    def refine(self) -> None:
+        """Plays the best templates under more rules."""
+        share = self.budget.share(REFINE_SHARE)
+        self.budget, rest = share, self.budget
+        random, best = self.random, self.plans()[:NUM_REFINED]
+        tried = set()
+        for _ in range(MAX_REFINED if best else 0):
+            plan = best[min(int(random.expovariate(0.5)), len(best) - 1)]
+            ahead = random.choice(AHEADS) if any(map(any, plan.acts)) else plan.rules.ahead
+            rules = self.rules(
+                plan.problem,
+                random.choice(LEADS), random.choice(DEFERS), random.choice(PATIENCES), ahead,
+            )  # fmt: skip
+            if (plan.template, rules) in tried:
+                continue
+            tried.add((plan.template, rules))
+            played = self.evaluate(replace(plan, rules=rules))
+            if played is None:
+                break
+            self.keep(played)
+        rest.settle(share)
+        self.budget = rest
+
+    def climb(self) -> None:
+        """Varies the best plans at random and keeps what is not worse: each for as long, and at last the best alone."""
+        leaders = self.leaders()
+        fair = self.budget.spent + CLIMB_FAIR * (self.budget.steps - self.budget.spent)
+        spent = [0] * len(leaders)
+        while leaders:
+            i = spent.index(min(spent))
+            if self.budget.spent > fair:
+                i = min(range(len(leaders)), key=lambda i: leaders[i].time)
+            played = self.evaluate(self.vary(leaders[i]))
+            if played is None:
+                break
+            spent[i] += OVERHEAD_STEPS + played.problem.num_steps
+            if played.span <= leaders[i].span:
+                leaders[i] = played
+        for plan in leaders:
+            self.keep(plan)
+
+    def leaders(self) -> list[Plan]:
+        """Gives the best plans of the best placements."""
+        found: dict[str, Plan] = {}
+        for plan in self.plans():
+            found.setdefault(plan.problem.name, plan)
+        return list(found.values())[:NUM_CLIMBED]
+
+    def vary(self, plan: Plan) -> Plan:
+        """Gives a plan with one thing changed: keys of some micro-batches or operations, the rules, or an act."""
+        random, problem = self.random, plan.problem
+        num_stages, num = problem.num_stages, problem.num_micro_batches
+        unit = problem.work() / (3 * problem.num_ranks)
+        shift = round(random.choice((-1, 1)) * unit * random.choice((0.25, 0.5, 1.0, 2.0, 4.0)))
+        choice = random.random()
+        if choice < 0.2 and any(map(any, plan.acts)):
+            return self.vary_acts(plan)
+        if choice < 0.3:
+            rules = self.rules(
+                problem,
+                random.choice(LEADS), random.choice(DEFERS), random.choice(PATIENCES), plan.rules.ahead,
+            )  # fmt: skip
+            return replace(plan, rules=rules)
+        first = self.somewhere(num)
+        chosen = range(first, min(num, first + random.choice((1, 1, 2, 4))))
+        low, high = 0, 3 * num_stages
+        if choice < 0.55:  # the rest of the step moves up
+            chosen, shift = range(first, num), -abs(shift) if random.random() < 0.8 else shift
+        elif choice < 0.7:
+            pass
+        elif choice < 0.85:
+            low = random.randrange(2 * num_stages)
+            high = random.choice((low + 1, low + problem.num_ranks, 2 * num_stages))
+            chosen = chosen if choice < 0.78 else range(num)
+        else:
+            low, high = 2 * num_stages, 3 * num_stages
+        keys = list(plan.keys)
+        for m in chosen:
+            row = list(keys[m])
+            row[low:high] = [key + shift for key in row[low:high]]
+            keys[m] = row
+        return replace(plan, keys=tuple(keys))
+
+    def somewhere(self, num: int) -> int:
+        """Gives a micro-batch, more often one of fill or drain."""
+        place, kind = min(int(self.random.expovariate(0.4)), num - 1), self.random.random()
+        return place if kind < 0.5 else num - 1 - place if kind < 0.7 else self.random.randrange(num)
+
+    def vary_acts(self, plan: Plan) -> Plan:
+        """Gives a plan in which one stage acts otherwise, for some micro-batches at the ends or for all."""
+        random, problem = self.random, plan.problem
+        num = problem.num_micro_batches
+        ways = [0, *(int(Act[name.upper()]) for name in self.allow)]
+        count = random.choice((1, 2, 4, num))
+        chosen = range(min(count, num)) if random.random() < 0.5 else range(max(0, num - count), num)
+        stage, way = random.randrange(problem.num_stages - 1), random.choice(ways)
+        stages = range(stage, min(problem.num_stages - 1, stage + random.choice((1, problem.num_ranks))))
+        acts = list(plan.acts)
+        for m in chosen:
+            acts[m] = tuple(way if stage in stages else act for stage, act in enumerate(acts[m]))
+        return replace(plan, acts=tuple(acts))

@@ -1,0 +1,132 @@
+"""The exact pattern: CP-SAT (extra `solver`, OR-tools) looks for a shorter period than a pattern has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from gems.schedule.capped.budget import Budget
+from gems.schedule.capped.pattern import Template
+from gems.schedule.capped.problem import Problem
+from gems.schedule.capped.templates import least_period
+
+IS_INSTALLED = find_spec("ortools") is not None
+MAX_OPERATIONS = 200
+STEPS_A_PERIOD = 150_000
+# The solver's own deterministic time for it, which is about as long by the clock.
+DETERMINISTIC_TIME = 0.15
+SIZE_DIGITS = 10**6
+
+
+def is_small(problem: Problem, acts: Sequence[int], template: Template) -> bool:
+    """Whether the solver is there and the pattern small enough for it, and without memory actions."""
+    size = 3 * problem.num_stages * template.num_micro_batches
+    return IS_INSTALLED and not any(acts) and size <= MAX_OPERATIONS
+
+
+def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Template | None:
+    """Gives a template of a shorter period than that of `template`, None where none is found within the budget.
+
+    One worker and the solver's own deterministic time keep the result the same on any machine.
+    """
+    group, found = template.num_micro_batches, None
+    floor = least_period(problem, (0,) * problem.num_stages, group)
+    period = template.period
+    while (period := period - max(1, period // 40)) >= floor and budget.spend(STEPS_A_PERIOD):
+        better = _at_period(problem, group, period, seed)
+        if better is None:
+            break
+        found = better
+    return found
+
+
+def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template | None:
+    """Solves one period: every operation has a slot modulo it, and what is held at each begin of a forward keeps the cap.
+
+    An operation starts at slot + period x turn. A rank holds, at a slot, what was begun by then and not ended: the sum
+    over its activations of (turns between begin and end, and one more where the slot lies inside the rest).
+    """
+    from ortools.sat.python import cp_model
+
+    model: Any = cp_model.CpModel()
+    num_stages = problem.num_stages
+    last = 2 * num_stages - 1
+    slots: dict[tuple[int, int], Any] = {}
+    turns: dict[tuple[int, int], Any] = {}
+    starts: dict[tuple[int, int], Any] = {}
+    busy: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
+    length = [
+        (*problem.time_grains[g % problem.num_directions], *problem.weight_grains) for g in range(group)
+    ]
+    shortest = sum(problem.time_grains[0]) + sum(problem.lag_grains[0])
+    horizon = 3 * (shortest + period) // period + 2
+    for g in range(group):
+        direction = g % problem.num_directions
+        ranks = (*problem.rank[direction], *problem.placement.ranks[direction])
+        for operation, ticks in enumerate(length[g]):
+            if ticks > period:
+                return None
+            slot = model.new_int_var(0, period - 1, "")
+            turn = model.new_int_var(0, horizon, "")
+            slots[g, operation], turns[g, operation] = slot, turn
+            starts[g, operation] = slot + period * turn
+            busy[ranks[operation]].append(model.new_fixed_size_interval_var(slot, ticks, ""))
+            # what runs over the end of the period also fills its begin
+            busy[ranks[operation]].append(model.new_fixed_size_interval_var(slot - period, ticks, ""))
+        for c in range(last):
+            lag = problem.lag_grains[direction][c + 1]
+            model.add(starts[g, c + 1] >= starts[g, c] + length[g][c] + lag)
+        for stage in range(num_stages):
+            end = starts[g, last - stage] + length[g][last - stage]
+            model.add(starts[g, 2 * num_stages + stage] >= end)
+    model.add(turns[0, 0] == 0)
+    for row in busy:
+        model.add_no_overlap(row)
+    for rank in range(problem.num_ranks):
+        _add_cap(model, problem, group, period, rank, slots, turns, length)
+    model.minimize(sum(starts[g, last] for g in range(group)))
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    solver.parameters.max_deterministic_time = DETERMINISTIC_TIME
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    rows = tuple(
+        tuple(int(solver.value(starts[g, operation])) for operation in range(3 * num_stages))
+        for g in range(group)
+    )
+    return Template(period, rows, 0)
+
+
+def _add_cap(
+    model: Any,
+    problem: Problem,
+    group: int,
+    period: int,
+    rank: int,
+    slots: dict[tuple[int, int], Any],
+    turns: dict[tuple[int, int], Any],
+    length: Sequence[Sequence[int]],
+) -> None:
+    """Holds the cap at the begin of every forward of the rank, where alone what is held grows."""
+    num_stages = problem.num_stages
+    lives = [
+        (g, stage) for g in range(group) for stage in problem.stages_of(rank, g % problem.num_directions)
+    ]
+    unit = max(1, max(problem.size) // SIZE_DIGITS)
+    for at in lives:
+        moment = slots[at]
+        held = []
+        for g, stage in lives:
+            weight = 2 * num_stages + stage
+            size = -(-problem.size[stage] // unit)
+            begun, ended, wraps = (model.new_bool_var("") for _ in range(3))
+            begin, end = slots[g, stage], slots[g, weight] + length[g][weight]
+            model.add(begin <= moment).only_enforce_if(begun)
+            model.add(begin > moment).only_enforce_if(~begun)
+            # one-sided, since fewer held is what the solver wants: an end counts only when it is over by the moment
+            model.add(end <= moment).only_enforce_if(ended)
+            model.add(end <= moment + period).only_enforce_if(~wraps)
+            held.append(size * (turns[g, weight] - turns[g, stage] + begun - ended + wraps))
+        model.add(sum(held) <= problem.cap // unit)

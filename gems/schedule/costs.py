@@ -1,0 +1,167 @@
+"""What a micro-batch costs: time and activation size of each stage, and the way between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from gems.schedule.action import Action, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """One micro-batch on each of S stages. Times are in any one unit, sizes in another; each tuple has S entries.
+
+    `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]`
+    what stage s hands to stage s + 1 (and gets back as gradient), `copy` the time of moving the stage's activations
+    one way between device and host memory, `boundary` the part of `activation` that a recomputed stage keeps. `reduce`
+    and `step` are the times of the rank-wide actions, found by the lowest stage of the rank.
+    """
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    activation: tuple[float, ...]
+    recompute: tuple[float, ...] = ()
+    copy: tuple[float, ...] = ()
+    held_for_weights: tuple[float, ...] = ()
+    boundary: tuple[float, ...] = ()
+    boundary_bytes: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
+    step: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        none = (0.0,) * len(self.forward)
+        for name, default in (
+            ("recompute", self.forward), ("copy", none), ("held_for_weights", self.activation), ("boundary", none),
+            ("boundary_bytes", none), ("reduce", none), ("step", none),
+        ):  # fmt: skip
+            if not getattr(self, name):
+                object.__setattr__(self, name, default)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.forward)
+
+    def time(self, action: Action) -> float:
+        """Gives the time of an action on its rank or copy engine; transfers take none here."""
+        kind, stage = action.kind, action.stage
+        if kind is Kind.F:
+            return self.forward[stage]
+        if kind is Kind.B:
+            return self.input_grad[stage] + self.weight_grad[stage]
+        if kind is Kind.I:
+            return self.input_grad[stage]
+        if kind is Kind.W:
+            return self.weight_grad[stage]
+        if kind is Kind.R:
+            return self.recompute[stage]
+        if kind is Kind.OFFLOAD or kind is Kind.PREFETCH:
+            return self.copy[stage]
+        if kind is Kind.REDUCE_GRAD:
+            return self.reduce[stage]
+        return self.step[stage] if kind is Kind.STEP else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Messages between ranks: `latency` + bytes x `per_byte`, with other figures inside a node where they are given.
+
+    With `has_contention` a rank's outgoing messages and its incoming ones each pass one at a time. `first_rank` is the
+    world rank of the pipeline's rank 0, which tells how its ranks lie over the nodes.
+    """
+
+    latency: float = 0.0
+    per_byte: float = 0.0
+    ranks_per_node: int | None = None
+    node_latency: float = 0.0
+    node_per_byte: float = 0.0
+    has_contention: bool = False
+    first_rank: int = 0
+
+    def parts(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
+        """Gives latency and transmission time of a message from one rank to another."""
+        if self.ranks_per_node:
+            node = (self.first_rank + sender) // self.ranks_per_node
+            if node == (self.first_rank + receiver) // self.ranks_per_node:
+                return self.node_latency, num_bytes * self.node_per_byte
+        return self.latency, num_bytes * self.per_byte
+
+    def delay(self, sender: int, receiver: int, num_bytes: float) -> float:
+        """Gives the time from posting to arrival, without contention."""
+        latency, transmission = self.parts(sender, receiver, num_bytes)
+        return latency + transmission
+
+
+FREE = Network()
+
+
+@dataclass(frozen=True, slots=True)
+class DepthCosts:
+    """Costs of a whole model over its depth, that can be cut into any number of stages of equal depth.
+
+    `forward`, `input_grad`, `weight_grad`, `recompute` and `copy` are the time of one of `num_ranks` equal parts of
+    the model, so a stage of S = 2P costs half. `times` and `activations` weigh equal pieces of the depth against
+    each other, first layer to last; times are scaled to a mean of 1, activations so that the largest of P stages
+    holds 1 unit (the unit of a cap).
+    """
+
+    num_ranks: int
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    recompute: float | None = None
+    copy: float = 0.0
+    boundary: float = 0.0
+    boundary_bytes: float = 0.0
+    times: tuple[float, ...] = (1.0,)
+    activations: tuple[float, ...] = (1.0,)
+
+    def stages(self, num_stages: int) -> StageCosts:
+        """Gives the costs of the model cut into `num_stages` stages of equal depth.
+
+        `boundary` and `boundary_bytes` are those of one tensor between stages, wherever the cut is.
+        """
+        share = self.num_ranks * len(self.times) / sum(map(Fraction, self.times))
+        times = [share * part for part in _cut(self.times, num_stages)]
+        largest = max(_cut(self.activations, self.num_ranks))
+        sizes = tuple(float(part / largest) for part in _cut(self.activations, num_stages))
+
+        def scaled(cost: float) -> tuple[float, ...]:
+            return tuple(float(Fraction(cost) * time) for time in times)
+
+        recompute = self.forward if self.recompute is None else self.recompute
+        return StageCosts(
+            forward=scaled(self.forward),
+            input_grad=scaled(self.input_grad),
+            weight_grad=scaled(self.weight_grad),
+            activation=sizes,
+            recompute=scaled(recompute),
+            copy=tuple(self.copy * size for size in sizes),
+            boundary=(self.boundary,) * num_stages,
+            boundary_bytes=(self.boundary_bytes,) * num_stages,
+        )
+
+
+def _cut(density: Sequence[float], num_stages: int) -> list[Fraction]:
+    """Integrates a step function over [0, 1], given by equal pieces, over `num_stages` equal parts; exact."""
+    pieces = len(density)
+    parts = []
+    for stage in range(num_stages):
+        low, high = Fraction(stage * pieces, num_stages), Fraction((stage + 1) * pieces, num_stages)
+        first, last = int(low), min(pieces, ceil(high))
+        overlaps = (
+            (density[i], min(high, Fraction(i + 1)) - max(low, Fraction(i))) for i in range(first, last)
+        )
+        parts.append(sum((Fraction(value) * width for value, width in overlaps), Fraction()) / pieces)
+    return parts
+
+
+def uniform(
+    num_ranks: int, num_stages: int, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0
+) -> StageCosts:
+    """Gives equal costs: times of whole-rank work, activations of 1 for a rank's part of the model."""
+    return DepthCosts(num_ranks, forward, input_grad, weight_grad).stages(num_stages)

@@ -1,0 +1,1 @@
+"""Published schedules, one file a family: each a pure function that can be read beside its paper."""

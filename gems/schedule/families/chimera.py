@@ -1,0 +1,41 @@
+"""Chimera: two pipelines in opposite directions at once, each with half of the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gems.schedule.action import Action, backward, forward
+from gems.schedule.families.halves import refuse_odd
+from gems.schedule.families.timed import in_order_of_time
+from gems.schedule.placement import bidirectional
+from gems.schedule.schedule import Schedule
+
+
+def chimera(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Builds Chimera (Li & Hoefler 2021, "Chimera: Efficiently Training Large-Scale Neural Networks").
+
+    Both directions run 1F1B's slots with half of a unit of P micro-batches each; for even P their slots never meet.
+    Further units follow every 2 P slots, whose first forwards fill the holes at the end of the unit before (the
+    paper's direct concatenation). For f = b and P dividing N it takes (2 N + P - 2) f time; a rank holds P
+    micro-batches of activations at most. The paper has even P; for odd P direction 1 starts a slot later and a unit
+    has P + 1 micro-batches.
+
+    Raises:
+        ConfigError: an odd number of micro-batches.
+    """
+    refuse_odd("chimera", num_micro_batches, "half run in each direction")
+    placement = bidirectional(num_ranks)
+    return in_order_of_time("chimera", num_micro_batches, placement, _timed(num_ranks, num_micro_batches))
+
+
+def _timed(num_ranks: int, num_micro_batches: int) -> Iterator[tuple[float, Action]]:
+    late = num_ranks % 2
+    unit = num_ranks + late
+    for m in range(num_micro_batches):
+        index, place = divmod(m, unit)
+        half = min(unit, num_micro_batches - index * unit) // 2
+        direction, turn = divmod(place, half)
+        start = 2 * num_ranks * index + 2 * turn + direction * late
+        for stage in range(num_ranks):
+            yield start + stage, forward(stage, m, direction)
+            yield start + 2 * num_ranks - 1 - stage, backward(stage, m, direction)

@@ -1,0 +1,66 @@
+"""Interleaved 1F1B and looped breadth-first: several chunks of the model on each rank."""
+
+from __future__ import annotations
+
+from gems.errors import ConfigError
+from gems.schedule.action import Action, backward, forward
+from gems.schedule.placement import looped
+from gems.schedule.schedule import Schedule
+
+
+def interleaved_1f1b(num_ranks: int, num_micro_batches: int, chunks: int) -> Schedule:
+    """Builds interleaved 1F1B (Narayanan et al. 2021, section 2.2) with v = `chunks` stages a rank.
+
+    Micro-batches go in N div P groups of G = ceil(N / groups), which is P where P divides N. A rank takes the
+    forwards of a group chunk by chunk, and so, from the last chunk, the backwards; it warms up with
+    (v - 1) G + 2 (P - 1 - rank) forwards. Takes N (f + b) + (P - 1)(f + b) / v time where the groups are full and
+    N >= P, and then holds at most ((v - 1) G + 2 P - 1) / v micro-batches of activations. Where the groups are not
+    full, the places that lack a micro-batch are left out.
+
+    Raises:
+        ConfigError: fewer than two chunks.
+    """
+    _check_chunks("interleaved_1f1b", chunks)
+    num_groups = max(1, num_micro_batches // num_ranks)
+    size = -(-num_micro_batches // num_groups)
+    groups = [range(first, first + size) for first in range(0, num_groups * size, size)]
+    rows = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * chunks, num_ranks)
+        forwards = [forward(stage, m) for group in groups for stage in stages for m in group]
+        backwards = [backward(stage, m) for group in groups for stage in reversed(stages) for m in group]
+        warmup = min(len(forwards), (chunks - 1) * size + 2 * (num_ranks - 1 - rank))
+        row: list[Action] = forwards[:warmup]
+        for pair in zip(forwards[warmup:], backwards, strict=False):
+            row += pair
+        row += backwards[len(forwards) - warmup :]
+        rows.append(tuple(action for action in row if (action.micro_batch or 0) < num_micro_batches))
+    return Schedule("interleaved_1f1b", num_micro_batches, looped(num_ranks, chunks), tuple(rows))
+
+
+def looped_bfs(num_ranks: int, num_micro_batches: int, chunks: int) -> Schedule:
+    """Builds looped breadth-first (Lamy-Poirier 2023) with v = `chunks` stages a rank.
+
+    All micro-batches pass a rank's first stage, then all its second, and so on; backwards from the last. Takes
+    N (f + b) + (P - 1)(f + b) / v time for N >= P and holds N micro-batches of activations.
+
+    Raises:
+        ConfigError: fewer than two chunks.
+    """
+    _check_chunks("looped_bfs", chunks)
+    micro_batches = range(num_micro_batches)
+    rows = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * chunks, num_ranks)
+        row = [forward(stage, m) for stage in stages for m in micro_batches]
+        row += [backward(stage, m) for stage in reversed(stages) for m in micro_batches]
+        rows.append(tuple(row))
+    return Schedule("looped_bfs", num_micro_batches, looped(num_ranks, chunks), tuple(rows))
+
+
+def _check_chunks(name: str, chunks: int) -> None:
+    if chunks < 2:
+        one = "1f1b" if name == "interleaved_1f1b" else "gpipe"
+        raise ConfigError(
+            "schedule.chunks", chunks, f"must be 2 or more for {name}", f"one chunk a rank is schedule={one}"
+        )

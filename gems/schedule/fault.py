@@ -1,0 +1,101 @@
+"""A broken schedule as text: rank x step, as far as it runs, with the fault marked."""
+
+from __future__ import annotations
+
+from gems.errors import ScheduleError
+from gems.schedule.action import RECV_KINDS, Action, Kind
+from gems.schedule.dependencies import dependencies
+from gems.schedule.schedule import Schedule
+
+MAX_RANKS = 32
+MAX_STEPS = 16
+IDLE = "."
+
+
+def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
+    """Draws each rank's list, one action a step, up to what never runs: the fault as `!0B0!`, the rest as `0B1?`.
+
+    Steps count actions and not time: in each, every rank runs its next action if all that it needs is done. The
+    fault's own rank is shown up to it, also where it is stuck before; a fault that stands nowhere in the list comes
+    behind its rank's last action. Of many ranks or steps those around the fault are shown.
+    """
+    cells = _played(schedule, error)
+    ranks = range(len(cells))
+    fault = error.rank if error.rank in ranks else 0
+    shown = ranks[max(0, min(fault - MAX_RANKS // 2, len(cells) - MAX_RANKS)) :][:MAX_RANKS]
+    marked = next((step for step, cell in enumerate(cells[fault]) if cell.startswith("!")), len(cells[fault]))
+    steps = range(max(0, marked + MAX_STEPS // 4 - MAX_STEPS), marked + MAX_STEPS // 4 + 1)
+    steps = range(steps.start, min(steps.stop, max((len(cells[rank]) for rank in shown), default=0)))
+    width = {
+        step: max([len(str(step)), *(len(cells[rank][step]) for rank in shown if step < len(cells[rank]))])
+        for step in steps
+    }
+    before = "... " if steps.start else ""
+    lines = ["step      | " + before + " ".join(f"{step:<{width[step]}}" for step in steps)]
+    for rank in shown:
+        texts = (cells[rank][step] if step < len(cells[rank]) else "" for step in steps)
+        drawn = " ".join(f"{text:<{width[step]}}" for step, text in zip(steps, texts, strict=True))
+        lines.append(f"rank {rank:>4} | {before}{drawn}")
+    if len(shown) < len(cells):
+        lines.append(f"(ranks {shown.start} to {shown.stop - 1} of {len(cells)})")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _played(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
+    """Gives the cells of each rank, the last one of a rank that is stuck being what it is stuck at."""
+    rows = schedule.rows
+    fault = _place_of(schedule, error)
+    cells: list[list[str]] = [[] for _ in rows]
+    at = [0] * len(rows)
+    done: set[Action] = set()
+    while True:
+        ready = [
+            rank
+            for rank, row in enumerate(rows)
+            if at[rank] < len(row) and (rank, at[rank]) != fault and _is_ready(rank, row[at[rank]], at, done, schedule)
+        ]  # fmt: skip
+        if not ready:
+            break
+        for rank, row in enumerate(rows):
+            if at[rank] < len(row):
+                cells[rank].append(str(row[at[rank]]) if rank in ready else IDLE)
+        for rank in ready:
+            done.add(rows[rank][at[rank]])
+            at[rank] += 1
+    for rank, row in enumerate(rows):
+        while cells[rank] and cells[rank][-1] == IDLE:
+            cells[rank].pop()
+        stop = at[rank] + 1
+        if rank == error.rank and isinstance(error.action, Action):
+            stop = len(row) if fault is None else fault[1]
+        cells[rank] += [f"{action}?" for action in row[at[rank] : stop]]
+        if rank == error.rank and isinstance(error.action, Action):
+            cells[rank].append(f"!{error.action}!")
+    return cells
+
+
+def _place_of(schedule: Schedule, error: ScheduleError) -> tuple[int, int] | None:
+    """Gives rank and index of the fault; of an action that stands there twice the second."""
+    if not 0 <= error.rank < len(schedule.rows) or error.action not in schedule.rows[error.rank]:
+        return None
+    row = schedule.rows[error.rank]
+    return error.rank, max(i for i, action in enumerate(row) if action == error.action)
+
+
+def _is_ready(rank: int, action: Action, at: list[int], done: set[Action], schedule: Schedule) -> bool:
+    placement = schedule.placement
+    if action.kind is Kind.REDUCE_GRAD:
+        peers = (peer for peer in placement.peers_of(rank) if peer < len(schedule.rows))
+        return all(
+            any(other.kind is Kind.REDUCE_GRAD for other in schedule.rows[peer][: at[peer] + 1])
+            for peer in peers
+        )
+    if action.kind is Kind.STEP or action.kind in RECV_KINDS:
+        return True
+    is_known = 0 <= action.direction < schedule.num_directions and 0 <= action.stage < schedule.num_stages
+    if not is_known or schedule.rank_of(action) != rank:
+        return False
+    for need in dependencies(action, schedule):
+        if need not in done or (need.kind in RECV_KINDS and dependencies(need, schedule)[0] not in done):
+            return False
+    return True

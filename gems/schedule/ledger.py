@@ -1,0 +1,112 @@
+"""The activations of one rank while its list is played: what each action brings, and what it lets go."""
+
+from __future__ import annotations
+
+import heapq
+
+from gems.errors import ScheduleError
+from gems.schedule.action import Action, Kind
+from gems.schedule.costs import StageCosts
+from gems.schedule.schedule import Schedule
+
+TOLERANCE = 1e-9
+BRINGING_KINDS = frozenset({Kind.F, Kind.R, Kind.PREFETCH})
+
+
+class Ledger:
+    """Counts activations held, in the unit of `StageCosts.activation`, and their peak.
+
+    F brings a stage's activations (only its boundary where R follows), R the rest of them, PREFETCH what OFFLOAD
+    took; I leaves what W needs, W and B leave nothing. Under a cap, what brings activations waits until copies that
+    are under way have made room; room is given in the order of the list.
+    """
+
+    __slots__ = ("_cap", "_costs", "_granted", "_has_recompute", "_leaving", "_schedule", "held", "peak")
+
+    def __init__(self, schedule: Schedule, costs: StageCosts, cap: float | None = None) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._cap = cap
+        self._has_recompute = schedule.has_any(Kind.R)
+        self._leaving: list[tuple[float, float]] = []
+        self._granted = 0.0
+        self.held = 0.0
+        self.peak = 0.0
+
+    def take(self, rank: int, action: Action, now: float) -> float:
+        """Counts what an action brings and gives the time, `now` or later, at which there is room for it.
+
+        Raises:
+            ScheduleError: there will never be room.
+        """
+        if action.kind not in BRINGING_KINDS:
+            return now
+        size = self.brings(action)
+        if not size:
+            return now
+        now = max(now, self._granted)
+        while self._leaving and self._leaving[0][0] <= now + TOLERANCE:
+            self.held -= heapq.heappop(self._leaving)[1]
+        if self._cap is not None:
+            while self.held + size > self._cap + TOLERANCE:
+                if not self._leaving:
+                    raise ScheduleError(
+                        rank, action, f"brings {size:g} to {self.held:g} held, above the cap of {self._cap:g}"
+                    )
+                now, left = heapq.heappop(self._leaving)
+                self.held -= left
+        self._granted = now
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        return now
+
+    def give(self, action: Action) -> None:
+        """Counts what the end of an action lets go."""
+        left = self.leaves(action)
+        if left:
+            self.held -= left
+            self.peak = max(self.peak, self.held)
+
+    def give_at(self, action: Action, time: float) -> None:
+        """Counts what a copy to host memory lets go when it ends."""
+        heapq.heappush(self._leaving, (time, self._costs.activation[action.stage]))
+
+    def brings(self, action: Action) -> float:
+        """Gives the size that must be free before an action starts."""
+        kind, stage, micro_batch, direction, _ = action
+        if kind is Kind.F:
+            if self._schedule.forward_only:
+                return 0.0
+            if self._has_recompute and self._schedule.has(Kind.R, stage, micro_batch, direction):
+                return self._costs.boundary[stage]
+            return self._costs.activation[stage]
+        if kind is Kind.R:
+            return self._costs.activation[stage] - self._costs.boundary[stage]
+        return self._costs.activation[stage] if kind is Kind.PREFETCH else 0.0
+
+    def leaves(self, action: Action) -> float:
+        """Gives the size that is free once a compute action has ended."""
+        stage = action.stage
+        if action.kind is Kind.B:
+            return self._costs.activation[stage]
+        if action.kind is Kind.I:
+            return self._costs.activation[stage] - self._costs.held_for_weights[stage]
+        return self._costs.held_for_weights[stage] if action.kind is Kind.W else 0.0
+
+
+def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
+    """Gives the most activations that each rank holds, from the order of its list alone.
+
+    Exact without copies to host memory; with them, what is under way counts as gone.
+    """
+    found = []
+    for row in schedule.rows:
+        ledger = Ledger(schedule, costs)
+        held = peak = 0.0
+        for action in row:
+            held += ledger.brings(action)
+            peak = max(peak, held)
+            held -= costs.activation[action.stage] if action.kind is Kind.OFFLOAD else ledger.leaves(action)
+            peak = max(peak, held)
+        found.append(peak)
+    return tuple(found)

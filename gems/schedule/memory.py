@@ -1,0 +1,130 @@
+"""Memory over the time of a simulated step: activations, boundary buffers and copies in host memory, rank by rank."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.costs import StageCosts
+from gems.schedule.dependencies import dependencies
+from gems.schedule.ledger import TOLERANCE, Ledger
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation
+
+ACTIVATIONS, BOUNDARIES, HOST = range(3)
+Change = tuple[float, int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds from `time` on, in bytes, `time` in the unit of the costs.
+
+    `activations` and `boundaries` (messages that leave or arrive) are on the device, `host` is in host memory.
+    """
+
+    time: float
+    activations: float
+    boundaries: float
+    host: float
+
+    @property
+    def device(self) -> float:
+        """Bytes on the device that come and go."""
+        return self.activations + self.boundaries
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory of one rank: `parameters` all the time, and what comes and goes."""
+
+    parameters: float
+    held: tuple[Held, ...]
+
+    @property
+    def peak(self) -> float:
+        """The most bytes on the device at once, with the parameters."""
+        return self.parameters + max((held.device for held in self.held), default=0.0)
+
+    def at(self, time: float) -> Held:
+        """Gives what is held just after `time`."""
+        place = bisect.bisect_right(self.held, time + TOLERANCE, key=lambda held: held.time)
+        return self.held[place - 1] if place else Held(0.0, 0.0, 0.0, 0.0)
+
+
+def memory_over_time(
+    schedule: Schedule,
+    costs: StageCosts,
+    played: Simulation,
+    activation_bytes: float = 1.0,
+    param_bytes: float = 0.0,
+) -> tuple[RankMemory, ...]:
+    """Gives each rank's memory over a simulated step.
+
+    An action's activations come when it starts and go when it ends, those of a copy to host memory when the copy
+    ends. A send's buffer is held until the message has arrived, a receive's from its posting until the compute that
+    needs it has ended. Host memory is held from the end of the copy out to the end of the copy back.
+
+    Args:
+        schedule: compute-only or lowered; boundary buffers are those of the transfers in the list.
+        costs: of its stages, with boundary bytes in bytes.
+        played: the simulation of this schedule.
+        activation_bytes: bytes of one unit of activations.
+        param_bytes: bytes of the parameters of one direction's stages on a rank.
+    """
+    found = []
+    for rank, row in enumerate(schedule.rows):
+        changes = _changes(row, schedule, costs, played.start[rank], played.end[rank], activation_bytes)
+        directions = {direction for direction, _ in schedule.placement.stages_on(rank)}
+        found.append(RankMemory(param_bytes * len(directions), _summed(changes)))
+    return tuple(found)
+
+
+def _changes(
+    row: tuple[Action, ...],
+    schedule: Schedule,
+    costs: StageCosts,
+    starts: tuple[float, ...],
+    ends: tuple[float, ...],
+    activation_bytes: float,
+) -> list[Change]:
+    ledger = Ledger(schedule, costs)
+    changes: list[Change] = []
+    arriving: dict[Action, float] = {}
+    for action, start, end in zip(row, starts, ends, strict=True):
+        kind, stage = action.kind, action.stage
+        if kind in SEND_KINDS:
+            size = costs.boundary_bytes[stage if kind is Kind.SEND_F else stage - 1]
+            changes += [(start, BOUNDARIES, size), (end, BOUNDARIES, -size)]
+        elif kind in RECV_KINDS:
+            arriving[action] = costs.boundary_bytes[stage - 1 if kind is Kind.RECV_F else stage]
+            changes.append((start, BOUNDARIES, arriving[action]))
+        elif kind is Kind.OFFLOAD:
+            size = costs.activation[stage] * activation_bytes
+            changes += [(end, ACTIVATIONS, -size), (end, HOST, size)]
+        else:
+            if kind in COMPUTE_KINDS:
+                for need in dependencies(action, schedule):
+                    if need in arriving:
+                        changes.append((end, BOUNDARIES, -arriving.pop(need)))
+            if kind is Kind.PREFETCH:
+                changes.append((end, HOST, -costs.activation[stage] * activation_bytes))
+            changes.append((start, ACTIVATIONS, ledger.brings(action) * activation_bytes))
+            changes.append((end, ACTIVATIONS, -ledger.leaves(action) * activation_bytes))
+    return changes
+
+
+def _summed(changes: list[Change]) -> tuple[Held, ...]:
+    """Adds the changes up, one point for all that happens at one time; what goes then makes room for what comes."""
+    held: list[Held] = []
+    sums = [0.0, 0.0, 0.0]
+    at = 0.0
+    is_open = False
+    for time, category, size in sorted(change for change in changes if change[2]):
+        if is_open and time > at + TOLERANCE:
+            held.append(Held(at, *sums))
+            is_open = False
+        if not is_open:
+            at, is_open = time, True
+        sums[category] += size
+    return (*held, Held(at, *sums)) if is_open else ()

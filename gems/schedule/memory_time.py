@@ -1,0 +1,115 @@
+"""The memory-time product: the largest efficiency that a cap on activations leaves, whatever the order of work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gems.schedule.costs import FREE, Network, StageCosts
+from gems.schedule.placement import Placement
+
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """What leaving out one stage's activations costs (time on the rank or the copy engine) and saves."""
+
+    cost: float
+    saved: float
+
+
+def memory_time_bound(
+    costs: StageCosts,
+    placement: Placement,
+    cap: float | None,
+    is_split: bool,
+    network: Network = FREE,
+    allow: tuple[str, ...] = (),
+) -> float:
+    """Gives an efficiency that no schedule of this placement exceeds while it keeps the cap.
+
+    A stage's activations stay from its forward until the gradient has come back through all later stages, so a
+    micro-batch takes at least size x that time of a rank's cap x step time. The step is at least as long as all
+    micro-batches' products over the cap, and as a rank's compute. With f = i = w = 1 and one stage a rank that is
+    cap x 3 / (2 P + 1) split, cap / P whole; V: cap x 3 / (P + 1) split.
+
+    Args:
+        costs: of the stages, with sizes in the unit of the cap.
+        placement: where the stages live; of two directions each takes half of the micro-batches.
+        cap: the most activations a rank may hold; None for no limit but compute.
+        is_split: whether the weight gradient may come later than the input gradient.
+        network: its delays between ranks prolong what is held.
+        allow: "recompute" and "offload" let the best part of each rank's activations go in between, at the price of
+            time on the rank and on each copy engine.
+
+    Returns:
+        The bound, at most 1, for equal ranks; less where one rank has more work than others.
+    """
+    directions = range(placement.num_directions)
+    share = 1.0 / placement.num_directions
+    held_for = [_times_held(costs, placement.ranks[direction], is_split, network) for direction in directions]
+    period = 0.0
+    for rank in range(placement.num_ranks):
+        busy = product = 0.0
+        recompute: list[_Saving] = []
+        offload: list[_Saving] = []
+        for direction, stage in placement.stages_on(rank):
+            time, size = held_for[direction][stage], costs.activation[stage]
+            after = costs.held_for_weights[stage] * costs.weight_grad[stage] if is_split else 0.0
+            busy += share * (costs.forward[stage] + costs.input_grad[stage] + costs.weight_grad[stage])
+            product += share * (size * time + after)
+            backward = costs.input_grad[stage] + (0.0 if is_split else costs.weight_grad[stage])
+            kept = costs.recompute[stage] + backward
+            rest = size - costs.boundary[stage]
+            recompute.append(_Saving(share * costs.recompute[stage], share * rest * max(0.0, time - kept)))
+            copied = costs.forward[stage] + 2 * costs.copy[stage] + backward
+            offload.append(_Saving(share * costs.copy[stage], share * size * max(0.0, time - copied)))
+        allowed = [recompute if "recompute" in allow else [], offload if "offload" in allow else []]
+        period = max(period, _period(busy, product, cap, allowed))
+    useful = sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad)
+    return min(1.0, useful / (placement.num_ranks * period)) if period else 1.0
+
+
+def _times_held(
+    costs: StageCosts, ranks: tuple[int, ...], is_split: bool, network: Network
+) -> tuple[float, ...]:
+    """Gives for each stage the least time from the begin of F to the end of B or I."""
+    held = []
+    behind = 0.0
+    for stage in reversed(range(costs.num_stages)):
+        backward = costs.input_grad[stage] + (0.0 if is_split else costs.weight_grad[stage])
+        behind += costs.forward[stage] + backward
+        held.append(behind)
+        if stage and ranks[stage] != ranks[stage - 1]:
+            size = costs.boundary_bytes[stage - 1]
+            behind += network.delay(ranks[stage - 1], ranks[stage], size)
+            behind += network.delay(ranks[stage], ranks[stage - 1], size)
+    return tuple(reversed(held))
+
+
+def _period(busy: float, product: float, cap: float | None, allowed: list[list[_Saving]]) -> float:
+    """Gives the least time a micro-batch takes of a rank; each list of savings has a time budget of its own."""
+    if cap is None or product <= cap * busy:
+        return busy
+    low, high = busy, product / cap
+    if not any(allowed):
+        return high
+    recompute, offload = allowed
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        saved = _most_saved(recompute, middle - busy) + _most_saved(offload, middle)
+        if product - saved > cap * middle:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _most_saved(savings: list[_Saving], budget: float) -> float:
+    """Fills a budget of time with the savings that give most for it, the last one in part."""
+    total = 0.0
+    for saving in sorted(savings, key=lambda item: -item.saved / item.cost if item.cost else float("-inf")):
+        part = min(1.0, budget / saving.cost) if saving.cost else 1.0
+        total += part * saving.saved
+        budget -= part * saving.cost
+    return total

@@ -1,0 +1,238 @@
+"""Simulation: runs a schedule on paper, event by event, over compute, link and copy streams."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gems.errors import ScheduleError
+from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.costs import FREE, Network, StageCosts
+from gems.schedule.dependencies import dependencies
+from gems.schedule.ledger import Ledger
+from gems.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """When each action ran, in the units of the costs.
+
+    `start` and `end` follow `Schedule.rows`; for a transfer they are the posting and the arrival, for a copy the
+    begin and the end on its engine. `peak` is the most activations that each rank held at once, in their unit.
+    """
+
+    start: tuple[tuple[float, ...], ...]
+    end: tuple[tuple[float, ...], ...]
+    span: float
+    busy: tuple[float, ...]
+    peak: tuple[float, ...]
+
+    @property
+    def efficiency(self) -> float:
+        """Useful compute over ranks x span; recomputation is not useful."""
+        return sum(self.busy) / (len(self.busy) * self.span) if self.span else 1.0
+
+
+def simulate(
+    schedule: Schedule,
+    costs: StageCosts,
+    network: Network = FREE,
+    cap: float | None = None,
+) -> Simulation:
+    """Plays all ranks forward at once. Transfers and copies post; who needs the data waits.
+
+    Args:
+        schedule: compute-only or lowered. Without transfers in the list, data still takes the network's time.
+        costs: of the schedule's stages.
+        network: time of messages.
+        cap: the most activations a rank may hold. An action that brings some then waits, in the order of the list,
+            for copies to host memory to make room.
+
+    Raises:
+        ScheduleError: an action waits for something that never comes (a deadlock, a missing partner, or no room).
+    """
+    return _Player(schedule, costs, network, cap).play()
+
+
+class _Player:
+    def __init__(self, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None) -> None:
+        ranks = range(schedule.num_ranks)
+        self.schedule, self.costs, self.network = schedule, costs, network
+        self.clock = [0.0] * schedule.num_ranks
+        self.next = [0] * schedule.num_ranks
+        self.start: list[list[float]] = [[] for _ in ranks]
+        self.end: list[list[float]] = [[] for _ in ranks]
+        self.busy = [0.0] * schedule.num_ranks
+        self.ledgers = [Ledger(schedule, costs, cap) for _ in ranks]
+        self.engines: dict[tuple[int, Kind], float] = {}
+        self.done: dict[Action, float] = {}
+        self.posted: dict[Action, tuple[int, int, float]] = {}
+        self.waiting: dict[Action, list[int]] = {}
+        self.arrived: dict[int, dict[int, float]] = {}
+        self.ready = [(0.0, rank) for rank in ranks]
+        self.has_transfers = schedule.has_transfers
+
+    def play(self) -> Simulation:
+        rows, ready, clock, following = self.schedule.rows, self.ready, self.clock, self.next
+        # Only where messages compete for a link does it matter that ranks are played in the order of time.
+        keeps_time = self.network.has_contention
+        while ready:
+            now, rank = heapq.heappop(ready)
+            row = rows[rank]
+            while following[rank] < len(row):
+                if keeps_time and clock[rank] > now and ready and ready[0][0] < clock[rank]:
+                    heapq.heappush(ready, (clock[rank], rank))
+                    break
+                if not self.advance(rank, row[following[rank]]):
+                    break
+                following[rank] += 1
+        self.refuse_stuck()
+        span = max((max(row, default=0.0) for row in self.end), default=0.0)
+        peak = tuple(ledger.peak for ledger in self.ledgers)
+        return Simulation(
+            tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), span, tuple(self.busy), peak
+        )
+
+    def advance(self, rank: int, action: Action) -> bool:
+        """Runs one action when it can run; otherwise remembers who must wake this rank."""
+        kind = action.kind
+        needs = dependencies(action, self.schedule)
+        if kind in RECV_KINDS:
+            self.post(rank, action, needs[0], action)
+            return True
+        if kind is Kind.REDUCE_GRAD:
+            return self.reduce(rank, action)
+        begin = self.clock[rank]
+        for need in needs:
+            ended = self.done.get(need)
+            if ended is None:
+                self.waiting.setdefault(need, []).append(rank)
+                return False
+            if not self.has_transfers and need.stage != action.stage:
+                ended += self.flight(need, action)
+            if ended > begin:
+                begin = ended
+        if kind in SEND_KINDS:
+            other = action.stage + (1 if kind is Kind.SEND_F else -1)
+            receive = Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B
+            self.post(rank, action, action, Action(receive, other, action.micro_batch, action.direction))
+            return True
+        if kind in COPY_KINDS:
+            self.copy(rank, action, begin)
+            return True
+        ledger = self.ledgers[rank]
+        begin = ledger.take(rank, action, begin)
+        time = self.costs.time(action)
+        finish = begin + time
+        ledger.give(action)
+        self.clock[rank] = finish
+        self.start[rank].append(begin)
+        self.end[rank].append(finish)
+        if kind is not Kind.STEP:
+            if kind is not Kind.R:
+                self.busy[rank] += time
+            self.finish(action, finish)
+        return True
+
+    def flight(self, need: Action, action: Action) -> float:
+        """Gives the network's time where data comes from another rank and no transfer in the list carries it."""
+        here, there = self.schedule.rank_of(need), self.schedule.rank_of(action)
+        if here == there:
+            return 0.0
+        return self.network.delay(here, there, self.boundary_bytes(need.stage, action.stage))
+
+    def boundary_bytes(self, sender: int, receiver: int) -> float:
+        return self.costs.boundary_bytes[min(sender, receiver)]
+
+    def post(self, rank: int, action: Action, send: Action, receive: Action) -> None:
+        """Posts one side of a transfer; the data sets out when both sides are posted and the way is free."""
+        now = self.clock[rank]
+        other = self.posted.pop(receive if action is send else send, None)
+        mine = (rank, len(self.start[rank]), now)
+        self.start[rank].append(now)
+        self.end[rank].append(now)
+        if other is None:
+            self.posted[action] = mine
+            return
+        sender, receiver = (mine, other) if action is send else (other, mine)
+        depart = max(now, other[2])
+        latency, transmission = self.network.parts(
+            sender[0], receiver[0], self.boundary_bytes(send.stage, receive.stage)
+        )
+        if self.network.has_contention:
+            ways = ((sender[0], Kind.SEND_F), (receiver[0], Kind.RECV_F))
+            depart = max(depart, *(self.engines.get(way, 0.0) for way in ways))
+            self.engines.update(dict.fromkeys(ways, depart + transmission))
+        arrival = depart + latency + transmission
+        for there, index, _ in (mine, other):
+            self.end[there][index] = arrival
+        self.finish(receive, arrival)
+
+    def copy(self, rank: int, action: Action, begin: float) -> None:
+        """Starts a copy on its engine, one of each direction a rank; the rank goes on."""
+        engine = (rank, action.kind)
+        begin = max(begin, self.engines.get(engine, 0.0))
+        if action.kind is Kind.PREFETCH:
+            begin = self.ledgers[rank].take(rank, action, begin)
+        finish = begin + self.costs.time(action)
+        if action.kind is Kind.OFFLOAD:
+            self.ledgers[rank].give_at(action, finish)
+        self.engines[engine] = finish
+        self.stamp(rank, begin, finish)
+        self.finish(action, finish)
+
+    def reduce(self, rank: int, action: Action) -> bool:
+        """Joins a collective; the last peer to come lets all of them go on."""
+        group = self.arrived.setdefault(action.stage, {})
+        peers = self.schedule.placement.peers_of(rank)
+        if rank not in group:
+            group[rank] = self.clock[rank]
+            if len(group) < len(peers):
+                return False
+            for peer in peers:
+                if peer != rank:
+                    heapq.heappush(self.ready, (self.clock[rank], peer))
+        elif len(group) < len(peers):
+            return False
+        begin = self.clock[rank]
+        self.clock[rank] = max(group.values()) + self.costs.time(action)
+        self.stamp(rank, begin, self.clock[rank])
+        return True
+
+    def stamp(self, rank: int, start: float, end: float) -> None:
+        self.start[rank].append(start)
+        self.end[rank].append(end)
+
+    def finish(self, action: Action, time: float) -> None:
+        self.done[action] = time
+        if action in self.waiting:
+            for rank in self.waiting.pop(action):
+                heapq.heappush(self.ready, (max(time, self.clock[rank]), rank))
+
+    def refuse_stuck(self) -> None:
+        """Names an action of a circle of ranks that wait for each other, or the one that waits for nothing to come."""
+        rows = self.schedule.rows
+        stuck = {rank: row[self.next[rank]] for rank, row in enumerate(rows) if self.next[rank] < len(row)}
+        path: list[int] = []
+        rank = min(stuck, default=None)
+        while rank is not None and rank not in path:
+            path.append(rank)
+            rank = next((other for other in self.awaited(rank, stuck[rank]) if other in stuck), None)
+        if not path:
+            return
+        rank = path[-1] if rank is None else min(path[path.index(rank) :])
+        action = stuck[rank]
+        needs = [str(need) for need in dependencies(action, self.schedule) if need not in self.done]
+        what = f"waits for {', '.join(needs)}" if needs else "waits for its peers"
+        raise ScheduleError(rank, action, f"{what}, which never comes")
+
+    def awaited(self, rank: int, action: Action) -> Iterator[int]:
+        """Gives the ranks that a stuck action waits for."""
+        if action.kind is Kind.REDUCE_GRAD:
+            here = self.arrived.get(action.stage, {})
+            yield from (peer for peer in self.schedule.placement.peers_of(rank) if peer not in here)
+        for need in dependencies(action, self.schedule):
+            if need not in self.done:
+                sends = dependencies(need, self.schedule) if need.kind in RECV_KINDS else (need,)
+                yield from map(self.schedule.rank_of, sends)

@@ -1,0 +1,91 @@
+"""A schedule as the CSV of torch.distributed.pipelining: one line a rank, compute actions only."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from gems.errors import ConfigError
+from gems.schedule.action import Action, Kind
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+
+_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+_CELL = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """Gives the compute-only CSV that torch's runtime loads, as in `0F0,0F1,0B0`; B is a whole backward.
+
+    Transfers, the reduction and the step are left out: torch puts its own there.
+
+    Raises:
+        ConfigError: the schedule says what that format cannot: two directions, recomputation or copies to host memory.
+    """
+    if schedule.num_directions > 1:
+        raise ConfigError(
+            "format", "torch", f"cannot say schedule {schedule.name}: it runs {schedule.num_directions} directions",
+            "use --json",
+        )  # fmt: skip
+    for kind, what in ((Kind.R, "recomputes"), (Kind.OFFLOAD, "copies to host memory")):
+        if schedule.has_any(kind):
+            raise ConfigError(
+                "format", "torch", f"cannot say schedule {schedule.name}: it {what}", "use --json"
+            )
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in schedule.rows:
+        writer.writerow(str(action) for action in row if action.kind in _KINDS)
+    return text.getvalue()
+
+
+def from_torch_csv(text: str, name: str = "torch") -> Schedule:
+    """Reads torch's compute-only CSV; empty cells, which are idle steps there, are passed over.
+
+    An overlapped pair `(0F3;1B2)OVERLAP_F_B` becomes its parts one after the other. Stages are placed where they
+    appear, and micro-batches counted up to the highest.
+
+    Raises:
+        ConfigError: a cell that is no compute action, a stage on two ranks, or stages that are not 0 to S - 1.
+    """
+    rows = tuple(
+        tuple(action for cell in cells for action in _actions(cell.strip(), line))
+        for line, cells in enumerate(csv.reader(io.StringIO(text)), 1)
+    )
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if rank_of.setdefault(action.stage, rank) != rank:
+                raise ConfigError(
+                    "schedule", name, f"stage {action.stage} is on rank {rank_of[action.stage]} and on rank {rank}"
+                )  # fmt: skip
+    if not rank_of or set(rank_of) != set(range(len(rank_of))):
+        found = ", ".join(map(str, sorted(rank_of))) or "none"
+        raise ConfigError(
+            "schedule", name, f"its stages must be numbered from 0 on without gaps, not {found}"
+        )
+    return Schedule(
+        name=name,
+        num_micro_batches=1 + max(action.micro_batch or 0 for row in rows for action in row),
+        placement=Placement(len(rows), (tuple(rank_of[stage] for stage in range(len(rank_of))),)),
+        rows=rows,
+        forward_only=not any(action.kind in (Kind.B, Kind.I) for row in rows for action in row),
+    )
+
+
+def _actions(cell: str, line: int) -> list[Action]:
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    found = []
+    for word in overlapped[1].split(";") if overlapped else [cell]:
+        if not word:
+            continue
+        match = _CELL.fullmatch(word.strip())
+        if match is None:
+            raise ConfigError(
+                "schedule", repr(cell), f"is no compute action in line {line}",
+                "allowed: [stage]F|B|I|W[micro-batch], as in 0F3: torch's compute_only format",
+            )  # fmt: skip
+        found.append(Action(Kind(match[2]), int(match[1]), int(match[3])))
+    return found
