@@ -161,6 +161,11 @@ def _check_override(override: Override, keys: Sequence[str], folders: Sequence[P
     key = str(override.key_or_group)
     if key.startswith("hydra"):
         return
+    if key == "study":
+        value = override.get_value_element_as_str()
+        raise ConfigError(
+            key, value, "names many runs, and this is one", f"python -m jobs study study={value}"
+        )
     if override.is_delete():
         raise ConfigError(f"~{key}", "", "a key cannot be taken away", f"set it instead: {key}=...")
     if key not in keys and not FREE.match(key):

@@ -57,30 +57,61 @@ class ParallelConfig:
 
 @dataclass(slots=True)
 class ScheduleConfig:
-    """The order of work, by its published name."""
+    """The order of work, by its published name, or found under a cap (`capped`), or read from a file (`file`)."""
 
     name: str = "gems_master"
+    chunks: int = 2
+    activation_cap: float | None = None
+    activation_cap_bytes: int | None = None
+    allow: list[str] = field(default_factory=list)
+    placements: list[str] = field(default_factory=list)
+    max_stages: int | None = None
+    budget_s: float = 5.0
+    path: str | None = None
 
 
 @dataclass(slots=True)
 class CostConfig:
-    """Costs of one stage and micro-batch in abstract units, for drawings and replays without a profile."""
+    """Costs of one micro-batch on one of P equal parts of the model, in units of time, activations and bytes.
+
+    `unit_s` says how long a unit of time is, `activation_bytes` how large a unit of activations.
+    """
 
     name: str = "uniform"
     forward: float = 1.0
     input_grad: float = 1.0
     weight_grad: float = 1.0
     link: float = 0.0
+    recompute: float | None = None
+    offload: float = 0.0
+    times: list[float] = field(default_factory=lambda: [1.0])
+    activations: list[float] = field(default_factory=lambda: [1.0])
+    unit_s: float = 1.0
+    activation_bytes: int = 0
+    boundary_bytes: int = 0
+    param_bytes: int = 0
 
 
 @dataclass(slots=True)
 class MachineConfig:
-    """What a rank computes on."""
+    """What a rank computes on, and how its messages travel.
+
+    `kind` is real, or emulated: then compute is a timed wait from `cost` and the messages are real; or simulated: then
+    nothing runs, and both are played on paper. Links without a
+    rate take no time per byte; `ranks_per_node` tells neighbours inside a node, which have a link of their own.
+    """
 
     name: str = "auto"
+    kind: str = "real"
     device: str = "auto"
     threads_per_rank: int = 1
     transport: str = "auto"
+    link_latency_s: float = 0.0
+    link_bytes_per_s: float | None = None
+    ranks_per_node: int | None = None
+    node_latency_s: float = 0.0
+    node_bytes_per_s: float | None = None
+    contention: bool = False
 
 
 @dataclass(slots=True)
@@ -122,12 +153,26 @@ class TrainConfig:
 
 
 @dataclass(slots=True)
+class StudyConfig:
+    """A study: runs that differ in some keys. It is no part of a `RunSpec`: each point is a run by itself.
+
+    A point's overrides are `base`, then one choice of every axis, then one entry of `points`: all products of these.
+    A choice is a value of the key that names the axis, or a list of overrides.
+    """
+
+    base: list[str] = field(default_factory=list)
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+    points: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class RunSpec:
     """One run, whole. Built by `gems.resolve.resolve`, written to run.yaml, read by every rank."""
 
     name: str = "run"
     seed: int = 0
     runs_dir: str = "runs"
+    cache_dir: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -30,11 +30,15 @@ class ConfigError(GemsError):
 
 
 class ScheduleError(GemsError):
-    """A schedule that would not run: names the rank and the action at fault."""
+    """A schedule that would not run: names the rank and the action at fault.
+
+    `schedule` is the one that was validated, for a drawing of the fault; None where that is not known.
+    """
 
     exit_code = 2
 
     def __init__(self, rank: int, action: object, reason: str) -> None:
+        self.schedule: object = None
         self.rank = rank
         self.action = action
         self.reason = reason

@@ -10,13 +10,15 @@ from gems.data import check_data, resolve_data
 from gems.errors import ConfigError, nearest, one_of
 from gems.models import check_image, layers_of
 from gems.partition.even import check_boundaries, even
-from gems.schedule import FAMILIES
+from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACEMENTS
 
 DTYPES = ("float32", "float64", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "host", "gpu")
 OPTIMIZERS = ("sgd", "adam")
 LAUNCHERS = ("mpiexec", "srun")
+MACHINES = ("real", "emulated", "simulated")
+SCHEDULES = (*FAMILIES, FROM_FILE)
 
 
 def resolve(spec: RunSpec) -> RunSpec:
@@ -30,18 +32,15 @@ def resolve(spec: RunSpec) -> RunSpec:
     check_data(spec.data)
     check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
     parallel = _resolve_counts(spec)
+    _check_schedule(spec)
     num_layers = len(layers_of(spec.model, spec.data))
-    if parallel.partitions > num_layers:
-        raise ConfigError(
-            "parallel.partitions", parallel.partitions, f"must be at most {num_layers}, the layers of {spec.model.name}",
-            "use fewer partitions or a deeper model",
-        )  # fmt: skip
-    boundaries = parallel.boundaries
-    cut = even(num_layers, parallel.partitions) if boundaries is None else tuple(boundaries)
-    parallel = replace(parallel, boundaries=list(check_boundaries(cut, num_layers, parallel.partitions)))
-    resolved = replace(spec, parallel=parallel, data=resolve_data(spec.data))
-    _check_batch(resolved)
-    return _resolve_nodes(resolved)
+    family = FAMILIES.get(spec.schedule.name)
+    num_stages = family.stages(spec.schedule.chunks) * parallel.partitions if family else 0
+    if parallel.boundaries is None and 0 < num_stages <= num_layers:
+        parallel = replace(parallel, boundaries=list(even(num_layers, num_stages)))
+    elif parallel.boundaries is not None:
+        check_boundaries(tuple(parallel.boundaries), num_layers, num_stages or len(parallel.boundaries) - 1)
+    return _resolve_nodes(replace(spec, parallel=parallel, data=resolve_data(spec.data)))
 
 
 def global_batch(spec: RunSpec) -> int:
@@ -52,7 +51,8 @@ def global_batch(spec: RunSpec) -> int:
 
 def _check_choices(spec: RunSpec) -> None:
     for key, value, valid in (
-        ("schedule", spec.schedule.name, tuple(FAMILIES)),
+        ("schedule", spec.schedule.name, SCHEDULES),
+        ("machine.kind", spec.machine.kind, MACHINES),
         ("train.dtype", spec.train.dtype, DTYPES),
         ("train.optimizer", spec.train.optimizer, OPTIMIZERS),
         ("machine.device", spec.machine.device, DEVICES),
@@ -86,6 +86,13 @@ def _check_ranges(spec: RunSpec) -> None:
         ("cluster.cpus_per_rank", cluster.cpus_per_rank, 1),
         ("cluster.gpus_per_node", cluster.gpus_per_node, 0),
         ("cluster.minutes", cluster.minutes, 1),
+        ("schedule.chunks", spec.schedule.chunks, 1),
+        ("schedule.max_stages", spec.schedule.max_stages, spec.parallel.partitions),
+        ("schedule.activation_cap_bytes", spec.schedule.activation_cap_bytes, 1),
+        ("cost.activation_bytes", cost.activation_bytes, 0),
+        ("cost.boundary_bytes", cost.boundary_bytes, 0),
+        ("cost.param_bytes", cost.param_bytes, 0),
+        ("machine.ranks_per_node", spec.machine.ranks_per_node, 1),
         ("seed", spec.seed, 0),
     ):
         if value is not None and value < least:
@@ -95,12 +102,23 @@ def _check_ranges(spec: RunSpec) -> None:
         ("cost.input_grad", cost.input_grad, True),
         ("cost.weight_grad", cost.weight_grad, False),
         ("cost.link", cost.link, False),
+        ("cost.recompute", cost.recompute, False),
+        ("cost.offload", cost.offload, False),
+        ("cost.unit_s", cost.unit_s, True),
+        ("schedule.activation_cap", spec.schedule.activation_cap, True),
+        ("schedule.budget_s", spec.schedule.budget_s, True),
+        ("machine.link_latency_s", spec.machine.link_latency_s, False),
+        ("machine.link_bytes_per_s", spec.machine.link_bytes_per_s, True),
+        ("machine.node_latency_s", spec.machine.node_latency_s, False),
+        ("machine.node_bytes_per_s", spec.machine.node_bytes_per_s, True),
         ("train.learning_rate", train.learning_rate, True),
         ("train.stall_limit_s", train.stall_limit_s, True),
         ("train.sample_interval_s", train.sample_interval_s, True),
         ("train.momentum", train.momentum, False),
         ("train.weight_decay", train.weight_decay, False),
     ):
+        if number is None:
+            continue
         if not math.isfinite(number) or number < 0 or (open_end and not number):
             raise ConfigError(
                 name, number, "must be above 0 and finite" if open_end else "must be 0 or more and finite"
@@ -114,7 +132,7 @@ def _check_ranges(spec: RunSpec) -> None:
 def _resolve_counts(spec: RunSpec) -> ParallelConfig:
     """Derives replications x parts = micro-batches, the three ways to say the same (two runs at least for GEMS)."""
     parallel = spec.parallel
-    is_gems = FAMILIES[spec.schedule.name].num_directions == 2
+    is_gems = _has_runs(spec)
     total, runs, parts = parallel.micro_batches, parallel.replications, parallel.parts
     if spec.schedule.name == "gems_mast":
         if runs not in (None, 2):
@@ -150,7 +168,54 @@ def _resolve_counts(spec: RunSpec) -> ParallelConfig:
     return replace(parallel, micro_batches=total, replications=runs, parts=parts)
 
 
-def _check_batch(spec: RunSpec) -> None:
+def _has_runs(spec: RunSpec) -> bool:
+    return spec.schedule.name in FAMILIES and FAMILIES[spec.schedule.name].has_runs
+
+
+def _check_schedule(spec: RunSpec) -> None:
+    schedule, cost = spec.schedule, spec.cost
+    cap, cap_bytes = schedule.activation_cap, schedule.activation_cap_bytes
+    if cap is not None and cap_bytes is not None:
+        raise ConfigError(
+            "schedule.activation_cap",
+            cap,
+            f"stands beside schedule.activation_cap_bytes={cap_bytes}",
+            "give one of them",
+        )
+    if cap_bytes is not None and not cost.activation_bytes:
+        raise ConfigError(
+            "schedule.activation_cap_bytes", cap_bytes, "needs cost.activation_bytes, the bytes of one unit",
+            "give it, or schedule.activation_cap in units",
+        )  # fmt: skip
+    if schedule.name == "capped" and cap is None and cap_bytes is None:
+        raise ConfigError(
+            "schedule.activation_cap", "null", "must be given for schedule=capped",
+            "1 is what GEMS holds: one micro-batch on a rank's part of the model",
+        )  # fmt: skip
+    if schedule.name == "file" and not schedule.path:
+        raise ConfigError(
+            "schedule.path", "null", "must be given for schedule=file", "a file of `gems schedule --json`"
+        )
+    for key, values, valid in (
+        ("allow", schedule.allow, ACTIONS),
+        ("placements", schedule.placements, PLACEMENTS),
+    ):
+        for value in values:
+            if value not in valid:
+                raise ConfigError(f"schedule.{key}", value, one_of(valid))
+    for key, weights in (("cost.times", cost.times), ("cost.activations", cost.activations)):
+        if not weights or any(not math.isfinite(weight) or weight <= 0 for weight in weights):
+            raise ConfigError(key, weights, "must be one or more numbers above 0")
+
+
+def check_batch(spec: RunSpec) -> None:
+    """Checks that the data has the images of one step of a resolved run; a machine on paper reads none.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    if spec.machine.kind != "real":
+        return
     if global_batch(spec) > spec.data.train_images and spec.data.name != "folder":
         raise ConfigError(
             "data.train_images", spec.data.train_images, f"must be {global_batch(spec)} or more, the images of one step",

@@ -1,0 +1,254 @@
+"""The program of a run: from a resolved configuration to the one list of actions, its costs and its cut."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gems.cache import cached
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.models import layers_of
+from gems.partition.even import check_boundaries, even
+from gems.resolve import check_batch
+from gems.schedule import FAMILIES, FROM_FILE, SEARCHED
+from gems.schedule.action import Kind
+from gems.schedule.capped import capped
+from gems.schedule.capped.solver import IS_INSTALLED
+from gems.schedule.costs import DepthCosts, Network, StageCosts
+from gems.schedule.families.named import named
+from gems.schedule.lower import compute_only, lower
+from gems.schedule.placement import Placement
+from gems.schedule.request import Request
+from gems.schedule.schedule import Schedule
+from gems.schedule.schedule_json import from_json, to_json
+from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.torch_csv import from_torch_csv
+from gems.schedule.validate import validate
+
+
+def compute_schedule_of(spec: RunSpec) -> Schedule:
+    """Gives the compute-only schedule of a resolved run: generated, found by search (or in the cache), or read.
+
+    Raises:
+        ConfigError: counts or a cap that the family cannot serve, or a file that holds no such schedule.
+        ScheduleError: a file's schedule that would not run.
+    """
+    name = spec.schedule.name
+    if name == FROM_FILE:
+        return _read(spec)
+    if name in SEARCHED:
+        return from_json(found_of(spec)["schedule"])
+    return FAMILIES[name].build(request_of(spec))
+
+
+def found_of(spec: RunSpec) -> dict[str, Any]:
+    """Gives what the search of schedule=capped found, from the cache where it has been done.
+
+    The dictionary holds `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds under the cap),
+    `placement`, `method` and `candidates`.
+
+    Raises:
+        ConfigError: a cap that no placement can keep.
+    """
+    request = request_of(spec)
+
+    def search() -> dict[str, Any]:
+        found = capped(request, named(request))
+        return {
+            "schedule": to_json(found.schedule), "bound": found.bound, "placement": found.placement,
+            "method": found.method, "candidates": found.candidates,
+        }  # fmt: skip
+
+    return cached(spec.cache_dir, "schedule", repr((request, IS_INSTALLED)), search)
+
+
+def schedule_of(spec: RunSpec) -> Schedule:
+    """Gives the lowered, validated schedule of a resolved run: the one list that ranks run.
+
+    Raises:
+        ConfigError: as `compute_schedule_of`, or a cap that the schedule does not keep.
+        ScheduleError: a schedule that would not run.
+    """
+    made = lower(compute_schedule_of(spec))
+    return validate(made, costs_of(spec, made.placement), cap_of(spec))
+
+
+def check_program(spec: RunSpec) -> Schedule:
+    """Gives the schedule of a resolved run that is about to start: its model can be cut, and its data has a step's images.
+
+    A search is kept to as many stages as the model has layers.
+
+    Raises:
+        ConfigError: as `schedule_of`, `cut_of` and `check_batch`.
+        ScheduleError: a schedule that would not run.
+    """
+    if spec.machine.kind == "real" and spec.schedule.name in SEARCHED:
+        most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
+        spec = replace(spec, schedule=replace(spec.schedule, max_stages=most))
+    schedule = schedule_of(spec)
+    cut_of(spec, schedule.num_stages)
+    check_batch(spec)
+    if spec.machine.kind == "real" and (schedule.has_any(Kind.R) or schedule.has_copies):
+        raise ConfigError(
+            "schedule.allow", list(spec.schedule.allow), "recompute and offload run on paper only so far",
+            "use machine=emulated or machine=simulated, or leave it empty",
+        )  # fmt: skip
+    return schedule
+
+
+def request_of(spec: RunSpec) -> Request:
+    """Gives what the generator is asked for."""
+    parallel, schedule = spec.parallel, spec.schedule
+    return Request(
+        num_ranks=parallel.partitions,
+        num_micro_batches=parallel.micro_batches or 1,
+        num_parts=parallel.parts or 1,
+        chunks=schedule.chunks,
+        cap=cap_of(spec),
+        costs=depth_costs_of(spec),
+        network=network_of(spec),
+        allow=tuple(sorted(schedule.allow)),
+        max_stages=schedule.max_stages,
+        placements=tuple(schedule.placements),
+        seed=spec.seed,
+        budget_s=schedule.budget_s,
+    )
+
+
+def cap_of(spec: RunSpec) -> float | None:
+    """Gives the cap in units of one micro-batch's activations on the heaviest of P equal parts, None without one."""
+    schedule = spec.schedule
+    if schedule.activation_cap_bytes is None:
+        return schedule.activation_cap
+    return schedule.activation_cap_bytes / spec.cost.activation_bytes
+
+
+def depth_costs_of(spec: RunSpec) -> DepthCosts:
+    """Gives the costs of the model over its depth, in units."""
+    cost = spec.cost
+    return DepthCosts(
+        num_ranks=spec.parallel.partitions,
+        forward=cost.forward,
+        input_grad=cost.input_grad,
+        weight_grad=cost.weight_grad,
+        recompute=cost.recompute,
+        copy=cost.offload,
+        boundary_bytes=float(cost.boundary_bytes),
+        times=tuple(cost.times),
+        activations=tuple(cost.activations),
+    )
+
+
+def costs_of(spec: RunSpec, placement: Placement) -> StageCosts:
+    """Gives the costs of a schedule's stages in units, the gradients' all-reduce among them."""
+    stages = depth_costs_of(spec).stages(placement.num_stages)
+    reduce = [0.0] * placement.num_stages
+    for rank in range(placement.num_ranks):
+        group = placement.reduce_group(rank, spec.parallel.replicas)
+        num_bytes = reduced_bytes(spec, placement, rank)
+        reduce[placement.lowest_stage(rank)] = _all_reduce(spec, group, num_bytes)
+    return replace(stages, reduce=tuple(reduce))
+
+
+def reduced_bytes(spec: RunSpec, placement: Placement, rank: int) -> int:
+    """Gives the bytes of gradients that a rank reduces: those of its share of the model, twice that in two directions."""
+    stages = {stage for _, stage in placement.stages_on(rank)}
+    return spec.cost.param_bytes * len(stages) * placement.num_ranks // placement.num_stages
+
+
+def _all_reduce(spec: RunSpec, group: tuple[int, ...], num_bytes: int) -> float:
+    """Gives the units of a ring all-reduce: 2 (n - 1) latencies and 2 (n - 1) / n times the bytes over the rate.
+
+    Nothing without `cost.param_bytes`, so that abstract costs are those of the pipeline alone.
+    """
+    num, network = len(group), network_of(spec)
+    if num < 2 or not num_bytes:
+        return 0.0
+    far = max(group, key=lambda rank: network.delay(group[0], rank, 1.0))
+    latency, transmission = network.parts(group[0], far, float(num_bytes))
+    return 2 * (num - 1) * latency + 2 * (num - 1) / num * transmission
+
+
+def network_of(spec: RunSpec) -> Network:
+    """Gives the links of the configured machine, in units of time."""
+    machine, unit_s = spec.machine, spec.cost.unit_s
+
+    def per_byte(bytes_per_s: float | None) -> float:
+        return 0.0 if bytes_per_s is None else 1.0 / (bytes_per_s * unit_s)
+
+    return Network(
+        latency=spec.cost.link + machine.link_latency_s / unit_s,
+        per_byte=per_byte(machine.link_bytes_per_s),
+        ranks_per_node=machine.ranks_per_node,
+        node_latency=spec.cost.link + machine.node_latency_s / unit_s,
+        node_per_byte=per_byte(machine.node_bytes_per_s),
+        has_contention=machine.contention,
+    )
+
+
+def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
+    """Simulates one step of a resolved run's schedule, and gives with it the network that it was played on.
+
+    Replicas are alike, but for how their ranks lie over the nodes: of those that differ the slowest is given, for
+    which the others wait at the reduction.
+    """
+    network, parallel = network_of(spec), spec.parallel
+    per_node = network.ranks_per_node or 1
+    firsts = {replica * parallel.partitions % per_node for replica in range(parallel.replicas)}
+    costs, cap = costs_of(spec, made.placement), cap_of(spec)
+    networks = [replace(network, first_rank=first) for first in sorted(firsts)]
+    return max(((each, simulate(made, costs, each, cap)) for each in networks), key=lambda pair: pair[1].span)
+
+
+def cut_of(spec: RunSpec, num_stages: int) -> tuple[int, ...]:
+    """Gives the boundaries of a resolved run: stage s is layers[boundaries[s]:boundaries[s + 1]].
+
+    Raises:
+        ConfigError: more stages than layers, or boundaries that do not make `num_stages` stages.
+    """
+    num_layers = len(layers_of(spec.model, spec.data))
+    if spec.machine.kind != "real":
+        return ()
+    if num_stages > num_layers:
+        stages_a_rank = num_stages // spec.parallel.partitions
+        placed = (
+            f" (schedule {spec.schedule.name} puts {stages_a_rank} stages on a rank)"
+            if stages_a_rank > 1
+            else ""
+        )
+        raise ConfigError(
+            "parallel.partitions", spec.parallel.partitions,
+            f"makes {num_stages} stages{placed}, and must make at most {num_layers}, the layers of {spec.model.name}",
+            "use fewer partitions or a deeper model",
+        )  # fmt: skip
+    boundaries = spec.parallel.boundaries
+    cut = even(num_layers, num_stages) if boundaries is None else tuple(boundaries)
+    return check_boundaries(cut, num_layers, num_stages)
+
+
+def _read(spec: RunSpec) -> Schedule:
+    """Reads the file of schedule=file: what `gems schedule --json` gave, or torch's CSV, valid as it stands."""
+    path = Path(spec.schedule.path or "")
+    try:
+        text = path.read_text()
+        is_csv = path.suffix == ".csv"
+        schedule = from_torch_csv(text, path.stem) if is_csv else from_json(json.loads(text))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "schedule.path", path, f"holds no schedule ({error})",
+            "give a file of `gems schedule --json`, or a .csv of `gems schedule format=torch`",
+        ) from error  # fmt: skip
+    found, asked = schedule.num_ranks, spec.parallel.partitions
+    if found != asked:
+        raise ConfigError("parallel.partitions", asked, f"must be {found}, the ranks of {path}")
+    if schedule.num_micro_batches != spec.parallel.micro_batches:
+        raise ConfigError(
+            "parallel.micro_batches",
+            spec.parallel.micro_batches,
+            f"must be {schedule.num_micro_batches}, those of {path}",
+        )
+    return compute_only(validate(schedule))
