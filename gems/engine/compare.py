@@ -14,24 +14,33 @@ from gems.config import RunSpec
 from gems.data import open_dataset
 from gems.engine.device import DTYPES, open_device
 from gems.engine.feed import Feed
+from gems.engine.findings import findings_of
 from gems.engine.pipeline import build_pipeline
 from gems.engine.reference import collect_values, train_unsplit
 from gems.engine.run import launched_rank, report
 from gems.engine.transport import Comm, abort, world
 from gems.runfolder import RunFolder, write_json
+from gems.schedule.schedule import Schedule
 
 FLOOR = 1e-9  # of the largest value of its kind: below it a tensor is compared on that scale
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Largest relative errors over all steps, ranks, directions and replicas, and where the worst was."""
+    """Largest relative errors over all steps, ranks, directions and replicas, and where the worst was.
+
+    Beside them the most bytes of activations that each rank held, counted while it ran, and what the schedule says
+    of bytes that size; and the layers whose backward cannot be split, in a schedule that splits it.
+    """
 
     max_rel_error: float
     parameter_error: float
     gradient_error: float
     statistics_error: float
     worst: str
+    peak_activation_bytes: tuple[int, ...] = ()
+    predicted_activation_bytes: tuple[int, ...] = ()
+    unsplit_layers: tuple[str, ...] = ()
 
 
 def relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -52,9 +61,9 @@ def relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
     return errors[worst], worst
 
 
-def compare(spec: RunSpec, comm: Comm, device: torch.device) -> Difference:
+def compare(spec: RunSpec, comm: Comm, device: torch.device, schedule: Schedule | None = None) -> Difference:
     """Runs the configured schedule and compares each copy of each tensor after every step; collective."""
-    pipeline = build_pipeline(spec, comm, device)
+    pipeline = build_pipeline(spec, comm, device, schedule=schedule)
     feed = Feed(spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.images_of, pipeline.labels_of,
                 DTYPES[spec.train.dtype], device)  # fmt: skip
     pipeline.set_training(True)
@@ -76,7 +85,10 @@ def compare(spec: RunSpec, comm: Comm, device: torch.device) -> Difference:
         max((of_rank[kind] for of_rank in everyone), key=_by_error) for kind in range(3)
     )
     largest = max((parameter, gradient, statistics), key=_by_error)
-    return Difference(largest[0], parameter[0], gradient[0], statistics[0], largest[1])
+    return Difference(
+        largest[0], parameter[0], gradient[0], statistics[0], largest[1],
+        **asdict(findings_of(pipeline)),
+    )  # fmt: skip
 
 
 def _by_error(found: tuple[float, str]) -> float:
@@ -90,7 +102,7 @@ def main(argv: list[str]) -> None:
         spec = folder.read_spec()
         device = open_device(spec.machine)
         comm = world()
-        difference = compare(spec, comm, device)
+        difference = compare(spec, comm, device, folder.read_schedule())
         if comm.rank == 0:
             write_json(folder.result_json, asdict(difference))
     except BaseException as error:

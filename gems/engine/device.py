@@ -7,6 +7,7 @@ import os
 import torch
 
 from gems.config import MachineConfig
+from gems.engine.host_memory import keep_freed_memory
 from gems.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -38,6 +39,7 @@ def open_device(machine: MachineConfig) -> torch.device:
     """
     torch.set_num_threads(machine.threads_per_rank)
     if machine.device == "cpu" or (machine.device == "auto" and not torch.cuda.is_available()):
+        keep_freed_memory()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(

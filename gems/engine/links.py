@@ -2,84 +2,115 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gems.engine.patience import SPIN_S
 from gems.engine.recorder import Recorder
+from gems.engine.routes import boundary_of, check_tags, peer_of, tag_of
 from gems.engine.staging import Staging
 from gems.engine.transport import Comm, Transport
-from gems.errors import ConfigError
 from gems.models.build import TensorSpec
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
 
 Boundary = tuple[TensorSpec, ...]
 
 
-def tag_of(action: Action, index: int, num_stages: int, max_tensors: int) -> int:
-    """Gives the tag of tensor `index` of a transfer: one number for each (micro-batch, stage of the sender, way, tensor).
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What is the same for a transfer in every step."""
 
-    The direction is not in it: each direction has a communicator of its own.
-    """
-    is_backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
-    sender = action.stage + {Kind.RECV_F: -1, Kind.RECV_B: 1}.get(action.kind, 0)
-    assert action.micro_batch is not None
-    return ((action.micro_batch * num_stages + sender) * 2 + is_backward) * max_tensors + index
+    transport: Transport
+    peer: int
+    boundary: Boundary
+    tags: tuple[int, ...]
+    num_bytes: int
 
 
 @dataclass(slots=True)
 class _Arrival:
     tensors: list[torch.Tensor]
     requests: list[Any]
-    posted_ns: int = 0
-    moved_bytes: int = 0
+    posted_ns: int
 
 
-@dataclass(slots=True)
+class _Departure:
+    """Counts the tensors of a send that have left, and records the transfer when the last one has."""
+
+    __slots__ = ("_action", "_left", "_num_bytes", "_recorder", "posted_ns")
+
+    def __init__(self, recorder: Recorder, action: Action, num_bytes: int, num_tensors: int) -> None:
+        self._recorder, self._action, self._num_bytes, self._left = recorder, action, num_bytes, num_tensors
+        self.posted_ns = 0
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._recorder.hold(-self._num_bytes)
+            self._recorder.transfer(self._action, self.posted_ns, self._num_bytes)
+
+
 class Links:
     """Posts sends and receives, and gives the data to who waits for it.
 
     `boundaries[s]` names the tensors that stage s hands to stage s + 1; the gradients of those of a floating-point type
-    travel back in the same form.
+    travel back in the same form. Peers, tags and sizes of the rank's transfers are looked up once.
     """
 
-    schedule: Schedule
-    rank: int
-    boundaries: Sequence[Boundary]
-    transports: Sequence[Transport]
-    staging: Staging
-    recorder: Recorder
-    _arrivals: dict[Action, _Arrival] = field(default_factory=dict)
-    _max_tensors: int = 1
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        boundaries: Sequence[Boundary],
+        transports: Sequence[Transport],
+        staging: Staging,
+        recorder: Recorder,
+    ) -> None:
+        """Looks the transfers up.
 
-    def __post_init__(self) -> None:
-        self._max_tensors = max((len(boundary) for boundary in self.boundaries), default=1)
-        top = Action(Kind.SEND_B, self.schedule.num_stages - 1, self.schedule.num_micro_batches)
-        if tag_of(top, 0, self.schedule.num_stages, self._max_tensors) > self.transports[0].max_tag:
-            raise ConfigError(
-                "parallel.micro_batches", self.schedule.num_micro_batches,
-                f"this MPI has message tags up to {self.transports[0].max_tag} only", "use fewer micro-batches",
-            )  # fmt: skip
+        Raises:
+            ConfigError: this MPI has too few tags for the step's messages.
+        """
+        self.schedule = schedule
+        self._boundaries = boundaries
+        self._transports = transports
+        self._staging = staging
+        self._recorder = recorder
+        self._arrivals: dict[Action, _Arrival] = {}
+        self._max_tensors = max((len(boundary) for boundary in boundaries), default=1)
+        check_tags(schedule, self._max_tensors, transports[0].max_tag)
+        self._ways = {
+            action: self._way_of(action)
+            for action in schedule.rows[rank]
+            if action.kind in SEND_KINDS | RECV_KINDS
+        }
+
+    def _way_of(self, action: Action) -> _Way:
+        boundary = self._boundaries[boundary_of(action)]
+        if action.kind in (Kind.SEND_B, Kind.RECV_B):
+            boundary = with_gradient(boundary)
+        return _Way(
+            self._transports[action.direction],
+            peer_of(action, self.schedule),
+            boundary,
+            tuple(tag_of(action, index, self.schedule.num_stages, self._max_tensors) for index in range(len(boundary))),
+            sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in boundary),
+        )  # fmt: skip
 
     def post_receive(self, action: Action) -> None:
         """Posts the buffers that RECV_F or RECV_B names."""
-        is_forward = action.kind is Kind.RECV_F
-        boundary = (
-            self.boundaries[action.stage - 1] if is_forward else with_gradient(self.boundaries[action.stage])
-        )
-        peer = self.schedule.placement.rank_of(action.direction, action.stage + (-1 if is_forward else 1))
-        arrival = _Arrival([], [], self.recorder.now())
-        transport = self.transports[action.direction]
-        for index, spec in enumerate(boundary):
-            buffer = self.staging.take(spec)
-            arrival.requests.append(transport.receive(buffer, peer, self._tag(action, index)))
-            arrival.tensors.append(buffer)
-            arrival.moved_bytes += buffer.numel() * buffer.element_size()
-        self.recorder.hold(arrival.moved_bytes)
-        self._arrivals[action] = arrival
+        way = self._ways[action]
+        posted_ns = self._recorder.now()
+        buffers = [self._staging.take(spec) for spec in way.boundary]
+        receive, peer = way.transport.receive, way.peer
+        requests = [receive(buffer, peer, tag) for buffer, tag in zip(buffers, way.tags, strict=True)]
+        self._recorder.hold(way.num_bytes)
+        self._arrivals[action] = _Arrival(buffers, requests, posted_ns)
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
         """Waits for a posted receive and gives its tensors, on the rank's device.
@@ -87,50 +118,38 @@ class Links:
         Raises:
             StalledError: nothing came within the stall limit.
         """
-        arrival = self._arrivals.pop(action)
+        way, arrival = self._ways[action], self._arrivals.pop(action)
         for request in arrival.requests:
-            self.transports[action.direction].wait(request, action)
-        self.recorder.transfer(action, arrival.posted_ns, arrival.moved_bytes)
-        return tuple(self.staging.to_device(buffer) for buffer in arrival.tensors)
+            way.transport.wait(request, action)
+        self._recorder.transfer(action, arrival.posted_ns, way.num_bytes)
+        return tuple(self._staging.to_device(buffer) for buffer in arrival.tensors)
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Posts the tensors of SEND_F or SEND_B; their memory is free again once they have left."""
-        is_forward = action.kind is Kind.SEND_F
-        peer = self.schedule.placement.rank_of(action.direction, action.stage + (1 if is_forward else -1))
-        transport = self.transports[action.direction]
-        left = len(tensors)
-        moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.recorder.hold(moved_bytes)
-
-        def one_left() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                self.recorder.hold(-moved_bytes)
-                self.recorder.transfer(action, posted_ns, moved_bytes)
-
-        ready = [self.staging.to_host(tensor, one_left) for tensor in tensors]
-        posted_ns = self.recorder.now()  # on a GPU not before the compute is over whose data this is
-        for index, (buffer, done) in enumerate(ready):
-            transport.send(buffer, peer, self._tag(action, index), done)
+        way = self._ways[action]
+        departure = _Departure(self._recorder, action, way.num_bytes, len(tensors))
+        self._recorder.hold(way.num_bytes)
+        ready = [self._staging.to_host(tensor, departure) for tensor in tensors]
+        departure.posted_ns = (
+            self._recorder.now()
+        )  # on a GPU not before the compute is over whose data this is
+        for (buffer, done), tag in zip(ready, way.tags, strict=True):
+            way.transport.send(buffer, way.peer, tag, done)
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
         """Gives received tensors back once nothing reads them any more."""
-        self.recorder.hold(-sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-        self.staging.give_back(tensors)
+        self._recorder.hold(-sum(tensor.nbytes for tensor in tensors))
+        self._staging.give_back(tensors)
 
     def poll(self) -> None:
         """Lets messages move while the rank computes."""
-        for transport in self.transports:
+        for transport in self._transports:
             transport.poll()
 
     def drain(self) -> None:
         """Waits for the last sends of a step."""
-        for transport in self.transports:
+        for transport in self._transports:
             transport.drain()
-
-    def _tag(self, action: Action, index: int) -> int:
-        return tag_of(action, index, self.schedule.num_stages, self._max_tensors)
 
 
 def with_gradient(boundary: Boundary) -> Boundary:
@@ -138,6 +157,8 @@ def with_gradient(boundary: Boundary) -> Boundary:
     return tuple(spec for spec in boundary if spec.dtype.is_floating_point)
 
 
-def open_transports(pipeline: Comm, num_directions: int, stall_limit_s: float) -> list[Transport]:
+def open_transports(
+    pipeline: Comm, num_directions: int, stall_limit_s: float, spin_s: float = SPIN_S
+) -> list[Transport]:
     """Makes a transport, with a communicator of its own, for each direction; collective over the pipeline."""
-    return [Transport(pipeline, stall_limit_s) for _ in range(num_directions)]
+    return [Transport(pipeline, stall_limit_s, spin_s) for _ in range(num_directions)]

@@ -10,34 +10,28 @@ import torch
 from torch import nn
 
 from gems.config import RunSpec
+from gems.engine.agreement import check_same_schedule, check_world
 from gems.engine.device import DTYPES
 from gems.engine.executor import Executor
 from gems.engine.gradients import Gradients, Held
 from gems.engine.ledger import Ledger
 from gems.engine.links import Links, open_transports
 from gems.engine.optimizer import build_optimizer
+from gems.engine.patience import sharpen_sleep, spin_of
 from gems.engine.recorder import Recorder
 from gems.engine.stage import Stage
 from gems.engine.staging import open_staging
-from gems.engine.transport import Comm, Transport
-from gems.errors import ConfigError
+from gems.engine.transport import Comm, Transport, ranks_here
 from gems.heartbeat import Heartbeat
 from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layers
+from gems.program import cut_of, schedule_of
 from gems.resolve import global_batch
-from gems.schedule import generate
-from gems.schedule.forward_only import forward_only
+from gems.schedule.families.forward_only import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from gems.trace import TracePart
-
-
-def schedule_of(spec: RunSpec) -> Schedule:
-    """Gives the lowered, validated schedule of a resolved run: the one list that ranks run."""
-    parallel = spec.parallel
-    made = generate(spec.schedule.name, parallel.partitions, parallel.micro_batches or 1, parallel.parts or 1)
-    return validate(lower(made))
 
 
 @dataclass(slots=True)
@@ -50,6 +44,7 @@ class Pipeline:
     replica: int
     device: torch.device
     schedule: Schedule
+    cuts: tuple[int, ...]
     modules: dict[Held, nn.ModuleList]
     stages: dict[Held, Stage]
     gradients: Gradients
@@ -79,9 +74,8 @@ class Pipeline:
 
     def named_layers(self, held: Held) -> list[tuple[str, nn.Module]]:
         """Gives the layers of a stage on this rank with their names, in order."""
-        cuts = self.spec.parallel.boundaries or []
         _, stage = held
-        layers = layers_of(self.spec.model, self.spec.data)[cuts[stage] : cuts[stage + 1]]
+        layers = layers_of(self.spec.model, self.spec.data)[self.cuts[stage] : self.cuts[stage + 1]]
         return [(layer.name, module) for layer, module in zip(layers, self.modules[held], strict=True)]
 
     def has_in_evaluation(self, stage: int) -> bool:
@@ -100,31 +94,34 @@ def build_pipeline(
     device: torch.device,
     part: TracePart | None = None,
     heartbeat: Heartbeat | None = None,
+    schedule: Schedule | None = None,
 ) -> Pipeline:
     """Builds the share of one rank; collective over `comm`, whose size is partitions x replicas.
 
-    Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies
+    `schedule` is the lowered list of the run folder; without one it is made anew. Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies
     are equal from the start.
 
     Raises:
         ConfigError: another number of ranks, or ranks that disagree about the schedule.
     """
-    _check_world(spec, comm)
-    schedule = schedule_of(spec)
-    _check_same_schedule(schedule, comm)
+    check_world(spec, comm)
+    schedule = schedule or schedule_of(spec)
+    check_same_schedule(schedule, comm)
     parallel, placement = spec.parallel, schedule.placement
     replica, rank = divmod(comm.rank, parallel.partitions)
     dtype = DTYPES[spec.train.dtype]
     layers = layers_of(spec.model, spec.data)
-    cuts = parallel.boundaries or [0, len(layers)]
+    cuts = cut_of(spec, schedule.num_stages)
     image_shape = (parallel.micro_batch_size, spec.data.channels, spec.data.height_px, spec.data.width_px)
     shapes = boundary_shapes(layers, image_shape, dtype)
     boundaries = [shapes[cut - 1] for cut in cuts[1:-1]]
     stall_limit_s = spec.train.stall_limit_s
+    spin_s = spin_of(ranks_here(comm))
+    sharpen_sleep()
     pipeline_comm = cast(Comm, comm.Split(replica, rank))
     reduce_comm = cast(Comm, comm.Split(placement.reduce_group(rank, parallel.replicas)[0], comm.rank))
     recorder = Recorder(part, Ledger(device), device)
-    transports = open_transports(pipeline_comm, schedule.num_directions, stall_limit_s)
+    transports = open_transports(pipeline_comm, schedule.num_directions, stall_limit_s, spin_s)
     staging = open_staging(spec.machine.transport, device, comm)
     links = Links(schedule, rank, boundaries, transports, staging, recorder)
     modules = {
@@ -134,7 +131,7 @@ def build_pipeline(
         for direction, stage in placement.stages_on(rank)
     }
     stages = {held: Stage(kept, held[1] == 0, links.poll) for held, kept in modules.items()}
-    gradients = Gradients(modules, Transport(reduce_comm, stall_limit_s), dtype, device)
+    gradients = Gradients(modules, Transport(reduce_comm, stall_limit_s, spin_s), dtype, device)
     optimizer = build_optimizer(spec.train, (p for kept in modules.values() for p in kept.parameters()))
     recorder.hold(sum(stage.state_bytes for stage in stages.values()))
     train = Executor(
@@ -148,23 +145,5 @@ def build_pipeline(
     evaluate = Executor(forward, rank, stages, evaluation_links, recorder, heartbeat)
     control = Transport(comm, stall_limit_s)
     return Pipeline(
-        spec, comm, rank, replica, device, schedule, modules, stages, gradients, optimizer, recorder, control, train, evaluate
+        spec, comm, rank, replica, device, schedule, cuts, modules, stages, gradients, optimizer, recorder, control, train, evaluate
     )  # fmt: skip
-
-
-def _check_world(spec: RunSpec, comm: Comm) -> None:
-    if comm.size != spec.world_size:
-        raise ConfigError(
-            "parallel", f"{spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas",
-            f"needs {spec.world_size} ranks and was started with {comm.size}", f"start {spec.world_size} ranks",
-        )  # fmt: skip
-
-
-def _check_same_schedule(schedule: Schedule, comm: Comm) -> None:
-    digests = comm.allgather(schedule.digest())
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise ConfigError(
-                "schedule", schedule.name, f"rank {rank} made another list than rank 0 ({digest[:8]}, not {digests[0][:8]})",
-                "use the same code and run.yaml on all ranks",
-            )  # fmt: skip

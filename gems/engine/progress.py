@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -31,10 +32,12 @@ class Progress:
         )
 
     def show(self, num_done: int, loss: float) -> None:
-        """Shows that `num_done` steps are done."""
+        """Shows that `num_done` steps are done; a loss of NaN, where there is none, is left out."""
         now = time.perf_counter()
         rate = num_done / (now - self._begin)
-        text = f"loss {loss:.4f}  {rate * self._images_per_step:.1f} images/s"
+        text = f"{rate * self._images_per_step:.1f} images/s"
+        if not math.isnan(loss):
+            text = f"loss {loss:.4f}  {text}"
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(num_done - self._bar.n)

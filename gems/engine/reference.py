@@ -43,8 +43,10 @@ def train_unsplit(
 ) -> Iterator[tuple[Values, Values, Values]]:
     """Trains the whole model on the run's own micro-batches; gives (parameters, gradients, statistics) after each step.
 
-    The gradient is the mean over all samples of a step. Running statistics start a step alike for each copy of the
-    model (a direction of a replica), advance with the micro-batches of that copy, and end as the mean over copies.
+    The gradient is the mean over all samples of a step, added up over the micro-batches of each copy of the model (a
+    direction of a replica) first and then over the copies: in a deep network another order of that sum shows at 1e-12
+    a step later. Running statistics start a step alike for each copy, advance with its micro-batches, and end as the
+    mean over copies.
     """
     dtype = DTYPES[spec.train.dtype]
     layers = layers_of(spec.model, spec.data)
@@ -57,6 +59,7 @@ def train_unsplit(
         optimizer.zero_grad(set_to_none=True)
         start = [buffer.clone() for buffer in statistics]
         mean = [torch.zeros_like(buffer) for buffer in statistics]
+        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
         copies = list(_copies(spec, schedule))
         for samples in copies:
             for buffer, value in zip(statistics, start, strict=True):
@@ -67,10 +70,16 @@ def train_unsplit(
                     values = as_tuple(module(*values))
                 loss = functional.cross_entropy(values[0], labels, reduction="sum") / global_batch(spec)
                 torch.autograd.backward(loss)
-            for total, buffer in zip(mean, statistics, strict=True):
-                total += buffer / len(copies)
+            for sum_of_copies, buffer in zip(mean, statistics, strict=True):
+                sum_of_copies += buffer / len(copies)
+            for sum_of_copies, parameter in zip(total, model.parameters(), strict=True):
+                if parameter.grad is not None:
+                    sum_of_copies += parameter.grad
+                parameter.grad = None
         for buffer, value in zip(statistics, mean, strict=True):
             buffer.copy_(value)
+        for parameter, gradient in zip(model.parameters(), total, strict=True):
+            parameter.grad = gradient
         optimizer.step()
         yield collect_values(zip((layer.name for layer in layers), modules, strict=True))
 

@@ -10,6 +10,7 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
+from gems.config import RunSpec
 from gems.errors import GemsError, RankFailedError
 from gems.heartbeat import Heartbeat, read_beat
 from gems.runfolder import RunFolder, write_json
@@ -37,9 +38,12 @@ def main(argv: list[str]) -> None:
 
 
 def _work(folder: RunFolder) -> None:
+    spec = folder.read_spec()
+    if spec.machine.kind == "emulated":
+        _emulate(spec, folder)
+        return
     from gems.engine.device import open_device
 
-    spec = folder.read_spec()
     # Before MPI starts: one that knows GPUs looks at the current device then.
     device = open_device(spec.machine)
     from gems.engine.train import train
@@ -48,6 +52,16 @@ def _work(folder: RunFolder) -> None:
     comm = world()
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
     train(spec, folder, comm, device, heartbeat)
+    heartbeat.close()
+
+
+def _emulate(spec: RunSpec, folder: RunFolder) -> None:
+    from gems.engine.emulated_run import emulate
+    from gems.engine.transport import world
+
+    comm = world()
+    heartbeat = Heartbeat(folder.heartbeat(comm.rank))
+    emulate(spec, folder, comm, heartbeat)
     heartbeat.close()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import h5py
@@ -19,6 +20,7 @@ from gems.engine import checkpoint
 from gems.engine.clock import measure_offset
 from gems.engine.device import DTYPES
 from gems.engine.feed import Feed
+from gems.engine.findings import Findings, findings_of
 from gems.engine.monitor import Monitor
 from gems.engine.optimizer import state_bytes
 from gems.engine.pipeline import Pipeline, build_pipeline
@@ -44,7 +46,7 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
     """Runs a whole training on one rank: set-up, steps, evaluation, checkpoint, trace part; collective."""
     part = TracePart(part_path(folder.path, comm.rank), comm.rank, _attributes(spec, comm, device))
     try:
-        pipeline = build_pipeline(spec, comm, device, part, heartbeat)
+        pipeline = build_pipeline(spec, comm, device, part, heartbeat, folder.read_schedule())
         if spec.train.initial_checkpoint is not None:
             checkpoint.restore(pipeline, checkpoint.load(Path(spec.train.initial_checkpoint)))
         part.set_attributes(measure_offset(comm).attributes("clock"))
@@ -64,6 +66,10 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
             losses = _steps(spec, pipeline, feed, part, heartbeat)
             pipeline.control.barrier()
             part.set_attributes(measure_offset(comm).attributes("clock_end") | _allocator_peaks(device))
+            findings = findings_of(pipeline)
+            if comm.rank == 0 and findings.unsplit_layers:
+                names = ", ".join(findings.unsplit_layers)
+                print(f"gems: full backward at I, because it cannot be split: {names}", file=sys.stderr)
             accuracy = evaluate(pipeline, feed, class_counts) if spec.train.evaluate else None
         finally:
             feed.close()
@@ -71,7 +77,7 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
         checkpoint.save(pipeline, folder.checkpoint)
         pipeline.control.barrier()
         if comm.rank == 0:
-            _write_result(folder, spec, pipeline, losses, accuracy)
+            _write_result(folder, pipeline, losses, accuracy, findings)
     finally:
         part.close()
 
@@ -169,7 +175,11 @@ def _attributes(spec: RunSpec, comm: Comm, device: torch.device) -> dict[str, ob
 
 
 def _write_result(
-    folder: RunFolder, spec: RunSpec, pipeline: Pipeline, losses: list[float], accuracy: Accuracy | None
+    folder: RunFolder,
+    pipeline: Pipeline,
+    losses: list[float],
+    accuracy: Accuracy | None,
+    findings: Findings,
 ) -> None:
     result: dict[str, object] = {
         "num_steps": len(losses),
@@ -177,6 +187,7 @@ def _write_result(
         "last_loss": losses[-1],
         "schedule_sha256": pipeline.schedule.digest(),
         "schedule_rows": [" ".join(map(str, row)) for row in pipeline.schedule.rows],
+        **asdict(findings),
     }
     if accuracy is not None:
         result |= {

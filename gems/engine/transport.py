@@ -1,26 +1,54 @@
-"""Messages between ranks, over MPI. The only module that imports MPI, which starts it."""
+"""Messages between ranks, over MPI. The only module that imports MPI, which starts it; it needs no torch."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mpi4py
 import numpy as np
-import torch
 
+from gems.engine.patience import SPIN_S
 from gems.errors import ConfigError, StalledError
 
 # One call at a time, from whichever thread: on a GPU autograd's polls while ours waits for it.
 mpi4py.rc.thread_level = "serialized"
 from mpi4py import MPI
 
-SPIN_S = 0.0002
 SLEEP_S = 0.00005
 
 Comm = MPI.Intracomm
+Request = MPI.Request
+Channel = MPI.Prequest
+TYPES = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}
+
+
+class Data(Protocol):
+    """What a tensor tells of its memory, on the host or on a device that MPI knows."""
+
+    def data_ptr(self) -> int:
+        """Gives the address of the first byte."""
+
+    def numel(self) -> int:
+        """Gives the number of elements."""
+
+    def element_size(self) -> int:
+        """Gives the bytes of one element."""
+
+    def is_contiguous(self) -> bool:
+        """Tells whether the elements lie in their own order without gaps."""
+
+    def stride(self) -> Sequence[int]:
+        """Gives the steps between elements."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements."""
+
+
+Sendable = Data | np.ndarray
 
 
 def world() -> Comm:
@@ -49,21 +77,24 @@ def library() -> str:
 
 
 class Transport:
-    """Sends and receives the bytes of contiguous tensors on one duplicated communicator.
+    """Sends and receives the bytes of contiguous tensors or arrays on one duplicated communicator.
 
     A duplicate keeps its messages apart from everybody else's, so tags need only be unique among its own. Posting
-    returns at once; large messages move only while someone is inside MPI, so long work calls `poll`.
+    returns at once; large messages move only while someone is inside MPI, so long work calls `poll`. Whoever waits
+    spins for `spin_s` and then sleeps `sleep_s` between looks.
     """
 
-    def __init__(self, comm: Comm, stall_limit_s: float = 600.0) -> None:
+    def __init__(
+        self, comm: Comm, stall_limit_s: float = 600.0, spin_s: float = SPIN_S, sleep_s: float = SLEEP_S
+    ) -> None:
         self.comm = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
         self.max_tag = cast(int, self.comm.Get_attr(MPI.TAG_UB))
-        self._stall_limit_s = stall_limit_s
-        self._outgoing: list[tuple[MPI.Request, torch.Tensor, Callable[[], None] | None]] = []
-        self._incoming: list[tuple[MPI.Request, torch.Tensor]] = []
+        self._stall_limit_s, self._spin_s, self._sleep_s = stall_limit_s, spin_s, sleep_s
+        self._outgoing: list[tuple[MPI.Request, Sendable, Callable[[], None] | None]] = []
+        self._incoming: list[tuple[MPI.Request, Sendable]] = []
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
+    def send(self, tensor: Sendable, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
         """Posts a send; the tensor is held until it has left, and `done` is called then.
 
         Raises:
@@ -72,7 +103,7 @@ class Transport:
         request = self.comm.Isend(_buffer(tensor), rank, tag)
         self._outgoing.append((request, tensor, done))
 
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> MPI.Request:
+    def receive(self, tensor: Sendable, rank: int, tag: int) -> MPI.Request:
         """Posts a receive into a contiguous tensor, held until it is full.
 
         Give the request to `wait` before the data is read.
@@ -80,6 +111,14 @@ class Transport:
         request = self.comm.Irecv(_buffer(tensor), rank, tag)
         self._incoming.append((request, tensor))
         return request
+
+    def send_channel(self, data: Sendable, rank: int, tag: int) -> Channel:
+        """Makes a persistent send of `data`: Start() posts it, Test() tells whether it has left, Free() ends it."""
+        return self.comm.Send_init(_buffer(data), rank, tag)
+
+    def receive_channel(self, data: Sendable, rank: int, tag: int) -> Channel:
+        """Makes a persistent receive into `data`, used like a `send_channel`."""
+        return self.comm.Recv_init(_buffer(data), rank, tag)
 
     def poll(self) -> None:
         """Lets MPI move data, and frees what has been sent. Cheap when nothing is under way."""
@@ -120,18 +159,16 @@ class Transport:
         if self._outgoing:
             self._wait_until(is_empty, "sends to leave")
 
-    def sum_in_place(self, tensor: torch.Tensor) -> None:
+    def sum_in_place(self, tensor: Sendable) -> None:
         """Adds a contiguous float32 or float64 tensor on the host over all ranks, in place.
 
         Raises:
             TypeError: another type; MPI adds 16-bit floats wrongly or not at all.
         """
-        kinds = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
-        if tensor.dtype not in kinds:
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name not in TYPES:
             raise TypeError(f"gradients are summed in float32 or float64, not {tensor.dtype}")
-        request = self.comm.Iallreduce(
-            MPI.IN_PLACE, [_buffer(tensor), tensor.numel(), kinds[tensor.dtype]], MPI.SUM
-        )
+        request = self.comm.Iallreduce(MPI.IN_PLACE, [_buffer(tensor), TYPES[name]], MPI.SUM)
         self.wait(request, f"the sum over {self.size} ranks")
 
     def sum_to_first(self, values: Sequence[float]) -> list[float] | None:
@@ -147,13 +184,13 @@ class Transport:
 
     def _wait_until(self, is_done: Callable[[], bool], what: object) -> None:
         begin = time.perf_counter()
-        spin_until, deadline = begin + SPIN_S, begin + self._stall_limit_s
+        spin_until, deadline = begin + self._spin_s, begin + self._stall_limit_s
         while not is_done():
             now = time.perf_counter()
             if now > deadline:
                 raise StalledError(f"rank {self.rank} waited {self._stall_limit_s:g} s for {what}")
             if now > spin_until:
-                time.sleep(SLEEP_S)
+                time.sleep(self._sleep_s)
             if self._outgoing:
                 self.poll()
 
@@ -162,11 +199,21 @@ class Transport:
         self.comm.Free()
 
 
-def _buffer(tensor: torch.Tensor) -> Any:
-    """Gives the tensor's own bytes, whatever its type: MPI lacks bfloat16, and a raw address serves host and device."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"only a contiguous tensor can be sent, not one of strides {tensor.stride()}")
-    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+def _buffer(data: Sendable) -> Any:
+    """Gives the data's own bytes, whatever its type: MPI lacks bfloat16, and a raw address serves host and device."""
+    if isinstance(data, np.ndarray):
+        return MPI.memory.frombuffer(data)
+    if not data.is_contiguous():
+        raise ValueError(f"only a contiguous tensor can be sent, not one of strides {data.stride()}")
+    return MPI.memory.fromaddress(data.data_ptr(), data.numel() * data.element_size())
+
+
+def ranks_here(comm: Comm) -> int:
+    """Gives how many ranks of `comm` share this rank's node; collective."""
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    size = here.size
+    here.Free()
+    return size
 
 
 def gpu_support() -> bool:
