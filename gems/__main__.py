@@ -7,8 +7,10 @@ import sys
 from gems.cli import Verb, main
 
 VERBS = {
-    "schedule": Verb("gems.show_schedule:show_schedule", "prints the schedule: grid, or JSON; level=lowered shows all actions",
-                     flags=("level=lowered", "level=compute")),
+    "schedule": Verb("gems.show_schedule:show_schedule", "prints the schedule: grid, JSON, or with format=torch its CSV; level=lowered shows all actions",
+                     flags=("level=lowered", "level=compute", "format=torch")),
+    "simulate": Verb("gems.show_simulation:show_simulation",
+                     "predicts time, efficiency and memory of a step, and how far it is from the bound"),
     "verify": Verb("gems.verify:verify", "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip
 

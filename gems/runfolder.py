@@ -16,14 +16,17 @@ import yaml
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
+from gems.program import check_program
+from gems.schedule.schedule import Schedule
+from gems.schedule.schedule_json import from_json, to_json
 
-OF_ALL_ATTEMPTS = ("run.yaml", "attempts")
+OF_ALL_ATTEMPTS = ("run.yaml", "schedule.json", "attempts")
 OF_PREPARATION = ("status.json", "provenance.json")
 
 
 def signature(spec: RunSpec) -> str:
-    """Gives 8 hexadecimal digits of the whole resolved configuration, but for the folder that holds all runs."""
-    values = {key: value for key, value in spec.to_dict().items() if key != "runs_dir"}
+    """Gives 8 hexadecimal digits of the whole resolved configuration, but for the folders of runs and of the cache."""
+    values = {key: value for key, value in spec.to_dict().items() if key not in ("runs_dir", "cache_dir")}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -42,6 +45,11 @@ class RunFolder:
     def run_yaml(self) -> Path:
         """The resolved configuration that every rank reads."""
         return self.path / "run.yaml"
+
+    @property
+    def schedule_json(self) -> Path:
+        """The lowered schedule that every rank reads: the one list that was validated."""
+        return self.path / "schedule.json"
 
     @property
     def status_json(self) -> Path:
@@ -97,6 +105,23 @@ class RunFolder:
             raise ConfigError("run folder", self.path, "its run.yaml is not a configuration")
         return RunSpec.from_dict(values)
 
+    def read_schedule(self) -> Schedule:
+        """Reads schedule.json.
+
+        Raises:
+            ConfigError: there is none, or it is not a schedule.
+        """
+        try:
+            return from_json(json.loads(self.schedule_json.read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                "run folder", self.path, f"holds no readable schedule.json ({error})", "prepare it first"
+            ) from error
+
+    def write_schedule(self, schedule: Schedule) -> None:
+        """Writes schedule.json."""
+        write_json(self.schedule_json, to_json(schedule), indent=None)
+
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
         """Moves what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
 
@@ -138,11 +163,11 @@ def _is_record(entry: Path) -> bool:
     return entry.name not in OF_PREPARATION and (entry.is_file() or any(entry.iterdir()))
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
     """Writes a JSON file that appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.write_text(json.dumps(document, indent=indent) + "\n")
     partial.replace(path)
 
 
@@ -167,15 +192,17 @@ def provenance() -> dict[str, Any]:
 
 
 def prepare(spec: RunSpec) -> RunFolder:
-    """Makes the folder of a resolved run and writes run.yaml.
+    """Makes the folder of a resolved run and writes run.yaml and schedule.json.
 
     A folder that already holds this configuration is used again: what the earlier attempt left moves to
     attempts/<number>/, so nothing recorded is lost.
 
     Raises:
-        ConfigError: no permission, another configuration in the folder, or a run that is still going on there.
+        ConfigError: no permission, another configuration in the folder, a run that is still going on there, or a
+            schedule that cannot be made or does not suit the model.
     """
     folder = RunFolder.of(spec)
+    schedule = check_program(spec)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
@@ -185,6 +212,7 @@ def prepare(spec: RunSpec) -> RunFolder:
         partial = folder.path / "run.yaml.partial"
         partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
         partial.replace(folder.run_yaml)
+        folder.write_schedule(schedule)
         folder.logs.mkdir(exist_ok=True)
         folder.heartbeat(0).parent.mkdir(exist_ok=True)
         write_json(folder.provenance_json, provenance())

@@ -1,37 +1,77 @@
-"""`gems schedule`: prints the configured schedule as a grid, or as JSON."""
+"""`gems schedule`: prints the configured schedule as a grid, as JSON, or as torch's CSV."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+
 from gems.cli import Options, print_json
 from gems.config import RunSpec
-from gems.schedule import generate
+from gems.errors import ScheduleError
+from gems.program import cap_of, compute_schedule_of, costs_of, network_of
+from gems.schedule.costs import StageCosts
+from gems.schedule.fault import fault_grid
 from gems.schedule.grid import grid
 from gems.schedule.lower import lower
-from gems.schedule.replay import replay, uniform_cost
+from gems.schedule.schedule import Schedule
 from gems.schedule.schedule_json import to_json
+from gems.schedule.simulate import simulate
+from gems.schedule.torch_csv import to_torch_csv
 from gems.schedule.validate import validate
 
 LOWERED = "level=lowered"
+TORCH = "format=torch"
 
 
 def show_schedule(spec: RunSpec, options: Options) -> int:
-    """Prints the schedule of a resolved run: compute actions, or with level=lowered the list that ranks run."""
-    parallel, cost = spec.parallel, spec.cost
-    made = generate(spec.schedule.name, parallel.partitions, parallel.micro_batches or 1, parallel.parts or 1)
-    lowered = validate(lower(made))
-    backward = cost.input_grad + cost.weight_grad
+    """Prints the schedule of a resolved run: compute actions, or with level=lowered the list that ranks run.
+
+    The JSON carries the costs of the stages beside the schedule, for drawings. format=torch gives the compute actions as the CSV that torch.distributed.pipelining loads.
+
+    Raises:
+        ConfigError: counts or a cap that the family cannot serve, or a format that cannot say the schedule.
+        ScheduleError: a schedule that would not run; its grid with the fault marked is on stderr.
+    """
+    with drawn_faults():
+        made = compute_schedule_of(spec)
+        costs, cap = costs_of(spec, made.placement), cap_of(spec)
+        lowered = validate(lower(made), costs, cap)
+    if TORCH in options.flags:
+        print(to_torch_csv(made), end="")
+        return 0
     if options.json:
-        print_json(to_json(lowered if LOWERED in options.flags else made))
+        document = to_json(lowered if LOWERED in options.flags else made)
+        print_json(document | {"costs": asdict(costs)})
         return 0
     if LOWERED in options.flags:
         for rank, row in enumerate(lowered.rows):
             print(f"rank {rank:>4} | " + " ".join(map(str, row)))
         return 0
-    played = replay(made, uniform_cost(cost.forward, backward), cost.link)
-    print(grid(made, played, unit=min(cost.forward, backward)))
+    played = simulate(made, costs, network_of(spec), cap)
+    print(grid(made, played, unit=shortest_time(made, costs)))
+    cost = spec.cost
     print(
-        f"{made.name}: {made.num_ranks} ranks x {parallel.replicas} replicas, {made.num_micro_batches} micro-batches, "
-        f"step {played.span:g} units (forward {cost.forward:g}, backward {backward:g}), "
-        f"efficiency {played.efficiency:.3f}, peak {max(played.peak_units)} micro-batches of activations"
+        f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas, {made.num_stages} stages, "
+        f"{made.num_micro_batches} micro-batches, step {played.span:g} units (forward {cost.forward:g}, backward "
+        f"{cost.input_grad + cost.weight_grad:g}), efficiency {played.efficiency:.3f}, "
+        f"peak {max(played.peak):g} micro-batches of activations"
     )
     return 0
+
+
+@contextlib.contextmanager
+def drawn_faults() -> Iterator[None]:
+    """Draws the grid of a schedule that turns out broken on stderr, and lets the error pass."""
+    try:
+        yield
+    except ScheduleError as error:
+        if isinstance(error.schedule, Schedule):
+            print(fault_grid(error.schedule, error), file=sys.stderr)
+        raise
+
+
+def shortest_time(schedule: Schedule, costs: StageCosts) -> float:
+    """Gives the time of the shortest action that takes any: one column of a grid."""
+    return min(filter(None, (costs.time(action) for _, action in schedule.actions())), default=1.0)

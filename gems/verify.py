@@ -20,8 +20,9 @@ TIME_LIMIT_S = 900.0
 def verify(spec: RunSpec, options: Options) -> int:
     """Runs two steps in float64 (or train.dtype when it is not the default) and prints the largest relative error.
 
-    Compared are every parameter, gradient and running statistic of every copy on every rank. Gives 1 when the error
-    is above 1e-12 in float64.
+    Compared are every parameter, gradient and running statistic of every copy on every rank, and the most activation
+    bytes that each rank held with what the schedule predicts. Gives 1 when the error is above 1e-12 in float64 or the
+    bytes differ.
 
     Raises:
         RankFailedError: a rank ended before the comparison was done.
@@ -48,16 +49,27 @@ def verify(spec: RunSpec, options: Options) -> int:
         "steps": STEPS,
         **found,
     }
-    passed = float(found["max_rel_error"]) <= TOLERANCES[dtype]
+    same_bytes = found["peak_activation_bytes"] == found["predicted_activation_bytes"]
+    passed = float(found["max_rel_error"]) <= TOLERANCES[dtype] and same_bytes
     if options.json:
         print_json(document)
     else:
-        verdict = "equal" if passed else "DIFFERENT"
+        verdict = "equal" if float(found["max_rel_error"]) <= TOLERANCES[dtype] else "DIFFERENT"
         print(
             f"{spec.schedule.name}, {spec.parallel.partitions} partitions x {spec.parallel.replicas} replicas: {verdict}, "
             f"max relative error {found['max_rel_error']:.2e} in {dtype} ({found['worst']})"
         )
+        print(
+            f"activations at most, bytes by rank: {_listed(found['peak_activation_bytes'])}, "
+            + ("as predicted" if same_bytes else f"PREDICTED {_listed(found['predicted_activation_bytes'])}")
+        )
+        if found["unsplit_layers"]:
+            print(f"full backward at I, because it cannot be split: {', '.join(found['unsplit_layers'])}")
     return 0 if passed else 1
+
+
+def _listed(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _failure(folder: RunFolder, returncode: int) -> RankFailedError:

@@ -10,8 +10,10 @@ import numpy as np
 
 SCHEMA_VERSION = "1.0"
 SOURCES = ("measured", "emulated", "simulated")
-KINDS = ("F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "STEP")
-STREAMS = ("compute", "link")
+KINDS = (
+    "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "STEP", "I", "W", "R", "OFFLOAD", "PREFETCH",
+)  # fmt: skip
+STREAMS = ("compute", "link", "copy_out", "copy_in")
 
 COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "events": (

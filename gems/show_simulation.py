@@ -1,0 +1,169 @@
+"""`gems simulate`: plays the configured schedule on paper and prints times, efficiency, memory and the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gems.cli import Options, print_json
+from gems.config import RunSpec
+from gems.program import cap_of, costs_of, found_of, play, schedule_of
+from gems.resolve import global_batch
+from gems.schedule import SEARCHED
+from gems.schedule.action import Kind
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.grid import grid
+from gems.schedule.memory import RankMemory, memory_over_time
+from gems.schedule.memory_time import memory_time_bound
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation
+from gems.schedule.waits import RankTime, rank_times
+from gems.show_schedule import drawn_faults, shortest_time
+
+MAX_RANK_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One simulated step of a resolved run, in the units of the costs, and what it was simulated with."""
+
+    schedule: Schedule
+    costs: StageCosts
+    network: Network
+    cap: float | None
+    played: Simulation
+    times: tuple[RankTime, ...]
+    memory: tuple[RankMemory, ...]
+    bound: float
+
+
+def predict(spec: RunSpec) -> Prediction:
+    """Simulates the lowered schedule of a resolved run, one pipeline for all replicas, which are alike.
+
+    Raises:
+        ConfigError: counts or a cap that the family cannot serve.
+        ScheduleError: a schedule that would not run.
+    """
+    with drawn_faults():
+        made = schedule_of(spec)
+    costs, cap = costs_of(spec, made.placement), cap_of(spec)
+    network, played = play(spec, made)
+    return Prediction(
+        made, costs, network, cap, played,
+        rank_times(made, costs, played, network),
+        memory_over_time(made, costs, played, spec.cost.activation_bytes, spec.cost.param_bytes),
+        bound_of(spec, made, costs, network, max(played.peak) if cap is None else cap),
+    )  # fmt: skip
+
+
+def bound_of(spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float) -> float:
+    """Gives the efficiency that no order on the same placement exceeds under the cap; see `memory_time_bound`.
+
+    A search knows its own, over all placements that it may use.
+    """
+    if schedule.name in SEARCHED:
+        return float(found_of(spec)["bound"])
+    allow = set(spec.schedule.allow)
+    allow |= {
+        name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)
+    }
+    is_split = schedule.has_split_backward
+    return memory_time_bound(costs, schedule.placement, cap, is_split, network, tuple(allow))
+
+
+def simulation_dict(spec: RunSpec, found: Prediction) -> dict[str, Any]:
+    """Gives the prediction as plain data.
+
+    Shares (efficiency, bubble, bound, gap) are fractions of 1: useful compute over ranks x step, time in which a
+    rank computes nothing, the largest efficiency for this placement under the cap (without one, under the peak that
+    the schedule has), and the part of the bound that is missed. Lists have an item a rank of one pipeline: replicas
+    are alike. Sizes in bytes are null where cost.activation_bytes is not given.
+    """
+    played, unit_s, num_ranks = found.played, spec.cost.unit_s, found.schedule.num_ranks
+    step_s = played.span * unit_s
+    computing = sum(time.useful + time.recompute for time in found.times)
+    has_bytes = spec.cost.activation_bytes > 0
+    return {
+        "source": "simulated",
+        "schedule": found.schedule.name,
+        "partitions": num_ranks,
+        "replicas": spec.parallel.replicas,
+        "world_size": spec.world_size,
+        "micro_batches": found.schedule.num_micro_batches,
+        "stages": found.schedule.num_stages,
+        "directions": found.schedule.num_directions,
+        "step_units": played.span,
+        "step_s": step_s,
+        "images_per_s": global_batch(spec) / step_s,
+        "efficiency": played.efficiency,
+        "bubble": 1.0 - computing / (num_ranks * played.span),
+        "bound": found.bound,
+        "gap": 1.0 - played.efficiency / found.bound,
+        "cap": found.cap,
+        "peak_units": list(played.peak),
+        "peak_activation_bytes": [peak * spec.cost.activation_bytes if has_bytes else None for peak in played.peak],
+        "peak_bytes": [memory.peak if has_bytes else None for memory in found.memory],
+        "peak_host_bytes": [
+            max((held.host for held in memory.held), default=0.0) if has_bytes else None for memory in found.memory
+        ],
+        **{
+            f"{name}_s": [getattr(time, part) * unit_s for time in found.times]
+            for name, part in (
+                ("useful", "useful"), ("recompute", "recompute"), ("link_wait", "link"), ("reduce", "reduce"),
+                ("optimizer", "step"), ("idle", "idle"),
+            )
+        },
+    }  # fmt: skip
+
+
+def show_simulation(spec: RunSpec, options: Options) -> int:
+    """Prints the prediction for a resolved run: a grid and tables, or one object as JSON."""
+    found = predict(spec)
+    answer = simulation_dict(spec, found)
+    if options.json:
+        print_json(answer)
+        return 0
+    schedule = found.schedule
+    if schedule.num_ranks <= MAX_RANK_ROWS:
+        print(grid(schedule, found.played, unit=shortest_time(schedule, found.costs)))
+    print(_table(answer))
+    print(_rank_table(answer))
+    return 0
+
+
+def _table(answer: dict[str, Any]) -> str:
+    cap = "none" if answer["cap"] is None else f"{answer['cap']:g}"
+    rows = [
+        ("step [s]", f"{answer['step_s']:g} ({answer['step_units']:g} units)"),
+        ("images/s", f"{answer['images_per_s']:.4g}"),
+        ("efficiency [%]", f"{100 * answer['efficiency']:.1f}"),
+        ("bubble [%]", f"{100 * answer['bubble']:.1f}"),
+        ("largest possible efficiency under the cap [%]", f"{100 * answer['bound']:.1f}"),
+        ("missed of that [%]", f"{100 * answer['gap']:.1f}"),
+        ("cap [units]", cap),
+        ("peak [units]", f"{max(answer['peak_units']):g}"),
+    ]
+    head = (
+        f"{answer['schedule']}: {answer['partitions']} ranks x {answer['replicas']} replicas, {answer['stages']} stages, "
+        f"{answer['micro_batches']} micro-batches: simulated, a prediction"
+    )
+    return _lines(head, rows)
+
+
+def _lines(head: str, rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([head, *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _rank_table(answer: dict[str, Any]) -> str:
+    """Gives a row a rank: where its time goes, in percent of the step, and its peaks."""
+    parts = ("useful", "recompute", "link_wait", "reduce", "optimizer", "idle")
+    head = f"{'rank':>6}" + "".join(f"{part:>11}" for part in parts) + f"{'peak units':>12}{'peak MiB':>12}"
+    lines = [head + "   (times in % of the step)"]
+    for rank in range(min(answer["partitions"], MAX_RANK_ROWS)):
+        shares = "".join(f"{100 * answer[f'{part}_s'][rank] / answer['step_s']:>11.1f}" for part in parts)
+        peak_bytes = answer["peak_bytes"][rank]
+        size = "-" if peak_bytes is None else f"{peak_bytes / 2**20:.1f}"
+        lines.append(f"{rank:>6}{shares}{answer['peak_units'][rank]:>12.4g}{size:>12}")
+    return "\n".join(lines)
