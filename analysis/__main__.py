@@ -46,6 +46,20 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, help=".png, .pdf or .svg; default timeline.png beside the trace"
     )
     summary = verbs.add_parser("summary", help="print the closing table of a run")
+    scaling = verbs.add_parser(
+        "scaling", help="draw images/s and efficiency over ranks, and write them as CSV"
+    )
+    scaling.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="run folder or trace.h5")
+    scaling.add_argument(
+        "--out", type=Path, help="folder to write to; default the one that holds the first run"
+    )
+    scaling.add_argument("--json", action="store_true", help="one object on stdout")
+    draw = verbs.add_parser("draw", help="draw a schedule's file, rank x time, to a picture")
+    draw.add_argument(
+        "schedule", type=Path, metavar="SCHEDULE", help=".json of `gems schedule --json`, or torch's .csv"
+    )
+    draw.add_argument("out", type=Path, metavar="OUT", help=".svg, .png or .pdf")
+    draw.add_argument("--json", action="store_true", help="one object on stdout")
     collect = verbs.add_parser("collect", help="merge a run's parts into trace.h5, draw it, print the table")
     for verb in (timeline, summary, collect):
         verb.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
@@ -120,10 +134,44 @@ def _collect(options: argparse.Namespace) -> None:
     print(summary_table(collected.metrics, loaded.trace, collected.files))
 
 
+def _scaling(options: argparse.Namespace) -> None:
+    from analysis.efficiency import agreement_rows, kind_of, rows_of
+    from analysis.scaling import study_table, write_study
+
+    study = write_study(options.paths, options.out or options.paths[0].resolve().parent)
+    if not options.json:
+        print(study_table(study.points))
+        print(*study.pictures, study.csv, sep="\n")
+        return
+    answer = {
+        "scaling": kind_of(study.points),
+        "points": rows_of(study.points),
+        "agreement": agreement_rows(study.points),
+        "pictures": [str(picture) for picture in study.pictures],
+        "csv": str(study.csv),
+    }
+    print(json.dumps(answer, allow_nan=False))
+
+
+def _draw(options: argparse.Namespace) -> None:
+    from analysis.draw import draw_schedule
+
+    played = draw_schedule(options.schedule, options.out)
+    answer = {
+        "drawing": str(options.out),
+        "span_units": played.span,
+        "efficiency": played.efficiency,
+        "peak_units": list(played.peak),
+    }
+    print(json.dumps(answer) if options.json else options.out)
+
+
 VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
     "timeline": _timeline,
     "summary": _summary,
     "collect": _collect,
+    "draw": _draw,
+    "scaling": _scaling,
 }
 
 if __name__ == "__main__":

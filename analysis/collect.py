@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.load import Loaded, load_parts
+from analysis.load import Loaded, load_parts, load_trace
 from analysis.memory_curve import draw_memory
 from analysis.metrics import Metrics, metrics_of
 from analysis.timeline import draw_timeline
+from gems.config import RunSpec
+from gems.program import cut_of
 from gems.runfolder import RunFolder, read_json
 from gems.trace import write_trace
 
-RESULTS = ("validation_accuracy", "validation_majority", "validation_loss", "num_validation")
+RESULTS = (
+    "validation_accuracy", "validation_majority", "validation_loss", "num_validation", "peak_activation_bytes",
+    "predicted_activation_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +32,17 @@ class Collected:
 def collect(path: Path) -> Collected:
     """Merges the parts in a run folder into trace.h5 and draws timeline.png and memory.png.
 
-    Of a run that was stopped the steps that every rank finished are drawn; without one there is no picture, and the
-    trace is written all the same.
+    A simulated run has no parts, and its trace.h5 is whole from the start. Of a run that was stopped the steps that
+    every rank finished are drawn; without one there is no picture, and the trace is written all the same.
 
     Raises:
         ConfigError: no run folder, or none of its parts is readable.
     """
     folder = RunFolder(path)
     spec = folder.read_spec()
-    loaded = load_parts(path)
-    trace, result = loaded.trace, read_json(folder.result_json)
-    trace.attributes |= {name: result[name] for name in RESULTS if name in result}
-    trace.attributes["git_commit"] = read_json(folder.provenance_json).get("git_commit", "unknown")
-    trace.schedule_rows = tuple(result.get("schedule_rows", ()))
-    trace.schedule_sha256 = str(result.get("schedule_sha256", ""))
-    trace.boundaries = tuple(spec.parallel.boundaries or ())
-    write_trace(folder.trace_h5, trace)
+    is_simulated = spec.machine.kind == "simulated"
+    loaded = load_trace(folder.trace_h5) if is_simulated else _merged(folder, spec)
+    trace = loaded.trace
     files = {"trace": str(folder.trace_h5)}
     if len(trace.steps):
         timeline, memory = path / "timeline.png", path / "memory.png"
@@ -52,3 +52,16 @@ def collect(path: Path) -> Collected:
     if folder.checkpoint.is_dir():
         files["checkpoint"] = str(folder.checkpoint)
     return Collected(loaded, metrics_of(trace), files)
+
+
+def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
+    """Joins the parts, adds what the run folder tells about the run, and writes the trace."""
+    loaded = load_parts(folder.path)
+    trace, result = loaded.trace, read_json(folder.result_json)
+    trace.attributes |= {name: result[name] for name in RESULTS if name in result}
+    trace.attributes["git_commit"] = read_json(folder.provenance_json).get("git_commit", "unknown")
+    trace.schedule_rows = tuple(result.get("schedule_rows", ()))
+    trace.schedule_sha256 = str(result.get("schedule_sha256", ""))
+    trace.boundaries = cut_of(spec, folder.read_schedule().num_stages)
+    write_trace(folder.trace_h5, trace)
+    return loaded

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from gems.trace import KINDS
+from gems.trace import KINDS, Trace
+
+USEFUL = ("F", "B", "I", "W")
+COMPUTE = (*USEFUL, "R")
 
 
 def of_kinds(events: np.ndarray, *kinds: str) -> np.ndarray:
     """Gives the mask of the events whose kind is among `kinds`, names as in a schedule's text."""
     mask: np.ndarray = np.isin(events["kind"], [KINDS.index(kind) for kind in kinds])
     return mask
+
+
+def ranks_written(trace: Trace) -> int:
+    """Gives the number of ranks whose events a trace holds: those of one replica where it says that all are alike."""
+    return trace.world_size // int(trace.attributes.get("identical_replicas", 1))

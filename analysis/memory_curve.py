@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from analysis.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title
+from analysis.memory_parts import buffer_bytes
 from analysis.run_facts import facts_of
 from analysis.step_window import StepWindow, step_window
 from analysis.units import Unit, bytes_unit, counted
@@ -21,16 +22,24 @@ if TYPE_CHECKING:
 
 MAX_PANELS = 16
 CURVE_COLOUR, AREA_COLOUR, PEAK_COLOUR = "#1f65a8", "#d6e6f3", "#c94f07"
+BUFFER_COLOUR, HOST_COLOUR = "#e8a33d", "#117a8b"
+COUNTED = ("emulated", "simulated")
 MS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, time from the step's start."""
+    """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, time from the step's start.
+
+    `buffer_bytes` are those of them that are buffers of messages (none in a measured run, where they are not told
+    apart), `host_bytes` the copies in host memory.
+    """
 
     rank: int
     time_ms: np.ndarray
     held_bytes: np.ndarray
+    buffer_bytes: np.ndarray
+    host_bytes: np.ndarray
 
     @property
     def peak_bytes(self) -> int:
@@ -51,8 +60,10 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     """Builds the picture of device bytes over one step, by default the last whole one after warm-up.
 
     One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside it, where
-    samples carry them, the peaks over the whole run of resident memory and of the driver's figure. Of more
-    than 16 ranks those 16 with the highest peaks are shown.
+    samples carry them, the peaks over the whole run of resident memory and of the driver's figure. In emulated and
+    simulated runs the buffers of messages lie on top of the activations in a colour of their own, and parameters,
+    which stay, are named beside the panel. Copies in host memory are a dashed line. Of more than 16 ranks those 16
+    with the highest peaks are shown.
 
     Raises:
         ConfigError: no such step, or the trace has no device bytes in it.
@@ -74,6 +85,7 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     panels[0].set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
     panels[0].set_ylim(0.0, highest[0].peak_bytes / unit.size * 1.25 or 1.0)
     panels[0].yaxis.set_major_locator(MaxNLocator(3))
+    _add_legend(figure, shown)
     figure.supylabel(f"held on the device ({unit.name})", fontsize=9, color=TEXT_COLOUR)
     set_title(figure, panels[0], *_title(trace, window, curves, unit))
     return figure
@@ -90,12 +102,21 @@ def curve_of(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
     first_bytes = before["device_bytes"][-1:] if len(before) else inside["device_bytes"][:1]
     time_ns = np.concatenate([[window.start_ns], inside["end_ns"], [window.end_ns]]) - window.start_ns
     held_bytes = np.concatenate([first_bytes, inside["device_bytes"], inside["device_bytes"][-1:]])
-    return Curve(rank, np.maximum(time_ns, 0) * MS, held_bytes)
+    host_bytes = np.concatenate([[0], inside["host_bytes"], inside["host_bytes"][-1:]])
+    buffers = np.zeros(len(time_ns), np.int64)
+    if trace.source in COUNTED:
+        of_rank = trace.events[trace.events["rank"] == rank]
+        buffers = np.minimum(buffer_bytes(of_rank, time_ns + window.start_ns), held_bytes)
+    return Curve(rank, np.maximum(time_ns, 0) * MS, held_bytes, buffers, host_bytes)
 
 
 def _draw_curve(axes: Axes, curve: Curve, unit: Unit) -> None:
-    held = curve.held_bytes / unit.size
-    axes.fill_between(curve.time_ms, held, step="post", color=AREA_COLOUR, linewidth=0)
+    held, below = curve.held_bytes / unit.size, (curve.held_bytes - curve.buffer_bytes) / unit.size
+    axes.fill_between(curve.time_ms, below, step="post", color=AREA_COLOUR, linewidth=0)
+    axes.fill_between(curve.time_ms, below, held, step="post", color=BUFFER_COLOUR, linewidth=0)
+    if curve.host_bytes.any():
+        host = curve.host_bytes / unit.size
+        axes.step(curve.time_ms, host, where="post", color=HOST_COLOUR, linewidth=1.0, linestyle=(0, (4, 2)))
     axes.step(curve.time_ms, held, where="post", color=CURVE_COLOUR, linewidth=1.0)
     peak = int(np.argmax(held))
     axes.plot(curve.time_ms[peak], held[peak], "o", color=PEAK_COLOUR, markersize=4, clip_on=False, zorder=3)
@@ -104,6 +125,11 @@ def _draw_curve(axes: Axes, curve: Curve, unit: Unit) -> None:
 def _name_curve(axes: Axes, trace: Trace, curve: Curve) -> None:
     """Writes the rank and its peaks to the right of the panel."""
     lines = [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
+    if curve.host_bytes.any():
+        lines.append(f"host copies {_human(int(curve.host_bytes.max()))}")
+    parameters = trace.attributes.get("param_bytes", ())
+    if curve.rank < len(parameters) and parameters[curve.rank]:
+        lines.append(f"beside parameters {_human(int(parameters[curve.rank]))}")
     mine = trace.samples[trace.samples["rank"] == curve.rank]
     for column, name in (("rss_bytes", "resident"), ("device_bytes", "driver")):
         peak = int(mine[column].max(initial=-1))
@@ -113,6 +139,21 @@ def _name_curve(axes: Axes, trace: Trace, curve: Curve) -> None:
         "\n".join(lines), (1, 0.5), (8, 0), "axes fraction", "offset points",
         fontsize=7.5, color=TEXT_COLOUR, va="center", linespacing=1.25, annotation_clip=False,
     )  # fmt: skip
+
+
+def _add_legend(figure: Figure, shown: list[Curve]) -> None:
+    """Names the parts, where there is more than one."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = [Patch(facecolor=AREA_COLOUR, label="activations")]
+    if any(curve.buffer_bytes.any() for curve in shown):
+        handles.append(Patch(facecolor=BUFFER_COLOUR, label="buffers of messages"))
+    if any(curve.host_bytes.any() for curve in shown):
+        style = (0, (4, 2))
+        handles.append(Line2D([], [], color=HOST_COLOUR, linestyle=style, label="copies in host memory"))
+    if len(handles) > 1:
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
 
 
 def _human(size_bytes: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.events import of_kinds
+from analysis.events import COMPUTE, USEFUL, of_kinds, ranks_written
 from analysis.run_facts import RunFacts, facts_of
 from gems.trace import STREAMS, Trace
 
@@ -17,7 +17,7 @@ NS = 1e-9
 class Metrics:
     """Figures over the whole steps of a run that are not warm-up steps; None where the trace cannot tell.
 
-    Tuples have one item a world rank. Peaks are over the whole trace, warm-up steps and unfinished steps too.
+    Tuples have one item a world rank; in a trace of one replica for all, its ranks stand for the others. Peaks are over the whole trace, warm-up steps and unfinished steps too.
 
     Attributes:
         num_steps: steps counted.
@@ -27,13 +27,14 @@ class Metrics:
         images_per_s: `num_images` over `time_s`.
         step_median_s: median of the step times, see `step_times_s`.
         step_p95_s: 95th percentile of the same, linear between neighbours.
-        busy_s: time in F and B on the compute stream; None for a rank without events.
+        busy_s: time in F, B, I, W and R on the compute stream; None for a rank without events.
         bubble_measured: 1 - sum(busy_s) / (world size x time_s), from what the trace's `source` says.
+        efficiency: useful compute (F, B, I and W, but not the recomputation R) over world size x time_s.
         bubble_formula: the closed form of the schedule at `forward_s` and `backward_s`.
         forward_s: median duration of F of a stage, mean over the stages.
-        backward_s: median duration of B of a stage, mean over the stages.
-        peak_device_bytes: most bytes held on the device: the allocator's peak on a GPU, else the ledger's when an
-            action ended.
+        backward_s: the same of B, or of I and W together where every backward is split.
+        peak_device_bytes: most bytes held on the device: the allocator's peak on a GPU and the simulation's own, else
+            the ledger's when an action ended.
         peak_rss_bytes: most resident memory of the process, from samples.
         peak_driver_bytes: most device memory in use as the driver reports it, from samples.
         loss_first: training loss of the first counted step.
@@ -49,6 +50,7 @@ class Metrics:
     step_p95_s: float | None
     busy_s: tuple[float | None, ...]
     bubble_measured: float | None
+    efficiency: float | None
     bubble_formula: float | None
     forward_s: float | None
     backward_s: float | None
@@ -73,8 +75,8 @@ def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
     time_s = float(counted["end_ns"][-1] - counted["start_ns"][0]) * NS if len(counted) else None
     num_images = int(counted["images"].sum())
     events = trace.events[np.isin(trace.events["step"], counted["step"])]
-    busy_s = _busy_s(events, trace.world_size)
-    forward_s, backward_s = stage_mean_s(events, "F"), stage_mean_s(events, "B")
+    busy_s = _times_s(trace, events, COMPUTE)
+    forward_s, backward_s = stage_mean_s(events, "F"), backward_mean_s(events)
     samples = trace.samples
     return Metrics(
         num_steps=len(counted),
@@ -85,8 +87,9 @@ def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
         step_median_s=float(np.median(step_s)) if len(step_s) else None,
         step_p95_s=float(np.percentile(step_s, 95)) if len(step_s) else None,
         busy_s=busy_s,
-        bubble_measured=_bubble(busy_s, time_s),
-        bubble_formula=facts.bubble(forward_s, backward_s),
+        bubble_measured=None if (share := _share(busy_s, time_s)) is None else 1.0 - share,
+        efficiency=_share(_times_s(trace, events, USEFUL), time_s),
+        bubble_formula=facts.bubble(forward_s, backward_s, stage_mean_s(events, "W")),
         forward_s=forward_s,
         backward_s=backward_s,
         peak_device_bytes=_device_peaks(trace),
@@ -109,20 +112,23 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
     return times
 
 
-def _busy_s(events: np.ndarray, world_size: int) -> tuple[float | None, ...]:
+def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[float | None, ...]:
+    """Gives each rank's time in actions of some kinds on the compute stream; None for a rank without events."""
     compute = events[events["stream"] == STREAMS.index("compute")]
-    compute = compute[of_kinds(compute, "F", "B")]
-    busy_ns = np.bincount(compute["rank"], compute["end_ns"] - compute["start_ns"], minlength=world_size)
-    present = np.bincount(events["rank"], minlength=world_size)
-    return tuple(float(busy_ns[rank]) * NS if present[rank] else None for rank in range(world_size))
+    compute = compute[of_kinds(compute, *kinds)]
+    num_ranks = ranks_written(trace)
+    times_ns = np.bincount(compute["rank"], compute["end_ns"] - compute["start_ns"], minlength=num_ranks)
+    present = np.bincount(events["rank"], minlength=num_ranks)
+    written = [float(times_ns[rank]) * NS if present[rank] else None for rank in range(num_ranks)]
+    return tuple(written * (trace.world_size // num_ranks))
 
 
-def _bubble(busy_s: tuple[float | None, ...], time_s: float | None) -> float | None:
-    """Gives no figure where a rank's part is missing: unknown is not idle."""
-    known = [busy for busy in busy_s if busy is not None]
-    if not time_s or not known or len(known) < len(busy_s):
+def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | None:
+    """Gives a time's share of all ranks' time; no figure where a rank's part is missing: unknown is not idle."""
+    known = [time for time in times_s if time is not None]
+    if not time_s or not known or len(known) < len(times_s):
         return None
-    return 1.0 - sum(known) / (len(known) * time_s)
+    return sum(known) / (len(known) * time_s)
 
 
 def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
@@ -138,6 +144,15 @@ def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
     return float(np.mean(medians)) * NS
 
 
+def backward_mean_s(events: np.ndarray) -> float | None:
+    """Gives the median duration of a stage's backward, in seconds, mean over the stages: B, or I and W together."""
+    whole = stage_mean_s(events, "B")
+    halves = stage_mean_s(events, "I"), stage_mean_s(events, "W")
+    if whole is not None or halves[0] is None or halves[1] is None:
+        return whole
+    return halves[0] + halves[1]
+
+
 def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None, ...]:
     """Gives the largest value of a column for each rank; a negative one stands for "not known"."""
     peaks = np.full(world_size, -1, dtype=np.int64)
@@ -147,7 +162,8 @@ def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None,
 
 def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
     """Gives the allocator's own peaks where the trace has them: they see what an action held only while it ran."""
-    counted = _peaks(trace.events, "device_bytes", trace.world_size)
+    written = _peaks(trace.events, "device_bytes", ranks_written(trace))
+    counted = written * (trace.world_size // len(written))
     allocated = trace.attributes.get("peak_allocated_bytes")
     if allocated is None:
         return counted

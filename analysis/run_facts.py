@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from gems.errors import ConfigError
-from gems.schedule.bounds import bubble
+from gems.schedule.bounds import step_units
 from gems.trace import Trace
 
 
@@ -21,9 +21,16 @@ class RunFacts:
     replicas: int | None = None
     micro_batches: int | None = None
     parts: int | None = None
+    chunks: int = 2
+    cap: float | None = None
 
-    def bubble(self, forward_s: float | None, backward_s: float | None) -> float | None:
-        """Gives the schedule's bubble by its closed form; None where that or a fact is not known."""
+    def bubble(
+        self, forward_s: float | None, backward_s: float | None, weight_grad_s: float | None = None
+    ) -> float | None:
+        """Gives the schedule's bubble by its closed form; None where that or a fact is not known.
+
+        Times are those of a stage; `weight_grad_s` is W's part of the backward, where that is split.
+        """
         name, partitions, micro_batches = self.schedule, self.partitions, self.micro_batches
         if (
             name is None
@@ -33,7 +40,11 @@ class RunFacts:
             or backward_s is None
         ):
             return None
-        return bubble(name, partitions, micro_batches, forward_s, backward_s, self.parts or 1)
+        span_s = step_units(
+            name, partitions, micro_batches, forward_s, backward_s, self.parts or 1,
+            weight_grad=weight_grad_s, chunks=self.chunks, cap=self.cap,
+        )  # fmt: skip
+        return None if not span_s else 1.0 - micro_batches * (forward_s + backward_s) / span_s
 
 
 def facts_of(trace: Trace) -> RunFacts:
@@ -56,7 +67,22 @@ def facts_of(trace: Trace) -> RunFacts:
         replicas=_count(parallel, "replicas"),
         micro_batches=_count(parallel, "micro_batches"),
         parts=_count(parallel, "parts"),
+        chunks=_count(_group(document, "schedule"), "chunks") or 2,
+        cap=_cap(_group(document, "schedule"), _group(document, "cost")),
     )
+
+
+def _cap(schedule: dict[str, Any], cost: dict[str, Any]) -> float | None:
+    """Gives the cap in units of activations."""
+    cap, cap_bytes, unit_bytes = (
+        schedule.get("activation_cap"), schedule.get("activation_cap_bytes"), cost.get("activation_bytes"),
+    )  # fmt: skip
+    try:
+        if cap_bytes is not None and unit_bytes:
+            return float(cap_bytes) / float(unit_bytes)
+        return None if cap is None else float(cap)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("run_yaml.schedule.activation_cap", cap, "allowed: a number") from error
 
 
 def _group(document: dict[str, Any], name: str) -> dict[str, Any]:

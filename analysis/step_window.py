@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.events import of_kinds
+from analysis.events import COMPUTE, of_kinds
 from gems.errors import ConfigError
 from gems.trace import Trace
 
@@ -38,11 +38,11 @@ class StepWindow:
 
     @property
     def bubble(self) -> float | None:
-        """Share of ranks x time in which the ranks with events here compute no forward or backward."""
+        """Share of ranks x time in which the ranks with events here compute nothing."""
         ranks = len(np.unique(self.events["rank"]))
         if not self.is_whole or not ranks or self.end_ns <= self.start_ns:
             return None
-        compute = self.events[of_kinds(self.events, "F", "B")]
+        compute = self.events[of_kinds(self.events, *COMPUTE)]
         busy_ns = int((compute["end_ns"] - compute["start_ns"]).sum())
         return 1.0 - busy_ns / (ranks * (self.end_ns - self.start_ns))
 

@@ -17,6 +17,7 @@ SOURCE_NOTES = {
     "emulated": "real MPI, timed sleeps for compute",
     "simulated": "a prediction, nothing was run",
 }
+COUNTED, PREDICTED = "peak_activation_bytes", "predicted_activation_bytes"
 Row = tuple[str, str]
 
 
@@ -31,6 +32,7 @@ def summary_table(metrics: Metrics, trace: Trace, extra: Mapping[str, str]) -> s
         *_speed_rows(metrics, trace.source),
         *_training_rows(metrics, trace),
         *_memory_rows(metrics),
+        *_prediction_rows(trace),
         *extra.items(),
     ]
     width = max(len(name) for name, _ in rows)
@@ -49,6 +51,9 @@ def summary_dict(metrics: Metrics, trace: Trace) -> dict[str, Any]:
     for name in ("validation_accuracy", "validation_majority"):
         if name in trace.attributes:
             values[name] = trace.attributes[name]
+    for name in (COUNTED, PREDICTED):
+        if name in trace.attributes:
+            values[name] = tuple(int(peak) for peak in trace.attributes[name])
     head = {
         "source": trace.source,
         "signature": trace.attributes.get("signature"),
@@ -92,7 +97,16 @@ def _speed_rows(metrics: Metrics, source: str) -> list[Row]:
         (f"step time, 95th percentile [{unit.name}]", unit.show(metrics.step_p95_s)),
         (f"bubble, {source} [%]", _percent(metrics.bubble_measured)),
         ("bubble, by formula [%]", _percent(metrics.bubble_formula)),
+        *_recompute_row(metrics, source),
     ]
+
+
+def _recompute_row(metrics: Metrics, source: str) -> list[Row]:
+    """Gives the efficiency where it is not what the bubble leaves, because a part of the compute is not useful."""
+    bubble, efficiency = metrics.bubble_measured, metrics.efficiency
+    if bubble is None or efficiency is None or abs(1.0 - bubble - efficiency) < 1e-6:
+        return []
+    return [(f"efficiency without recomputation, {source} [%]", _percent(efficiency))]
 
 
 def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
@@ -133,8 +147,19 @@ def _memory_rows(metrics: Metrics) -> list[Row]:
     return rows or [("peak, device ledger", UNKNOWN)]
 
 
+def _prediction_rows(trace: Trace) -> list[Row]:
+    """Gives the activations that the rank with most of them held, beside what the schedule predicts for it."""
+    counted_bytes, predicted = (trace.attributes.get(name) for name in (COUNTED, PREDICTED))
+    if counted_bytes is None or predicted is None or not max(map(int, counted_bytes), default=0):
+        return []
+    rank = max(range(len(counted_bytes)), key=lambda r: int(counted_bytes[r]))
+    unit = bytes_unit([int(counted_bytes[rank])])
+    beside = f"(predicted {unit.show(int(predicted[rank]))}) on rank {rank}"
+    return [(f"peak, activations [{unit.name}]", f"{unit.show(int(counted_bytes[rank]))} {beside}")]
+
+
 def _extreme_rows(label: str, known: Sequence[tuple[int, int]], show: Any) -> list[Row]:
-    by_peak = sorted(known, key=lambda pair: pair[1])
+    by_peak = sorted(known, key=lambda pair: (pair[1], -pair[0]))
     return [
         (f"{label}, {which} of {len(known)} ranks", f"{show(peak)} on rank {rank}")
         for which, (rank, peak) in (("highest", by_peak[-1]), ("lowest", by_peak[0]))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from analysis.events import of_kinds
+from analysis.events import of_kinds, ranks_written
 from analysis.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title
-from analysis.metrics import stage_mean_s
+from analysis.metrics import backward_mean_s, stage_mean_s
 from analysis.run_facts import RunFacts, facts_of
 from analysis.step_window import StepWindow, step_window
 from analysis.units import counted
@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 MAX_LANES = 64
 IDLE_COLOUR = "#f0f0f0"
 MS = 1e-6
+STAGE_WORDS: dict[int, tuple[str, ...]] = {1: (), 2: ("1st stage of a rank", "2nd stage")}
 MIN_LABEL_PT, MAX_LABEL_PT = 4.5, 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How boxes are drawn; `top` and `bottom` are their span of the lane, positive below its middle."""
+    """How boxes are drawn; `top` and `bottom` are their span of the lane, positive below its middle.
+
+    `shade` is 0 for light and 1 for dark, see `shaded`; None for what has but one.
+    """
 
     kinds: tuple[str, ...]
-    direction: int | None
+    shade: int | None
     legend: str
     colour: str
     text_colour: str = "black"
@@ -40,14 +44,22 @@ class Look:
 
 
 LOOKS = (
-    Look(("F",), 0, "F, direction 0 (down)", "#8ec3e6"),
-    Look(("F",), 1, "F, direction 1 (up)", "#1b5f9e", "white"),
-    Look(("B",), 0, "B, direction 0 (down)", "#fdbf6f"),
-    Look(("B",), 1, "B, direction 1 (up)", "#c94f07", "white"),
+    Look(("F",), 0, "F", "#8ec3e6"),
+    Look(("F",), 1, "F", "#1b5f9e", "white"),
+    Look(("B",), 0, "B", "#fdbf6f"),
+    Look(("B",), 1, "B", "#c94f07", "white"),
+    Look(("I",), 0, "I, input gradient", "#f6a58a"),
+    Look(("I",), 1, "I, input gradient", "#a32c1e", "white"),
+    Look(("W",), 0, "W, weight gradient", "#a9d8a0"),
+    Look(("W",), 1, "W, weight gradient", "#2f7d32", "white"),
+    Look(("R",), 0, "R, recomputation", "#cdb9dd"),
+    Look(("R",), 1, "R, recomputation", "#6b3f8f", "white"),
     Look(("REDUCE_GRAD",), None, "gradient reduction, with waiting", "#9a9a9a"),
     Look(("STEP",), None, "optimizer step", "#4d4d4d"),
     Look(("SEND_F", "SEND_B"), None, "send", "#5e3c99", top=0.31, bottom=0.38),
     Look(("RECV_F", "RECV_B"), None, "receive, from its posting on", "#cbbfe0", top=0.39, bottom=0.44),
+    Look(("OFFLOAD",), None, "copy to host memory", "#b8860b", top=0.45, bottom=0.49),
+    Look(("PREFETCH",), None, "copy back", "#117a8b", top=0.50, bottom=0.54),
 )
 
 
@@ -63,9 +75,10 @@ def draw_timeline(trace: Trace, path: Path, step: int | None = None) -> None:
 def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
     """Builds the picture of one step, by default the last whole one that is not a warm-up step.
 
-    One lane a world rank, the first 64 of them; F in blue and B in orange, light for direction 0 and dark for
-    direction 1, with the micro-batch in the box where it fits; idle time is the grey of the lane; transfers
-    are thin bars below the lane, from posting to completion. Time is in ms from the first rank's begin.
+    One lane a world rank, the first 64 of them; F in blue, B in orange, I in red, W in green and R in purple, light
+    and dark for the two directions or for the stages of a rank, with the micro-batch in the box where it fits; idle time is the grey of
+    the lane; transfers are thin bars below the lane, from posting to completion, and copies to and from host memory
+    below these. Time is in ms from the first rank's begin.
 
     Raises:
         ConfigError: no such step, or the trace has no events.
@@ -73,16 +86,44 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
     window = step_window(trace, step)
     facts = facts_of(trace)
     ranks = np.unique(window.events["rank"])[:MAX_LANES]
-    events = window.events[np.isin(window.events["rank"], ranks)]
+    figure, axes = lanes_figure(trace, window, ranks, _title(trace, window, facts, len(ranks)))
+    if facts.partitions and facts.replicas and facts.replicas > 1:
+        for lane in range(1, len(ranks)):
+            if ranks[lane] // facts.partitions != ranks[lane - 1] // facts.partitions:
+                axes.axhline(lane - 0.48, color=TEXT_COLOUR, linewidth=0.8, linestyle=(0, (4, 3)))
+    return figure
+
+
+def lanes_figure(
+    trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]
+) -> tuple[Figure, Axes]:
+    """Builds the picture of one step: a lane for each of `ranks`, boxes, micro-batches, legend, two lines of title."""
+    events, words = shaded(window.events[np.isin(window.events["rank"], ranks)])
     figure, (axes,) = new_figure(*_size_in(window, events, len(ranks)))
     _draw_idle(axes, trace, window, ranks)
     drawn = _draw_boxes(figure, axes, window, events, ranks)
-    _dress(figure, axes, window, ranks, facts)
-    set_title(figure, axes, *_title(trace, window, facts, len(ranks)))
-    _add_legend(figure, drawn)
+    _dress(figure, axes, window, ranks)
+    set_title(figure, axes, *title)
+    _add_legend(figure, drawn, words)
     figure.draw_without_rendering()  # settles the layout, so that the size of a box in points is known
     _label_boxes(figure, axes, window, events, ranks)
-    return figure
+    return figure, axes
+
+
+def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Gives the events with light or dark (0 or 1) in the place of the direction, and a word for each of these.
+
+    Two directions are told apart so; with one direction the stages of a rank are, one light, the next one dark.
+    """
+    if (events["direction"] > 0).any():
+        return events, ("direction 0 (down)", "direction 1 (up)")
+    events, most = events.copy(), 1
+    for rank in np.unique(events["rank"]):
+        mine = events["rank"] == rank
+        stages = np.unique(events["stage"][mine & of_kinds(events, "F")])
+        most = max(most, len(stages))
+        events["direction"][mine] = np.searchsorted(stages, events["stage"][mine]) % 2
+    return events, STAGE_WORDS.get(most, ("1st, 3rd ... stage of a rank", "2nd, 4th ... stage"))
 
 
 def _size_in(window: StepWindow, events: np.ndarray, num_lanes: int) -> tuple[float, float]:
@@ -111,8 +152,8 @@ def _draw_boxes(
     drawn = []
     for look in LOOKS:
         is_mine = of_kinds(events, *look.kinds) & (events["end_ns"] > events["start_ns"])
-        if look.direction is not None:
-            is_mine &= events["direction"] == look.direction
+        if look.shade is not None:
+            is_mine &= events["direction"] == look.shade
         for lane, rank in enumerate(ranks):
             boxes = events[is_mine & (events["rank"] == rank)]
             start_ms = (boxes["start_ns"] - window.start_ns) * MS
@@ -137,7 +178,7 @@ def _edge_pt(figure: Figure, width_ms: np.ndarray, window: StepWindow) -> float:
     return 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
 
 
-def _dress(figure: Figure, axes: Axes, window: StepWindow, ranks: np.ndarray, facts: RunFacts) -> None:
+def _dress(figure: Figure, axes: Axes, window: StepWindow, ranks: np.ndarray) -> None:
     axes.set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
     axes.set_ylim(len(ranks) - 0.45, -0.55)
     shown = range(0, len(ranks), 1 if len(ranks) <= 32 else 4)
@@ -145,10 +186,6 @@ def _dress(figure: Figure, axes: Axes, window: StepWindow, ranks: np.ndarray, fa
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_ylabel("rank", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
-    if facts.partitions and facts.replicas and facts.replicas > 1:
-        for lane in range(1, len(ranks)):
-            if ranks[lane] // facts.partitions != ranks[lane - 1] // facts.partitions:
-                axes.axhline(lane - 0.48, color=TEXT_COLOUR, linewidth=0.8, linestyle=(0, (4, 3)))
 
 
 def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) -> tuple[str, str]:
@@ -156,29 +193,34 @@ def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) ->
     if facts.partitions and facts.replicas and facts.replicas > 1:
         size += f", {facts.partitions} partitions x {facts.replicas} replicas"
     if num_lanes < trace.world_size:
-        size += f" ({num_lanes} shown)"
+        alike = ", the others are alike" if num_lanes == ranks_written(trace) else ""
+        size += f" ({num_lanes} shown{alike})"
     source = SOURCE_MARKS.get(trace.source, trace.source)
     details = [window.label]
     if window.is_whole:
         details[0] += f": {window.span_s * 1e3:.4g} ms"
     if window.bubble is not None:
         details.append(f"bubble {100 * window.bubble:.1f} %")
-    formula = facts.bubble(stage_mean_s(window.events, "F"), stage_mean_s(window.events, "B"))
+    times_s = [
+        stage_mean_s(window.events, "F"),
+        backward_mean_s(window.events),
+        stage_mean_s(window.events, "W"),
+    ]
+    formula = facts.bubble(*times_s)
     if formula is not None and window.is_whole:
         details.append(f"closed form {100 * formula:.1f} %")
     return f"{facts.schedule or 'unnamed schedule'}, {size}: {source}", ", ".join(details)
 
 
-def _add_legend(figure: Figure, drawn: list[Look]) -> None:
+def _add_legend(figure: Figure, drawn: list[Look], words: tuple[str, ...]) -> None:
     from matplotlib.patches import Patch
 
-    has_two = any(look.direction == 1 for look in drawn)
     patches = []
     for look in drawn:
-        text = look.legend if has_two or look.direction is None else look.kinds[0]
+        text = look.legend if look.shade is None or not words else f"{look.legend}, {words[look.shade]}"
         patches.append(Patch(facecolor=look.colour, label=text))
     patches.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#bbbbbb", linewidth=0.5, label="idle (bubble)"))
-    columns = (len(patches) + 1) // 2 if len(patches) > 6 else len(patches)
+    columns = len(patches) if len(patches) <= 6 else (len(patches) + 1) // 2 if len(patches) <= 8 else 4
     figure.legend(
         handles=patches, loc="outside lower center", ncols=columns,
         fontsize=scaled_pt(figure, 7.5), frameon=False, columnspacing=1.4, handlelength=1.4,
@@ -194,7 +236,7 @@ def _label_boxes(
     lane_of = {int(rank): lane for lane, rank in enumerate(ranks)}
     for look in LOOKS:
         of_kind = events[of_kinds(events, *look.kinds) & (events["micro_batch"] >= 0)]
-        if look.direction is None or not len(of_kind):
+        if look.shade is None or not len(of_kind):
             continue
         digits = len(str(int(of_kind["micro_batch"].max())))
         room_pt = float(np.median(of_kind["end_ns"] - of_kind["start_ns"])) * MS * pt_per_ms
@@ -203,7 +245,7 @@ def _label_boxes(
         )
         if size_pt < MIN_LABEL_PT:
             continue
-        for event in of_kind[of_kind["direction"] == look.direction]:
+        for event in of_kind[of_kind["direction"] == look.shade]:
             width_ms = (event["end_ns"] - event["start_ns"]) * MS
             text = str(int(event["micro_batch"]))
             if width_ms * pt_per_ms < 0.62 * size_pt * len(text):

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from gems.cli import Options
 from gems.errors import ConfigError
 from gems.runfolder import RunFolder
 
 
-def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False) -> int:
+def collect(
+    folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False
+) -> int:
     """Merges what the ranks left and prints the summary; gives the exit code of `python -m analysis collect`.
 
-    Plotting and HDF5 are loaded by the child alone.
+    `is_quiet` puts the summary in logs/summary.txt. Plotting and HDF5 are loaded by the child alone.
     """
     sys.stdout.flush()
     words = [sys.executable, "-m", "analysis", "collect", str(folder.path), *(["--json"] if as_json else [])]
-    return subprocess.run(
-        words, stdin=subprocess.DEVNULL, stdout=sys.stderr if table_on_stderr else None
-    ).returncode
+    with contextlib.ExitStack() as stack:
+        out: IO[str] | None = sys.stderr if table_on_stderr else None
+        if is_quiet:
+            out = stack.enter_context((folder.logs / "summary.txt").open("w"))
+        return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out).returncode
 
 
 def collect_verb(words: Sequence[str], options: Options) -> int:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from gems.config import RunSpec
 from gems.ranks import rank_environment, remove_stale_shared_memory, run_ranks
 from gems.runfolder import RunFolder
-from jobs.blame import Failure, blame, has_failed_rank, read_records
+from jobs.blame import RANK_CODES, Failure, blame, has_failed_rank, read_records
 from jobs.collect import collect
 from jobs.launchers import command, sweep_by_srun
-from jobs.spec import JobSpec, job_spec
+from jobs.spec import SIMULATED, JobSpec, job_spec
 from jobs.words import LauncherWords
 
 OF_THE_JOB = ("provenance.json", "status.json", "logs")
@@ -23,11 +24,19 @@ LOOK_S = 1.0
 ABORT_LIMIT_S = 10.0
 
 
-def launch(folder: RunFolder, spec: RunSpec, *, echo: bool = True, table_on_stderr: bool = False) -> int:
+def launch(
+    folder: RunFolder,
+    spec: RunSpec,
+    *,
+    echo: bool = True,
+    table_on_stderr: bool = False,
+    is_quiet: bool = False,
+) -> int:
     """Runs all ranks of a prepared run and gives the run's exit code.
 
-    `echo` shows the ranks' output on stderr beside logs/ranks.log. A failed run is said in one line, kept in
-    status.json, and its traces are collected as far as they go.
+    `echo` shows the ranks' output on stderr beside logs/ranks.log. `is_quiet` keeps the closing table in logs/ too, and
+    makes neither table nor pictures of a simulated run.
+    A failed run is said in one line, kept in status.json, and its traces are collected as far as they go.
 
     Raises:
         ConfigError: the launcher is not there.
@@ -53,14 +62,17 @@ def launch(folder: RunFolder, spec: RunSpec, *, echo: bool = True, table_on_stde
         folder.write_status("failed", **facts, exit_code=code, cause=cause)
         raise
     if ended.returncode == 0 and ended.stopped_by is None and not read_records(folder):
-        code = collect(folder, table_on_stderr=table_on_stderr)
+        is_whole = is_quiet and job.launcher == SIMULATED  # its trace is, and nobody asks for the rest
+        code = 0 if is_whole else collect(folder, table_on_stderr=table_on_stderr, is_quiet=is_quiet)
         folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
         return code
     failure = blame(folder, words, ended)
+    if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
+        failure = replace(failure, exit_code=ended.returncode)  # no rank: the process's own code says why
     folder.write_status("failed", **facts, **failure.to_dict())
     _say(folder, failure)
     if ended.stopped_by is None and _has_traces(folder):
-        collect(folder, table_on_stderr=table_on_stderr)
+        collect(folder, table_on_stderr=table_on_stderr, is_quiet=is_quiet)
     return failure.exit_code
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gems.ranks import mpiexec_argv
 from gems.runfolder import RunFolder
-from jobs.spec import JobSpec
+from jobs.spec import SIMULATED, JobSpec
 
 Launcher = Callable[[JobSpec, RunFolder], list[str]]
 
@@ -58,6 +58,11 @@ def by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
     ]
 
 
+def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the command line of the one process that simulates all ranks."""
+    return [*job.python, "-m", "gems.simulated", str(folder.path)]
+
+
 def sweep_by_srun(job: JobSpec) -> list[str]:
     """Gives the command line that removes stale shared-memory files on every node of an allocation."""
     return [
@@ -76,4 +81,4 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
     return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}"]
 
 
-LAUNCHERS: dict[str, Launcher] = {"mpiexec": by_mpiexec, "srun": by_srun}
+LAUNCHERS: dict[str, Launcher] = {"mpiexec": by_mpiexec, "srun": by_srun, SIMULATED: by_simulator}

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from gems.config import RunSpec
 from gems.errors import ConfigError
 
+SIMULATED = "simulated"
+
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The resources of one run, one task a rank; `python` is the words that start the ranks' interpreter."""
+    """The resources of one run, one task a rank; `python` is the words that start the ranks' interpreter.
+
+    A simulated run has no ranks: it is one process here, whatever the cluster.
+    """
 
     name: str
     launcher: str
@@ -53,6 +58,11 @@ def job_spec(spec: RunSpec) -> JobSpec:
     """
     cluster = spec.cluster
     nodes = cluster.nodes or 1
+    if spec.machine.kind == SIMULATED:
+        return JobSpec(
+            name=spec.name, launcher=SIMULATED, nodes=1, tasks=1, tasks_per_node=1, cpus_per_task=1,
+            gpus_per_node=0, minutes=cluster.minutes, mpi=None, srun=(), python=(sys.executable,),
+        )  # fmt: skip
     if cluster.launcher == "mpiexec" and nodes > 1:
         raise ConfigError(
             "cluster.nodes", nodes, "must be 1 with cluster.launcher=mpiexec, which starts ranks here",

@@ -7,6 +7,7 @@ import sys
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
+from gems.program import check_program
 from gems.runfolder import RunFolder, prepare
 from jobs.launch import launch
 from jobs.launchers import command
@@ -46,16 +47,33 @@ def submit(spec: RunSpec, options: Options) -> int:
         return 0
     if job.launcher == "srun":
         return _submit_to_slurm(spec, job, options)
-    folder = RunFolder.of(spec)
-    command(job, folder)
-    folder = prepare(spec)
+    folder = _prepare_here(spec, job)
     code = launch(folder, spec, table_on_stderr=options.json)
     if options.json:
         print_json({**folder.read_status(), "run_folder": str(folder.path)})
     return code
 
 
+def start(spec: RunSpec) -> int:
+    """Starts a run without a word on stdout, and gives its exit code; on SLURM, submits it and gives 0.
+
+    Raises:
+        ConfigError: as `submit`.
+    """
+    job = job_spec(spec)
+    if job.launcher == "srun":
+        _send(spec, job)
+        return 0
+    return launch(_prepare_here(spec, job), spec, echo=False, is_quiet=True)
+
+
+def _prepare_here(spec: RunSpec, job: JobSpec) -> RunFolder:
+    command(job, RunFolder.of(spec))
+    return prepare(spec)
+
+
 def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
+    check_program(spec)
     folder = RunFolder.of(spec)
     argv = command(job, folder)
     script = _script(spec, job, folder) if job.launcher == "srun" else None
@@ -82,7 +100,8 @@ def _script(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
     return executor(spec, job, folder).script()
 
 
-def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
+def _send(spec: RunSpec, job: JobSpec) -> tuple[RunFolder, str]:
+    """Submits a run to SLURM and gives its folder and the job's number."""
     from jobs.slurm import executor, need_sbatch, submit_job
 
     executor(spec, job, RunFolder.of(spec))
@@ -91,6 +110,11 @@ def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
     folder = prepare(spec)
     job_id = submit_job(spec, job, folder)
     folder.write_status("submitted", job_id=job_id)
+    return folder, job_id
+
+
+def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
+    folder, job_id = _send(spec, job)
     log = folder.logs / "ranks.log"
     if options.json:
         print_json({"job_id": job_id, "run_folder": str(folder.path), "log": str(log)})
