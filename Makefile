@@ -7,10 +7,12 @@ ARGS   ?=
 DRY    ?=
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
-.PHONY: help setup run submit test test-slurm lint format bench bench-engine clean
+.PHONY: help setup run submit study test test-slurm lint format bench bench-engine bench-split bench-schedules \
+        bench-emulated clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
 	@echo "make submit CONF=x [ARGS=...] [DRY=1]               send to SLURM, or show what would be sent"
+	@echo "make study CONF=emulated_scaling [ARGS=...] [DRY=1] run the missing points of a study, and draw it"
 	@echo "make test | test-slurm | lint | bench               check"
 
 setup: $(VENV)/.ready
@@ -24,6 +26,9 @@ run: setup
 
 submit: setup
 	@$(PY) -m jobs submit experiment=$(CONF) $(ARGS) $(if $(DRY),--dry-run)
+
+study: setup
+	@$(PY) -m jobs study study=$(CONF) $(ARGS) $(if $(DRY),--dry-run)
 
 test: setup
 	$(PY) -m pytest -m "not slurm"
@@ -40,9 +45,9 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: bench-engine
-bench-engine: setup
-	$(PY) -m scripts.bench_engine $(ARGS)
+bench: bench-engine bench-split bench-schedules bench-emulated
+bench-engine bench-split bench-schedules bench-emulated: setup
+	$(PY) -m scripts.$(subst -,_,$@) $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,10 @@
 """Engine speed: images/s of our 1f1b beside torch.distributed.pipelining's Schedule1F1B, A B A B in one run.
 
-Both run in the same two processes on the same ResNet, cut, micro-batches and images, with one thread each and SGD with
-momentum; ours moves data by MPI, theirs by gloo. A case with little compute shows the engines, one with more shows what
-is left of that. Takes Hydra overrides, for every case; prints both medians and their ratio, as JSON on stdout.
+Both run on the same ResNet, cut, micro-batches and images, with one thread each and SGD with momentum; ours moves data by
+MPI, theirs by gloo. First in the same two processes, so that the memory settings that our engine makes serve both and the
+engines alone are compared; then each in processes of its own, started in turn, as a user of either has it. A case with
+little compute shows the engines, one with more shows what is left of that; then our best schedule stands beside theirs
+(`bench_best`). Takes Hydra overrides, for every case; prints both medians and their ratio, as JSON on stdout.
 """
 
 from __future__ import annotations
@@ -34,25 +36,65 @@ DEFAULTS = [
 ]
 ROUNDS = 15
 STEPS = 4
+STARTS = 5
+ROUNDS_A_START = 5
+OURS, THEIRS = "ours", "torch"
 
 
 def start(overrides: list[str]) -> int:
     """Runs all cases and prints their results."""
-    results = {}
+    results: dict[str, Any] = {}
     for name, case in CASES.items():
-        results[name] = found = _run_case([*DEFAULTS, *case, *overrides])
+        words = [*DEFAULTS, *case, *overrides]
+        results[name] = found = _together(words)
         print(
             f"{name}: ours {found['ours_images_per_s']:.1f} images/s, torch.distributed.pipelining "
             f"{found['torch_images_per_s']:.1f} images/s, ratio {found['ratio']:.3f} (medians of {ROUNDS} rounds of "
             f"{STEPS} steps, A B A B; middle half of the rounds' ratios {found['ratio_p25']:.3f} to {found['ratio_p75']:.3f})",
             file=sys.stderr,
         )
+        found["apart"] = apart = _apart(words)
+        print(
+            f"{name}, each in its own processes: ratio {apart['ratio']:.3f} (medians of {STARTS} starts of each, in turn; "
+            f"ours {apart['ours_images_per_s']:.1f}, torch {apart['torch_images_per_s']:.1f} images/s)",
+            file=sys.stderr,
+        )
+    from scripts.bench_best import compete
+
+    results["best"] = compete(overrides)
     print(json.dumps(results))
     return 0
 
 
-def _run_case(overrides: list[str]) -> dict[str, Any]:
-    """Starts the ranks of one case and gives what rank 0 found."""
+def _together(overrides: list[str]) -> dict[str, Any]:
+    """Compares both engines in the same processes."""
+    found = _run_case(overrides, (OURS, THEIRS), ROUNDS)
+    ours, theirs = found["seconds"][OURS], found["seconds"][THEIRS]
+    quartiles = statistics.quantiles((b / a for a, b in zip(ours, theirs, strict=True)), n=4)
+    return _rates(found, ours, theirs) | {"ratio_p25": quartiles[0], "ratio_p75": quartiles[2]}
+
+
+def _apart(overrides: list[str]) -> dict[str, Any]:
+    """Compares the engines in processes of their own, started in turn."""
+    seconds: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    for _ in range(STARTS):
+        for engine, times in seconds.items():
+            found = _run_case(overrides, (engine,), ROUNDS_A_START)
+            times.append(statistics.median(found["seconds"][engine]))
+    return _rates(found, seconds[OURS], seconds[THEIRS])
+
+
+def _rates(found: dict[str, Any], ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    facts = {name: value for name, value in found.items() if name != "seconds"}
+    return facts | {
+        "ours_images_per_s": found["images"] / statistics.median(ours),
+        "torch_images_per_s": found["images"] / statistics.median(theirs),
+        "ratio": statistics.median(theirs) / statistics.median(ours),
+    }
+
+
+def _run_case(overrides: list[str], engines: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
+    """Starts the ranks of one case and gives what rank 0 found: seconds of a step by engine and round."""
     from gems.compose import compose
     from gems.ranks import mpiexec_argv, rank_environment, run_ranks
     from gems.runfolder import prepare, read_json
@@ -66,7 +108,15 @@ def _run_case(overrides: list[str]) -> dict[str, Any]:
         environment = rank_environment(1) | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-        program = [sys.executable, "-m", "scripts.bench_engine", "--rank", str(folder.path)]
+        program = [
+            sys.executable,
+            "-m",
+            "scripts.bench_engine",
+            "--rank",
+            str(folder.path),
+            str(num_rounds),
+            *engines,
+        ]
         ended = run_ranks(mpiexec_argv(spec.world_size, program), environment, log=None, timeout_s=550.0)
         found = read_json(folder.result_json)
     if ended.returncode or not found:
@@ -74,14 +124,11 @@ def _run_case(overrides: list[str]) -> dict[str, Any]:
     return found
 
 
-def run_rank(path: Path) -> None:
-    """Runs both engines in turn on one rank; rank 0 writes the figures."""
+def run_rank(path: Path, num_rounds: int, engines: list[str]) -> None:
+    """Runs the engines in turn on one rank; rank 0 writes the figures."""
     import torch
     import torch.distributed as dist
 
-    from gems.engine.device import open_device
-    from gems.engine.executor import Batch
-    from gems.engine.pipeline import build_pipeline
     from gems.engine.transport import world
     from gems.resolve import global_batch
     from gems.runfolder import RunFolder, write_json
@@ -89,48 +136,56 @@ def run_rank(path: Path) -> None:
     comm = world()
     folder = RunFolder(path)
     spec = folder.read_spec()
-    device = open_device(spec.machine)
     torch.manual_seed(0)
     num, size = spec.parallel.micro_batches or 1, spec.parallel.micro_batch_size
     images = torch.randn(num * size, spec.data.channels, spec.data.height_px, spec.data.width_px)
     labels = torch.randint(spec.data.num_classes, (num * size,))
-    pipeline = build_pipeline(spec, comm, device)
-    pipeline.set_training(True)
-    batch = Batch(
-        dict(enumerate(images.split(size))) if comm.rank == 0 else {},
-        dict(enumerate(labels.split(size))) if comm.rank == comm.size - 1 else {},
-    )
-
-    def ours() -> None:
-        pipeline.train.run(0, batch)
-
-    os.environ |= {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
-    dist.init_process_group("gloo")
-    theirs = _torch_step(spec, comm.rank, comm.size, images, labels)
-    for step in (ours, theirs, ours, theirs):
+    steps: dict[str, Callable[[], None]] = {}
+    if OURS in engines:
+        steps[OURS] = _our_step(spec, comm, images, labels)
+    if THEIRS in engines:
+        os.environ |= {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
+        dist.init_process_group("gloo")
+        steps[THEIRS] = _torch_step(spec, comm.rank, comm.size, images, labels)
+    for step in (*steps.values(), *steps.values()):
         step()
-    seconds: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
-    for _ in range(ROUNDS):
-        for step, times in seconds.items():
+    seconds: dict[str, list[float]] = {engine: [] for engine in steps}
+    for _ in range(num_rounds):
+        for engine, step in steps.items():
             comm.Barrier()
             begin = time.perf_counter()
             for _ in range(STEPS):
                 step()
             comm.Barrier()
-            times.append((time.perf_counter() - begin) / STEPS)
-    ratios = [b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
+            seconds[engine].append((time.perf_counter() - begin) / STEPS)
     if comm.rank == 0:
-        count = global_batch(spec)
         write_json(folder.result_json, {
-            "ours_images_per_s": count / statistics.median(seconds[ours]),
-            "torch_images_per_s": count / statistics.median(seconds[theirs]),
-            "ratio": statistics.median(seconds[theirs]) / statistics.median(seconds[ours]),
-            "ratio_p25": quartiles[0], "ratio_p75": quartiles[2],
+            "seconds": seconds, "images": global_batch(spec),
             "model": f"{spec.model.name}{spec.model.depth}-v{spec.model.version}", "height_px": spec.data.height_px,
             "micro_batches": num, "micro_batch_size": size, "torch": torch.__version__,
         })  # fmt: skip
-    dist.destroy_process_group()
+    if THEIRS in engines:
+        dist.destroy_process_group()
+
+
+def _our_step(spec, comm, images, labels):  # type: ignore[no-untyped-def]
+    """Builds one optimizer step of our engine for this rank's part of the model."""
+    from gems.engine.device import open_device
+    from gems.engine.executor import Batch
+    from gems.engine.pipeline import build_pipeline
+
+    pipeline = build_pipeline(spec, comm, open_device(spec.machine))
+    pipeline.set_training(True)
+    size = spec.parallel.micro_batch_size
+    batch = Batch(
+        dict(enumerate(images.split(size))) if comm.rank == 0 else {},
+        dict(enumerate(labels.split(size))) if comm.rank == comm.size - 1 else {},
+    )
+
+    def step() -> None:
+        pipeline.train.run(0, batch)
+
+    return step
 
 
 def _torch_step(spec, rank, size, images, labels):  # type: ignore[no-untyped-def]
@@ -164,6 +219,6 @@ def _torch_step(spec, rank, size, images, labels):  # type: ignore[no-untyped-de
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        run_rank(Path(sys.argv[2]))
+        run_rank(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
     else:
         sys.exit(start(sys.argv[1:]))
