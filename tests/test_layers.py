@@ -18,6 +18,7 @@ DYNAMIC = ("import_module", "__import__")
 
 PURE = (
     "gems.errors", "gems.config", "gems.resolve", "gems.compose", "gems.cli", "gems.runfolder", "gems.heartbeat",
+    "gems.cache", "gems.program",
     "gems.witness", "gems.ranks", "gems.schedule", "gems.partition", "gems.models", "gems.data",
 )  # fmt: skip
 
@@ -31,16 +32,29 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.resolve": ("gems.errors", "gems.config", "gems.data", "gems.models", "gems.partition", "gems.schedule"),
     "gems.compose": ("gems.errors", "gems.config", "gems.resolve", "hydra", "omegaconf", "yaml"),
     "gems.cli": ("gems.errors", "gems.config", "gems.compose"),
-    "gems.runfolder": ("gems.errors", "gems.config", "yaml"),
+    "gems.cache": ("gems",),
+    "gems.program": (
+        "gems.errors", "gems.cache", "gems.config", "gems.models", "gems.partition", "gems.resolve", "gems.schedule",
+        "gems.schedule.capped.solver",
+    ),
+    "gems.runfolder": ("gems.errors", "gems.config", "gems.program", "gems.schedule", "yaml"),
     "gems.heartbeat": (),
     "gems.witness": (),
     "gems.shared_memory": (),
     "gems.process_family": (),
     "gems.ranks": ("gems.errors", "gems.process_family", "gems.shared_memory"),
-    "gems.show_schedule": ("gems.cli", "gems.config", "gems.schedule"),
+    "gems.show_schedule": ("gems.cli", "gems.config", "gems.errors", "gems.program", "gems.schedule"),
+    "gems.show_simulation": (
+        "gems.cli", "gems.config", "gems.program", "gems.resolve", "gems.schedule", "gems.show_schedule",
+    ),
+    "gems.simulated": (
+        "gems", "gems.errors", "gems.config", "gems.program", "gems.resolve", "gems.runfolder", "gems.schedule", "gems.trace",
+        "numpy",
+    ),
     "gems.verify": ("gems.errors", "gems.cli", "gems.config", "gems.ranks", "gems.runfolder"),
     "gems.trace": ("gems.errors", "h5py", "numpy"),
-    "gems.schedule": ("gems.errors",),
+    "gems.schedule": ("gems.errors", "gems.schedule.capped.solver"),
+    "gems.schedule.capped.solver": ("gems.schedule", "ortools"),
     "gems.partition": ("gems.errors", "gems.profile"),
     "gems.data": ("gems.errors", "gems.config", "numpy", "PIL", "skimage"),
     "gems.models": ("gems.errors", "gems.config"),
@@ -49,7 +63,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.engine": ANYTHING,
     "jobs": (*PURE, "yaml", "submitit"),
     "analysis": (
-        "gems.errors", "gems.config", "gems.runfolder", "gems.trace", "gems.schedule", "numpy", "matplotlib", "yaml",
+        "gems.errors", "gems.config", "gems.program", "gems.runfolder", "gems.trace", "gems.schedule", "numpy", "matplotlib",
+        "yaml",
     ),
 }  # fmt: skip
 

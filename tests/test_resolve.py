@@ -11,7 +11,8 @@ import pytest
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.resolve import global_batch, resolve
+from gems.program import cut_of
+from gems.resolve import check_batch, global_batch, resolve
 from gems.schedule import FAMILIES
 
 Values = dict[str, Any]
@@ -106,11 +107,13 @@ class TestPartition:
 
     def test_as_many_partitions_as_layers_and_no_more(self) -> None:
         num_layers = len(layers_of(RunSpec().model, RunSpec().data))
-        assert resolve(spec_of(parallel__partitions=num_layers)).world_size == num_layers
+        deepest = resolve(spec_of(parallel__partitions=num_layers))
+        assert cut_of(deepest, num_layers) == tuple(range(num_layers + 1))
+        too_deep = resolve(spec_of(parallel__partitions=num_layers + 1))
         with pytest.raises(
-            ConfigError, match=f"must be at most {num_layers}, the layers of resnet; use fewer"
+            ConfigError, match=f"must make at most {num_layers}, the layers of resnet; use fewer"
         ):
-            resolve(spec_of(parallel__partitions=num_layers + 1))
+            cut_of(too_deep, num_layers + 1)
 
     @pytest.mark.parametrize("boundaries", [[], [0, 4], [0, 4, 4], [0, 4, 10_000]])
     def test_boundaries_that_do_not_fit(self, boundaries: list[int]) -> None:
@@ -249,9 +252,11 @@ def test_global_batch_counts_replicas_micro_batches_and_samples() -> None:
 
 def test_a_step_needs_its_images() -> None:
     fits = {"parallel__micro_batches": 4, "parallel__micro_batch_size": 8}
-    assert resolve(spec_of(data__train_images=32, **fits))
+    check_batch(resolve(spec_of(data__train_images=32, **fits)))
+    too_few = resolve(spec_of(data__train_images=31, **fits))
     with pytest.raises(ConfigError, match="must be 32 or more, the images of one step"):
-        resolve(spec_of(data__train_images=31, **fits))
+        check_batch(too_few)
+    check_batch(resolve(spec_of(data__train_images=31, machine__kind="simulated", **fits)))
 
 
 def test_images_smaller_than_the_networks_stride() -> None:
@@ -268,7 +273,11 @@ def test_missing_data_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_resolving_again_changes_nothing(name: str) -> None:
     """What a rank reads from run.yaml is what the login node resolved."""
-    once = resolve(spec_of(schedule__name=name, parallel__partitions=3, parallel__replicas=2))
+    once = resolve(
+        spec_of(
+            schedule__name=name, schedule__activation_cap=1.0, parallel__partitions=3, parallel__replicas=2
+        )
+    )
     assert resolve(once) == once
     assert RunSpec.from_dict(once.to_dict()) == once
 

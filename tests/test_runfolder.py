@@ -19,7 +19,8 @@ from gems.errors import ConfigError
 from gems.runfolder import RunFolder, prepare, read_json, signature, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-FRESH = ["provenance.json", "run.yaml", "status.json"]
+FOLDERS = ("runs_dir", "cache_dir")
+FRESH = ["provenance.json", "run.yaml", "schedule.json", "status.json"]
 IS_ROOT = os.geteuid() == 0
 
 
@@ -58,17 +59,17 @@ class TestSignature:
         assert {"name", "seed", "model.depth", "cluster.sbatch", "train.initial_checkpoint"} <= set(LEAVES)
         assert len(LEAVES) == len(set(LEAVES)) > 50
 
-    @pytest.mark.parametrize("key", [key for key in LEAVES if key != "runs_dir"])
+    @pytest.mark.parametrize("key", [key for key in LEAVES if key not in FOLDERS])
     def test_every_field_changes_it(self, key: str) -> None:
         assert signature(with_another(key)) != signature(RunSpec())
 
     def test_all_of_them_differ(self) -> None:
         signatures = {signature(with_another(key)) for key in LEAVES}
-        assert len(signatures) == len(LEAVES)
+        assert len(signatures) == len(LEAVES) - len(FOLDERS) + 1
         assert all(len(text) == 8 and int(text, 16) >= 0 for text in signatures)
 
     def test_where_all_runs_lie_does_not(self) -> None:
-        assert signature(with_another("runs_dir")) == signature(RunSpec())
+        assert {signature(with_another(key)) for key in FOLDERS} == {signature(RunSpec())}
 
     def test_order_of_a_mapping_does_not_matter(self) -> None:
         one, other = RunSpec(), RunSpec()
@@ -132,10 +133,10 @@ class TestPrepare:
             before = {
                 key: value
                 for key, value in contents(folder.path).items()
-                if not key.startswith(("attempts", "run.yaml"))
+                if not key.startswith(("attempts", "run.yaml", "schedule.json"))
             }
             left |= {f"attempts/{number:03d}/{key}": value for key, value in before.items()}
-            assert len(before) == 4 + len(FRESH) - 1
+            assert len(before) == 4 + len(FRESH) - 2
             folder = prepare(spec)
             now = contents(folder.path)
             assert {key: value for key, value in now.items() if key.startswith("attempts")} == left

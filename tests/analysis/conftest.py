@@ -14,9 +14,10 @@ from gems.config import ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.schedule import generate
 from gems.schedule.action import Action, Kind
 from gems.schedule.lower import lower
-from gems.schedule.replay import Replay, replay
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, TracePart, part_path, root_attributes
+from tests.schedule.drawings import play
 
 STASH_BYTES = 3 << 20
 WEIGHT_BYTES = 5 << 20
@@ -58,10 +59,10 @@ class Simulated:
         costs = {Kind.F: self.forward_ns, Kind.B: self.backward_ns, Kind.REDUCE_GRAD: self.reduce_ns}
         return float({**costs, Kind.STEP: self.step_ns}.get(action.kind, 0))
 
-    def play(self) -> tuple[Schedule, Replay]:
+    def play(self) -> tuple[Schedule, Simulation]:
         """Replays one step."""
         schedule = lower(generate(self.name, self.partitions, self.micro_batches, self.parts))
-        return schedule, replay(schedule, self.cost, self.link_ns)
+        return schedule, play(schedule, self.cost, self.link_ns)
 
     def trace(self) -> Trace:
         """Builds the trace of all steps, one behind the other."""
@@ -92,7 +93,9 @@ class Simulated:
             run_yaml=yaml.safe_dump(self.spec().to_dict()),
         )
 
-    def step_rows(self, step: int, at_ns: int, schedule: Schedule, played: Replay) -> list[tuple[int, ...]]:
+    def step_rows(
+        self, step: int, at_ns: int, schedule: Schedule, played: Simulation
+    ) -> list[tuple[int, ...]]:
         """Gives the event rows of one step on every world rank; the ledger holds one stash from F to B."""
         rows: list[tuple[int, ...]] = []
         for replica in range(self.replicas):

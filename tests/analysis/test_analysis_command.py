@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from analysis.__main__ import main
+from analysis.__main__ import VERBS, main
 from analysis.metrics import metrics_of
 from analysis.tables import summary_dict, summary_table
 from analysis.units import bytes_unit, number, time_unit
@@ -119,7 +119,7 @@ def test_one_part_alone_is_a_trace_too(
 
 
 def test_unknown_verbs_name_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["scaling", "x"], ["--json"], []):
+    for arguments in (["efficiency", "x"], ["--json"], []):
         line = refused(capsys, *arguments)
         assert line.startswith("analysis: command=") and "allowed: timeline, summary" in line
 
@@ -251,7 +251,7 @@ def test_the_module_runs_as_a_program(run_folder: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr.strip()
-        == "analysis: command=report: allowed: timeline, summary, collect; see python -m analysis --help"
+        == f"analysis: command=report: allowed: {', '.join(VERBS)}; see python -m analysis --help"
     )
     done = subprocess.run(
         [*command, "summary", str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60

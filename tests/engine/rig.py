@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from gems.engine.executor import Batch, Executor
 from gems.engine.ledger import Ledger
-from gems.engine.links import Links, tag_of
+from gems.engine.links import Links
 from gems.engine.recorder import Recorder
+from gems.engine.routes import tag_of
 from gems.engine.stage import Stage
 from gems.engine.staging import Direct
 from gems.models.build import TensorSpec
@@ -80,7 +80,7 @@ class LateTransport:
     def wait(self, request: tuple[Tensor, Action, int], what: object = "") -> None:
         buffer, action, index = request
         if action.kind is Kind.RECV_B:
-            self._deliver(replace(action, kind=Kind.SEND_F))
+            self._deliver(action._replace(kind=Kind.SEND_F))
         buffer.copy_(self._source(action, index))
 
     def poll(self) -> None:

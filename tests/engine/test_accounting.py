@@ -13,6 +13,8 @@ from gems.engine.recorder import COMPUTE, LINK
 from gems.models.build import TensorSpec
 from gems.schedule import generate
 from gems.schedule.action import RANK_KINDS
+from gems.schedule.costs import StageCosts
+from gems.schedule.ledger import peaks
 from gems.schedule.lower import lower
 from gems.schedule.validate import validate
 from gems.trace import KINDS
@@ -25,7 +27,7 @@ PER_TENSOR = SIZE * WIDTH * 4
 def deep_rig(family: str, num_ranks: int, num_micro_batches: int, parts: int, rank: int) -> Rig:
     """Stages of many layers, each of which keeps its output: stashes far larger than what crosses a boundary."""
     schedule = validate(lower(generate(family, num_ranks, num_micro_batches, parts)))
-    boundaries = [(TensorSpec("x", (SIZE, WIDTH), torch.float32),)] * (num_ranks - 1)
+    boundaries = [(TensorSpec("x", (SIZE, WIDTH), torch.float32),)] * (schedule.num_stages - 1)
     modules = {
         held: [nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(DEEP))]
         for held in schedule.placement.stages_on(rank)
@@ -75,7 +77,41 @@ def test_peak_bytes_are_the_schedule_s_stashes(family, num_ranks, n, parts, rank
     assert 0 <= buffers <= (in_flight + 3) * PER_TENSOR + in_flight * loss_bytes < stash
 
 
-@pytest.mark.parametrize("family", ["1f1b", "gems_master"])
+SPLIT = [
+    *(("zb_h1", 4, 8, rank) for rank in range(4)),
+    *(("zb_h2", 3, 6, rank) for rank in range(3)),
+    *(("gems_zb", 4, 6, rank) for rank in range(4)),
+    *(("zb_v", 3, 6, rank) for rank in range(3)),
+    *(("v_min", 4, 8, rank) for rank in range(4)),
+]
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "n", "rank"), SPLIT)
+def test_activations_of_a_split_backward_are_what_the_schedule_says(family, num_ranks, n, rank):
+    """To the byte: stashes after F, of which I leaves what W reads, and nothing after the step."""
+    rig = deep_rig(family, num_ranks, n, 1, rank)
+    schedule = rig.executor.schedule
+    images, labels = images_and_labels(n)
+    for step in range(2):
+        rig.run(Batch(images, labels), step)
+        assert rig.executor.activations.held_bytes == rig.executor.handed_over.held_bytes == 0
+        assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
+        assert rig.ledger.held_bytes == 0, "bytes return to where they started"
+    sizes: dict[int, tuple[int, int]] = {}
+    for (_, stage), held in rig.stages.items():
+        sizes[stage] = (held.stash_bytes or 0, held.held_for_weights_bytes or 0)
+        # the deep chain behind the linear map is gone after I: what is left is the gradient that reaches the map
+        assert sizes[stage][1] == PER_TENSOR < sizes[stage][0]
+    none = (0.0,) * schedule.num_stages
+    costs = StageCosts(
+        none, none, none,
+        activation=tuple(float(sizes.get(s, (0, 0))[0]) for s in range(schedule.num_stages)),
+        held_for_weights=tuple(float(sizes.get(s, (0, 0))[1]) for s in range(schedule.num_stages)),
+    )  # fmt: skip
+    assert rig.executor.activations.peak_bytes == peaks(schedule, costs)[rank] > 0
+
+
+@pytest.mark.parametrize("family", ["1f1b", "gems_master", "zb_h1", "gems_zb"])
 def test_events_of_a_step_are_the_actions_of_the_row(family):
     rig = deep_rig(family, 3, 4, 1, 1)
     images, labels = images_and_labels()
@@ -98,7 +134,7 @@ def test_events_of_a_step_are_the_actions_of_the_row(family):
             )
             for action in row
         ]
-        compute_kinds = {"F", "B"} | {kind.value for kind in RANK_KINDS}
+        compute_kinds = {"F", "B", "I", "W"} | {kind.value for kind in RANK_KINDS}
         assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [
             w for w in wanted if w[0] in compute_kinds
         ]

@@ -28,7 +28,7 @@ def share(boundaries: list[int], num_directions: int = 1, replica: int = 0, seed
         for direction in range(num_directions)
         for stage, (first, end) in enumerate(pairwise(boundaries))
     }
-    pipeline = SimpleNamespace(spec=spec, replica=replica, modules=modules)
+    pipeline = SimpleNamespace(spec=spec, replica=replica, cuts=boundaries, modules=modules)
     pipeline.named_layers = lambda held: Pipeline.named_layers(pipeline, held)
     return pipeline
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from gems.engine.ledger import Ledger
-from gems.engine.links import Links, open_transports, tag_of
+from gems.engine.links import Links, open_transports
 from gems.engine.recorder import LINK, Recorder
+from gems.engine.routes import tag_of
 from gems.engine.staging import Direct
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 from gems.schedule import FAMILIES, generate
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
-from gems.schedule.forward_only import forward_only
+from gems.schedule.families.forward_only import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
@@ -28,14 +29,19 @@ PAIR = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 
 def schedules():
     for name, family in FAMILIES.items():
-        for num_ranks in range(1, 7):
-            for num_micro_batches in range(1, 9):
+        if name == "capped":  # a search; its lists are of these kinds
+            continue
+        for num_ranks in (1, 2, 3, 5):
+            for num_micro_batches in (1, 2, 4, 6, 10):
                 for parts in (1, 2):
                     if num_micro_batches % (parts * family.num_directions):
                         continue
                     if name == "gems_mast" and num_micro_batches != 2 * parts:
                         continue
-                    made = generate(name, num_ranks, num_micro_batches, parts)
+                    try:
+                        made = generate(name, num_ranks, num_micro_batches, parts)
+                    except ConfigError:  # too few micro-batches for this family
+                        continue
                     yield lower(made)
                     yield lower(forward_only(made.placement, num_micro_batches))
 
@@ -60,7 +66,7 @@ def test_no_two_messages_of_a_step_share_communicator_ranks_and_tag():
             assert sent == received, schedule
             assert not sent or max(sent.values()) == 1, schedule
             num_messages += len(sent)
-    assert num_messages > 10_000
+    assert num_messages > 5_000
 
 
 def test_tags_differ_whatever_the_placement():
@@ -83,7 +89,12 @@ def test_a_send_and_its_receive_have_one_tag():
 
 def two_stages_here(num_micro_batches: int = 1) -> Schedule:
     """Both stages on the one rank of the world, so that messages go from it to itself."""
-    return Schedule("test", num_micro_batches, Placement(1, ((0, 0),)), ((),))
+    row = tuple(
+        Action(kind, stage, m)
+        for m in range(num_micro_batches)
+        for kind, stage in ((Kind.SEND_F, 0), (Kind.RECV_F, 1), (Kind.SEND_B, 1), (Kind.RECV_B, 0))
+    )
+    return Schedule("test", num_micro_batches, Placement(1, ((0, 0),)), (row,))
 
 
 def open_links(comm, boundary, num_micro_batches=1):

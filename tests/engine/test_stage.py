@@ -58,19 +58,19 @@ def gradients_of(modules: list[nn.Module]) -> list[torch.Tensor]:
     return [parameter.grad for module in modules for parameter in module.parameters()]
 
 
-def forward(stages: list[Stage], m: int) -> torch.Tensor:
+def forward(stages: list[Stage], m: int, is_split: bool = False) -> torch.Tensor:
     images, labels = batch(m)
     values: tuple[torch.Tensor, ...] = (images,)
     for stage in stages[:-1]:
-        values = stage.forward(m, values)
-    (loss,) = stages[-1].forward(m, values, summed_loss(labels))
+        values = stage.forward(m, values, None, is_split)
+    (loss,) = stages[-1].forward(m, values, summed_loss(labels), is_split)
     return loss
 
 
-def backward(stages: list[Stage], m: int, scale: float = 0.25) -> None:
+def backward(stages: list[Stage], m: int, scale: float = 0.25, is_split: bool = False) -> None:
     gradients: tuple[torch.Tensor, ...] = (torch.tensor(scale),)
     for stage in reversed(stages):
-        gradients, _ = stage.backward(m, gradients)
+        gradients, _ = (stage.backward_input if is_split else stage.backward)(m, gradients)
 
 
 CUTS = [[], [1], [2, 3], [1, 2, 3, 4]]
@@ -79,15 +79,21 @@ CASES = [(name, cuts) for name in LAYERS for cuts in CUTS if name != "in place" 
 
 @pytest.mark.parametrize(("name", "cuts"), CASES, ids=str)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
-def test_gradients_equal_plain_autograd_bit_by_bit(name, cuts, order):
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_gradients_equal_plain_autograd_bit_by_bit(name, cuts, order, is_split):
     torch.manual_seed(0)
     modules = LAYERS[name]()
     plain = copy.deepcopy(modules)
     stages = make_stages(modules, cuts)
-    losses = [forward(stages, m) for m in range(3)]
+    losses = [forward(stages, m, is_split) for m in range(3)]
     assert [stage.num_in_flight for stage in stages] == [3] * len(stages)
     for m in order:
-        backward(stages, m)
+        backward(stages, m, is_split=is_split)
+    if is_split:
+        assert [stage.num_in_flight for stage in stages] == [3] * len(stages)
+        for m in order:
+            for stage in stages:
+                stage.backward_weight(m)
     assert [stage.num_in_flight for stage in stages] == [0] * len(stages)
 
     expected_losses = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -57,6 +58,19 @@ class Join(nn.Module):
 
     def forward(self, index: Tensor, feature: Tensor, flat: Tensor) -> Tensor:
         return self.head(feature) + self.skip(flat) * (1 + index.unsqueeze(1))
+
+
+class Call(nn.Module):
+    """Calls a layer on what `spread` makes of the input, with more arguments."""
+
+    def __init__(self, layer: nn.Module, spread: Callable[..., object] | None = None, **more: object) -> None:
+        super().__init__()
+        self.layer, self.spread, self.more = layer, spread, more
+
+    def forward(self, *tensors: Tensor) -> object:
+        given = tensors if self.spread is None else self.spread(*tensors)
+        made = self.layer(*(given if isinstance(given, tuple) else (given,)), **self.more)
+        return tuple(t for t in made if t is not None) if isinstance(made, tuple) else made
 
 
 def _num_values(data: DataConfig) -> int:

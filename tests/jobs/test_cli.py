@@ -37,7 +37,7 @@ def jobs(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]
         (["cluster.nodes=3"], "cluster.nodes", "3", "world size, partitions x replicas = 4"),
         (["cluster.nodes=2"], "cluster.nodes", "2", "use cluster=slurm"),
         (["parallel.micro_batches=7"], "parallel.micro_batches", "7", "must be even"),
-        (["parallel.partitions=50"], "parallel.partitions", "50", "must be at most"),
+        (["parallel.partitions=50"], "parallel.partitions", "50", "must make at most"),
         (["parallel.partitions=four"], "parallel.partitions", "four", "(?i)integer"),
         (["data.height_px=2"], "data.height_px", "2", "stride|at least|or more"),
         (["data=folder", "data.path=/no/such/folder"], "data.path", "/no/such/folder", "folder|directory"),

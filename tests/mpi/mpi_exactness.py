@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from gems.config import RunSpec
-from gems.engine.compare import compare
-from gems.schedule import FAMILIES
+from gems.engine import compare as comparing
+from gems.engine.compare import Difference, compare
+from gems.errors import ConfigError
+from gems.program import schedule_of
+from gems.schedule import FAMILIES, PUBLISHED, generate
+from gems.schedule.lower import lower
+from gems.schedule.validate import validate
 from tests.engine import toys
+from tests.engine.halves import halved
 from tests.mpi.conftest import sub_world
 
 TOLERANCE = 1e-12
@@ -21,22 +26,115 @@ def make_spec(schedule: str, partitions: int, replicas: int = 1, **changes) -> R
     return toys.make_spec(schedule, partitions, replicas, **{"train__dtype": "float64", **changes})
 
 
-def check(comm, spec: RunSpec) -> None:
+def check(comm, spec: RunSpec, schedule=None) -> Difference | None:
     part = sub_world(comm, spec.world_size)
     if part is None:
-        return
-    difference = compare(spec, part, torch.device("cpu"))
+        return None
+    difference = compare(spec, part, torch.device("cpu"), schedule)
     assert difference.max_rel_error <= TOLERANCE, difference
+    assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
+    assert (
+        len(difference.peak_activation_bytes) == spec.world_size and max(difference.peak_activation_bytes) > 0
+    )
+    return difference
 
 
-WORLDS = [(p, r) for p, r in itertools.product((1, 2, 3, 4), (1, 2)) if p * r <= 4]
+WORLDS = [(1, 2), (2, 2), (3, 1), (4, 1)]
 
 
-@pytest.mark.parametrize(("partitions", "replicas"), WORLDS)
-@pytest.mark.parametrize("schedule", FAMILIES)
+def size_of(partitions: int) -> int:
+    return max(4, 2 * partitions)
+
+
+def can_run(family: str, partitions: int) -> bool:
+    try:
+        generate(family, partitions, size_of(partitions))
+    except ConfigError:
+        return False
+    return True
+
+
+CASES = [(name, *world) for name in PUBLISHED for world in WORLDS if can_run(name, world[0])]
+
+
+def test_every_schedule_runs_on_four_ranks_and_on_fewer():
+    for name in PUBLISHED:
+        partitions = {p for family, p, _ in CASES if family == name}
+        assert 4 in partitions and len(partitions) >= 3, name
+
+
+@pytest.mark.parametrize(("schedule", "partitions", "replicas"), CASES)
 def test_equals_one_unsplit_process(comm, schedule, partitions, replicas):
     """MPI4DL #4: its layer, pipeline and GEMS modes break under data parallelism; here each runs with replicas."""
-    check(comm, make_spec(schedule, partitions, replicas))
+    depth = 8 if FAMILIES[schedule].stages(2) == 1 else 20
+    difference = check(
+        comm,
+        make_spec(
+            schedule,
+            partitions,
+            replicas,
+            model__depth=depth,
+            parallel__micro_batches=size_of(partitions),
+        ),
+    )
+    assert difference is None or difference.unsplit_layers == ()
+
+
+@pytest.mark.parametrize("cap", [1.0, 1.5])
+def test_a_schedule_found_under_a_cap(comm, cap):
+    """Found on one rank alone: a search that ends by the clock may find another on each."""
+    spec = make_spec(
+        "capped", 3, model__depth=20, parallel__micro_batches=6,
+        schedule__activation_cap=cap, schedule__budget_s=0.2, schedule__placements=["linear", "v"],
+    )  # fmt: skip
+    found = schedule_of(spec) if comm.rank == 0 else None
+    check(comm, spec, comm.bcast(found))
+
+
+HALVES = [
+    ("1f1b", 0),
+    ("1f1b", 2),
+    ("gpipe", None),
+    ("layer_parallel", 1),
+    ("gems_master", 0),
+    ("gems_master", 1),
+]
+
+
+@pytest.mark.parametrize(("family", "delay"), HALVES)
+def test_halves_of_a_backward_have_the_bits_of_the_whole(comm, family, delay, monkeypatch):
+    """The same schedule with B, and with I and a W that follows at once or later: equal to the last bit."""
+    spec = make_spec(family, 4, train__dtype="float32")
+    compute = generate(family, 4, 4)
+    found = []
+    for made in (compute, halved(compute, delay)):
+        values: list[dict[str, torch.Tensor]] = []
+
+        def keep(ours, reference, values=values):
+            values.append({name: value.clone() for name, value in ours.items()})
+            return 0.0, ""
+
+        monkeypatch.setattr(comparing, "relative_error", keep)
+        difference = compare(spec, comm, torch.device("cpu"), validate(lower(made)))
+        assert difference.peak_activation_bytes == difference.predicted_activation_bytes
+        found.append(values)
+    whole, halves = found
+    assert len(whole) == len(halves) == 2 * 3 * len(compute.placement.stages_on(comm.rank))
+    for ours, theirs in zip(whole, halves, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_halves_with_every_norm(comm, norm):
+    spec = make_spec("1f1b", 3, model__norm=norm)
+    check(comm, spec, validate(lower(halved(generate("1f1b", 3, 4), 1))))
+
+
+def test_layers_that_are_not_split_are_named(comm):
+    spec = make_spec("1f1b", 3, model__name="toy_tuples", parallel__boundaries=[0, 2, 3, 5])
+    difference = check(comm, spec, validate(lower(halved(generate("1f1b", 3, 4), 1))))
+    assert difference is None or difference.unsplit_layers == ("mix",)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])

@@ -22,6 +22,7 @@ from gems.engine.train import evaluate, train
 from gems.heartbeat import Heartbeat
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.program import schedule_of
 from gems.resolve import global_batch
 from gems.runfolder import RunFolder, read_json
 from gems.trace import KINDS, merge_parts, part_path, read_part
@@ -220,6 +221,9 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
 def run_training(comm, spec, path: Path) -> RunFolder:
     """Trains on all ranks into a folder that they share."""
     folder = RunFolder(comm.bcast(path))
+    if comm.rank == 0:
+        folder.write_schedule(schedule_of(spec))
+    comm.Barrier()
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
     train(spec, folder, comm, CPU, heartbeat)
     heartbeat.close()

@@ -16,7 +16,7 @@ from gems.engine.staging import Direct
 from gems.engine.transport import Transport
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
-from gems.schedule.placement import bidirectional
+from gems.schedule.placement import Placement, bidirectional
 from gems.schedule.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -38,11 +38,28 @@ def folder(comm, tmp_path) -> Path:
     return comm.bcast(tmp_path)
 
 
+def _all_transfers(num_micro_batches: int, placement: Placement) -> Schedule:
+    rows = tuple(
+        tuple(
+            Action(kind, stage, m, direction)
+            for direction, stage in placement.stages_on(rank)
+            for m in range(num_micro_batches)
+            for kind, has in (
+                (Kind.RECV_F, stage > 0), (Kind.SEND_B, stage > 0),
+                (Kind.RECV_B, stage < placement.num_stages - 1), (Kind.SEND_F, stage < placement.num_stages - 1),
+            )
+            if has
+        )
+        for rank in range(placement.num_ranks)
+    )  # fmt: skip
+    return Schedule("test", num_micro_batches, placement, rows)
+
+
 def test_both_directions_at_once_in_any_layout(comm):
     """The full exchange of a bidirectional pipeline, every tensor its own values, each way in its own order."""
     size, n = comm.size, 3
     specs = (TensorSpec("x", (2, 3, 4, 5), torch.bfloat16), TensorSpec("index", (7,), torch.int64))
-    schedule = Schedule("test", 2 * n, bidirectional(size), ((),) * size)
+    schedule = _all_transfers(2 * n, bidirectional(size))
     recorder = Recorder(None, Ledger(CPU), CPU)
     links = Links(
         schedule, comm.rank, [specs] * (size - 1), open_transports(comm, 2, LIMIT_S), Direct(CPU), recorder

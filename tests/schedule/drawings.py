@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from gems.schedule.action import COMPUTE_KINDS, Action, Kind
+from gems.schedule.costs import Network, StageCosts
 from gems.schedule.placement import Placement
-from gems.schedule.replay import Replay
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation, simulate
 
 Drawn = list[list[tuple[str, int, int]]]
 
@@ -38,15 +40,18 @@ def lines(text: str) -> list[str]:
 def drawn(picture: str, placement: Placement) -> Drawn:
     """Reads a picture: one line a rank, one word a unit of time, as (action, start, end).
 
-    `F3` (or `F3-`) begins forward 3 in direction 0 and `f3` in direction 1, `--` goes on, `..` is idle.
+    `F3` (or `F3-`) begins forward 3 in direction 0 and `f3` in direction 1, `--` goes on, `..` is idle. Where a rank
+    holds several stages of a direction a letter says which: `F3b` is of the second.
     """
     return [
-        _drawn_row(rank, line.split(), {d: s for d, s in placement.stages_on(rank)})
+        _drawn_row(
+            rank, line.split(), {d: [s for way, s in placement.stages_on(rank) if way == d] for d in (0, 1)}
+        )
         for rank, line in enumerate(lines(picture))
     ]
 
 
-def _drawn_row(rank: int, words: list[str], stages: dict[int, int]) -> list[tuple[str, int, int]]:
+def _drawn_row(rank: int, words: list[str], stages: dict[int, list[int]]) -> list[tuple[str, int, int]]:
     found: list[tuple[str, int, int]] = []
     for now, word in enumerate(words):
         if set(word) == {"."}:
@@ -56,12 +61,15 @@ def _drawn_row(rank: int, words: list[str], stages: dict[int, int]) -> list[tupl
             found.append((action, start, now + 1))
             continue
         direction = int(word[0].islower())
-        action = Action(Kind(word[0].upper()), stages[direction], int(word[1:].rstrip("-")), direction)
+        number = word[1:].rstrip("-").rstrip("abcdefgh")
+        letter = word[1 + len(number) :].rstrip("-") or "a"
+        stage = stages[direction]["abcdefgh".index(letter)]
+        action = Action(Kind(word[0].upper()), stage, int(number), direction)
         found.append((str(action), now, now + 1))
     return found
 
 
-def played_rows(schedule: Schedule, played: Replay) -> Drawn:
+def played_rows(schedule: Schedule, played: Simulation) -> Drawn:
     """Gives the compute actions of a replay in the same form."""
     return [
         [
@@ -71,3 +79,28 @@ def played_rows(schedule: Schedule, played: Replay) -> Drawn:
         ]
         for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True)
     ]
+
+
+Cost = Callable[[Action], float]
+
+
+def uniform_cost(forward: float, backward: float) -> Cost:
+    """Gives the same cost to every forward and to every backward, and none to the rest."""
+    costs = {Kind.F: forward, Kind.B: backward}
+    return lambda action: costs.get(action.kind, 0.0)
+
+
+@dataclass(frozen=True)
+class _CostOfEach(StageCosts):
+    """Stage costs that ask a function for the time of each action."""
+
+    cost: Cost = field(default=lambda action: 0.0)
+
+    def time(self, action: Action) -> float:
+        return self.cost(action)
+
+
+def play(schedule: Schedule, cost: Cost, link: float = 0.0) -> Simulation:
+    """Simulates with a function's time for each action and one delay for every message."""
+    each = (1.0,) * schedule.num_stages
+    return simulate(schedule, _CostOfEach(each, each, each, each, cost=cost), Network(latency=link))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gems.errors import ConfigError
 from gems.schedule.action import (
     COMPUTE_KINDS,
+    COPY_KINDS,
     RANK_KINDS,
     RECV_KINDS,
     SEND_KINDS,
@@ -70,12 +71,12 @@ def test_text_that_is_no_action(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["2FF5", "0SEND5", "1RECV_W2", "0_3"])
 def test_unknown_kind_is_named_with_the_known_ones(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"kind \w+: allowed: F, B, SEND_F"):
+    with pytest.raises(ConfigError, match=r"kind \w+: allowed: F, B, I, W, R, SEND_F"):
         Action.parse(text)
 
 
-def test_kinds_fall_into_four_classes() -> None:
-    classes = [COMPUTE_KINDS, SEND_KINDS, RECV_KINDS, RANK_KINDS]
+def test_kinds_fall_into_five_classes() -> None:
+    classes = [COMPUTE_KINDS, COPY_KINDS, SEND_KINDS, RECV_KINDS, RANK_KINDS]
     assert frozenset().union(*classes) == frozenset(Kind)
     assert sum(map(len, classes)) == len(Kind)
 

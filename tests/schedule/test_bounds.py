@@ -1,73 +1,239 @@
-"""gems.schedule.bounds: the closed forms, held against the replay of what the generators build."""
+"""gems.schedule.bounds: the closed forms, held against the simulation of what the generators build."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 
 from gems.schedule import FAMILIES, generate
-from gems.schedule.bounds import bubble, step_units
-from gems.schedule.replay import replay, uniform_cost
+from gems.schedule.bounds import bubble, peak_units, step_units
+from gems.schedule.costs import DepthCosts, uniform
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation, simulate
 
 RANKS = range(1, 17)
-COSTS = [(1, 1), (1, 2), (1, 3), (2, 3), (3, 4)]
-ONE_WAY = [name for name, family in FAMILIES.items() if family.num_directions == 1]
+Cost = tuple[float, float, float]
+COSTS: list[Cost] = [(1, 1, 1), (1, 0.5, 0.5), (2, 1, 2), (3, 4, 2), (2, 2, 1)]
+EVEN: Cost = (1, 1, 1)
 
 
-def span(name: str, p: int, n: int, f: float, b: float, parts: int = 1) -> float:
-    return replay(generate(name, p, n, parts), uniform_cost(f, b)).span
+def build(name: str, p: int, n: int, cost: Cost, parts: int = 1, **more: object) -> Schedule:
+    return generate(name, p, n, parts, costs=DepthCosts(p, *cost), **more)
+
+
+def play(made: Schedule, cost: Cost) -> Simulation:
+    return simulate(made, uniform(made.num_ranks, made.num_stages, *cost))
+
+
+def form(name: str, p: int, n: int, cost: Cost, parts: int = 1, **more: object) -> float | None:
+    f, i, w = cost
+    return step_units(name, p, n, f, i + w, parts, weight_grad=w, **more)  # type: ignore[arg-type]
+
+
+def check(name: str, p: int, n: int, cost: Cost, expected: float, parts: int = 1, **more: object) -> None:
+    """Holds a formula written in the test against `step_units` and against the simulation, and the peak too."""
+    played = play(build(name, p, n, cost, parts, **more), cost)
+    assert form(name, p, n, cost, parts, **more) == pytest.approx(expected), (p, n, cost)
+    assert played.span == pytest.approx(expected), (p, n, cost)
+    assert max(played.peak) == pytest.approx(peak_units(name, p, n, parts, **more)), (p, n, cost)  # type: ignore[arg-type]
+
+
+def idle_inside(made: Schedule, cost: Cost) -> float:
+    """Gives the most that a rank idles between its first and its last action."""
+    played = play(made, cost)
+    spans = zip(played.start, played.end, played.busy, strict=True)
+    return max(max(end) - min(start) - busy for start, end, busy in spans)
 
 
 @pytest.mark.parametrize("p", RANKS)
-@pytest.mark.parametrize("name", ONE_WAY)
-def test_one_way_families(name: str, p: int) -> None:
-    for n in (1, 2, 3, 5, 8, 17):
-        for f, b in COSTS:
-            expected = n * p * (f + b) if name == "layer_parallel" else (n + p - 1) * (f + b)
-            assert step_units(name, p, n, f, b) == expected
-            assert span(name, p, n, f, b) == pytest.approx(expected)
+def test_one_chunk_one_way(p: int) -> None:
+    for n, (f, i, w) in product((1, 2, 5, 17), COSTS):
+        b = i + w
+        check("layer_parallel", p, n, (f, i, w), n * p * (f + b))
+        check("gpipe", p, n, (f, i, w), (n + p - 1) * (f + b))
+        check("1f1b", p, n, (f, i, w), (n + p - 1) * (f + b))
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_gems_master_with_one_part(p: int) -> None:
-    for n in (2, 4, 8, 14):
-        for f, b in COSTS:
-            expected = p * f + n * p * b + (n - 1) * f
-            assert step_units("gems_master", p, n, f, b) == expected
-            assert span("gems_master", p, n, f, b) == pytest.approx(expected)
+def test_1f1b_under_a_cap_waits_once_a_group(p: int) -> None:
+    for n, cap, (f, i, w) in product((1, 5, 16), (1, 2, 3.5, 8, 20), COSTS[:3]):
+        k = min(p, int(cap))
+        expected = (n + p - 1 + (n - 1) // k * (p - k)) * (f + i + w)
+        check("1f1b", p, n, (f, i, w), expected, cap=cap)
+        if n % k == 0:  # N (f + b) P / K for whole groups, and the drain
+            assert expected == pytest.approx((n * p / k + k - 1) * (f + i + w))
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("p", [*range(1, 9), 13, 16])
+def test_loops(p: int, chunks: int) -> None:
+    """The bubble is 1F1B's over v where there are at least P micro-batches; below, a pass waits for the one before."""
+    for n in (1, 3, p, 2 * p):
+        for f, i, w in COSTS[:2]:
+            short = (chunks - 1) * max(0, p - n) / chunks
+            expected = (n + (p - 1) / chunks + short) * (f + i + w)
+            check("interleaved_1f1b", p, n, (f, i, w), expected, chunks=chunks)
+            check("looped_bfs", p, n, (f, i, w), expected, chunks=chunks)
+
+
+@pytest.mark.parametrize(("p", "v", "peak"), [(4, 2, 5.5), (8, 2, 11.5)])
+def test_published_peaks_of_interleaved_1f1b(p: int, v: int, peak: float) -> None:
+    assert p * (1 + (p - 1) / (p * v)) == peak == peak_units("interleaved_1f1b", p, 4 * p, chunks=v)
+    assert max(play(build("interleaved_1f1b", p, 4 * p, EVEN, chunks=v), EVEN).peak) == peak
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_zero_bubble(p: int) -> None:
+    """Published for w <= f, i: bubbles of (P - 1)(f + i - w) and (P - 1)(f + i - 2 w)."""
+    for cost in [(1, 1, 2), (1, 3, 2), (1, 2, 3), (2, 1, 3)]:  # w above f or i
+        f, i, w = cost
+        check("zb_h1", p, p + 3, cost, (p + 3) * (f + i + w) + (p - 1) * max(f, i, f + i - w))
+    for f, i, w in [(1, 1, 1), (2, 2, 1), (3, 4, 2), (3, 1, 1), (2, 3, 1)]:
+        work = f + i + w
+        for n in (p, 2 * p + 1):
+            check("zb_h1", p, n, (f, i, w), n * work + (p - 1) * max(f, i, f + i - w))
+            if w <= i:
+                assert max(f, i, f + i - w) == f + i - w
+        for n in (2 * p - 1, 3 * p):
+            late = max(
+                f, f + i - 2 * w
+            )  # the last rank starts (P - 1) f after the first, bubble or no bubble
+            check("zb_h2", p, n, (f, i, w), n * work + (p - 1) * late)
+    assert idle_inside(build("zb_h2", p, 3 * p, EVEN), EVEN) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_v_shapes_with_equal_times(p: int) -> None:
+    """Two chunks a rank, f = i = w = 1: bubbles against 1F1B's 3 (P - 1) of none, a half and two thirds."""
+    full = 3 * (p - 1)
+    for n in (p, 2 * p, 3 * p + 1):
+        check("zb_v", p, n, EVEN, 3 * n + (p - 1) / 2)  # rank P - 1 starts (P - 1) / 2 after the first
+        if n >= 2 * p - 1:
+            assert idle_inside(build("zb_v", p, n, EVEN), EVEN) == pytest.approx(0)
+        if p >= 3:
+            check("v_half", p, n, EVEN, 3 * n + full / 2 - 0.5)
+        if p >= 2:
+            check("v_min", p, n, EVEN, 3 * n + full * 2 / 3 - 0.5)
+        if n >= 2 * p:
+            check("dualpipe_v", p, n, EVEN, 3 * n + (p - 1) / 2)
+    if p >= 2:
+        check("v_min", p, 1, EVEN, 3 + full * 2 / 3 - 0.5)
+
+
+@pytest.mark.parametrize("p", [*range(1, 17), 24, 33])
+def test_published_memory(p: int) -> None:
+    """zb_h1 and zb_v P, zb_h2 2 P - 1, v_half (P + 2) div 2, v_min (P + 4) div 3, dualpipe_v P + 1/2."""
+    n = 2 * p
+    published = {
+        "zb_h1": p, "zb_h2": 2 * p - 1, "zb_v": p, "v_half": (p + 2) // 2, "v_min": (p + 4) // 3, "dualpipe_v": p + 0.5,
+    }  # fmt: skip
+    for name, peak in published.items():
+        assert peak_units(name, p, n) == peak
+        assert max(play(build(name, p, n, EVEN), EVEN).peak) == pytest.approx(peak), name
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 9, 12])
+def test_memory_of_split_backwards_holds_whatever_the_times(p: int) -> None:
+    for name, n in product(("zb_h1", "zb_h2", "zb_v", "v_half", "v_min"), (1, 2, p + 1)):
+        limit = peak_units(name, p, n)
+        assert limit is not None
+        for cost in COSTS:
+            assert max(play(build(name, p, n, cost), cost).peak) <= limit
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_chimera_where_forward_and_backward_take_the_same(p: int) -> None:
+    """2 N + P - 2 for even P, with N a multiple of P; for odd P, 2 N + P - 1 with N a multiple of P + 1."""
+    cost = (1.0, 0.5, 0.5)
+    odd = p % 2
+    for units in (1, 2, 3):
+        n = units * (p + odd)
+        check("chimera", p, n, cost, 2 * n + p - 2 + odd)
+    for n in (2, 6, 10):
+        made = build("chimera", p, n, cost)
+        assert max(play(made, cost).peak) == peak_units("chimera", p, n)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_gems_with_one_part(p: int) -> None:
+    for n, (f, i, w) in product((2, 4, 8, 14), COSTS):
+        b = i + w
+        if b >= f:
+            check("gems_master", p, n, (f, i, w), p * f + n * p * b + (n - 1) * f)
+        if i >= f:
+            check("gems_zb", p, n, (f, i, w), p * f + n * p * i + (n - 1) * (f + w) + w)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 7])
-@pytest.mark.parametrize("p", RANKS)
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8, 16])
 def test_gems_master_with_parts(p: int, parts: int) -> None:
-    for runs in (2, 4, 6):
-        for f, b in COSTS:
-            expected = (p - 1 + parts) * (f + runs * b) + (runs - 1) * parts * f
-            assert step_units("gems_master", p, runs * parts, f, b, parts) == expected
-            assert span("gems_master", p, runs * parts, f, b, parts) == pytest.approx(expected)
+    for runs, (f, i, w) in product((2, 4, 6), [(1, 1, 1), (2, 1, 2), (1, 0.5, 0.5)]):
+        b = i + w
+        expected = (p - 1 + parts) * (f + runs * b) + (runs - 1) * parts * f
+        check("gems_master", p, runs * parts, (f, i, w), expected, parts)
 
 
 @pytest.mark.parametrize("p", [1, 2, 5, 8])
 def test_gems_mast_is_master_with_two_runs(p: int) -> None:
     for parts in (1, 2, 5):
-        assert step_units("gems_mast", p, 2 * parts, 1, 2, parts) == span(
-            "gems_master", p, 2 * parts, 1, 2, parts
-        )
-        assert step_units("gems_mast", p, 2 * parts, 1, 2, parts) == span(
-            "gems_mast", p, 2 * parts, 1, 2, parts
-        )
+        master = play(build("gems_master", p, 2 * parts, EVEN, parts), EVEN).span
+        check("gems_mast", p, 2 * parts, EVEN, master, parts)
 
 
-def test_no_closed_form_is_said_so() -> None:
-    assert step_units("gems_master", 4, 8, 2, 1) is None  # the form needs b >= f
-    assert step_units("unknown", 4, 8, 1, 2) is None
+OUT_OF_RANGE = [
+    ("unknown", 4, 8, EVEN, {}),
+    ("gems_master", 4, 8, (2, 0.5, 0.5), {}),  # needs b >= f
+    ("gems_zb", 4, 8, (2, 1, 1), {}),  # needs i >= f
+    ("gems_zb", 4, 7, EVEN, {}),
+    ("zb_h1", 4, 3, EVEN, {}),  # needs N >= P
+    ("zb_h2", 4, 8, (1, 3, 2), {}),  # needs w <= f
+    ("zb_h2", 4, 6, (2, 3, 1), {}),  # needs N >= 2 P - 1
+    ("zb_v", 4, 8, (1, 1.5, 0.5), {}),
+    ("v_half", 4, 3, EVEN, {}),
+    ("v_min", 1, 4, EVEN, {}),
+    ("dualpipe_v", 4, 7, EVEN, {}),
+    ("chimera", 4, 6, (1, 0.5, 0.5), {}),
+    ("chimera", 4, 8, EVEN, {}),
+    ("interleaved_1f1b", 4, 13, EVEN, {}),
+    ("1f1b", 4, 8, EVEN, {"cap": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("name", "p", "n", "cost", "more"), OUT_OF_RANGE)
+def test_no_closed_form_is_said_so(name: str, p: int, n: int, cost: Cost, more: dict[str, object]) -> None:
+    assert form(name, p, n, cost, **more) is None
+
+
+def test_unknown_names_have_no_bubble_and_no_peak() -> None:
     assert bubble("unknown", 4, 8, 1, 2) is None
+    assert peak_units("unknown", 4, 8) is None
     assert bubble("gems_master", 4, 8, 2, 1) is None
 
 
-def test_the_closed_form_of_gems_ends_at_b_below_f() -> None:
-    """Outside of its range the formula is really wrong, so None is the right answer there."""
-    p, n, f, b = 4, 8, 2, 1
-    assert span("gems_master", p, n, f, b) > p * f + n * p * b + (n - 1) * f
+def test_every_family_but_the_searched_one_has_both_forms() -> None:
+    for name in set(FAMILIES) - {"capped"}:
+        assert form(name, 4, 8, (1, 0.5, 0.5) if name == "chimera" else EVEN) is not None, name
+        assert peak_units(name, 4, 8) is not None, name
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "cost", "formula"),
+    [
+        ("gems_master", 8, (2, 0.5, 0.5), 4 * 2 + 8 * 4 * 1 + 7 * 2),
+        ("gems_zb", 8, (2, 1, 1), 4 * 2 + 8 * 4 * 1 + 7 * 3 + 1),
+        ("zb_h1", 3, EVEN, 3 * 3 + 3),
+        ("zb_h2", 8, (1, 3, 2), 8 * 6 + 3 * max(1, 0)),
+        ("zb_h2", 6, (2, 3, 1), 6 * 6 + 3 * max(2, 3)),
+        ("zb_v", 3, EVEN, 3 * 3 + 3 / 2),
+        ("v_half", 2, EVEN, 2 * 3 + 4),
+        ("chimera", 6, (1, 0.5, 0.5), 2 * 6 + 2),
+        ("interleaved_1f1b", 13, EVEN, 13 * 3 + 9 / 2),
+    ],
+)
+def test_outside_of_its_range_a_form_is_really_wrong(name: str, n: int, cost: Cost, formula: float) -> None:
+    """So that None is the right answer there. Four ranks."""
+    assert play(build(name, 4, n, cost), cost).span > formula + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -75,9 +241,9 @@ def test_the_closed_form_of_gems_ends_at_b_below_f() -> None:
     [("gems_master", 551, {1}), ("layer_parallel", 768, {1}), ("1f1b", 117, set(range(1, 9)))],
 )
 def test_published_figures_at_8_ranks_and_32_micro_batches(name: str, units: int, peaks: set[int]) -> None:
-    played = replay(generate(name, 8, 32), uniform_cost(1, 2))
+    played = play(build(name, 8, 32, EVEN), EVEN)
     assert step_units(name, 8, 32, 1, 2) == played.span == units
-    assert set(played.peak_units) == peaks
+    assert set(played.peak) == peaks
     assert bubble(name, 8, 32, 1, 2) == pytest.approx(1 - 32 * 3 / units)
     assert bubble(name, 8, 32, 1, 2) == pytest.approx(1 - played.efficiency)
 

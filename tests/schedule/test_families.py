@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from gems.schedule import FAMILIES, generate
-from gems.schedule.forward_only import forward_only
+from gems.schedule import FAMILIES, PUBLISHED, generate
+from gems.schedule.families.forward_only import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, bidirectional, linear
-from gems.schedule.replay import replay, uniform_cost
 from gems.schedule.validate import validate
-from tests.schedule.drawings import drawn, lines, played_rows, text_of
+from tests.schedule.drawings import drawn, lines, play, played_rows, text_of, uniform_cost
 
 PICTURES = [
     ("layer_parallel", 2, 1, """
@@ -58,7 +57,7 @@ def test_pictures(name: str, n: int, parts: int, picture: str) -> None:
     made = generate(name, len(lines(picture)), n, parts)
     expected = drawn(picture, made.placement)
     for schedule in (made, lower(made)):
-        assert played_rows(schedule, replay(schedule, uniform_cost(1, 2))) == expected
+        assert played_rows(schedule, play(schedule, uniform_cost(1, 2))) == expected
 
 
 @pytest.mark.parametrize("n", [8, 13])
@@ -87,33 +86,47 @@ def test_order_of_torch(name: str, p: int, n: int) -> None:
     assert ours[-1].startswith(f"{p - 1}F0 ")
 
 
-def peaks_expected(name: str, p: int, n: int, parts: int) -> tuple[int, ...]:
-    return tuple(
-        {"layer_parallel": 1, "gpipe": n, "1f1b": min(n, p - stage)}.get(name, parts) for stage in range(p)
-    )
+def counts_of(name: str, p: int) -> list[tuple[int, int]]:
+    """Gives some (micro-batches, parts) that the family serves on `p` ranks."""
+    if name == "dualpipe_v":
+        return [(2 * p, 1), (3 * p + 1, 1)]
+    even = [(2, 1), (8, 4), (6, 3)]
+    return even if FAMILIES[name].num_directions == 2 else [*even, (1, 1), (2 * p + 1, 1)]
 
 
-@pytest.mark.parametrize("p", range(1, 17))
-@pytest.mark.parametrize("name", FAMILIES)
-def test_peaks(name: str, p: int) -> None:
-    for n, parts in ((2, 1), (4, 2), (6, 3), (12, 6)):
-        made = generate(name, p, n, parts)
-        assert made.num_micro_batches == n
-        for schedule in (made, lower(made)):
-            played = replay(schedule, uniform_cost(1, 2))
-            assert played.peak_units == peaks_expected(name, p, n, parts)
+@pytest.mark.parametrize("name", ["layer_parallel", "gpipe", "1f1b", "gems_mast", "gems_master"])
+def test_peaks_of_each_rank(name: str) -> None:
+    for p in range(1, 17):
+        for n, parts in ((2, 1), (6, 3), (12, 6)):
+            expected = {
+                "layer_parallel": (1,) * p, "gpipe": (n,) * p, "1f1b": tuple(min(n, p - s) for s in range(p))
+            }.get(name, (parts,) * p)  # fmt: skip
+            made = generate(name, p, n, parts)
+            assert made.num_micro_batches == n
+            for schedule in (made, lower(made)):
+                assert play(schedule, uniform_cost(1, 2)).peak == expected
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_every_family_is_valid_and_whole(name: str, p: int) -> None:
-    for n, parts in ((2, 1), (8, 4), (10, 5)):
-        made = generate(name, p, n, parts)
-        assert made.name == name
-        assert made.num_directions == FAMILIES[name].num_directions
-        assert set(made.directions()) == set(range(n))
-        validate(made)
-        validate(lower(made))
+    for n, parts in counts_of(name, p):
+        for chunks in (2, 3) if FAMILIES[name].stages_per_rank is None else (2,):
+            made = generate(name, p, n, parts, chunks=chunks)
+            assert made.name == name
+            assert made.num_micro_batches == n
+            assert made.num_directions == FAMILIES[name].num_directions
+            assert made.num_stages == p * FAMILIES[name].stages(chunks)
+            assert set(made.directions()) == set(range(n))
+            validate(made)
+            validate(lower(made))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_many_ranks(name: str) -> None:
+    p, n = (17, 34) if name == "dualpipe_v" else (128, 4)
+    made = generate(name, p, n, 2)
+    validate(made)
 
 
 @pytest.mark.parametrize("name", ["layer_parallel", "gpipe", "1f1b"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.schedule import FAMILIES, generate
+from gems.schedule import PUBLISHED, generate
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
 from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.lower import add_reduce, add_step, add_transfers, compute_only, lower
@@ -44,9 +44,9 @@ def test_receives_ahead(receives_ahead: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_transfers_stand_where_they_should(name: str, p: int) -> None:
-    made = generate(name, p, 8, 4)
+    made = generate(name, p, 16, 8, budget_s=0.1)
     lowered = lower(made)
     assert lowered.passes == ("add_transfers", "add_reduce", "add_step")
     assert compute_only(lowered) == made

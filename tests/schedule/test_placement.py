@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.schedule.placement import Placement, bidirectional, linear
+from gems.schedule.placement import Placement, bidirectional, linear, looped, v, wave
 
 RANKS = [1, 2, 3, 4, 5, 8]
 
@@ -63,3 +63,54 @@ def test_several_stages_on_one_rank() -> None:
     assert placement.stages_on(0) == ((0, 0), (0, 3))
     assert placement.stages_on(1) == ((0, 1), (0, 2))
     assert placement.lowest_stage(1) == 1
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [*RANKS, 17])
+def test_looped_goes_round(num_ranks: int, chunks: int) -> None:
+    placement = looped(num_ranks, chunks)
+    assert (placement.num_ranks, placement.num_stages) == (num_ranks, num_ranks * chunks)
+    for stage in range(placement.num_stages):
+        assert placement.rank_of(0, stage) == stage % num_ranks
+    for rank in range(num_ranks):
+        assert placement.stages_on(rank) == tuple((0, rank + num_ranks * chunk) for chunk in range(chunks))
+        assert placement.peers_of(rank) == (rank,)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("num_ranks", [*RANKS, 17])
+def test_wave_goes_down_and_up_again(num_ranks: int, chunks: int) -> None:
+    placement = wave(num_ranks, chunks)
+    assert placement.num_stages == num_ranks * chunks
+    hops = [
+        abs(placement.rank_of(0, stage + 1) - placement.rank_of(0, stage))
+        for stage in range(placement.num_stages - 1)
+    ]
+    turns = [(stage + 1) % num_ranks == 0 for stage in range(placement.num_stages - 1)]
+    assert hops == [0 if turn else 1 for turn in turns]
+    assert all(len(placement.stages_on(rank)) == chunks for rank in range(num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_v_pairs_the_first_stages_with_the_last(num_ranks: int) -> None:
+    for rank in range(num_ranks):
+        assert v(num_ranks).stages_on(rank) == ((0, rank), (0, 2 * num_ranks - 1 - rank))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 63, 64, 1023, 1024])
+def test_every_stage_has_one_home_up_to_1024_ranks(num_ranks: int) -> None:
+    for placement in (
+        linear(num_ranks),
+        bidirectional(num_ranks),
+        looped(num_ranks, 3),
+        v(num_ranks),
+        wave(num_ranks, 4),
+    ):
+        held = sorted(pair for rank in range(num_ranks) for pair in placement.stages_on(rank))
+        assert held == [
+            (direction, stage)
+            for direction in range(placement.num_directions)
+            for stage in range(placement.num_stages)
+        ]
+        groups = {placement.reduce_group(rank, 2) for rank in range(num_ranks)}
+        assert sorted(rank for group in groups for rank in group) == list(range(2 * num_ranks))

@@ -8,8 +8,11 @@ import pytest
 
 from gems.errors import ScheduleError
 from gems.schedule import generate
+from gems.schedule.action import Kind
+from gems.schedule.costs import uniform
+from gems.schedule.ledger import peaks
 from gems.schedule.lower import lower
-from gems.schedule.placement import Placement, bidirectional
+from gems.schedule.placement import Placement, bidirectional, linear
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from tests.schedule.drawings import edited, text_of, with_rows
@@ -17,6 +20,10 @@ from tests.schedule.drawings import edited, text_of, with_rows
 PLAIN = generate("gems_mast", 3, 2)
 ONE_WAY = lower(generate("1f1b", 3, 3))
 TWO_WAYS = lower(PLAIN)
+SPLIT = with_rows(
+    Schedule("split", 2, linear(2), ((), ())), ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]
+)
+MEMORY = with_rows(Schedule("memory", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0R1 0B1 0PREFETCH0 0B0"])
 
 # what: (schedule, rank whose row is edited, old words, new words, rank and action in the error, its words)
 BROKEN = {
@@ -52,6 +59,20 @@ BROKEN = {
     "step missing": (ONE_WAY, 2, "2REDUCE_GRAD 2STEP", "2REDUCE_GRAD", 2, "2STEP", "stands 0 times"),
     "step before the reduction": (ONE_WAY, 2, "2REDUCE_GRAD 2STEP", "2STEP 2REDUCE_GRAD", 2, "2STEP", "comes before 2REDUCE_GRAD"),
     "step before a backward": (ONE_WAY, 2, "2B2 2SEND_B2 2REDUCE_GRAD 2STEP", "2STEP 2B2 2SEND_B2 2REDUCE_GRAD", 2, "2STEP", "comes before 2REDUCE_GRAD"),
+    "no weight gradient": (SPLIT, 1, "1W0 1F1", "1F1", 1, "1W0", "is missing"),
+    "no input gradient": (SPLIT, 1, "1I0", "", 1, "1B0", "is missing"),
+    "weight gradient first": (SPLIT, 0, "0I1 0W1", "0W1 0I1", 0, "0W1", "comes before 0I1"),
+    "whole and split": (SPLIT, 1, "1I0", "1I0 1B0", 1, "1B0", "has no place"),
+    "a half of a whole backward": (ONE_WAY, 2, "2B1", "2B1 2W1", 2, "2W1", "has no place"),
+    "split, lowered": (lower(SPLIT), 1, "1I0 1SEND_B0", "1SEND_B0 1I0", 1, "1SEND_B0", "comes before 1I0"),
+    "split, reduced too early": (lower(SPLIT), 1, "1W1 1REDUCE_GRAD", "1REDUCE_GRAD 1W1", 1, "1REDUCE_GRAD", "comes before 1W1"),
+    "recomputed before the forward": (MEMORY, 0, "0F1 0R1", "0R1 0F1", 0, "0R1", "comes before 0F1"),
+    "recomputed behind the backward": (MEMORY, 0, "0R1 0B1", "0B1 0R1", 0, "0B1", "comes before 0R1"),
+    "never copied back": (MEMORY, 0, "0PREFETCH0", "", 0, "0PREFETCH0", "is missing"),
+    "never copied out": (MEMORY, 0, "0OFFLOAD0", "", 0, "0OFFLOAD0", "is missing"),
+    "copied back first": (MEMORY, 0, "0F0 0OFFLOAD0 0F1", "0F0 0F1 0PREFETCH0 0OFFLOAD0", 0, "0PREFETCH0", "twice"),
+    "copied back behind the backward": (MEMORY, 0, "0PREFETCH0 0B0", "0B0 0PREFETCH0", 0, "0B0", "comes before 0PREFETCH0"),
+    "copied and recomputed": (MEMORY, 0, "0R1", "0R1 0OFFLOAD1 0PREFETCH1", 0, "0OFFLOAD1", "has no place"),
     "deadlock": (ONE_WAY, 0, "0F1 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0RECV_B1 0B0", "0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0F2 0SEND_F2", 0, "0B0", "waits for 0RECV_B0, which never comes"),
     "deadlock, compute only": (generate("gpipe", 2, 2), 0, "0F1 0B0", "0B0 0F1", 0, "0B0", "waits for 1B0, which never comes"),
     "deadlock at the reduction": (TWO_WAYS, 0, "2B1/1 2SEND_B1/1 0REDUCE_GRAD", "2B1/1 0REDUCE_GRAD 2SEND_B1/1", 0, "0REDUCE_GRAD", "waits for its peers"),
@@ -67,6 +88,46 @@ def test_broken_schedules(what: str) -> None:
     assert (error.value.rank, str(error.value.action)) == (named_rank, named_action), error.value
     assert words in error.value.reason
     assert f"rank {named_rank}, action {named_action}: " in str(error.value)
+
+
+@pytest.mark.parametrize("made", [generate("gpipe", 4, 3), generate("1f1b", 4, 8), SPLIT, TWO_WAYS], ids=str)
+def test_a_cap_is_kept_or_refused(made: Schedule) -> None:
+    """The largest peak is a cap that is kept; a hair less is not, and the rank with that peak is named."""
+    costs = uniform(made.num_ranks, made.num_stages)
+    held = peaks(made, costs)
+    assert validate(made, costs, cap=max(held)) is made
+    with pytest.raises(ScheduleError, match="above the cap of") as error:
+        validate(made, costs, cap=max(held) - 0.01)
+    assert held[error.value.rank] == max(held)
+
+
+def test_collectives_come_in_the_same_order_on_all_peers() -> None:
+    """Peers reduce once, behind all else: whoever reduces out of turn is named, so that no two orders can meet."""
+    made = lower(generate("gems_mast", 4, 4, 2))
+    for rank in range(4):
+        row = made.rows[rank]
+        reduce, last = row[-2], max(i for i, action in enumerate(row) if action.kind is Kind.B)
+        turned = (*row[:last], reduce, *row[last:-2], row[-1])
+        with pytest.raises(ScheduleError, match="on which it rests") as error:
+            validate(replace(made, rows=(*made.rows[:rank], turned, *made.rows[rank + 1 :])))
+        assert (error.value.rank, error.value.action) == (rank, reduce)
+
+
+def test_a_circle_of_waiting_ranks_is_named_by_one_of_its_own() -> None:
+    """Ranks 5 and 6 of 8 wait for each other, and all others for them."""
+    made = generate("gpipe", 8, 2)
+    texts = text_of(made)
+    texts[5] = "5F0 5B0 5F1 5B1"
+    with pytest.raises(ScheduleError, match="waits for 6B0, which never comes") as error:
+        validate(with_rows(made, texts))
+    assert (error.value.rank, str(error.value.action)) == (5, "5B0")
+
+
+def test_the_error_carries_the_schedule() -> None:
+    broken = edited(PLAIN, 1, "1F0", "")
+    with pytest.raises(ScheduleError) as error:
+        validate(broken)
+    assert error.value.schedule is broken
 
 
 def test_a_micro_batch_that_runs_nowhere() -> None:

@@ -1,0 +1,396 @@
+"""The runner of a study, with stubs in the place of runs and of the drawing; one study goes through mpiexec."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gems.cli import main
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.runfolder import RunFolder, prepare
+from jobs import study as study_module
+from jobs.__main__ import VERBS
+from jobs.launchers import LAUNCHERS, command
+from jobs.spec import job_spec
+from jobs.study import draw, state_of
+
+BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
+WORDS = ("parallel.replicas=1", "parallel.replicas=2", "parallel.replicas=3")
+
+
+class Stub:
+    """Stands for a start: notes the runs, which end as `codes` says by their replicas; and for the drawing."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs = runs
+        self.codes: dict[int, int] = {}
+        self.started: list[int] = []
+        self.drawn: list[list[str]] = []
+        self.out: Path | None = None
+        self.drawing_code = 0
+
+    def start(self, spec: RunSpec) -> int:
+        self.started.append(spec.parallel.replicas)
+        code = self.codes.get(spec.parallel.replicas, 0)
+        if code == 2:
+            raise ConfigError("run folder", "x", "cannot be used")
+        prepare(spec).write_status("failed" if code else "finished", exit_code=code)
+        return code
+
+    def draw(self, folders: list[Path], out: Path, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
+        self.drawn.append([folder.name for folder in folders])
+        self.out = out
+        return self.drawing_code, {"csv": "scaling.csv"} if as_json else None
+
+    def take_started(self) -> list[int]:
+        started, self.started = self.started, []
+        return started
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    made = Stub(tmp_path / "runs")
+    monkeypatch.setattr(study_module, "start", made.start)
+    monkeypatch.setattr(study_module, "draw", made.draw)
+    return made
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Callable[..., int]:
+    """Runs `jobs study` of three points in this process and gives its exit code."""
+
+    def run(*words: str, points: tuple[str, ...] = WORDS, base: list[str] = BASE) -> int:
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({"base": base, "points": [[point] for point in points]}))
+        return main("jobs", VERBS, ["study", f"study={path}", f"runs_dir={tmp_path / 'runs'}", *words])
+
+    return run
+
+
+def test_every_point_runs_once(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert study() == 0
+    out, err = capfd.readouterr()
+    assert stub.started == [1, 2, 3]
+    assert "jobs: study mine: 3 points (3 missing); 3 to run\n" in err
+    assert "jobs: point 2 of 3: parallel.replicas=2, 4 ranks\n" in err
+    folders = [line.split()[-1] for line in out.splitlines()]
+    assert [line.split()[:3] for line in out.splitlines()] == [
+        [str(number), "finished", word] for number, word in enumerate(WORDS, 1)
+    ]
+    assert all(RunFolder(Path(folder)).read_spec() for folder in folders)
+    assert stub.drawn == [[Path(folder).name for folder in folders]]
+    assert stub.out == stub.runs / "mine"
+
+
+def test_a_second_call_runs_nothing_and_says_so(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    study()
+    stub.take_started()
+    capfd.readouterr()
+    assert study() == 0
+    assert stub.started == []
+    assert capfd.readouterr().err == "jobs: study mine: 3 points (3 finished); nothing to run\n"
+    assert len(stub.drawn) == 2 and stub.drawn[0] == stub.drawn[1]
+
+
+def test_a_failed_point_is_said_the_rest_go_on_and_it_alone_runs_again(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub.codes = {1: 5, 2: 4}
+    assert study() == 5
+    out, err = capfd.readouterr()
+    assert stub.take_started() == [1, 2, 3]
+    assert [line.split()[1] for line in out.splitlines()] == ["failed", "failed", "finished"]
+    assert "point 2 of 3 (parallel.replicas=2) has failed: " in err
+    assert len(stub.drawn[0]) == 1
+    stub.codes = {2: 4}
+    assert study() == 4
+    assert stub.take_started() == [1, 2]
+    assert "3 points (2 failed, 1 finished); 2 to run" in capfd.readouterr().err
+    stub.codes = {}
+    assert study() == 0
+    assert stub.take_started() == [2]
+
+
+def test_a_point_that_cannot_start_is_one_line(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub.codes = {2: 2}
+    assert study() == 2
+    out, err = capfd.readouterr()
+    assert stub.started == [1, 2, 3]
+    assert "jobs: point 2 of 3 (parallel.replicas=2) cannot start: run folder=x: cannot be used\n" in err
+    assert [line.split()[1] for line in out.splitlines()] == ["finished", "missing", "finished"]
+
+
+def test_a_stopped_run_ends_the_study(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub.codes = {2: 143}
+    assert study() == 143
+    assert stub.started == [1, 2]
+    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == [
+        "finished",
+        "failed",
+        "missing",
+    ]
+
+
+def test_json_is_one_object(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+    stub.codes = {3: 4}
+    stub.drawing_code = 2
+    assert study("--json") == 4
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["study"], answer["num_run"], answer["scaling"]) == ("mine", 3, {"csv": "scaling.csv"})
+    assert [point["state"] for point in answer["points"]] == ["finished", "finished", "failed"]
+    assert [point["ranks"] for point in answer["points"]] == [2, 4, 6]
+    assert [point["point"] for point in answer["points"]] == list(WORDS)
+    assert RunFolder(Path(answer["points"][2]["run_folder"])).read_status()["exit_code"] == 4
+
+
+def test_a_drawing_that_fails_is_in_the_exit_code(stub: Stub, study: Callable[..., int]) -> None:
+    stub.drawing_code = 2
+    assert study() == 2
+    assert stub.started == [1, 2, 3]
+
+
+def test_nothing_is_drawn_of_nothing(stub: Stub, study: Callable[..., int]) -> None:
+    stub.codes = dict.fromkeys((1, 2, 3), 4)
+    assert study() == 4
+    assert stub.drawn == []
+
+
+def test_a_dry_run_starts_nothing(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert study("--dry-run") == 0
+    out, err = capfd.readouterr()
+    assert (stub.started, stub.drawn, err) == ([], [], "")
+    assert [line.split()[1:3] for line in out.splitlines()] == [["missing", word] for word in WORDS]
+    assert not stub.runs.exists()
+    assert study("--dry-run", "--json") == 0
+    assert [point["state"] for point in json.loads(capfd.readouterr().out)["points"]] == ["missing"] * 3
+
+
+def test_overrides_go_to_every_point(stub: Stub, study: Callable[..., int], tmp_path: Path) -> None:
+    study("train.steps=7")
+    assert study() == 0
+    assert stub.started == [1, 2, 3, 1, 2, 3]
+    assert study("train.steps=7") == 0
+    assert len(stub.started) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], r"jobs: study=none: give one study: allowed: .*emulated_scaling"),
+        (["study=a", "study=b"], r"jobs: study=study=a study=b: give one study"),
+        (["study=emulated"], r"jobs: study=emulated: allowed: .*nearest: emulated_scaling"),
+        (["study=emulated_scaling", "--dry"], r"jobs: option=--dry: unknown; nearest: --dry-run"),
+    ],
+)
+def test_bad_words_are_one_line(words: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("jobs", VERBS, ["study", *words]) == 2
+    out, err = capfd.readouterr()
+    (line,) = err.splitlines()
+    assert out == "" and re.match(says, line), line
+
+
+def test_one_bad_point_and_none_runs(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert study(points=(*WORDS, "parallel.replica=1")) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        "jobs: point 4 of study mine (parallel.replica=1): parallel.replica=1: unknown key"
+    )
+    assert (stub.started, stub.runs.exists()) == ([], False)
+
+
+def test_a_run_that_goes_on_is_left_alone_and_one_that_has_gone_runs_again(
+    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    study()
+    folders = [stub.runs / name for name in stub.drawn[0]]
+    gone = 2**22 + 1  # above any process number
+    for folder, pid in zip(folders[:2], (os.getppid(), gone), strict=True):
+        RunFolder(folder).write_status("running", pid=pid, host=os.uname().nodename)
+    stub.take_started()
+    capfd.readouterr()
+    assert study() == 0
+    out, err = capfd.readouterr()
+    assert stub.started == [2]
+    assert [line.split()[1] for line in out.splitlines()] == ["running", "finished", "finished"]
+    assert "3 points (1 failed, 1 finished, 1 running); 1 to run" in err
+
+
+@pytest.mark.parametrize(
+    ("is_queued", "state"), [(True, "submitted"), (None, "submitted"), (False, "failed")]
+)
+def test_a_job_is_left_alone_while_the_queue_may_have_it(
+    is_queued: bool | None, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(job_id: str) -> bool | None:
+        asked.append(job_id)
+        return is_queued
+
+    monkeypatch.setattr(study_module, "is_queued", ask)
+    folder = RunFolder(tmp_path)
+    folder.write_status("submitted", job_id="41")
+    assert (state_of(folder), asked) == (state, ["41"])
+
+
+def test_states_by_status_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert state_of(folder) == "missing"
+    for state, fields, expected in (
+        ("prepared", {}, "prepared"),
+        ("finished", {"exit_code": 0, "collected": True}, "finished"),
+        ("finished", {"exit_code": 2, "collected": False}, "failed"),
+        ("failed", {"exit_code": 4}, "failed"),
+        ("running", {"pid": os.getppid(), "host": "elsewhere"}, "failed"),
+        ("running", {"pid": os.getpid(), "host": os.uname().nodename}, "failed"),
+    ):
+        folder.write_status(state, **fields)
+        assert state_of(folder) == expected
+
+
+@pytest.mark.timeout(120)
+def test_a_study_of_real_ranks(
+    study: Callable[..., int],
+    tiny: Callable[..., tuple[RunFolder, RunSpec]],
+    collected: list[RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The ranks are a tiny program under mpiexec; one point's rank 1 fails."""
+    _, spec = tiny()
+    drawn: list[list[Path]] = []
+    monkeypatch.setattr(
+        study_module, "draw", lambda folders, out, as_json: (drawn.append(folders) or 0, None)
+    )
+    python = spec.cluster.python or ""
+    base = [*BASE, f'cluster.python="{python}"']
+    points = ("parallel.replicas=1", "+cluster.environment.TINY=exit:1")
+    assert study(points=points, base=base) == 4
+    out, err = capfd.readouterr()
+    assert [line.split()[1] for line in out.splitlines()] == ["finished", "failed"]
+    assert f"rank 1 on node {os.uname().nodename} ended with exit code 3 in step 12" in err
+    assert "hello" not in out + err
+    assert [folder.path for folder in collected[:1]] == drawn[0]
+    assert "hello from 1" in (drawn[0][0] / "logs" / "ranks.log").read_text()
+    assert study(points=points[:1], base=base) == 0
+    assert "nothing to run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (2, "failed"), (3, "failed")])
+def test_a_simulated_point_is_one_process_whose_code_counts(
+    code: int,
+    state: str,
+    study: Callable[..., int],
+    stub: Stub,
+    collected: list[RunFolder],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from jobs.submit import start
+
+    program = f"import sys; print('gems: it cannot be' if {code} else 'fine'); sys.exit({code})"
+    monkeypatch.setitem(
+        LAUNCHERS, "simulated", lambda job, folder: [*job.python, "-c", program, str(folder.path)]
+    )
+    monkeypatch.setattr(study_module, "start", start)
+    assert study(points=("machine.kind=simulated",)) == code
+    out, err = capfd.readouterr()
+    assert out.split()[1] == state
+    assert collected == []  # the trace is whole, and a study draws its own picture
+    assert ("ended with exit code" in err and "gems: it cannot be" in err) == (code > 0)
+
+
+@pytest.mark.timeout(120)
+def test_simulated_points_from_the_file_to_the_picture(
+    study: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = [*BASE, "machine=simulated", "train.steps=2", "train.warmup_steps=1", "cost.unit_s=0.001"]
+    assert study(points=WORDS[:2], base=base) == 0
+    out = capfd.readouterr().out
+    with (tmp_path / "runs" / "mine" / "scaling.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["source"], row["ranks"]) for row in rows] == [("simulated", "2"), ("simulated", "4")]
+    # 4 micro-batches of forward and backward on 2 ranks take (4 + 2 - 1) x 3 units of 1 ms (1F1B's closed form)
+    assert [float(row["step_median_s"]) for row in rows] == pytest.approx([0.015, 0.015])
+    assert [float(row["parallel_efficiency"]) for row in rows] == pytest.approx([1.0, 1.0])
+    assert out.splitlines()[-3:] == [
+        str(tmp_path / "runs" / "mine" / f"scaling.{kind}") for kind in ("png", "pdf", "csv")
+    ]
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("mine-*/trace.h5")}
+    assert study("--json", points=WORDS[:2], base=base) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["num_run"], len(answer["scaling"]["points"]), len(written)) == (0, 2, 2)
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+def test_points_on_slurm_are_submitted_once(
+    study: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    submitted: list[str] = []
+    monkeypatch.setattr("jobs.slurm.need_sbatch", lambda: None)
+    monkeypatch.setattr(
+        "jobs.slurm.submit_job", lambda spec, job, folder: submitted.append(folder.path.name) or "41"
+    )
+    monkeypatch.setattr(study_module, "is_queued", lambda job_id: True)
+    assert study("cluster=mini", points=WORDS[:2]) == 0
+    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["submitted", "submitted"]
+    assert len(set(submitted)) == 2
+    assert study("cluster=mini", points=WORDS[:2]) == 0
+    assert "2 points (2 submitted); nothing to run" in capfd.readouterr().err
+    assert len(submitted) == 2
+
+
+def test_a_simulated_run_is_one_process_here_whatever_the_cluster(resolved: Callable[..., RunSpec]) -> None:
+    job = job_spec(resolved("machine=simulated", "cluster=slurm", "parallel.replicas=2"))
+    assert (job.launcher, job.nodes, job.tasks, job.gpus) == ("simulated", 1, 1, 0)
+    folder = RunFolder(Path("/runs/one"))
+    assert command(job, folder) == [sys.executable, "-m", "gems.simulated", "/runs/one"]
+
+
+def test_a_study_is_not_a_run(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("jobs", VERBS, ["submit", "study=emulated_scaling"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("jobs: study=emulated_scaling: names many runs") and "jobs study study=" in line
+
+
+def test_the_drawing_is_a_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, answer = draw([tmp_path / "none"], tmp_path / "out", as_json=True)
+    assert (code, answer) == (2, None)
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\nprintf \'{"words": "%s"}\' "$*"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    code, answer = draw([tmp_path / "a", tmp_path / "b"], tmp_path / "out", as_json=True)
+    words = [
+        "-m",
+        "analysis",
+        "scaling",
+        str(tmp_path / "a"),
+        str(tmp_path / "b"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert (code, answer) == (0, {"words": shlex.join([*words, "--json"])})

@@ -1,0 +1,156 @@
+"""From a study's file to the configuration of each point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gems.compose import CONF
+from gems.config import StudyConfig
+from gems.errors import ConfigError
+from jobs.points import points_of, read_study, study_name
+
+BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
+
+
+def write(folder: Path, study: Any) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(study if isinstance(study, str) else yaml.safe_dump(study))
+    return str(path)
+
+
+def test_products_of_axes_and_points_in_the_files_order() -> None:
+    axes: dict[str, list[Any]] = {
+        "train.evaluate": [True, False],
+        "schedule": ["gpipe", ["schedule=1f1b", "train.steps=7"]],
+    }
+    points = points_of(StudyConfig(BASE, axes, [["parallel.replicas=1"], ["parallel.replicas=2"]]), "mine")
+    assert [point.label for point in points[:5]] == [
+        "train.evaluate=true schedule=gpipe parallel.replicas=1",
+        "train.evaluate=true schedule=gpipe parallel.replicas=2",
+        "train.evaluate=true schedule=1f1b train.steps=7 parallel.replicas=1",
+        "train.evaluate=true schedule=1f1b train.steps=7 parallel.replicas=2",
+        "train.evaluate=false schedule=gpipe parallel.replicas=1",
+    ]
+    found = [
+        (p.spec.train.evaluate, p.spec.schedule.name, p.spec.train.steps, p.spec.world_size) for p in points
+    ]
+    assert len(points) == 8 and found[3] == (True, "1f1b", 7, 4) and found[4] == (False, "gpipe", 100, 2)
+    assert {point.spec.name for point in points} == {"mine"}
+    assert len({point.folder.path for point in points}) == 8
+    assert all(point.folder.path.name.startswith("mine-") for point in points)
+
+
+def test_without_axes_and_points_there_is_one_point() -> None:
+    (point,) = points_of(StudyConfig(BASE), "mine")
+    assert (point.label, point.spec.schedule.name) == ("the only point", "1f1b")
+
+
+def test_null_takes_a_value_away() -> None:
+    with_none = StudyConfig([*BASE, "cluster.account=a"], {"cluster.account": [None, "b"]})
+    assert [point.spec.cluster.account for point in points_of(with_none, "mine")] == [None, "b"]
+
+
+def test_the_users_overrides_come_last_and_points_of_one_folder_count_once() -> None:
+    study = StudyConfig(BASE, {"train.steps": [5, 6]})
+    assert [point.spec.train.steps for point in points_of(study, "mine")] == [5, 6]
+    (point,) = points_of(study, "mine", ["train.steps=9", "name=other"])
+    assert (point.spec.train.steps, point.spec.name) == (9, "other")
+
+
+def test_a_study_is_no_part_of_a_runs_signature() -> None:
+    (alone,) = points_of(StudyConfig(BASE), "mine")
+    (of_two, _) = points_of(StudyConfig(BASE, {}, [[], ["train.steps=9"]]), "mine")
+    assert alone.folder.path == of_two.folder.path
+
+
+@pytest.mark.parametrize(
+    ("points", "overrides", "says"),
+    [
+        (
+            [[], ["schedule=gpip"]],
+            [],
+            r"^point 2 of study mine \(schedule=gpip\): schedule=gpip: .*nearest: gpipe",
+        ),
+        ([["train.stepz=3"]], [], r"^point 1 of study mine \(train.stepz=3\): train.stepz=3: .*train\.steps"),
+        ([["parallel.micro_batches=0"]], [], r"^point 1 of .*: parallel\.micro_batches=0: must be 1 or more"),
+        (
+            [[], ["train.steps=3"]],
+            ["train.warmup_steps=3"],
+            r"^point 2 of .*: train\.warmup_steps=3: must be below",
+        ),
+        (
+            [["schedule"]],
+            [],
+            r"^point 1 of study mine \(schedule\): override=schedule: not of the form key=value",
+        ),
+    ],
+)
+def test_a_point_that_does_not_compose_is_named(
+    points: list[list[str]], overrides: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        points_of(StudyConfig(BASE, {}, points), "mine", overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("study", "says"),
+    [
+        ("[1, 2]", "must be a mapping of base, axes, points"),
+        ("base: [a", "cannot be read"),
+        ({"axis": {}}, r"study\.axis=\{\}: allowed: base, axes, points"),
+        ({"base": "schedule=1f1b"}, r"study\.base=schedule=1f1b: must be a list of overrides"),
+        ({"base": [1]}, r"study\.base="),
+        ({"points": ["train.steps=3"]}, r"study\.points=.*must be a list of lists of overrides"),
+        ({"axes": ["schedule"]}, r"study\.axes=.*must be a mapping"),
+        ({"axes": {"schedule": "gpipe"}}, r"study\.axes\.schedule=gpipe: must be a list"),
+        ({"axes": {"schedule": []}}, r"study\.axes\.schedule=\[\]: must be a list"),
+        ({"axes": {"schedule": [{"a": 1}]}}, r"study\.axes\.schedule=.*must be a list"),
+    ],
+)
+def test_a_file_of_another_form_is_one_line(study: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_study(write(tmp_path, study))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_users_own_file(tmp_path: Path) -> None:
+    path = write(tmp_path, {"base": BASE, "points": None})
+    assert read_study(path) == StudyConfig(BASE)
+    assert (study_name(path), study_name("emulated_scaling")) == ("mine", "emulated_scaling")
+
+
+def test_an_unknown_study_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"study=emulated_scalin: allowed: .*; nearest: emulated_scaling, or give"
+    ):
+        read_study("emulated_scalin")
+    with pytest.raises(ConfigError, match=r"study=.*none\.yaml: cannot be read"):
+        read_study(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "study").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_studies_that_come_along_compose(path: Path) -> None:
+    study = read_study(path.stem)
+    study.axes = {key: choices[:1] for key, choices in study.axes.items()}
+    points = points_of(study, path.stem)
+    assert len(points) == len(study.points)
+
+
+def test_emulated_scaling_goes_from_4_to_1024_ranks_and_checks_its_prediction() -> None:
+    study = read_study("emulated_scaling")
+    assert study.axes["schedule"] == ["gems_master", "1f1b", ["schedule=capped", "schedule.activation_cap=1"]]
+    study.axes = {"schedule": ["1f1b"]}
+    points = points_of(study, "emulated_scaling")
+    ranks: dict[str, list[int]] = {}
+    for point in points:
+        ranks.setdefault(point.spec.machine.kind, []).append(point.spec.world_size)
+    assert ranks == {"emulated": [4, 8, 16, 32], "simulated": [4, 8, 32, 64, 128, 256, 512, 1024]}
+    costs = [(p.spec.cost, p.spec.parallel) for p in points]
+    assert {parallel.partitions * cost.unit_s for cost, parallel in costs} == {0.08}  # one model throughout
+    assert {parallel.partitions * cost.param_bytes for cost, parallel in costs} == {8 << 20}
+    assert {(parallel.micro_batches or 0) // parallel.partitions for _, parallel in costs} == {2}

@@ -1,0 +1,100 @@
+"""The generators beside torch.distributed.pipelining: its order, its validator and its simulator."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gems.schedule import generate
+from gems.schedule.action import Kind
+from gems.schedule.schedule import Schedule
+
+SIZES = [(1, 2), (2, 4), (3, 6), (4, 8), (4, 12), (5, 10), (8, 16)]
+
+
+@pytest.fixture(scope="module")
+def schedules() -> ModuleType:
+    module = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for name in ("_Action", "_validate_schedule", "_add_send_recv", "_simulate_comms_compute"):
+        if not hasattr(module, name):
+            pytest.skip(f"this torch has no {name}")
+    return module
+
+
+def theirs(schedules: ModuleType, name: str, p: int, n: int) -> list[list[str]]:
+    """Gives torch's own order of compute actions, as words; overlapped pairs one after the other."""
+    made = object.__new__(getattr(schedules, name))
+    made.pp_group_size = p
+    made.n_local_stages = 2
+    made.num_stages = made._num_stages = 2 * p
+    made.n_microbatches = made._n_microbatches = n
+    made.number_of_rounds = max(1, n // p)
+    made.microbatches_per_round = n // made.number_of_rounds
+    rows = []
+    for rank in range(p):
+        made.rank = rank
+        order = [action for action in made._calculate_single_rank_operations(rank) if action is not None]
+        rows.append([str(part) for action in order for part in (action.sub_actions or (action,))])
+    return rows
+
+
+def ours(made: Schedule, *without: Kind) -> list[list[str]]:
+    return [[str(action) for action in row if action.kind not in without] for row in made.rows]
+
+
+@pytest.mark.parametrize(("p", "n"), [*SIZES, (4, 10), (4, 3)])
+def test_interleaved_1f1b_is_in_the_order_of_torch(schedules: ModuleType, p: int, n: int) -> None:
+    assert ours(generate("interleaved_1f1b", p, n)) == theirs(schedules, "ScheduleInterleaved1F1B", p, n)
+
+
+@pytest.mark.parametrize(("p", "n"), SIZES)
+def test_zb_v_has_the_order_of_torch_but_for_weight_gradients(schedules: ModuleType, p: int, n: int) -> None:
+    """F and I word for word; W has a place of its own here, where a rank would wait."""
+    order = [
+        [word for word in row if "W" not in word] for row in theirs(schedules, "ScheduleZBVZeroBubble", p, n)
+    ]
+    assert ours(generate("zb_v", p, n), Kind.W) == order
+
+
+@pytest.mark.parametrize(("p", "n"), SIZES)
+def test_dualpipe_v_is_in_the_order_of_torch(schedules: ModuleType, p: int, n: int) -> None:
+    assert ours(generate("dualpipe_v", p, n)) == theirs(schedules, "ScheduleDualPipeV", p, n)
+
+
+@pytest.mark.parametrize(("p", "n"), [*SIZES, (5, 13)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "zb_h1",
+        "zb_h2",
+        "zb_v",
+        "v_half",
+        "v_min",
+        "dualpipe_v",
+    ],
+)
+def test_torch_accepts(schedules: ModuleType, name: str, p: int, n: int) -> None:
+    made = generate(name, p, n)
+    kinds = schedules._ComputationType
+    words = {
+        Kind.F: kinds.FORWARD,
+        Kind.B: kinds.FULL_BACKWARD,
+        Kind.I: kinds.BACKWARD_INPUT,
+        Kind.W: kinds.BACKWARD_WEIGHT,
+    }
+    orders: dict[int, Any] = {
+        rank: [schedules._Action(a.stage, words[a.kind], a.micro_batch) for a in row]
+        for rank, row in enumerate(made.rows)
+    }
+    homes = schedules._validate_schedule(orders, p, made.num_stages, n)
+    assert homes == dict(enumerate(made.placement.ranks[0]))
+    with_messages = schedules._add_send_recv(orders, homes.__getitem__, made.num_stages)
+    played = schedules._simulate_comms_compute(with_messages, homes.__getitem__, made.num_stages)
+    counts = {rank: sum(a is not None for a in row) for rank, row in played.items()}
+    assert counts == {rank: len(row) for rank, row in with_messages.items()}
