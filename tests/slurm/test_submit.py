@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +31,25 @@ CONFIGURATION = [
 ENDED = ("finished", "failed")
 
 
-def wait_until(condition: Callable[[], object], limit_s: float, what: str) -> None:
+def wait_until(
+    condition: Callable[[], object], limit_s: float, what: str, seen: Callable[[], str] = str
+) -> None:
+    """Waits for a condition; when the time is over, the failure says `what` and all that `seen` tells."""
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline_s, what
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"{what}\n{seen()}", pytrace=False)
         pause.wait(0.1)
+
+
+@pytest.fixture(autouse=True)
+def _no_job_is_left(mini_slurm: MiniSlurm) -> Iterator[None]:
+    """Ends what a failed test leaves running, which would keep the nodes from the next test."""
+    yield
+    mini_slurm.run("scancel", f"--user={os.getuid()}")
+    states = "--states=PENDING,RUNNING,COMPLETING"
+    wait_until(lambda: not mini_slurm.run("squeue", "--noheader", states).stdout, 60, "the jobs do not end")
 
 
 def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:
@@ -53,8 +66,9 @@ def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:
 def end_of(folder: RunFolder, limit_s: float = 150) -> dict[str, Any]:
     """Waits for the end of a run; gives its status."""
     wait_until(
-        lambda: folder.read_status()["state"] in ENDED, limit_s, f"{folder.read_status()}\n{said(folder)}"
-    )
+        lambda: folder.read_status()["state"] in ENDED, limit_s, "the run does not end",
+        lambda: f"{folder.read_status()}\n{said(folder)}",
+    )  # fmt: skip
     return folder.read_status()
 
 
@@ -93,7 +107,15 @@ def wait_for_step(folder: RunFolder, step: int) -> None:
         assert folder.read_status()["state"] not in ENDED, said(folder)
         return sum(beat.step >= step for beat in beats(folder)) == 4
 
-    wait_until(are_there, 120, f"the ranks do not come to step {step}")
+    def seen() -> str:
+        commands = (["squeue"], ["sinfo", "-N", "-l"], ["ps", "-eo", "pid,ppid,stat,time,wchan:20,args"])
+        shown = [
+            subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for command in commands
+        ]
+        marks = [str(read_beat(folder.heartbeat(rank))) for rank in range(4)]
+        return "\n".join([str(folder.read_status()), *marks, *shown, said(folder)])
+
+    wait_until(are_there, 120, f"the ranks do not come to step {step}", seen)
 
 
 def test_four_ranks_on_two_nodes_leave_one_trace(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
