@@ -1,0 +1,105 @@
+"""The problem of cutting: which tables a cut is judged by, and what an answer carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RankCosts:
+    """What the stages of one rank cost together: the largest over `moments` of a sum over its stages.
+
+    `stages` names them. `moments[m][k]` gives, when called, the table of stage `stages[k]` at moment m of the
+    step: an array (L, L + 1) whose entry [i, e] is the cost of that stage when it holds layers i up to e (e > i; the
+    rest is not read). A rank of one stage has its tables folded into one moment by `single`.
+    """
+
+    stages: tuple[int, ...]
+    moments: tuple[tuple[Callable[[], Table], ...], ...]
+
+    def at(self, spans: Sequence[tuple[int, int]]) -> float:
+        """Gives the cost with `spans[k]` = (first layer, end) of its k-th stage."""
+        return max(
+            sum(float(table()[span]) for table, span in zip(tables, spans, strict=True))
+            for tables in self.moments
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Where to cut `num_layers` layers into `num_stages` stages so that the most expensive rank costs least.
+
+    `ranks` holds one entry for each group of stages that is judged together; several ranks of the same stages are one
+    entry. With `limits` a cut is allowed only when no rank's cost there is above `limit`. `boundary_bytes[b]` is the
+    size of the tensors between layers b and b + 1, which settles ties.
+    """
+
+    num_layers: int
+    num_stages: int
+    ranks: tuple[RankCosts, ...]
+    boundary_bytes: tuple[int, ...]
+    limits: tuple[RankCosts, ...] = ()
+    limit: float = float("inf")
+
+    def spans(self, boundaries: Sequence[int], rank: RankCosts) -> list[tuple[int, int]]:
+        """Gives the layers of each stage of a rank."""
+        return [(boundaries[stage], boundaries[stage + 1]) for stage in rank.stages]
+
+    def cost(self, boundaries: Sequence[int]) -> float:
+        """Gives the cost of the most expensive rank; infinite where a limit is broken."""
+        if any(rank.at(self.spans(boundaries, rank)) > self.limit for rank in self.limits):
+            return float("inf")
+        return max(rank.at(self.spans(boundaries, rank)) for rank in self.ranks)
+
+    def crossing_bytes(self, boundaries: Sequence[int]) -> int:
+        """Gives the bytes of all boundaries together."""
+        return sum(self.boundary_bytes[cut - 1] for cut in boundaries[1:-1])
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every rank holds one stage."""
+        return all(len(rank.stages) == 1 for rank in (*self.ranks, *self.limits))
+
+    @cached_property
+    def is_paired(self) -> bool:
+        """Whether every rank holds stages s and S-1-s: GEMS's two directions, or a V."""
+        last = self.num_stages - 1
+        return all(
+            set(rank.stages) <= {stage, last - stage}
+            for rank in (*self.ranks, *self.limits)
+            for stage in rank.stages[:1]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An answer: stage s holds layers boundaries[s] up to boundaries[s + 1].
+
+    `bound` is below or at the cost of every cut; `is_optimal` says that `cost` is the least there is. `facts` are
+    what the method has to say beside that.
+    """
+
+    method: str
+    boundaries: tuple[int, ...]
+    cost: float
+    bound: float
+    is_optimal: bool
+    solve_s: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may be above the least, as a share of the bound."""
+        return 0.0 if self.is_optimal or self.bound <= 0 else self.cost / self.bound - 1
+
+    def named(self, method: str) -> Cut:
+        """Gives the same answer under another name."""
+        return replace(self, method=method)

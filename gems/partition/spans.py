@@ -1,0 +1,103 @@
+"""Spans: what layers i up to e cost together, for every i and e at once."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from gems.partition.problem import Table
+from gems.profile import ModelProfile
+
+
+class Spans:
+    """Tables (L, L + 1) over all runs of neighbouring layers of a profile; entry [i, e] is of layers i up to e.
+
+    Only entries with e > i mean anything; the others are 0.
+    """
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+        self.num_layers = profile.num_layers
+
+    @cached_property
+    def stash(self) -> Table:
+        """Bytes that a stage keeps from forward to backward, its inputs not among them."""
+        layers, num = self.profile.layers, self.num_layers
+        table = np.zeros((num + 1, num + 1))
+        for i in range(num - 1, -1, -1):
+            own = np.zeros(num + 1)
+            own[i + 1 :] = layers[i].stash_bytes
+            for ahead, num_bytes in layers[i].saved_later:
+                own[i + ahead + 1 :] += num_bytes
+            table[i] = table[i + 1] + own
+            table[i, : i + 1] = 0
+        return table[:num]
+
+    @cached_property
+    def held_for_weights(self) -> Table:
+        """Bytes that a split backward keeps between I and W."""
+        return self._sums([float(layer.held_for_weights_bytes) for layer in self.profile.layers])
+
+    @cached_property
+    def forward_peak(self) -> Table:
+        """The most bytes in use during a stage's forward, its inputs not among them."""
+        peaks = np.array([layer.forward_peak_bytes for layer in self.profile.layers], dtype=float)
+        unsaved = np.array([layer.unsaved_input_bytes for layer in self.profile.layers], dtype=float)
+        table = np.zeros_like(self.stash)
+        for i in range(self.num_layers):
+            before = np.concatenate(([0.0], self.stash[i, i + 1 : -1] + unsaved[i + 1 :]))
+            table[i, i + 1 :] = np.maximum.accumulate(before + peaks[i:])
+        return table
+
+    @cached_property
+    def backward_peak(self) -> Table:
+        """The most bytes in use during a stage's backward: what it still keeps, gradients, workspace; no inputs.
+
+        The gradient of the stage's output, which the stage was given, is in use throughout.
+        """
+        layers = self.profile.layers
+        peaks = np.array([layer.backward_peak_bytes for layer in layers], dtype=float)
+        gradients = np.array([layer.output_grad_bytes for layer in layers], dtype=float)
+        table = np.zeros_like(self.stash)
+        for i in range(self.num_layers):
+            here = self.stash[i, i + 1 :] + peaks[i:]
+            within = np.concatenate(([0.0], np.maximum.accumulate(here)[:-1]))
+            table[i, i + 1 :] = np.maximum(here, np.where(within > 0, within + gradients[i:], 0.0))
+        return table
+
+    @cached_property
+    def params(self) -> Table:
+        """Bytes of the parameters."""
+        return self._sums([float(layer.param_bytes) for layer in self.profile.layers])
+
+    @cached_property
+    def buffers(self) -> Table:
+        """Bytes of the buffers, such as running statistics."""
+        return self._sums([float(layer.buffer_bytes) for layer in self.profile.layers])
+
+    @cached_property
+    def time_s(self) -> Table:
+        """Seconds of forward and whole backward of one micro-batch."""
+        return self._sums([layer.time_s for layer in self.profile.layers])
+
+    @cached_property
+    def given(self) -> Table:
+        """Bytes that the first layer is given; the same in a row."""
+        column = [float(self.profile.given_bytes(i)) for i in range(self.num_layers)]
+        return np.repeat(np.array(column)[:, None], self.num_layers + 1, axis=1)
+
+    @cached_property
+    def handed_on(self) -> Table:
+        """Bytes that the last layer hands on; the same in a column."""
+        row = [0.0] + [float(layer.output_bytes) for layer in self.profile.layers]
+        return np.repeat(np.array(row)[None, :], self.num_layers, axis=0)
+
+    def boundary_bytes(self) -> tuple[int, ...]:
+        """Gives the bytes between layers b and b + 1."""
+        return tuple(layer.output_bytes for layer in self.profile.layers[:-1])
+
+    def _sums(self, values: list[float]) -> Table:
+        total = np.concatenate(([0.0], np.cumsum(values)))
+        table: Table = total[None, :] - total[:-1, None]
+        return np.maximum(table, 0.0)

@@ -1,0 +1,118 @@
+"""A model's profile as plain data: the time and the bytes of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from gems.errors import ConfigError
+
+SCHEMA = "gems.profile/1"
+SOURCES = ("measured", "fake", "incremental", "analytic")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer on one micro-batch. Times are seconds, sizes bytes.
+
+    Of what backward needs, each storage is counted once, where it is made: `stash_bytes` are those that the layer
+    makes and saves itself, `saved_later` those that it makes and hands on and that another layer is the first to save:
+    pairs (how many layers further on, bytes). Inputs are counted where they were made. So a stage of layers i..j keeps
+    the stashes of its layers, and of `saved_later` what is saved up to j.
+
+    `forward_peak_bytes` is the most that the layer makes at once in forward, stash and outputs among it, beside what it
+    was given; `unsaved_input_bytes` what it was given and no earlier layer has saved, held only while it runs.
+    `backward_peak_bytes` is the most at once in its backward, output and input gradients among it, beyond all that is
+    saved when it begins; the gradients of the parameters are not in it, since they stay. `workspace_bytes` is the
+    larger of what forward and backward use and let go within the layer. `held_for_weights_bytes` is what a split
+    backward keeps of a layer between I and W.
+    """
+
+    name: str
+    kind: str
+    forward_s: float = 0.0
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    recompute_s: float = 0.0
+    param_bytes: int = 0
+    buffer_bytes: int = 0
+    stash_bytes: int = 0
+    saved_later: tuple[tuple[int, int], ...] = ()
+    output_bytes: int = 0
+    output_grad_bytes: int = 0
+    unsaved_input_bytes: int = 0
+    workspace_bytes: int = 0
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+    held_for_weights_bytes: int = 0
+
+    @property
+    def time_s(self) -> float:
+        """Forward and whole backward of one micro-batch, in seconds."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """All layers of a model on one micro-batch of one shape, on one device."""
+
+    model: str
+    height_px: int
+    width_px: int
+    micro_batch_size: int
+    dtype: str
+    device: str
+    source: str
+    layers: tuple[LayerProfile, ...]
+    input_bytes: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    def given_bytes(self, layer: int) -> int:
+        """Gives the bytes that the layer gets from the one before it, or from the data."""
+        return self.layers[layer - 1].output_bytes if layer else self.input_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Gives the profile as the document that `profile.path` reads."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], path: object = "document") -> ModelProfile:
+        """Reads what `to_json` gave.
+
+        Raises:
+            ConfigError: no profile, one of another schema, or one without layers.
+        """
+        schema = document.get("schema")
+        if schema != SCHEMA:
+            raise ConfigError(
+                "profile.path", path, f"must hold a profile of schema {SCHEMA}, not {schema}",
+                "make it again with `gems profile --json`",
+            )  # fmt: skip
+        try:
+            layers = tuple(_layer(entry) for entry in document["layers"])
+            values = {f.name: document[f.name] for f in fields(cls) if f.name in document}
+            profile = cls(**(values | {"layers": layers}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "profile.path",
+                path,
+                f"holds no whole profile ({error})",
+                "make it again with `gems profile --json`",
+            ) from error
+        if not profile.layers:
+            raise ConfigError(
+                "profile.path", path, "holds no layers", "make it again with `gems profile --json`"
+            )
+        return profile
+
+
+def _layer(entry: Mapping[str, Any]) -> LayerProfile:
+    later = tuple((int(ahead), int(num_bytes)) for ahead, num_bytes in entry.get("saved_later", ()))
+    return LayerProfile(**(dict(entry) | {"saved_later": later}))
