@@ -67,6 +67,28 @@ class Spans:
         return table
 
     @cached_property
+    def input_gradient_peak(self) -> Table:
+        """The most bytes in use during I of a split backward: as `backward_peak`, and what is left for W so far."""
+        layers = self.profile.layers
+        peaks = np.array([layer.backward_peak_bytes for layer in layers], dtype=float)
+        gradients = np.array([layer.output_grad_bytes for layer in layers], dtype=float)
+        left = np.cumsum([float(layer.held_for_weights_bytes) for layer in layers])
+        table = np.zeros_like(self.stash)
+        for i in range(self.num_layers):
+            behind = self.stash[i, i + 1 :] + peaks[i:] - left[i:]
+            table[i, i + 1 :] = np.maximum.accumulate(behind) + left[i:] + gradients[i:]
+        return table
+
+    @cached_property
+    def weight_gradient_peak(self) -> Table:
+        """The most bytes that W needs beyond what I left: the gradient of the largest layer's parameters."""
+        params = np.array([layer.param_bytes for layer in self.profile.layers], dtype=float)
+        table = np.zeros_like(self.stash)
+        for i in range(self.num_layers):
+            table[i, i + 1 :] = np.maximum.accumulate(params[i:])
+        return table
+
+    @cached_property
     def params(self) -> Table:
         """Bytes of the parameters."""
         return self._sums([float(layer.param_bytes) for layer in self.profile.layers])
@@ -92,6 +114,18 @@ class Spans:
         """Bytes that the last layer hands on; the same in a column."""
         row = [0.0] + [float(layer.output_bytes) for layer in self.profile.layers]
         return np.repeat(np.array(row)[None, :], self.num_layers, axis=0)
+
+    @cached_property
+    def given_back(self) -> Table:
+        """Bytes of the gradient that the last layer is given; the same in a column."""
+        row = [0.0] + [float(layer.output_grad_bytes) for layer in self.profile.layers]
+        return np.repeat(np.array(row)[None, :], self.num_layers, axis=0)
+
+    @cached_property
+    def handed_back(self) -> Table:
+        """Bytes of the gradient that the first layer hands back; the same in a row, 0 in the first."""
+        column = [0.0] + [float(layer.output_grad_bytes) for layer in self.profile.layers[:-1]]
+        return np.repeat(np.array(column)[:, None], self.num_layers + 1, axis=1)
 
     def boundary_bytes(self) -> tuple[int, ...]:
         """Gives the bytes between layers b and b + 1."""

@@ -1,0 +1,143 @@
+"""The memory model: the most bytes that each rank holds, for every cut at once, from the schedule's own list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from gems.memory.moments import Counts, Held, Moment, moments_of
+from gems.partition.problem import RankCosts, Table
+from gems.partition.spans import Spans
+from gems.schedule.action import Kind
+from gems.schedule.schedule import Schedule
+
+MESSAGE_COPIES = 2  # a buffer such as a running mean stands in the layer, and in the message that averages it
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What training keeps for each byte of parameters: itself, its gradient, and `states` of the optimizer.
+
+    `step_copies` is how many times the parameters' bytes a step needs for a moment.
+    """
+
+    states: int
+    step_copies: int = 0
+
+    @property
+    def copies(self) -> int:
+        """Bytes held for each byte of parameters."""
+        return 2 + self.states
+
+
+OPTIMIZERS = {"sgd": Optimizer(1), "sgd_plain": Optimizer(0), "adam": Optimizer(2)}
+
+
+class MemoryModel:
+    """Predicts the peak of each rank in bytes allocated, as the list itself orders what comes and goes.
+
+    Counted are parameters, gradients and optimizer state, buffers, activations in flight, boundary tensors, the largest
+    transient and what waits to be sent. The images of a step are on the device from its beginning to its end; what torch's
+    allocator reserves beyond is another prediction (`gems.memory.reserved`).
+    """
+
+    def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
+        self._spans = spans
+        self._optimizer = optimizer
+        self._static = optimizer.copies * spans.params + MESSAGE_COPIES * spans.buffers
+
+    def rank_costs(self, schedule: Schedule) -> tuple[RankCosts, ...]:
+        """Gives the costs in bytes of each rank of a lowered schedule, as tables over where its stages lie."""
+        made: dict[object, RankCosts] = {}
+        listed = []
+        for rank in range(schedule.num_ranks):
+            moments = moments_of(schedule, rank)
+            key = (schedule.placement.stages_on(rank), moments)
+            if key not in made:
+                made[key] = self._costs(schedule.placement.stages_on(rank), moments)
+            listed.append(made[key])
+        return tuple(listed)
+
+    def peak_bytes(self, schedule: Schedule, boundaries: Sequence[int]) -> tuple[int, ...]:
+        """Gives each rank's peak under a cut, in bytes."""
+        return tuple(
+            round(costs.at([(boundaries[s], boundaries[s + 1]) for s in costs.stages]))
+            for costs in self.rank_costs(schedule)
+        )
+
+    def _costs(self, held: tuple[Held, ...], moments: tuple[Moment, ...]) -> RankCosts:
+        stages = tuple(sorted({stage for _, stage in held}))
+        tables = tuple(
+            tuple(_kept(partial(self._table, moment, stage)) for stage in stages) for moment in moments
+        )
+        if len(stages) == 1:
+            return RankCosts(stages, ((_kept(partial(_largest, tables)),),))
+        return RankCosts(stages, tables)
+
+    def _table(self, moment: Moment, stage: int) -> Table:
+        """Gives what one stage of the rank holds at a moment, in all directions that the rank holds it in."""
+        total = np.zeros_like(self._spans.params)
+        for held, counts in moment.counts:
+            if held[1] == stage:
+                total += self._static + self._of(counts)
+                if moment.active is None:
+                    total += self._optimizer.step_copies * self._spans.params
+                elif moment.active == held:
+                    total += self._transient(moment.kind)
+        return total
+
+    def _of(self, counts: Counts) -> Table:
+        spans = self._spans
+        found: Table = np.zeros_like(spans.params)
+        for number, table in (
+            (counts.stashes, "stash"), (counts.weights, "held_for_weights"), (counts.outputs, "handed_on"),
+            (counts.inputs + counts.images, "given"), (counts.gradients, "given_back"),
+            (counts.input_gradients, "handed_back"),
+        ):  # fmt: skip
+            if number:
+                found = found + number * getattr(spans, table)
+        return found
+
+    def _transient(self, kind: Kind) -> Table:
+        if kind in (Kind.F, Kind.R):
+            return self._spans.forward_peak
+        if kind is Kind.B:
+            return self._spans.backward_peak
+        return self._spans.input_gradient_peak if kind is Kind.I else self._spans.weight_gradient_peak
+
+
+def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
+    """Gives each rank's costs in seconds of compute of one step: forward and backward of all its micro-batches."""
+    directions = list(schedule.directions().values())
+    listed: dict[tuple[tuple[int, int], ...], RankCosts] = {}
+    for rank in range(schedule.num_ranks):
+        counted: dict[int, int] = {}
+        for direction, stage in schedule.placement.stages_on(rank):
+            counted[stage] = counted.get(stage, 0) + directions.count(direction)
+        key = tuple(sorted(counted.items()))
+        tables = tuple(_kept(partial(np.multiply, number, spans.time_s)) for _, number in key)
+        listed.setdefault(key, RankCosts(tuple(stage for stage, _ in key), (tables,)))
+    return tuple(listed.values())
+
+
+def _kept(make: Callable[[], Table]) -> Callable[[], Table]:
+    """Makes a table at the first call and keeps it."""
+    found: list[Table] = []
+
+    def table() -> Table:
+        if not found:
+            found.append(make())
+        return found[0]
+
+    return table
+
+
+def _largest(tables: Sequence[Sequence[Callable[[], Table]]]) -> Table:
+    """Folds the moments of a rank of one stage into one."""
+    largest = tables[0][0]()
+    for (table,) in tables[1:]:
+        largest = np.maximum(largest, table())
+    return largest
