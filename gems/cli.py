@@ -32,11 +32,14 @@ class Options:
 
     json: bool = False
     flags: frozenset[str] = frozenset()
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
     """A command: `module:function`, called with (RunSpec, Options), or with (words, Options) when `takes_words`.
+
+    `flags` are words that stand alone; `choices` are options that take one of some words, or any where none is named.
 
     The function gives an exit code, or None for 0.
     """
@@ -44,6 +47,7 @@ class Verb:
     target: str
     help: str
     flags: tuple[str, ...] = field(default=())
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     takes_words: bool = False
 
     def load(self) -> Callable[..., int | None]:
@@ -78,7 +82,8 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
         )
     verb = verbs[name]
     flags = frozenset(word for word in words if word in verb.flags)
-    options = Options(json="--json" in words, flags=flags)
+    words, chosen = _take_choices(words, verb)
+    options = Options(json="--json" in words, flags=flags, chosen=chosen)
     words = [word for word in words if word != "--json" and word not in flags]
     if verb.takes_words:
         if "-h" in words or "--help" in words:
@@ -126,9 +131,28 @@ def _search_path(words: list[str]) -> list[str]:
     return kept
 
 
+def _take_choices(words: list[str], verb: Verb) -> tuple[list[str], dict[str, str]]:
+    """Takes the verb's own options with their values out of the words."""
+    kept: list[str] = []
+    chosen: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name not in verb.choices:
+            kept.append(word)
+            continue
+        chosen[name] = value if equals else next(rest, "")
+        allowed = verb.choices[name]
+        if not chosen[name] or chosen[name].startswith("-") or (allowed and chosen[name] not in allowed):
+            raise ConfigError(
+                name, chosen[name] or "none", one_of(allowed) if allowed else "must have a value"
+            )
+    return kept, chosen
+
+
 def _refuse_flags(words: Sequence[str], verb: Verb) -> None:
     of_hydra = () if verb.takes_words else (*HYDRA_FLAGS, *HYDRA_DIRECTORY)
-    known = ("--json", *verb.flags, *of_hydra)
+    known = ("--json", *verb.flags, *verb.choices, *of_hydra)
     for word in words:
         if word.startswith("-") and word.partition("=")[0] not in of_hydra:
             raise ConfigError("option", word, "unknown; nearest: " + ", ".join(nearest(word, known)))

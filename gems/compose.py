@@ -26,6 +26,8 @@ from gems.resolve import resolve
 CONF = Path(__file__).resolve().parent.parent / "conf"
 IN_CONF = "(in conf/)"
 FILE = "file://"
+UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+SIZE = re.compile(r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?")
 FREE = re.compile(r"cluster\.(environment|sbatch)\.")  # mappings whose keys are the user's own
 
 
@@ -36,6 +38,7 @@ def compose(overrides: Sequence[str]) -> RunSpec:
         ConfigError: an unknown key or option (with the nearest valid ones), or a value that cannot run.
     """
     _register()
+    overrides = [in_bytes(word) for word in overrides]
     check_overrides(overrides)
     GlobalHydra.instance().clear()
     try:
@@ -60,6 +63,7 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None])
         ConfigError: as `compose`; and whatever `act` raises.
     """
     _register()
+    argv = [in_bytes(word) for word in argv]
     failed: list[BaseException] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -103,6 +107,14 @@ def _to_spec(config: DictConfig) -> RunSpec:
     spec = OmegaConf.to_object(config)
     assert isinstance(spec, RunSpec)
     return spec
+
+
+def in_bytes(override: str) -> str:
+    """Gives an override of a key in bytes with a plain number: machine.device_bytes=16GB is 16000000000, GiB 2^30."""
+    found = SIZE.fullmatch(override)
+    if found is None:
+        return override
+    return f"{found['key']}={round(float(found['number']) * UNITS[found['unit']])}"
 
 
 def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:

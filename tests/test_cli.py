@@ -27,6 +27,25 @@ class TestVerbs:
         assert (spec.seed, spec.name, spec.parallel.parts) == (3, "1f1b", 1)
         assert options == Options(json=True, flags=frozenset({"level=lowered"}))
 
+    @pytest.mark.parametrize("words", [["--pick", "red"], ["--pick=red"]])
+    def test_an_option_with_a_value(self, gems: Gems, words: list[str]) -> None:
+        assert gems("note", "seed=3", *words, "--file", "a.png", verbs=MINE) == (0, "", "")
+        ((spec, options),) = SEEN
+        assert spec.seed == 3
+        assert options.chosen == {"--pick": "red", "--file": "a.png"}
+
+    @pytest.mark.parametrize(
+        ("words", "refused"),
+        [
+            (["--pick", "green"], "--pick=green: allowed: red, blue"),
+            (["--pick"], "--pick=none: allowed: red, blue"),
+            (["--pick="], "--pick=none: allowed: red, blue"),
+            (["--file", "--json"], "--file=--json: must have a value"),
+        ],
+    )
+    def test_an_option_with_a_wrong_value(self, gems: Gems, words: list[str], refused: str) -> None:
+        check_refusal(gems("note", *words, verbs=MINE), refused)
+
     def test_a_verb_of_words_gets_them_as_they_are(self, gems: Gems) -> None:
         assert gems("words", "a", "b=c", "--all", verbs=MINE).code == 0
         (seen,) = SEEN
