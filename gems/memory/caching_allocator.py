@@ -1,0 +1,104 @@
+"""A caching allocator on paper: how much a GPU's allocator takes from the device to serve a row of requests."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+BLOCK_BYTES = 512  # requests are rounded up to these
+SMALL_BYTES = 1 << 20  # up to here a request is served from small segments
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_SEGMENT_BYTES = 20 << 20  # requests below OWN_SEGMENT_BYTES share segments of this size
+OWN_SEGMENT_BYTES = 10 << 20
+OWN_SEGMENT_STEP_BYTES = 2 << 20  # a larger one has its own segment, rounded up to these
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A piece of a segment; `before` and `behind` are its neighbours there."""
+
+    num_bytes: int
+    is_small: bool
+    is_free: bool = False
+    before: _Block | None = None
+    behind: _Block | None = None
+
+
+class CachingAllocator:
+    """Plays torch's CUDA caching allocator (torch.cuda memory management notes) with its default settings.
+
+    Two pools, best fit, blocks split and joined with free neighbours, segments never given back. `reserved_bytes` is
+    what has been taken from the device, `allocated_bytes` what is in use, rounded as the allocator counts it.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self.allocated_bytes = 0
+        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._number = 0
+
+    def take(self, num_bytes: int) -> _Block:
+        """Serves a request; the block is given back with `give`."""
+        size = max(BLOCK_BYTES, _rounded(num_bytes, BLOCK_BYTES))
+        is_small = size <= SMALL_BYTES
+        block = self._best(size, is_small) or self._segment(size, is_small)
+        left = block.num_bytes - size
+        if left >= BLOCK_BYTES if is_small else left > SMALL_BYTES:
+            rest = _Block(left, is_small, before=block, behind=block.behind)
+            if block.behind is not None:
+                block.behind.before = rest
+            block.num_bytes, block.behind = size, rest
+            self._keep(rest)
+        block.is_free = False
+        self.allocated_bytes += block.num_bytes
+        return block
+
+    def give(self, block: _Block) -> None:
+        """Frees a block; it joins free neighbours of its segment."""
+        self.allocated_bytes -= block.num_bytes
+        for other in (block.before, block.behind):
+            if other is not None and other.is_free:
+                self._forget(other)
+                block.num_bytes += other.num_bytes
+                if other is block.before:
+                    block.before = other.before
+                    if block.before is not None:
+                        block.before.behind = block
+                else:
+                    block.behind = other.behind
+                    if block.behind is not None:
+                        block.behind.before = block
+        self._keep(block)
+
+    def _best(self, size: int, is_small: bool) -> _Block | None:
+        free = self._free[is_small]
+        place = bisect_left(free, (size, -1))
+        if place == len(free):
+            return None
+        return free.pop(place)[2]
+
+    def _segment(self, size: int, is_small: bool) -> _Block:
+        if is_small:
+            num_bytes = SMALL_SEGMENT_BYTES
+        elif size < OWN_SEGMENT_BYTES:
+            num_bytes = LARGE_SEGMENT_BYTES
+        else:
+            num_bytes = _rounded(size, OWN_SEGMENT_STEP_BYTES)
+        self.reserved_bytes += num_bytes
+        return _Block(num_bytes, is_small)
+
+    def _keep(self, block: _Block) -> None:
+        block.is_free = True
+        self._number += 1
+        insort(self._free[block.is_small], (block.num_bytes, self._number, block))
+
+    def _forget(self, block: _Block) -> None:
+        free = self._free[block.is_small]
+        place = bisect_left(free, (block.num_bytes, -1))
+        while free[place][2] is not block:
+            place += 1
+        del free[place]
+
+
+def _rounded(num_bytes: int, step: int) -> int:
+    return -(-num_bytes // step) * step
