@@ -15,13 +15,14 @@ class Layer:
 
     `target` names the module class as "package.module:ClassName" and `options` its keyword arguments, so that
     counting, cutting and hashing a model needs no torch. `kind` is a word for tables ("conv", "residual",
-    "head").
+    "head"). Layers that are parts of one whole (`is_part`) have the values of a whole that is drawn at once.
     """
 
     name: str
     kind: str
     target: str
     options: tuple[tuple[str, Any], ...]
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,14 @@ class Family:
     """A way to turn a configuration into layers.
 
     `layers` raises ConfigError for a network that does not exist; `stride_px` gives the total down-sampling.
+    `normed_px` gives, for a side of the image, the side of the smallest map that a norm sees, and 0 for an image too
+    small; without it that is the side over the stride, rounded up, from one stride on. `takes` says what the first
+    layer reads, by the kinds of `gems.data`: images, tokens or token_pairs. `title` is the model's name in tables, with
+    the fields of the configuration that tell one network of the family from another.
     """
 
     layers: Callable[[ModelConfig, DataConfig], tuple[Layer, ...]]
     stride_px: Callable[[ModelConfig], int]
+    normed_px: Callable[[ModelConfig, int], int] | None = None
+    takes: str = "images"
+    title: str = "{name}"

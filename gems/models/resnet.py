@@ -12,6 +12,7 @@ from typing import Any
 
 from gems.config import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
+from gems.models.checks import check_classifier
 from gems.models.layer import Layer
 
 _BLOCKS = "gems.models.blocks"
@@ -35,9 +36,11 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         _layer(
             "stem",
             "conv",
-            "Stem",
+            "chain:ConvUnit",
             in_channels=data.channels,
             out_channels=model.width,
+            kernel=3,
+            stride=1,
             norm=model.norm,
             activate=not preactivated,
         )
@@ -50,7 +53,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
                 _layer(
                     f"stage{stage + 1}.block{index + 1}",
                     "residual",
-                    "PreActivationBlock" if preactivated else "PostActivationBlock",
+                    f"residual:{'Pre' if preactivated else 'Post'}ActivationBlock",
                     in_channels=in_channels,
                     inner_channels=inner,
                     out_channels=inner * _EXPANSION[block],
@@ -67,8 +70,9 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         "num_classes": data.num_classes,
         "norm": model.norm,
         "activate": preactivated,
+        "dropout_rate": model.dropout,
     }
-    return (*out, _layer("head", "head", "Head", **head))
+    return (*out, _layer("head", "head", "heads:Head", **head))
 
 
 def stride_px(model: ModelConfig) -> int:
@@ -117,13 +121,11 @@ def _check(model: ModelConfig) -> None:
     for key, value, valid in (
         ("model.block", model.block, ("auto", "basic", "bottleneck")),
         ("model.shortcut", model.shortcut, ("auto", "identity", "projection")),
-        ("model.norm", model.norm, ("batch", "group", "none")),
     ):
         if value not in valid:
             raise ConfigError(key, value, one_of(valid))
-    if model.width < 1:
-        raise ConfigError("model.width", model.width, "the filters of the first stage, at least 1")
+    check_classifier(model)
 
 
-def _layer(name: str, kind: str, class_name: str, **options: Any) -> Layer:
-    return Layer(name, kind, f"{_BLOCKS}:{class_name}", tuple(options.items()))
+def _layer(name: str, kind: str, target: str, **options: Any) -> Layer:
+    return Layer(name, kind, f"{_BLOCKS}.{target}", tuple(options.items()))

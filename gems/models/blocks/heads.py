@@ -1,0 +1,148 @@
+"""Classifiers: the pooled head, fully connected layers, and a head with an auxiliary loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gems.models.blocks.parts import conv2d, dropout, hidden_linear, norm2d
+
+_AUXILIARY_SIDE = 5
+_AUXILIARY_STRIDE = 3
+
+
+class Head(nn.Module):
+    """Norm and ReLU when `activate` (ResNet version 2), global average pooling, dropout, one linear map.
+
+    Takes (N, in_channels, H, W) and gives logits (N, num_classes): the loss applies its own log-softmax.
+    """
+
+    def __init__(
+        self, in_channels: int, num_classes: int, norm: str, activate: bool, dropout_rate: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.activation = nn.Sequential(norm2d(norm, in_channels), nn.ReLU()) if activate else nn.Identity()
+        self.dropout = dropout(dropout_rate)
+        self.linear = nn.Linear(in_channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives the logits."""
+        out: Tensor = self.linear(self.dropout(self.activation(x).mean(dim=(2, 3))))
+        return out
+
+
+class Flatten(nn.Module):
+    """Averages a feature map of any size to `side_px` a side, so that a linear map behind it has a fixed size.
+
+    Takes (N, C, H, W) and gives (N, C x side_px x side_px). At the size of the publication it changes no value.
+    """
+
+    def __init__(self, side_px: int) -> None:
+        super().__init__()
+        self.side_px = side_px
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives the flat map."""
+        if x.shape[2:] != (self.side_px, self.side_px):
+            x = functional.adaptive_avg_pool2d(x, self.side_px)
+        return x.flatten(1)
+
+
+class FullyConnected(nn.Module):
+    """Dropout, a linear map, and ReLU unless it `is_last`; in front of them `Flatten` where `map_px` is not 0.
+
+    Takes (N, in_features) or a map (N, in_features / map_px^2, H, W), and gives (N, out_features).
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, map_px: int, dropout_rate: float, is_last: bool
+    ) -> None:
+        super().__init__()
+        self.flatten = Flatten(map_px) if map_px else nn.Identity()
+        self.dropout = dropout(dropout_rate)
+        self.linear = (nn.Linear if is_last else hidden_linear)(in_features, out_features)
+        self.activation = nn.Identity() if is_last else nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives the features, or the logits."""
+        out: Tensor = self.activation(self.linear(self.dropout(self.flatten(x))))
+        return out
+
+
+class Auxiliary(nn.Module):
+    """The auxiliary classifier of Inception v3 (Szegedy et al. 2015, arXiv 1512.00567, section 4 and figure 8).
+
+    5x5 average pooling of stride 3, 1x1 and 5x5 convolutions, a global average and a linear map: at the published
+    17x17 the last map is 1x1. A map too small for these windows is averaged to 5x5 first.
+
+    Takes (N, in_channels, H, W) and hands on that very tensor, and beside it logits (N, num_classes).
+    """
+
+    output_names = ("main", "auxiliary")
+
+    def __init__(
+        self, in_channels: int, inner_channels: int, out_channels: int, num_classes: int, norm: str
+    ) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            conv2d(in_channels, inner_channels, 1, 1, norm),
+            norm2d(norm, inner_channels),
+            nn.ReLU(),
+            conv2d(inner_channels, out_channels, _AUXILIARY_SIDE, 1, norm, padding=0),
+            norm2d(norm, out_channels),
+            nn.ReLU(),
+        )
+        self.linear = nn.Linear(out_channels, num_classes)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Gives the map itself and the auxiliary logits."""
+        height, width = x.shape[2:]
+        if min(height, width) >= _AUXILIARY_SIDE + (_AUXILIARY_SIDE - 1) * _AUXILIARY_STRIDE:
+            pooled = functional.avg_pool2d(x, _AUXILIARY_SIDE, _AUXILIARY_STRIDE)
+        else:
+            pooled = functional.adaptive_avg_pool2d(x, _AUXILIARY_SIDE)
+        return x, self.linear(self.features(pooled).mean(dim=(2, 3)))
+
+
+class AuxiliaryHead(Head):
+    """A pooled head that joins its logits with those of an auxiliary classifier into one output.
+
+    In training it gives (N, num_classes + 1) scores, whose cross-entropy is exactly that of the main logits plus
+    `weight` times that of the auxiliary ones (see `joined_scores`). In evaluation it gives the main logits alone.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        norm: str,
+        activate: bool,
+        dropout_rate: float,
+        weight: float,
+    ) -> None:
+        super().__init__(in_channels, num_classes, norm, activate, dropout_rate)
+        self.weight = weight
+
+    def forward(self, x: Tensor, auxiliary: Tensor) -> Tensor:  # type: ignore[override]
+        """Gives the scores (training) or the main logits (evaluation)."""
+        logits = super().forward(x)
+        return joined_scores(logits, auxiliary, self.weight) if self.training else logits
+
+
+def joined_scores(main: Tensor, auxiliary: Tensor, weight: float) -> Tensor:
+    """Gives scores (N, C + 1) with cross-entropy(scores) = cross-entropy(main) + weight x cross-entropy(auxiliary).
+
+    The score of a class is log p(main) + weight log p(auxiliary). Their exponentials sum to Z <= 1, and a last column
+    log(1 - Z), "none of the classes", fills that up to one: the log-softmax of the scores is then the scores
+    themselves, and the normaliser has no gradient. Below the rounding of 1 - Z the column is held constant.
+
+    Args:
+        main: logits (N, C).
+        auxiliary: logits (N, C).
+        weight: of the auxiliary loss.
+    """
+    wide = torch.promote_types(main.dtype, torch.float32)
+    joint = main.to(wide).log_softmax(1) + weight * auxiliary.to(wide).log_softmax(1)
+    rest = -torch.expm1(joint.logsumexp(1, keepdim=True))
+    return torch.cat([joint, rest.clamp_min(torch.finfo(wide).eps).log()], 1)

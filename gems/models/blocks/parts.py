@@ -1,0 +1,60 @@
+"""Convolution, linear map and norm as all blocks make them.
+
+Weights before a ReLU are drawn as in He et al. 2015 (arXiv 1502.01852): normal with variance 2 / fan-in, biases zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+_MAX_GROUPS = 8
+
+
+def conv2d(
+    in_channels: int,
+    out_channels: int,
+    kernel: int | tuple[int, int],
+    stride: int,
+    norm: str,
+    padding: int | tuple[int, int] | None = None,
+) -> nn.Conv2d:
+    """Gives a convolution, padded to keep the size unless `padding` is given; with a bias where no norm has one."""
+    height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
+    pad = (height // 2, width // 2) if padding is None else padding
+    conv = nn.Conv2d(in_channels, out_channels, (height, width), stride, padding=pad, bias=norm == "none")
+    nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+    if conv.bias is not None:
+        nn.init.zeros_(conv.bias)
+    return conv
+
+
+def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
+    """Gives a linear map that a ReLU follows."""
+    linear = nn.Linear(in_features, out_features)
+    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def norm2d(norm: str, channels: int) -> nn.Module:
+    """Gives the norm of a feature map: "batch", "group" (8 groups, or as many as divide the channels) or "none"."""
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    if norm == "group":
+        return nn.GroupNorm(math.gcd(_MAX_GROUPS, channels), channels)
+    return nn.Identity()
+
+
+def dropout(rate: float) -> nn.Module:
+    """Gives dropout of a share `rate` of the values; nothing at all for 0."""
+    return nn.Dropout(rate) if rate else nn.Identity()
+
+
+def tame(last: nn.Conv2d, norm: str, num_blocks: int) -> None:
+    """Shrinks a branch that no norm tames, or the variance would double at each of `num_blocks` blocks."""
+    if norm == "none":
+        with torch.no_grad():
+            last.weight.mul_(num_blocks**-0.5)

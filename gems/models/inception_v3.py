@@ -1,0 +1,142 @@
+"""Inception v3 (Szegedy et al. 2015, arXiv 1512.00567, table 1 and figures 5 to 7) as named layers.
+
+An inception block is one layer. Where the paper leaves widths out, or its table disagrees (the fifth convolution), they
+are those of the authors' released model, which has batch norm, and dropout 0.2 in front of the linear map. 299x299 px
+give a last map of 8x8.
+
+With `auxiliary` a second classifier reads the map behind mixed6e (layer "auxiliary"). Its logits cross the following
+boundaries beside the map, and the head adds its loss, with the weight of Szegedy et al. 2014, to that of the main ones.
+"""
+
+from __future__ import annotations
+
+from gems.config import DataConfig, ModelConfig
+from gems.models.backbone import Backbone, Part, carrying
+from gems.models.checks import check_classifier
+from gems.models.layer import Layer
+from gems.models.steps import Fork, Step, average_pool, conv, fork, max_pool, scaled_channels, side_after
+
+_WIDTH = 32
+_AUXILIARY_CHANNELS = (128, 768)
+_AUXILIARY_WEIGHT = 0.3
+_AUXILIARY_WINDOW = (average_pool(5, 3, 0), conv(768, 5, is_padded=False))
+_HEADS = "gems.models.blocks.heads"
+_HALVE = max_pool(3, 2)
+
+
+def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    """Gives conv1 ... conv5, mixed5b ... mixed7c, head; with model.auxiliary also "auxiliary" behind mixed6e.
+
+    Raises ConfigError for a norm, width or dropout that no such network has.
+    """
+    check_classifier(model, has_auxiliary=True)
+    features = _BACKBONE.layers(data.channels, model.width, model.norm)
+    head = (
+        ("in_channels", _BACKBONE.channels(model.width)),
+        ("num_classes", data.num_classes),
+        ("norm", model.norm),
+        ("activate", False),
+        ("dropout_rate", model.dropout),
+    )
+    if not model.auxiliary:
+        return (*features, Layer("head", "head", f"{_HEADS}:Head", head))
+    inner, last = (scaled_channels(channels, model.width, _WIDTH) for channels in _AUXILIARY_CHANNELS)
+    auxiliary = (
+        ("in_channels", _UP_TO_AUXILIARY.channels(model.width)),
+        ("inner_channels", inner),
+        ("out_channels", last),
+        ("num_classes", data.num_classes),
+        ("norm", model.norm),
+    )
+    split = len(_UP_TO_AUXILIARY.parts)
+    return (
+        *features[:split],
+        Layer("auxiliary", "head", f"{_HEADS}:Auxiliary", auxiliary),
+        *(carrying(layer, ("auxiliary",)) for layer in features[split:]),
+        Layer("head", "head", f"{_HEADS}:AuxiliaryHead", (*head, ("weight", _AUXILIARY_WEIGHT))),
+    )
+
+
+def stride_px(model: ModelConfig) -> int:
+    """Gives 32."""
+    return _BACKBONE.stride_px
+
+
+def normed_px(model: ModelConfig, side_px: int) -> int:
+    """Gives a side of the last map, or of the auxiliary classifier's when that is smaller; 0 below 75 px."""
+    last_px = _BACKBONE.normed_px(side_px)
+    if not model.auxiliary:
+        return last_px
+    auxiliary_px = side_after(_UP_TO_AUXILIARY.normed_px(side_px), _AUXILIARY_WINDOW)
+    return min(last_px, max(1, auxiliary_px))
+
+
+def _with_pooling(*branches: tuple[Step, ...], pooled: int) -> Fork:
+    return fork(*branches, (average_pool(), conv(pooled)))
+
+
+def _mixed5(pooled: int) -> Fork:
+    return _with_pooling(
+        (conv(64),), (conv(48), conv(64, 5)), (conv(64), conv(96, 3), conv(96, 3)), pooled=pooled
+    )
+
+
+def _mixed6(inner: int) -> Fork:
+    """Figure 6 with n = 7: a 7x7 convolution as 1x7 and 7x1."""
+    return _with_pooling(
+        (conv(192),),
+        (conv(inner), conv(inner, (1, 7)), conv(192, (7, 1))),
+        (
+            conv(inner),
+            conv(inner, (7, 1)),
+            conv(inner, (1, 7)),
+            conv(inner, (7, 1)),
+            conv(192, (1, 7)),
+        ),
+        pooled=192,
+    )
+
+
+def _mixed7() -> Fork:
+    """Figure 7: the filter banks are expanded by branches that fork once more."""
+    expanded = fork((conv(384, (1, 3)),), (conv(384, (3, 1)),))
+    return _with_pooling((conv(320),), (conv(384), expanded), (conv(448), conv(384, 3), expanded), pooled=192)
+
+
+_MIXED6A = fork(
+    (conv(384, 3, 2, is_padded=False),),
+    (conv(64), conv(96, 3), conv(96, 3, 2, is_padded=False)),
+    (_HALVE,),
+)
+_MIXED7A = fork(
+    (conv(192), conv(320, 3, 2, is_padded=False)),
+    (conv(192), conv(192, (1, 7)), conv(192, (7, 1)), conv(192, 3, 2, is_padded=False)),
+    (_HALVE,),
+)
+_UP_TO_AUXILIARY = Backbone(
+    _WIDTH,
+    (
+        Part("conv1", "conv", (conv(32, 3, 2, is_padded=False),)),
+        Part("conv2", "conv", (conv(32, 3, is_padded=False),)),
+        Part("conv3", "conv", (conv(64, 3), _HALVE)),
+        Part("conv4", "conv", (conv(80),)),
+        Part("conv5", "conv", (conv(192, 3, is_padded=False), _HALVE)),
+        Part("mixed5b", "inception", (_mixed5(32),)),
+        Part("mixed5c", "inception", (_mixed5(64),)),
+        Part("mixed5d", "inception", (_mixed5(64),)),
+        Part("mixed6a", "inception", (_MIXED6A,)),
+        Part("mixed6b", "inception", (_mixed6(128),)),
+        Part("mixed6c", "inception", (_mixed6(160),)),
+        Part("mixed6d", "inception", (_mixed6(160),)),
+        Part("mixed6e", "inception", (_mixed6(192),)),
+    ),
+)
+_BACKBONE = Backbone(
+    _WIDTH,
+    (
+        *_UP_TO_AUXILIARY.parts,
+        Part("mixed7a", "inception", (_MIXED7A,)),
+        Part("mixed7b", "inception", (_mixed7(),)),
+        Part("mixed7c", "inception", (_mixed7(),)),
+    ),
+)
