@@ -1,4 +1,4 @@
-"""Sources of images by name (no torch here: arrays are numpy's)."""
+"""Sources of images and tokens by name (no torch here: arrays are numpy's)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gems.config import DataConfig
-from gems.data import folder, synthetic, tissue
-from gems.data.dataset import Dataset, Image, Split
+from gems.data import folder, synthetic, tissue, tokens
+from gems.data.dataset import Dataset, Image, Split, Tokens
 from gems.errors import ConfigError, nearest, one_of
 
 __all__ = [
@@ -16,23 +16,32 @@ __all__ = [
     "Image",
     "Source",
     "Split",
+    "Tokens",
     "check_data",
+    "kind_of",
+    "labels_per_sample",
     "open_dataset",
     "register",
     "resolve_data",
+    "sample_shape",
+    "sources_of",
 ]
+
+IMAGES = "images"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A kind of data set: `check` raises ConfigError without decoding an image, `open` reads what it must.
 
-    `field_px` derives data.field_px where the source has such a thing.
+    `field_px` derives data.field_px where the source has such a thing. `kind` says what a sample is, as the families
+    of models do: images, tokens (one sequence) or token_pairs (a sequence and its translation).
     """
 
     open: Callable[[DataConfig, int], Dataset]
     check: Callable[[DataConfig], None] = lambda data: None
     field_px: Callable[[DataConfig], int | None] = lambda data: data.field_px
+    kind: str = IMAGES
 
 
 SOURCES: dict[str, Source] = {}
@@ -55,6 +64,7 @@ def check_data(data: DataConfig) -> None:
         ("data.train_images", data.train_images, 1),
         ("data.validation_images", data.validation_images, 1),
         ("data.prefetch_steps", data.prefetch_steps, 0),
+        ("data.length", data.length, 1),
     ):
         if count < least:
             raise ConfigError(key, count, f"must be {least} or more")
@@ -75,6 +85,28 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
     return _source(data).open(data, seed)
 
 
+def kind_of(data: DataConfig) -> str:
+    """Gives what a sample is: images, tokens or token_pairs."""
+    return _source(data).kind
+
+
+def sources_of(kind: str) -> list[str]:
+    """Gives the names of the sources whose samples are of a kind."""
+    return sorted(name for name, source in SOURCES.items() if source.kind == kind)
+
+
+def sample_shape(data: DataConfig) -> tuple[int, ...]:
+    """Gives the shape of one sample: (channels, height, width) of an image, (length,) or (2, length) of tokens."""
+    if kind_of(data) == IMAGES:
+        return data.channels, data.height_px, data.width_px
+    return tokens.shape_of(kind_of(data), data.length)
+
+
+def labels_per_sample(data: DataConfig) -> int:
+    """Gives how many labels a sample has: one for an image, one for each place of a sequence of tokens."""
+    return 1 if kind_of(data) == IMAGES else data.length
+
+
 def _source(data: DataConfig) -> Source:
     if data.name not in SOURCES:
         raise ConfigError(
@@ -89,3 +121,5 @@ def _source(data: DataConfig) -> Source:
 register("synthetic", Source(open=synthetic.SyntheticDataset))
 register("tissue", Source(open=tissue.TissueDataset, check=tissue.check, field_px=tissue.field_px))
 register("folder", Source(open=folder.FolderDataset, check=folder.check))
+register("tokens", Source(open=tokens.TokenDataset, kind=tokens.TOKENS))
+register("token_pairs", Source(open=tokens.TokenPairDataset, kind=tokens.TOKEN_PAIRS))

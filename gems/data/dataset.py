@@ -1,9 +1,9 @@
-"""What every source of images offers: float32 images and labels by index, the same on each rank."""
+"""What every source offers: samples (float32 images, or int64 tokens) and labels by index, the same on each rank."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +12,21 @@ from gems.data.rng import generator
 
 Split = Literal["train", "validation"]
 Image = NDArray[np.float32]
+Tokens = NDArray[np.int64]
 
 
 class Dataset(ABC):
-    """Labelled images of one shape (channels, height, width) in two splits, read by index in any order.
+    """Labelled samples of one shape in two splits, read by index in any order: images (channels, height, width).
 
-    `seed` fixes everything random. Subclasses give the pixels and labels; augmentation and bounds are here.
+    `seed` fixes everything random. Subclasses give the pixels and labels; augmentation and bounds are here. Where
+    samples are tokens, `dtype` is int64, and a label is an array: a class for each of several places.
     """
+
+    dtype: ClassVar[type[np.float32] | type[np.int64]] = np.float32
 
     def __init__(
         self,
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         num_classes: int,
         num_train: int,
         num_validation: int,
@@ -40,38 +44,40 @@ class Dataset(ABC):
         """Gives how many images a split has."""
         return self.num_train if split == "train" else self.num_validation
 
-    def image(self, split: Split, index: int, draw: int = 0) -> Image:
-        """Gives one image, float32 of shape (channels, height, width), about zero mean and unit variance.
+    def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
+        """Gives one sample: an image, float32 of shape (channels, height, width), about zero mean and unit variance.
 
         Training images are flipped (and turned by 90 degrees when square) as (seed, index, draw) says;
         validation images never. Raises IndexError outside the split.
         """
         self._check(split, index)
-        pixels = self._pixels(split, index)
+        pixels: Any = self._pixels(split, index)
         if split == "train" and self.augment:
             pixels = turned(pixels, generator(self.seed, "augment", index, draw))
-        return np.ascontiguousarray(pixels, dtype=np.float32)
+        return cast("Image | Tokens", np.ascontiguousarray(pixels, dtype=self.dtype))
 
-    def label(self, split: Split, index: int) -> int:
-        """Gives the class of one image, 0 <= label < num_classes, without reading its pixels."""
+    def label(self, split: Split, index: int) -> int | Tokens:
+        """Gives the class of one sample, 0 <= label < num_classes, without reading its pixels; several as an array."""
         self._check(split, index)
         return self._label(split, index)
 
     def class_counts(self, split: Split) -> tuple[int, ...]:
-        """Gives the number of images of each class.
+        """Gives the number of labels of each class.
 
         The largest share of them is the accuracy of always guessing one class.
         """
-        labels = [self._label(split, index) for index in range(self.num_images(split))]
-        return tuple(np.bincount(np.array(labels, dtype=np.int64), minlength=self.num_classes).tolist())
+        labels = np.array(
+            [self._label(split, index) for index in range(self.num_images(split))], dtype=np.int64
+        )
+        return tuple(np.bincount(labels.ravel(), minlength=self.num_classes).tolist())
 
     @abstractmethod
-    def _pixels(self, split: Split, index: int) -> Image:
-        """Gives the image before augmentation."""
+    def _pixels(self, split: Split, index: int) -> Image | Tokens:
+        """Gives the sample before augmentation."""
 
     @abstractmethod
-    def _label(self, split: Split, index: int) -> int:
-        """Gives the class."""
+    def _label(self, split: Split, index: int) -> int | Tokens:
+        """Gives the class, or classes."""
 
     def _check(self, split: Split, index: int) -> None:
         if not 0 <= index < self.num_images(split):

@@ -102,7 +102,9 @@ class TissueDataset(Dataset):
     def _pixels(self, split: Split, index: int) -> Image:
         top, left = self.position_px(split, index)
         height, width = self.field_shape_px
-        tile = self._resample(self.slide[top : top + height, left : left + width], self.shape[1:])
+        tile = self._resample(
+            self.slide[top : top + height, left : left + width], (self.shape[1], self.shape[2])
+        )
         normalised = (np.asarray(tile, dtype=np.float32) - self._mean) / self._deviation
         channels_first: Image = normalised.transpose(2, 0, 1)
         return channels_first

@@ -61,9 +61,15 @@ def relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
     return errors[worst], worst
 
 
-def compare(spec: RunSpec, comm: Comm, device: torch.device, schedule: Schedule | None = None) -> Difference:
+def compare(
+    spec: RunSpec,
+    comm: Comm,
+    device: torch.device,
+    schedule: Schedule | None = None,
+    cuts: tuple[int, ...] | None = None,
+) -> Difference:
     """Runs the configured schedule and compares each copy of each tensor after every step; collective."""
-    pipeline = build_pipeline(spec, comm, device, schedule=schedule)
+    pipeline = build_pipeline(spec, comm, device, schedule=schedule, cuts=cuts)
     feed = Feed(spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.images_of, pipeline.labels_of,
                 DTYPES[spec.train.dtype], device)  # fmt: skip
     pipeline.set_training(True)
@@ -102,7 +108,7 @@ def main(argv: list[str]) -> None:
         spec = folder.read_spec()
         device = open_device(spec.machine)
         comm = world()
-        difference = compare(spec, comm, device, folder.read_schedule())
+        difference = compare(spec, comm, device, folder.read_schedule(), folder.read_boundaries())
         if comm.rank == 0:
             write_json(folder.result_json, asdict(difference))
     except BaseException as error:

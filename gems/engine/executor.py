@@ -25,7 +25,10 @@ NO_LABEL = -1  # a sample that only fills a micro-batch
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a rank reads of one step: images (N, C, H, W) and labels (N,) by micro-batch, where it needs them."""
+    """What a rank reads of one step, by micro-batch, where it needs them: samples and labels.
+
+    Samples are images (N, C, H, W) with labels (N,), or tokens (N, T) or (N, 2, T) with labels (N, T).
+    """
 
     images: Mapping[int, Tensor]
     labels: Mapping[int, Tensor]
@@ -33,11 +36,11 @@ class Batch:
 
 @dataclass(slots=True)
 class Score:
-    """Sums over the samples that a rank has seen at the last stage."""
+    """Sums over the labels that a rank has seen at the last stage: one of an image, one of each token."""
 
     loss_sum: float = 0.0
     num_correct: int = 0
-    num_samples: int = 0
+    num_labels: int = 0
 
 
 @dataclass(slots=True)
@@ -46,21 +49,21 @@ class _Sums:
 
     losses: list[Tensor] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)
-    samples: list[Tensor] = field(default_factory=list)
+    labels: list[Tensor] = field(default_factory=list)
 
     def read(self) -> Score:
         if not self.losses:
             return Score()
         loss = float(torch.stack(self.losses).double().sum())
-        return Score(loss, int(torch.stack(self.hits).sum()), int(torch.stack(self.samples).sum()))
+        return Score(loss, int(torch.stack(self.hits).sum()), int(torch.stack(self.labels).sum()))
 
 
 class Executor:
     """Runs the row of `rank`, action by action, through a table from kind to handler.
 
     Transfers only post; the action that needs the data waits for it. Each micro-batch's loss is the sum over its
-    samples divided by all samples of the step (`samples_per_step`, over directions and replicas), so that summed
-    gradients are those of the mean over everything, however the step is cut.
+    labels divided by all labels of the step (`labels_per_step`, over directions and replicas; an image has one, a
+    sequence one a token), so that summed gradients are those of the mean over everything, however the step is cut.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Executor:
         links: Links,
         recorder: Recorder,
         heartbeat: Heartbeat | None = None,
-        samples_per_step: int = 1,
+        labels_per_step: int = 1,
         gradients: Gradients | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -81,7 +84,7 @@ class Executor:
         self._stages = stages
         self._links = links
         self._recorder = recorder
-        self._samples_per_step = samples_per_step
+        self._labels_per_step = labels_per_step
         self._gradients = gradients
         self._optimizer = optimizer
         self._last_stage = schedule.num_stages - 1
@@ -214,12 +217,12 @@ class Executor:
         loss = functional.cross_entropy(wide, labels, reduction="sum", ignore_index=NO_LABEL)
         self._sums.losses.append(loss.detach())
         self._sums.hits.append((logits.detach().argmax(1) == labels).sum())
-        self._sums.samples.append((labels != NO_LABEL).sum())
+        self._sums.labels.append((labels != NO_LABEL).sum())
         return loss
 
     def _scale(self) -> Tensor:
         like = self._sums.losses[-1]
-        return torch.full_like(like, 1.0 / self._samples_per_step)
+        return torch.full_like(like, 1.0 / self._labels_per_step)
 
     def _inputs(self, action: Action) -> tuple[Tensor, ...]:
         return (self._batch.images[_micro_batch(action)],) if action.stage == 0 else self._arrived(action)

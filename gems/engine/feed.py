@@ -18,7 +18,7 @@ from gems.resolve import global_batch
 
 
 class Feed:
-    """Loads images for the micro-batches that start on this rank, and labels for those that end here.
+    """Loads images, or tokens, for the micro-batches that start on this rank, and labels for those that end here.
 
     The rank with the images and the one with the labels draw the same samples from the seed, so none sends them. A
     rank that holds neither the first nor the last stage needs no data set.
@@ -75,11 +75,14 @@ class Feed:
         )
 
     def _images(self, split: Split, samples: np.ndarray) -> Tensor:
-        images = np.stack([self._data.image(split, int(index), int(draw)) for index, draw in samples])
-        return torch.from_numpy(images).to(self._dtype)
+        given = torch.from_numpy(
+            np.stack([self._data.image(split, int(index), int(draw)) for index, draw in samples])
+        )
+        return given.to(self._dtype) if given.is_floating_point() else given
 
     def _labels(self, split: Split, samples: np.ndarray) -> Tensor:
-        return torch.tensor([self._data.label(split, int(index)) for index, _ in samples], dtype=torch.int64)
+        labels = [np.asarray(self._data.label(split, int(index)), dtype=np.int64) for index, _ in samples]
+        return torch.from_numpy(np.stack(labels))
 
     def _on_device(self, batch: Batch) -> Batch:
         return Batch(
@@ -111,7 +114,6 @@ class Feed:
                 if has_images:
                     images[m] = self._images("validation", samples)
                 if has_labels:
-                    labels[m] = torch.where(
-                        torch.from_numpy(known), self._labels("validation", samples), NO_LABEL
-                    )
+                    labels[m] = self._labels("validation", samples)
+                    labels[m][torch.from_numpy(~known)] = NO_LABEL
             yield self._on_device(Batch(images, labels))

@@ -24,9 +24,9 @@ from gems.engine.staging import open_staging
 from gems.engine.transport import Comm, Transport, ranks_here
 from gems.heartbeat import Heartbeat
 from gems.models import layers_of
-from gems.models.build import boundary_shapes, build_layers
+from gems.models.build import boundary_shapes, build_layers, input_spec
 from gems.program import cut_of, schedule_of
-from gems.resolve import global_batch
+from gems.resolve import labels_per_step
 from gems.schedule.families.forward_only import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
@@ -95,10 +95,11 @@ def build_pipeline(
     part: TracePart | None = None,
     heartbeat: Heartbeat | None = None,
     schedule: Schedule | None = None,
+    cuts: tuple[int, ...] | None = None,
 ) -> Pipeline:
     """Builds the share of one rank; collective over `comm`, whose size is partitions x replicas.
 
-    `schedule` is the lowered list of the run folder; without one it is made anew. Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies
+    `schedule` is the lowered list of the run folder and `cuts` its boundaries; without them they are made anew. Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies
     are equal from the start.
 
     Raises:
@@ -111,9 +112,9 @@ def build_pipeline(
     replica, rank = divmod(comm.rank, parallel.partitions)
     dtype = DTYPES[spec.train.dtype]
     layers = layers_of(spec.model, spec.data)
-    cuts = cut_of(spec, schedule.num_stages)
-    image_shape = (parallel.micro_batch_size, spec.data.channels, spec.data.height_px, spec.data.width_px)
-    shapes = boundary_shapes(layers, image_shape, dtype)
+    cuts = cuts or cut_of(spec, schedule)
+    given = input_spec(spec.data, parallel.micro_batch_size, dtype)
+    shapes = boundary_shapes(layers, given.shape, dtype, given.dtype)
     boundaries = [shapes[cut - 1] for cut in cuts[1:-1]]
     stall_limit_s = spec.train.stall_limit_s
     spin_s = spin_of(ranks_here(comm))
@@ -136,7 +137,7 @@ def build_pipeline(
     recorder.hold(sum(stage.state_bytes for stage in stages.values()))
     train = Executor(
         schedule, rank, stages, links, recorder, heartbeat,
-        samples_per_step=global_batch(spec), gradients=gradients, optimizer=optimizer,
+        labels_per_step=labels_per_step(spec), gradients=gradients, optimizer=optimizer,
     )  # fmt: skip
     forward = validate(
         lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages)))

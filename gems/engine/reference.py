@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from gems.engine.gradients import running_statistics
 from gems.engine.optimizer import build_optimizer
 from gems.models import layers_of
 from gems.models.build import as_tuple, build_layers
-from gems.resolve import global_batch
+from gems.resolve import global_batch, labels_per_step
 from gems.schedule.schedule import Schedule
 
 Values = dict[str, Tensor]  # "<layer>.<parameter>" -> tensor on the host
@@ -43,7 +44,7 @@ def train_unsplit(
 ) -> Iterator[tuple[Values, Values, Values]]:
     """Trains the whole model on the run's own micro-batches; gives (parameters, gradients, statistics) after each step.
 
-    The gradient is the mean over all samples of a step, added up over the micro-batches of each copy of the model (a
+    The gradient is the mean over all labels of a step (one an image, one a token), added up over the micro-batches of each copy of the model (a
     direction of a replica) first and then over the copies: in a deep network another order of that sum shows at 1e-12
     a step later. Running statistics start a step alike for each copy, advance with its micro-batches, and end as the
     mean over copies.
@@ -68,7 +69,7 @@ def train_unsplit(
                 values: tuple[Tensor, ...] = (images,)
                 for module in modules:
                     values = as_tuple(module(*values))
-                loss = functional.cross_entropy(values[0], labels, reduction="sum") / global_batch(spec)
+                loss = functional.cross_entropy(values[0], labels, reduction="sum") / labels_per_step(spec)
                 torch.autograd.backward(loss)
             for sum_of_copies, buffer in zip(mean, statistics, strict=True):
                 sum_of_copies += buffer / len(copies)
@@ -111,8 +112,8 @@ def _micro_batches(
     samples = batch_indices(dataset.num_train, spec.seed, step, global_batch(spec))
     for where in slices:
         chosen = [(int(index), int(draw)) for index, draw in samples[where]]
-        images = torch.stack(
-            [torch.from_numpy(dataset.image("train", index, draw)) for index, draw in chosen]
+        given = torch.stack([torch.from_numpy(dataset.image("train", index, draw)) for index, draw in chosen])
+        labels = torch.from_numpy(
+            np.stack([np.asarray(dataset.label("train", index)) for index, _ in chosen])
         )
-        labels = torch.tensor([dataset.label("train", index) for index, _ in chosen])
-        yield images.to(device=device, dtype=dtype), labels.to(device)
+        yield given.to(device, dtype if given.is_floating_point() else given.dtype), labels.to(device)

@@ -15,7 +15,7 @@ from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
 from gems.config import RunSpec
-from gems.data import open_dataset
+from gems.data import labels_per_sample, open_dataset
 from gems.engine import checkpoint
 from gems.engine.clock import measure_offset
 from gems.engine.device import DTYPES
@@ -27,14 +27,17 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.progress import Progress
 from gems.engine.transport import Comm, library
 from gems.heartbeat import Heartbeat
-from gems.resolve import global_batch
+from gems.resolve import global_batch, labels_per_step
 from gems.runfolder import RunFolder, signature, write_json
 from gems.trace import TracePart, part_path, root_attributes
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Share of validation images told right, beside the share of the commonest class."""
+    """Share of validation labels told right, beside the share of the commonest class; the loss is the mean over them.
+
+    An image has one label, a sequence one for each token. `num_validation` counts images or sequences.
+    """
 
     validation_accuracy: float
     validation_majority: float
@@ -46,7 +49,9 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
     """Runs a whole training on one rank: set-up, steps, evaluation, checkpoint, trace part; collective."""
     part = TracePart(part_path(folder.path, comm.rank), comm.rank, _attributes(spec, comm, device))
     try:
-        pipeline = build_pipeline(spec, comm, device, part, heartbeat, folder.read_schedule())
+        pipeline = build_pipeline(
+            spec, comm, device, part, heartbeat, folder.read_schedule(), folder.read_boundaries()
+        )
         if spec.train.initial_checkpoint is not None:
             checkpoint.restore(pipeline, checkpoint.load(Path(spec.train.initial_checkpoint)))
         part.set_attributes(measure_offset(comm).attributes("clock"))
@@ -86,7 +91,7 @@ def _steps(
     spec: RunSpec, pipeline: Pipeline, feed: Feed, part: TracePart, heartbeat: Heartbeat
 ) -> list[float]:
     comm, recorder, num_steps = pipeline.comm, pipeline.recorder, spec.train.steps
-    images = global_batch(spec)
+    images, labels = global_batch(spec), labels_per_step(spec)
     progress = Progress(spec.name, num_steps, images) if comm.rank == 0 else None
     monitor = Monitor(pipeline.device, spec.train.sample_interval_s)
     losses: list[float] = []
@@ -102,7 +107,7 @@ def _steps(
             end_ns = time.perf_counter_ns()
             recorder.end_step()
             total = pipeline.control.sum_to_first([score.loss_sum])
-            loss = total[0] / images if total is not None else float("nan")
+            loss = total[0] / labels if total is not None else float("nan")
             part.add(
                 "rank_steps",
                 (comm.rank, step, start_ns, end_ns, images, loss, step < spec.train.warmup_steps),
@@ -122,29 +127,33 @@ def _steps(
 
 
 def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> Accuracy:
-    """Runs the validation images forward through direction 0 of every replica; collective, the same on all ranks."""
+    """Runs the validation images forward through direction 0 of every replica; collective, the same on all ranks.
+
+    `class_counts` are the numbers of validation labels of each class.
+    """
+    per_sample = labels_per_sample(pipeline.spec.data)
     last = pipeline.schedule.num_stages - 1
     executor = pipeline.evaluate
     pipeline.set_training(False)
     pipeline.recorder.is_on = False
     sums = np.zeros(3)
     batches = feed.validation(
-        sum(class_counts),
+        sum(class_counts) // per_sample,
         executor.schedule.num_micro_batches,
         pipeline.has_in_evaluation(0),
         pipeline.has_in_evaluation(last),
     )
     for batch in batches:
         score = executor.run(pipeline.spec.train.steps, batch)  # the heartbeat says: behind the last step
-        sums += (score.loss_sum, score.num_correct, score.num_samples)
+        sums += (score.loss_sum, score.num_correct, score.num_labels)
     pipeline.recorder.is_on = True
     pipeline.set_training(True)
-    loss_sum, num_correct, num_samples = np.sum(pipeline.comm.allgather(sums), axis=0)
+    loss_sum, num_correct, num_labels = np.sum(pipeline.comm.allgather(sums), axis=0)
     return Accuracy(
-        validation_accuracy=float(num_correct / num_samples),
+        validation_accuracy=float(num_correct / num_labels),
         validation_majority=max(class_counts) / sum(class_counts),
-        validation_loss=float(loss_sum / num_samples),
-        num_validation=int(num_samples),
+        validation_loss=float(loss_sum / num_labels),
+        num_validation=int(num_labels) // per_sample,
     )
 
 

@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 
 from gems.config import DataConfig, ModelConfig
 from gems.errors import ConfigError, nearest, one_of
-from gems.models import resnet
+from gems.models import (
+    alexnet,
+    amoebanet,
+    biglstm,
+    gnmt,
+    googlenet,
+    imported,
+    inception_v3,
+    language,
+    overfeat,
+    resnet,
+    resnet_imagenet,
+    unet,
+    vgg,
+)
 from gems.models.layer import Family, Layer
 
-__all__ = ["FAMILIES", "Family", "Layer", "check_image", "layers_of", "register", "stride_of"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Layer",
+    "check_image",
+    "layers_of",
+    "register",
+    "stride_of",
+    "takes_of",
+    "title_of",
+]
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES: dict[str, Family] = {
+    "alexnet": Family(alexnet.layers, alexnet.stride_px, alexnet.normed_px),
+    "amoebanet": Family(amoebanet.layers, amoebanet.stride_px, title="{name}{depth}"),
+    "biglstm": Family(biglstm.layers, language.stride_px, takes="tokens"),
+    "gnmt": Family(gnmt.layers, language.stride_px, takes="token_pairs"),
+    "googlenet": Family(googlenet.layers, googlenet.stride_px),
+    "inception_v3": Family(inception_v3.layers, inception_v3.stride_px, inception_v3.normed_px),
+    "overfeat": Family(overfeat.layers, overfeat.stride_px, overfeat.normed_px),
+    "resnet": Family(resnet.layers, resnet.stride_px, title="{name}{depth}-v{version}"),
+    "resnet_imagenet": Family(resnet_imagenet.layers, resnet_imagenet.stride_px, title="{name}{depth}"),
+    "unet": Family(unet.layers, unet.stride_px, title="{name}{depth}"),
+    "vgg": Family(vgg.layers, vgg.stride_px, vgg.normed_px, title="{name}{depth}"),
+}
 
 
 def register(name: str, family: Family) -> None:
@@ -23,40 +60,79 @@ def register(name: str, family: Family) -> None:
 def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Gives the layers of the configured network, first to last.
 
-    Raises ConfigError for an unknown `model.name` and for whatever the family refuses (a depth, a block,
-    ...).
+    Raises ConfigError for an unknown `model.name`, for whatever the family refuses (a depth, a block, ...) and for
+    a network of the user's own that cannot be cut into layers.
     """
+    if model.target is not None:
+        return imported.layers(model, data)
     return _family(model).layers(model, data)
 
 
+def takes_of(model: ModelConfig) -> str:
+    """Gives what the first layer reads: images, tokens or token_pairs; images for a user's own network."""
+    return "images" if model.target is not None else _family(model).takes
+
+
 def stride_of(model: ModelConfig) -> int:
-    """Gives how many source pixels a side one pixel of the network's last feature map stands for."""
+    """Gives how many source pixels a side one pixel of the network's last feature map stands for.
+
+    Of a user's own network, which may have no such map, it gives 1.
+    """
+    if model.target is not None:
+        return 1
     return _family(model).stride_px(model)
 
 
 def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | None = None) -> None:
-    """Raises ConfigError when a side of the image is smaller than the network's stride.
+    """Raises ConfigError when a side of the image is smaller than the network can take.
 
     With `micro_batch_size` also when batch norm would see a single value a channel in the last feature map,
-    whose variance does not exist.
+    whose variance does not exist. A user's own network is run on the image without computing. A model that reads no
+    images passes.
     """
-    stride_px = stride_of(model)
+    if takes_of(model) != "images":
+        return
+    if model.target is not None:
+        imported.check_batch(model, data, micro_batch_size)
+        return
+    last_px = 1
     for key, side_px in (("data.height_px", data.height_px), ("data.width_px", data.width_px)):
-        if side_px < stride_px:
+        normed_px = _normed_px(model, side_px)
+        if not normed_px:
+            least_px = _least_side(model, 1)
             raise ConfigError(
                 key,
                 side_px,
-                f"{model.name} shrinks an image {stride_px} times, so a side has at least {stride_px} px",
-                f"set {key}={stride_px} or more",
+                f"{model.name} shrinks an image {stride_of(model)} times, so a side has at least {least_px} px",
+                f"set {key}={least_px} or more",
             )
-    last_px = math.ceil(data.height_px / stride_px) * math.ceil(data.width_px / stride_px)
+        last_px *= normed_px
     if model.norm == "batch" and micro_batch_size is not None and micro_batch_size * last_px == 1:
         raise ConfigError(
             "data.height_px",
             data.height_px,
             f"an image of {data.height_px}x{data.width_px} px leaves batch norm one value a channel, too few",
-            f"set data.height_px={stride_px + 1} or more, parallel.micro_batch_size=2 or model.norm=group",
+            f"set data.height_px={_least_side(model, 2)} or more, parallel.micro_batch_size=2 or model.norm=group",
         )
+
+
+def title_of(model: ModelConfig) -> str:
+    """Gives what a resolved model is called in tables: family and what it varies in, or the user's own class."""
+    if model.target is not None:
+        return model.name
+    return _family(model).title.format(name=model.name, depth=model.depth, version=model.version)
+
+
+def _normed_px(model: ModelConfig, side_px: int) -> int:
+    family, stride_px = _family(model), stride_of(model)
+    if family.normed_px is not None:
+        return family.normed_px(model, side_px)
+    return math.ceil(side_px / stride_px) if side_px >= stride_px else 0
+
+
+def _least_side(model: ModelConfig, map_px: int) -> int:
+    """Gives the smallest side of an image, in pixels, whose last normed map has `map_px` a side."""
+    return next(side_px for side_px in count(1) if _normed_px(model, side_px) >= map_px)
 
 
 def _family(model: ModelConfig) -> Family:
@@ -68,6 +144,3 @@ def _family(model: ModelConfig) -> Family:
             f"nearest: {', '.join(nearest(model.name, FAMILIES))}",
         )
     return FAMILIES[model.name]
-
-
-register("resnet", Family(layers=resnet.layers, stride_px=resnet.stride_px))

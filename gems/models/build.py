@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gems.config import DataConfig
+from gems.data import IMAGES, kind_of, sample_shape
 from gems.models.layer import Layer
+from gems.models.parts import release
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +40,14 @@ def build_layer(
 ) -> nn.Module:
     """Builds the module of `layer`, the `index`-th of its model, in `dtype` on `device`.
 
-    Its parameters depend on (seed, index) alone: any cut of the model, any rank and both directions get the
-    same values, and no dtype or device changes them but by rounding, for they are drawn in float32 on the
-    host. The global random state is left as it was.
+    Its parameters depend on (seed, index) alone, of a part of a whole on the seed: any cut of the model, any rank
+    and both directions get the same values, and no dtype or device changes them but by rounding, for they are drawn
+    in float32 on the host. The global random state is left as it was.
     """
     if torch.device(device).type == "meta":
         with torch.device("meta"):
             return _construct(layer).to(dtype)
-    state = np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)
+    state = np.random.SeedSequence((seed, 0 if layer.is_part else index)).generate_state(1, np.uint64)
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would reseed the accelerators too, which no fork of the host's state undoes.
         torch.default_generator.manual_seed(int(state[0]))
@@ -61,19 +64,33 @@ def build_layers(
     device: torch.device | str = "cpu",
 ) -> list[nn.Module]:
     """Builds layers[first:last], each as `build_layer` with its index in the whole model."""
-    return [build_layer(layers[index], index, seed, dtype, device) for index in range(first, last)]
+    built = [build_layer(layers[index], index, seed, dtype, device) for index in range(first, last)]
+    release()
+    return built
+
+
+def input_spec(data: DataConfig, micro_batch_size: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    """Gives what the first layer takes of a micro-batch: images (N, C, H, W) in `dtype`, or int64 tokens (N, ...)."""
+    is_image = kind_of(data) == IMAGES
+    name, kept = ("image", dtype) if is_image else ("tokens", torch.int64)
+    return TensorSpec(name, (micro_batch_size, *sample_shape(data)), kept)
 
 
 def boundary_shapes(
-    layers: Sequence[Layer], input_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    layers: Sequence[Layer],
+    input_shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    input_dtype: torch.dtype | None = None,
 ) -> list[tuple[TensorSpec, ...]]:
-    """Gives, for each layer, the tensors it hands on when the model takes an image batch (N, C, H, W).
+    """Gives, for each layer, the tensors it hands on when the model takes a batch, such as images (N, C, H, W).
+
+    `dtype` is that of the parameters, and of the input too unless `input_dtype` says another (tokens: int64).
 
     The layers run on torch's meta device, so no memory is used at any resolution; equal layers on equal input
     run once. A layer's tensors are named after it, with a number when it gives several, or as its module's
     `output_names` says.
     """
-    specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), dtype),)
+    specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), input_dtype or dtype),)
     seen: dict[tuple[object, ...], tuple[tuple[str, tuple[int, ...], torch.dtype], ...]] = {}
     out: list[tuple[TensorSpec, ...]] = []
     for layer in layers:
@@ -96,7 +113,7 @@ def _outputs(
     module = build_layer(layer, 0, 0, dtype, "meta").eval()
     inputs = [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("meta"):
             tensors = as_tuple(module(*inputs))
     except Exception as error:
         error.add_note(f"layer {layer.name} took {', '.join(str(spec.shape) for spec in specs)}")

@@ -39,7 +39,7 @@ def deep_rig(family: str, num_ranks: int, num_micro_batches: int, parts: int, ra
         boundaries,
         lambda action, index: torch.ones(SIZE, WIDTH),
         at_once=True,
-        samples_per_step=num_micro_batches * SIZE,
+        labels_per_step=num_micro_batches * SIZE,
     )
 
 

@@ -62,12 +62,12 @@ def test_stages_on_one_rank_hand_over_without_messages(make, order):
     assert not any(action.kind in RECV_KINDS for action in schedule.rows[0])
     images, labels = images_and_labels()
     images = {m: image.double() for m, image in images.items()}
-    rig = Rig(schedule, 0, {(0, s): [module] for s, module in enumerate(modules)}, samples_per_step=N * SIZE)
+    rig = Rig(schedule, 0, {(0, s): [module] for s, module in enumerate(modules)}, labels_per_step=N * SIZE)
     score = rig.run(Batch(images, labels))
 
     loss = total_loss(plain, images, labels)
     loss.backward()
-    assert score.num_samples == N * SIZE
+    assert score.num_labels == N * SIZE
     assert score.loss_sum / (N * SIZE) == pytest.approx(float(loss.detach()), rel=1e-14)
     for module, expected in zip(modules, plain, strict=True):
         for got, parameter in zip(module.parameters(), expected.parameters(), strict=True):
@@ -137,7 +137,7 @@ def test_evaluation_counts_no_sample_without_a_label():
     with torch.no_grad():
         logits = nn.Sequential(*modules)(torch.cat([images[m] for m in range(N)])[:5])
     known = torch.cat([labels[m] for m in range(N)])[:5]
-    assert score.num_samples == 5
+    assert score.num_labels == 5
     assert score.num_correct == int((logits.argmax(1) == known).sum())
     expected = functional.cross_entropy(logits, known, reduction="sum")
     assert score.loss_sum == pytest.approx(float(expected), rel=1e-5)
@@ -149,7 +149,7 @@ def test_what_fills_a_micro_batch_is_never_right():
     labels = {0: torch.tensor([NO_LABEL, 1, 2, 0, NO_LABEL, NO_LABEL])}
     rig = Rig(schedule, 0, {(0, 0): [nn.Identity()]})
     score = rig.run(Batch(images, labels))
-    assert (score.num_correct, score.num_samples) == (2, 3)
+    assert (score.num_correct, score.num_labels) == (2, 3)
 
 
 def test_the_loss_is_one_log_softmax_of_the_logits():
@@ -157,7 +157,7 @@ def test_the_loss_is_one_log_softmax_of_the_logits():
     images = {0: torch.eye(WIDTH)[:SIZE] * 50}
     labels = {0: torch.arange(SIZE)}
     made = Schedule("test", 1, Placement(1, ((0,),)), ((forward(0, 0), backward(0, 0)),))
-    rig = Rig(validate(lower(made)), 0, {(0, 0): [nn.Identity()]}, samples_per_step=SIZE)
+    rig = Rig(validate(lower(made)), 0, {(0, 0): [nn.Identity()]}, labels_per_step=SIZE)
     score = rig.run(Batch(images, labels))
     assert score.loss_sum < 1e-9 and score.num_correct == SIZE
 
@@ -167,7 +167,7 @@ def test_bfloat16_logits_are_scored_in_float32():
     images = {0: torch.randn(64, WIDTH, generator=generator).bfloat16()}
     labels = {0: torch.randint(0, WIDTH, (64,), generator=generator)}
     made = Schedule("test", 1, Placement(1, ((0,),)), ((forward(0, 0), backward(0, 0)),))
-    rig = Rig(validate(lower(made)), 0, {(0, 0): [nn.Identity()]}, samples_per_step=64)
+    rig = Rig(validate(lower(made)), 0, {(0, 0): [nn.Identity()]}, labels_per_step=64)
     score = rig.run(Batch(images, labels))
     exact = functional.cross_entropy(images[0].double(), labels[0], reduction="sum")
     assert score.loss_sum == pytest.approx(float(exact), rel=1e-6)
@@ -186,7 +186,7 @@ def test_the_heartbeat_names_the_action_at_fault(tmp_path):
     path = tmp_path / "rank0000"
     heartbeat = Heartbeat(path)
     modules = {(0, 0): [nn.Linear(WIDTH, WIDTH)], (0, 1): [Broken()]}
-    rig = Rig(on_one_rank(2, "gpipe"), 0, modules, heartbeat=heartbeat, samples_per_step=1)
+    rig = Rig(on_one_rank(2, "gpipe"), 0, modules, heartbeat=heartbeat, labels_per_step=1)
     images, labels = images_and_labels()
     with pytest.raises(RuntimeError, match="on purpose"):
         rig.run(Batch(images, labels), step=7)

@@ -7,6 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from gems.config import DataConfig
+from gems.data import open_dataset
+from gems.data.sampler import batch_indices
 from gems.engine.executor import NO_LABEL
 from gems.engine.feed import Feed
 from tests.engine.toys import NumberedDataset, make_spec
@@ -124,3 +127,31 @@ def test_validation_counts_every_image_once(num_validation, replicas, size, num_
                 counted += numbers.tolist()
     assert sorted(counted) == list(range(num_validation))
     assert len(num_rounds) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["tokens", "token_pairs"])
+def test_tokens_stay_integers_and_labels_are_one_for_each(name, dtype):
+    data = DataConfig(name=name, num_classes=7, length=5, train_images=40)
+    dataset = open_dataset(data, 0)
+    feed = Feed(make_spec("1f1b", 2), dataset, 0, (0, 1), (1,), dtype, CPU)
+    batch = feed.batch(0)
+    feed.close()
+    chosen = batch_indices(40, 0, 0, 8)[2:4, 0]
+    assert torch.equal(
+        batch.images[1], torch.stack([torch.from_numpy(dataset.image("train", i)) for i in chosen])
+    )
+    assert torch.equal(
+        batch.labels[1], torch.stack([torch.from_numpy(dataset.label("train", i)) for i in chosen])
+    )
+    assert batch.images[1].dtype is batch.labels[1].dtype is torch.int64
+    assert batch.labels[1].shape == (2, 5)
+
+
+def test_validation_fills_up_with_sequences_that_count_for_nothing():
+    dataset = open_dataset(DataConfig(name="tokens", num_classes=7, length=5, validation_images=3), 0)
+    feed = Feed(make_spec("1f1b", 2), dataset, 0, (), (), torch.float32, CPU)
+    (batch,) = feed.validation(3, 2, True, True)
+    labels = torch.cat([batch.labels[0], batch.labels[1]])
+    assert (labels[3] == NO_LABEL).all() and (labels[:3] != NO_LABEL).all()
+    assert torch.equal(batch.images[0][:, 1:], labels[:2, :-1])

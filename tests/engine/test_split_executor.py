@@ -89,7 +89,7 @@ def test_stages_on_one_rank(name, order, delay):
     rigs = []
     for kept, schedule in ((modules, halved(compute, delay)), (plain, compute)):
         lowered = validate(lower(schedule))
-        rig = Rig(lowered, 0, {(0, s): [module] for s, module in enumerate(kept)}, samples_per_step=N * SIZE)
+        rig = Rig(lowered, 0, {(0, s): [module] for s, module in enumerate(kept)}, labels_per_step=N * SIZE)
         for step in range(2):
             rig.run(Batch(images, labels), step)
         check_activations(rig, lowered, 0)
@@ -170,7 +170,7 @@ def test_two_stages_of_a_v_placement(rank, delay):
     rigs = []
     for kept, schedule in ((modules, halved(compute, delay)), (plain, compute)):
         lowered = validate(lower(schedule))
-        rig = Rig(lowered, rank, kept, [boundary] * 3, numbered, samples_per_step=N * SIZE)
+        rig = Rig(lowered, rank, kept, [boundary] * 3, numbered, labels_per_step=N * SIZE)
         rig.run(Batch(images if rank == 0 else {}, labels if rank == 0 else {}))
         check_activations(rig, lowered, rank)
         rigs.append(rig)
@@ -182,7 +182,7 @@ def test_two_stages_of_a_v_placement(rank, delay):
 def test_what_is_handed_over_on_a_rank_is_counted():
     schedule = validate(lower(on_one_rank(3, "one by one")))
     modules = {(0, s): [nn.Linear(WIDTH, WIDTH), nn.Tanh()] for s in range(3)}
-    rig = Rig(schedule, 0, modules, samples_per_step=N * SIZE)
+    rig = Rig(schedule, 0, modules, labels_per_step=N * SIZE)
     images, labels = images_and_labels()
     rig.run(Batch(images, labels))
     per_tensor = SIZE * WIDTH * 4
@@ -196,7 +196,7 @@ def test_an_error_between_i_and_w_leaves_nothing_behind(kind, monkeypatch):
     torch.manual_seed(1)
     schedule = validate(lower(halved(on_one_rank(2, "gpipe"), 2)))
     modules = {(0, 0): [nn.Linear(WIDTH, WIDTH), nn.Tanh()], (0, 1): [nn.Linear(WIDTH, WIDTH)]}
-    rig = Rig(schedule, 0, modules, samples_per_step=N * SIZE)
+    rig = Rig(schedule, 0, modules, labels_per_step=N * SIZE)
     stage = rig.stages[0, 0]
     name = {Kind.I: "backward_input", Kind.W: "backward_weight"}[kind]
     plain, calls = getattr(stage, name), []
@@ -220,7 +220,7 @@ def test_an_error_between_i_and_w_leaves_nothing_behind(kind, monkeypatch):
         for parameter in held_stage.modules.parameters():
             parameter.grad = None
     rig.run(Batch(images, labels))
-    fresh = Rig(schedule, 0, copy.deepcopy(modules), samples_per_step=N * SIZE)
+    fresh = Rig(schedule, 0, copy.deepcopy(modules), labels_per_step=N * SIZE)
     for held_stage in fresh.stages.values():
         for parameter in held_stage.modules.parameters():
             parameter.grad = None
@@ -231,7 +231,7 @@ def test_an_error_between_i_and_w_leaves_nothing_behind(kind, monkeypatch):
 def test_layers_stay_plain_where_no_backward_is_split():
     layer = nn.Linear(WIDTH, WIDTH)
     schedule = validate(lower(on_one_rank(1, "gpipe")))
-    rig = Rig(schedule, 0, {(0, 0): [layer]}, samples_per_step=N * SIZE)
+    rig = Rig(schedule, 0, {(0, 0): [layer]}, labels_per_step=N * SIZE)
     images, labels = images_and_labels()
     rig.run(Batch(images, labels))
     assert "forward" not in vars(layer)

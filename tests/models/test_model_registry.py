@@ -10,7 +10,7 @@ import pytest
 import gems.models
 from gems.config import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models import Family, check_image, layers_of, register, stride_of
+from gems.models import Family, check_image, layers_of, register, stride_of, title_of
 
 
 def test_an_unknown_model_names_the_nearest() -> None:
@@ -27,6 +27,21 @@ def test_the_stride_is_the_real_down_sampling() -> None:
     model = ModelConfig(depth=20)
     shapes = boundary_shapes(layers_of(model, DataConfig()), (1, 3, 64, 96), torch.float32)
     assert shapes[-2][0].shape[2:] == (64 // stride_of(model), 96 // stride_of(model))
+
+
+def test_every_family_gives_layers_of_the_small_networks_without_torch() -> None:
+    program = (
+        "import sys; from gems.models import *; from gems.config import *; "
+        "names = ['alexnet', 'googlenet', 'inception_v3', 'overfeat']; "
+        "layers = [layers_of(ModelConfig(name=name), DataConfig()) for name in names]; "
+        "layers += [layers_of(ModelConfig(name='vgg', depth=416), DataConfig())]; "
+        "layers += [layers_of(ModelConfig(name='resnet_imagenet', depth=152), DataConfig())]; "
+        "print(*map(len, layers), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["8", "13", "17", "8", "416", "52", "False"]
 
 
 @pytest.mark.parametrize(("height", "width", "key"), [(3, 64, "data.height_px"), (64, 3, "data.width_px")])
@@ -57,6 +72,19 @@ def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     register("toy", family)
     with pytest.raises(ValueError, match="registered already"):
         register("resnet", family)
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        (ModelConfig(depth=110, version=2), "resnet110-v2"),
+        (ModelConfig(name="vgg", depth=416), "vgg416"),
+        (ModelConfig(name="resnet_imagenet", depth=50), "resnet_imagenet50"),
+        (ModelConfig(name="googlenet"), "googlenet"),
+    ],
+)
+def test_a_title_names_what_the_family_varies_in(model: ModelConfig, title: str) -> None:
+    assert title_of(model) == title
 
 
 def test_counting_layers_loads_no_torch() -> None:

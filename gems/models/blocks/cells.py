@@ -75,7 +75,8 @@ class Cell(nn.Module):
         """Gives the cell's output, and beside it the last one's, which the next cell reads too."""
         states = [self.reduce_last(last), self.reduce_before(last if before is None else before)]
         for pair, (left, right) in zip(self.pairs, self.indices, strict=True):
-            of_left, of_right = pair  # type: ignore[misc]
+            assert isinstance(pair, nn.ModuleList)
+            of_left, of_right = pair
             states.append(of_left(states[left]) + of_right(states[right]))
         out = torch.cat([states[index] for index in self.joined], dim=1)
         return out if self.is_last else (out, last)

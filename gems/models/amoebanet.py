@@ -1,0 +1,108 @@
+"""AmoebaNet-D (Real et al. 2018, arXiv 1802.01548) as named layers, in the layout that GPipe trains.
+
+A stem of one 3x3 convolution and two reduction cells, then three stages of L/3 normal cells with a reduction cell
+between each two. A cell reads the outputs of the two cells before it, so two tensors cross most boundaries. Cells of a
+stage have F, 2F and 4F filters (Huang et al. 2019, arXiv 1811.06965, table 1, write a network as (L, F); L =
+`model.depth`, F = `model.width`). The normal cell joins the states 0, 3, 4 and 6, as the reference implementation
+does, and not all unused ones, as the paper draws it: with that (18, 208) has the 82 M parameters that GPipe gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gems.config import DataConfig, ModelConfig
+from gems.errors import ConfigError
+from gems.models.checks import check_classifier
+from gems.models.layer import Layer
+
+Term = tuple[str, int]
+Pairs = tuple[tuple[Term, Term], ...]
+
+# A new state is the sum of two operations, each on an earlier state: 0 is the last cell's output, 1 that before it.
+NORMAL: Pairs = (
+    (("conv1x1", 1), ("max3x3", 1)),
+    (("none", 1), ("conv1x7_7x1", 0)),
+    (("conv1x1", 0), ("conv1x7_7x1", 0)),
+    (("max3x3", 2), ("none", 2)),
+    (("average3x3", 1), ("conv1x1", 5)),
+)
+NORMAL_JOINED = (0, 3, 4, 6)
+REDUCTION: Pairs = (
+    (("max2x2", 0), ("max3x3", 0)),
+    (("none", 2), ("conv3x3", 1)),
+    (("conv1x7_7x1", 2), ("max3x3", 2)),
+    (("none", 3), ("max2x2", 1)),
+    (("average3x3", 2), ("conv1x1", 3)),
+)
+REDUCTION_JOINED = (4, 5, 6)
+
+_NUM_STAGES = 3
+_NUM_STEM_CELLS = 2
+_NORMS = ("batch", "group")
+
+
+def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    """Gives stem.conv, stem.reduction1, stem.reduction2, stage1.cell1, ..., reduction1, ..., stage3.cellN, head.
+
+    Raises ConfigError for a depth that is no multiple of 3, a width that is none of 8, and for norm=none.
+    """
+    _check(model)
+    names = list(_cell_names(model.depth))
+    channels = model.width >> _NUM_STEM_CELLS
+    stem = {"in_channels": data.channels, "out_channels": channels, "norm": model.norm}
+    out = [Layer("stem.conv", "conv", "gems.models.blocks.cells:CellStem", tuple(stem.items()))]
+    before, last, was_reduction = channels, channels, False
+    for index, name in enumerate(names):
+        is_reduction = "reduction" in name
+        channels = 2 * channels if is_reduction else channels
+        options = {
+            "channels_before": before,
+            "channels_last": last,
+            "channels": channels,
+            "pairs": REDUCTION if is_reduction else NORMAL,
+            "joined": REDUCTION_JOINED if is_reduction else NORMAL_JOINED,
+            "is_reduction": is_reduction,
+            "is_after_reduction": was_reduction,
+            "is_last": index == len(names) - 1,
+            "norm": model.norm,
+        }
+        kind = "reduction" if is_reduction else "cell"
+        out.append(Layer(name, kind, "gems.models.blocks.cells:Cell", tuple(options.items())))
+        before, last, was_reduction = last, channels * len(options["joined"]), is_reduction  # type: ignore[arg-type]
+    head = {
+        "in_channels": last,
+        "num_classes": data.num_classes,
+        "norm": "none",
+        "activate": True,
+        "dropout_rate": model.dropout,
+    }
+    return (*out, Layer("head", "head", "gems.models.blocks.heads:Head", tuple(head.items())))
+
+
+def stride_px(model: ModelConfig) -> int:
+    """Gives 32: the stem and four reduction cells each halve the feature map, whatever the depth."""
+    return 2 << (_NUM_STEM_CELLS + _NUM_STAGES - 1)
+
+
+def _cell_names(depth: int) -> Iterator[str]:
+    yield from (f"stem.reduction{number + 1}" for number in range(_NUM_STEM_CELLS))
+    for stage in range(_NUM_STAGES):
+        if stage:
+            yield f"reduction{stage}"
+        yield from (f"stage{stage + 1}.cell{number + 1}" for number in range(depth // _NUM_STAGES))
+
+
+def _check(model: ModelConfig) -> None:
+    check_classifier(model)
+    for key, value, unit in (("model.depth", model.depth, _NUM_STAGES), ("model.width", model.width, 8)):
+        if value < unit or value % unit:
+            near = max(unit, value // unit * unit)
+            raise ConfigError(
+                key, value, f"must be a multiple of {unit} for amoebanet", f"nearest: {near}, {near + unit}"
+            )
+    if model.norm not in _NORMS:
+        raise ConfigError(
+            "model.norm", model.norm, "amoebanet adds up branches, which only a norm keeps finite",
+            f"set model.norm={' or '.join(_NORMS)}",
+        )  # fmt: skip

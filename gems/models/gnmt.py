@@ -1,0 +1,56 @@
+"""GNMT, Google's translation network (Wu et al. 2016, arXiv 1609.08144), as named layers.
+
+`model.depth` LSTM layers in the encoder, the first in both directions, and as many in the decoder, with residuals from
+the third layer on in either. The lowest decoder layer asks an additive attention (Bahdanau et al. 2015, arXiv
+1409.0473) over the encoder's output for a context, from the place before (section 3.1, y_{i-1}), and all layers above
+read that context too. Published are depth 8, width 1024 and 32k word pieces; dropout and the residuals' clipping for
+inference are left out. Hidden states are time first, (T, N, width).
+
+It takes pairs of sequences, int64 (N, 2, T): source, and the translation that the decoder is to have said so far.
+"""
+
+from __future__ import annotations
+
+from gems.config import DataConfig, ModelConfig
+from gems.errors import ConfigError
+from gems.models.language import check_language
+from gems.models.layer import Layer
+
+_BLOCKS = "gems.models.blocks.sequences"
+_FIRST_RESIDUAL = 3
+
+
+def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    """Gives source, encoder1, ..., target, decoder1, attention, decoder2, ..., head.
+
+    Raises ConfigError for a depth below 2, a width below 1, or a vocabulary that the data exceeds.
+    """
+    check_language(model, data)
+    if model.depth < 2:
+        raise ConfigError("model.depth", model.depth, "layers of the encoder, and of the decoder, at least 2")
+    width, words = model.width, {"vocabulary": model.vocabulary, "width": model.width}
+    out = [_layer("source", "embedding", "SourceEmbedding", **words)]
+    for number in range(1, model.depth + 1):
+        options: dict[str, object] = {
+            "in_features": 2 * width if number == 2 else width,
+            "width": width,
+            "is_residual": number >= _FIRST_RESIDUAL,
+            "carried": ("target",),
+        }
+        options |= {"bidirectional": True} if number == 1 else {}
+        out.append(_layer(f"encoder{number}", "lstm", "Recurrent", **options))
+    out.append(_layer("target", "embedding", "TargetEmbedding", **words))
+    out.append(_layer("decoder1", "lstm", "Recurrent", in_features=width, width=width, carried=("memory",)))
+    out.append(_layer("attention", "attention", "Attention", width=width))
+    for number in range(2, model.depth + 1):
+        options = {
+            "width": width,
+            "is_residual": number >= _FIRST_RESIDUAL,
+            "is_last": number == model.depth,
+        }
+        out.append(_layer(f"decoder{number}", "lstm", "ContextDecoder", **options))
+    return (*out, _layer("head", "head", "WordHead", **words))
+
+
+def _layer(name: str, kind: str, class_name: str, **options: object) -> Layer:
+    return Layer(name, kind, f"{_BLOCKS}:{class_name}", tuple(options.items()))

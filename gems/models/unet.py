@@ -1,0 +1,77 @@
+"""U-Net (Ronneberger et al. 2015, arXiv 1505.04597) as named layers, with a head that classifies the whole image.
+
+`model.depth` levels: on the way down two 3x3 convolutions a level and a 2x2 max pooling between levels, each of which
+doubles the channels from `model.width`; on the way up a 2x2 up-convolution, the skip of that level beside it, and two
+3x3 convolutions. Published are depth 5 and width 64 without a norm. Convolutions are padded here, so the map of the
+logits has the size of the image; sides need not be multiples of anything. The labels of the data are those of images,
+so the head averages the pixels' logits.
+
+A skip travels by name through the layers between, as the very tensor: where it crosses a cut, it is sent on.
+"""
+
+from __future__ import annotations
+
+from gems.config import DataConfig, ModelConfig
+from gems.errors import ConfigError
+from gems.models.checks import check_classifier
+from gems.models.layer import Layer
+from gems.models.steps import chain_layer, conv
+
+_SKIPS = "gems.models.blocks.skips"
+_LEAST_LEVELS = 2
+_MOST_LEVELS = 12
+
+
+def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    """Gives down1.conv1, down1.conv2, down1.pool, ..., bottom.conv1, bottom.conv2, up1.widen, up1.conv1, ..., head.
+
+    Level 1 is that of the image; up1 comes last. Raises ConfigError for a depth, norm or width that it cannot have.
+    """
+    check_classifier(model)
+    if not _LEAST_LEVELS <= model.depth <= _MOST_LEVELS:
+        raise ConfigError(
+            "model.depth",
+            model.depth,
+            f"a U-Net has {_LEAST_LEVELS} to {_MOST_LEVELS} levels",
+            "published: 5",
+        )
+    channels = [model.width << level for level in range(model.depth)]
+    skips: tuple[str, ...] = ()
+    out: list[Layer] = []
+    last = data.channels
+    for level in range(model.depth - 1):
+        out += _double(f"down{level + 1}", last, channels[level], model.norm, skips)
+        skips = (*skips, f"skip{level + 1}")
+        out.append(_layer(f"down{level + 1}.pool", "pool", "Descend", names=skips))
+        last = channels[level]
+    out += _double("bottom", last, channels[-1], model.norm, skips)
+    for level in reversed(range(model.depth - 1)):
+        skips = skips[:-1]
+        wide = channels[level]
+        out.append(
+            _layer(
+                f"up{level + 1}.widen", "conv", "Ascend", in_channels=2 * wide, out_channels=wide, names=skips
+            )
+        )
+        out += _double(f"up{level + 1}", 2 * wide, wide, model.norm, skips)
+    head = {"in_channels": model.width, "num_classes": data.num_classes}
+    return (*out, _layer("head", "head", "PixelHead", **head))
+
+
+def stride_px(model: ModelConfig) -> int:
+    """Gives 2^(levels - 1), that of the lowest level."""
+    return 1 << (model.depth - 1)
+
+
+def _double(
+    name: str, in_channels: int, out_channels: int, norm: str, skips: tuple[str, ...]
+) -> tuple[Layer, Layer]:
+    step = (conv(out_channels, 3),)
+    return (
+        chain_layer(f"{name}.conv1", "conv", in_channels, step, norm, skips),
+        chain_layer(f"{name}.conv2", "conv", out_channels, step, norm, skips),
+    )
+
+
+def _layer(name: str, kind: str, class_name: str, **options: object) -> Layer:
+    return Layer(name, kind, f"{_SKIPS}:{class_name}", tuple(options.items()))
