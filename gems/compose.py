@@ -27,8 +27,13 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 IN_CONF = "(in conf/)"
 FILE = "file://"
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-SIZE = re.compile(r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?")
-FREE = re.compile(r"cluster\.(environment|sbatch)\.")  # mappings whose keys are the user's own
+SIZE = re.compile(
+    r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?"
+)
+FREE = re.compile(
+    r"(cluster\.(environment|sbatch)|model\.kwargs)\."
+)  # mappings whose keys are the user's own
+KWARGS = re.compile(r"model\.kwargs[.=]")
 
 
 def compose(overrides: Sequence[str]) -> RunSpec:
@@ -38,7 +43,7 @@ def compose(overrides: Sequence[str]) -> RunSpec:
         ConfigError: an unknown key or option (with the nearest valid ones), or a value that cannot run.
     """
     _register()
-    overrides = [in_bytes(word) for word in overrides]
+    overrides = [_opened(in_bytes(word)) for word in overrides]
     check_overrides(overrides)
     GlobalHydra.instance().clear()
     try:
@@ -63,7 +68,7 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None])
         ConfigError: as `compose`; and whatever `act` raises.
     """
     _register()
-    argv = [in_bytes(word) for word in argv]
+    argv = [_opened(in_bytes(word)) for word in argv]
     failed: list[BaseException] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -107,6 +112,11 @@ def _to_spec(config: DictConfig) -> RunSpec:
     spec = OmegaConf.to_object(config)
     assert isinstance(spec, RunSpec)
     return spec
+
+
+def _opened(override: str) -> str:
+    """Gives an override that may add keys, where they are keyword arguments of the user's own network."""
+    return f"++{override}" if KWARGS.match(override) else override
 
 
 def in_bytes(override: str) -> str:

@@ -14,7 +14,15 @@ from gems.errors import ConfigError, nearest, one_of
 
 @dataclass(slots=True)
 class ModelConfig:
-    """A network by family and size."""
+    """A network by family and size; a family reads of these what it has. Or a user's own by `target`.
+
+    `width` is the channels of the first convolution, to which the others keep their proportion. `dropout` is the rate
+    in the classifier, `auxiliary` adds the auxiliary classifier of Inception v3. Of a model of language `width` is the
+    size of what its layers hand on, and `vocabulary` the number of tokens that it tells apart.
+
+    `target` is "package.module.Class", `kwargs` its keyword arguments, `path` the folder that holds the package; the
+    name of such a network is that of its class.
+    """
 
     name: str = "resnet"
     depth: int = 20
@@ -23,17 +31,27 @@ class ModelConfig:
     shortcut: str = "auto"
     width: int = 16
     norm: str = "batch"
+    dropout: float = 0.0
+    auxiliary: bool = False
+    vocabulary: int = 32000
+    target: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    path: str | None = None
 
 
 @dataclass(slots=True)
 class DataConfig:
-    """Where images come from and their shape."""
+    """Where samples come from and their shape.
+
+    Samples are images, or sequences of `length` tokens, of which `num_classes` different ones occur.
+    """
 
     name: str = "synthetic"
     height_px: int = 32
     width_px: int = 32
     channels: int = 3
     num_classes: int = 2
+    length: int = 64
     path: str | None = None
     field_px: int | None = None
     train_images: int = 1024
@@ -71,6 +89,34 @@ class ScheduleConfig:
 
 
 @dataclass(slots=True)
+class ProfileConfig:
+    """What the layers cost: how it is found out (fake, measured, incremental), or the file that has it.
+
+    `fake` needs no device: bytes from fake tensors, times from the rates of `machine`. `measured` runs each layer
+    `repetitions` times on this device. `incremental` adds layers to a device one by one, as mCAP does, on the real
+    device or on fake tensors (`on`). With `path`, a file of `gems profile --json`, nothing is found out.
+    """
+
+    name: str = "fake"
+    path: str | None = None
+    repetitions: int = 5
+    on: str = "real"
+
+
+@dataclass(slots=True)
+class PartitionConfig:
+    """Where the model is cut, by the name of a method, unless parallel.boundaries says it.
+
+    `objective` is what the exact method makes least of, on the rank that has most: peak_bytes, or time (where
+    machine.device_bytes is given, among the cuts that fit).
+    """
+
+    name: str = "even"
+    objective: str = "peak_bytes"
+    budget_s: float = 30.0
+
+
+@dataclass(slots=True)
 class CostConfig:
     """Costs of one micro-batch on one of P equal parts of the model, in units of time, activations and bytes.
 
@@ -99,6 +145,10 @@ class MachineConfig:
     `kind` is real, or emulated: then compute is a timed wait from `cost` and the messages are real; or simulated: then
     nothing runs, and both are played on paper. Links without a
     rate take no time per byte; `ranks_per_node` tells neighbours inside a node, which have a link of their own.
+
+    `device_bytes` is the memory of one device. `flops_per_s` (float32, as torch's convolutions compute it) and
+    `memory_bytes_per_s` are a datasheet's, and `efficiency` the share of them that kernels reach: with them
+    profile=fake predicts times. The defaults are one core of a server's processor.
     """
 
     name: str = "auto"
@@ -112,6 +162,12 @@ class MachineConfig:
     node_latency_s: float = 0.0
     node_bytes_per_s: float | None = None
     contention: bool = False
+    device_bytes: int | None = None
+    flops_per_s: float = 6e10
+    bfloat16_flops_per_s: float | None = None
+    float64_flops_per_s: float | None = None
+    memory_bytes_per_s: float = 1e10
+    efficiency: float = 1.0
 
 
 @dataclass(slots=True)
@@ -177,6 +233,8 @@ class RunSpec:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -6,10 +6,12 @@ import math
 from dataclasses import replace
 
 from gems.config import ParallelConfig, RunSpec
-from gems.data import check_data, resolve_data
+from gems.data import check_data, kind_of, labels_per_sample, resolve_data, sources_of
 from gems.errors import ConfigError, nearest, one_of
-from gems.models import check_image, layers_of
-from gems.partition.even import check_boundaries, even
+from gems.models import check_image, layers_of, takes_of
+from gems.models.imported import resolve_target
+from gems.partition import METHODS, OBJECTIVES
+from gems.partition.even import check_boundaries
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACEMENTS
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -17,28 +19,31 @@ DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "host", "gpu")
 OPTIMIZERS = ("sgd", "adam")
 LAUNCHERS = ("mpiexec", "srun")
+COSTS = ("uniform", "profile")
 MACHINES = ("real", "emulated", "simulated")
+PROFILES = ("fake", "measured", "incremental")
+PROFILED_ON = ("real", "fake")
 SCHEDULES = (*FAMILIES, FROM_FILE)
 
 
 def resolve(spec: RunSpec) -> RunSpec:
-    """Gives the run with every derived field filled: micro-batches, boundaries, nodes.
+    """Gives the run with every derived field filled: micro-batches, nodes.
 
     Raises:
         ConfigError: the first value that cannot run, with what is allowed.
     """
+    spec = _resolve_target(spec)
     _check_choices(spec)
     _check_ranges(spec)
     check_data(spec.data)
+    _check_kind(spec)
     check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
     parallel = _resolve_counts(spec)
     _check_schedule(spec)
     num_layers = len(layers_of(spec.model, spec.data))
     family = FAMILIES.get(spec.schedule.name)
     num_stages = family.stages(spec.schedule.chunks) * parallel.partitions if family else 0
-    if parallel.boundaries is None and 0 < num_stages <= num_layers:
-        parallel = replace(parallel, boundaries=list(even(num_layers, num_stages)))
-    elif parallel.boundaries is not None:
+    if parallel.boundaries is not None:
         check_boundaries(tuple(parallel.boundaries), num_layers, num_stages or len(parallel.boundaries) - 1)
     return _resolve_nodes(replace(spec, parallel=parallel, data=resolve_data(spec.data)))
 
@@ -49,9 +54,40 @@ def global_batch(spec: RunSpec) -> int:
     return parallel.replicas * (parallel.micro_batches or 0) * parallel.micro_batch_size
 
 
+def _resolve_target(spec: RunSpec) -> RunSpec:
+    if spec.model.target is not None:
+        return replace(spec, model=resolve_target(spec.model))
+    for key, value in (("model.kwargs", spec.model.kwargs), ("model.path", spec.model.path)):
+        if value:
+            raise ConfigError(
+                key, value, "is for a network of your own", "name it: model.target=package.module.Class"
+            )
+    return spec
+
+
+def labels_per_step(spec: RunSpec) -> int:
+    """Labels of one optimizer step of a resolved run: as many as images, or as tokens of its sequences."""
+    return global_batch(spec) * labels_per_sample(spec.data)
+
+
+def _check_kind(spec: RunSpec) -> None:
+    takes, gives = takes_of(spec.model), kind_of(spec.data)
+    if takes != gives:
+        sources = [f"data={name}" for name in sources_of(takes)]
+        raise ConfigError(
+            "data", spec.data.name, f"gives {gives}, but model {spec.model.name} reads {takes}",
+            f"set {' or '.join(sources)}, or another model",
+        )  # fmt: skip
+
+
 def _check_choices(spec: RunSpec) -> None:
     for key, value, valid in (
         ("schedule", spec.schedule.name, SCHEDULES),
+        ("partition", spec.partition.name, METHODS),
+        ("partition.objective", spec.partition.objective, OBJECTIVES),
+        ("cost", spec.cost.name, COSTS),
+        ("profile", spec.profile.name, PROFILES),
+        ("profile.on", spec.profile.on, PROFILED_ON),
         ("machine.kind", spec.machine.kind, MACHINES),
         ("train.dtype", spec.train.dtype, DTYPES),
         ("train.optimizer", spec.train.optimizer, OPTIMIZERS),
@@ -93,6 +129,8 @@ def _check_ranges(spec: RunSpec) -> None:
         ("cost.boundary_bytes", cost.boundary_bytes, 0),
         ("cost.param_bytes", cost.param_bytes, 0),
         ("machine.ranks_per_node", spec.machine.ranks_per_node, 1),
+        ("machine.device_bytes", spec.machine.device_bytes, 1),
+        ("profile.repetitions", spec.profile.repetitions, 1),
         ("seed", spec.seed, 0),
     ):
         if value is not None and value < least:
@@ -107,10 +145,16 @@ def _check_ranges(spec: RunSpec) -> None:
         ("cost.unit_s", cost.unit_s, True),
         ("schedule.activation_cap", spec.schedule.activation_cap, True),
         ("schedule.budget_s", spec.schedule.budget_s, True),
+        ("partition.budget_s", spec.partition.budget_s, True),
         ("machine.link_latency_s", spec.machine.link_latency_s, False),
         ("machine.link_bytes_per_s", spec.machine.link_bytes_per_s, True),
         ("machine.node_latency_s", spec.machine.node_latency_s, False),
         ("machine.node_bytes_per_s", spec.machine.node_bytes_per_s, True),
+        ("machine.flops_per_s", spec.machine.flops_per_s, True),
+        ("machine.bfloat16_flops_per_s", spec.machine.bfloat16_flops_per_s, True),
+        ("machine.float64_flops_per_s", spec.machine.float64_flops_per_s, True),
+        ("machine.memory_bytes_per_s", spec.machine.memory_bytes_per_s, True),
+        ("machine.efficiency", spec.machine.efficiency, True),
         ("train.learning_rate", train.learning_rate, True),
         ("train.stall_limit_s", train.stall_limit_s, True),
         ("train.sample_interval_s", train.sample_interval_s, True),
@@ -182,10 +226,10 @@ def _check_schedule(spec: RunSpec) -> None:
             f"stands beside schedule.activation_cap_bytes={cap_bytes}",
             "give one of them",
         )
-    if cap_bytes is not None and not cost.activation_bytes:
+    if cap_bytes is not None and not cost.activation_bytes and cost.name != "profile":
         raise ConfigError(
             "schedule.activation_cap_bytes", cap_bytes, "needs cost.activation_bytes, the bytes of one unit",
-            "give it, or schedule.activation_cap in units",
+            "give it, use cost=profile, or give schedule.activation_cap in units",
         )  # fmt: skip
     if schedule.name == "capped" and cap is None and cap_bytes is None:
         raise ConfigError(

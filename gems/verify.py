@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
+from gems.costed import costed
 from gems.errors import RankFailedError
+from gems.models import title_of
 from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 from gems.runfolder import RunFolder, prepare, read_json
 
@@ -30,7 +32,7 @@ def verify(spec: RunSpec, options: Options) -> int:
     dtype = "float64" if spec.train.dtype == "float32" else spec.train.dtype
     with tempfile.TemporaryDirectory(prefix="gems-verify-") as scratch:
         train = replace(spec.train, dtype=dtype, steps=STEPS, warmup_steps=0)
-        short = replace(spec, runs_dir=scratch, train=train)
+        short = replace(costed(spec), runs_dir=scratch, train=train)
         folder = prepare(short)
         argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", "gems.engine.compare", str(folder.path)])
         ended = run_ranks(
@@ -44,7 +46,7 @@ def verify(spec: RunSpec, options: Options) -> int:
         "partitions": spec.parallel.partitions,
         "replicas": spec.parallel.replicas,
         "micro_batches": spec.parallel.micro_batches,
-        "model": f"{spec.model.name}{spec.model.depth}-v{spec.model.version}",
+        "model": title_of(spec.model),
         "dtype": dtype,
         "steps": STEPS,
         **found,

@@ -69,7 +69,14 @@ class TestConf:
     def test_every_schedule_has_an_option(self, name: str) -> None:
         assert compose([f"schedule={name}", "schedule.activation_cap=1"]).schedule.name == name
 
-    @pytest.mark.parametrize("group", ["model", "machine", "cluster", "cost", "parallel"])
+    @pytest.mark.parametrize("option", options_of("model"))
+    def test_every_model_composes_with_data_that_it_takes(self, option: str) -> None:
+        family = MODELS[yaml.safe_load((CONF / "model" / f"{option}.yaml").read_text())["name"]]
+        sized = ["data=synthetic", "data.height_px=128", "data.width_px=128"]
+        data = sized if family.takes == "images" else [f"data={family.takes}"]
+        assert compose([f"model={option}", "parallel.partitions=2", *data]).model.name
+
+    @pytest.mark.parametrize("group", ["machine", "cluster", "cost", "parallel"])
     def test_every_option_composes(self, group: str) -> None:
         for option in options_of(group):
             assert compose([f"{group}={option}", "parallel.partitions=2", "data=synthetic"])
@@ -101,12 +108,28 @@ class TestOverrides:
         )
         assert spec.schedule.name == "1f1b"
         assert (spec.parallel.partitions, spec.parallel.micro_batches) == (2, 4)
-        assert spec.parallel.boundaries is not None and len(spec.parallel.boundaries) == 3
+        assert (spec.partition.name, spec.parallel.boundaries) == ("exact", None)
         assert (spec.seed, spec.train.learning_rate) == (3, 0.001)
 
     def test_an_override_goes_over_the_experiment(self) -> None:
         assert compose(["experiment=1f1b", "train.steps=7"]).train.steps == 7
         assert compose(["train.steps=7", "experiment=1f1b"]).train.steps == 7
+
+    @pytest.mark.parametrize(
+        ("size", "num_bytes"),
+        [("16GB", 16 * 10**9), ("1.5GiB", 3 << 29), ("64MiB", 64 << 20), ("2kB", 2000), ("3KiB", 3072),
+         ("1TB", 10**12), ("123", 123)],
+    )  # fmt: skip
+    def test_a_size_may_carry_its_unit(self, size: str, num_bytes: int) -> None:
+        cost = compose([f"cost.activation_bytes={size}"]).cost
+        assert cost.activation_bytes == num_bytes
+
+    def test_a_rate_may_carry_its_unit(self) -> None:
+        assert compose(["machine.link_bytes_per_s=12.5GB/s"]).machine.link_bytes_per_s == 12.5e9
+
+    def test_a_unit_where_no_bytes_are_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"data\.height_px=16GB"):
+            compose(["data.height_px=16GB"])
 
     def test_lists_mappings_and_null(self) -> None:
         spec = compose(

@@ -18,7 +18,7 @@ DYNAMIC = ("import_module", "__import__")
 
 PURE = (
     "gems.errors", "gems.config", "gems.resolve", "gems.compose", "gems.cli", "gems.runfolder", "gems.heartbeat",
-    "gems.cache", "gems.program",
+    "gems.cache", "gems.program", "gems.cutting", "gems.costed", "gems.memory",
     "gems.witness", "gems.ranks", "gems.schedule", "gems.partition", "gems.models", "gems.data",
 )  # fmt: skip
 
@@ -29,12 +29,28 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.__main__": ("gems.cli",),
     "gems.errors": (),
     "gems.config": ("gems.errors",),
-    "gems.resolve": ("gems.errors", "gems.config", "gems.data", "gems.models", "gems.partition", "gems.schedule"),
+    "gems.resolve": (
+        "gems.errors", "gems.config", "gems.data", "gems.models", "gems.models.imported", "gems.partition", "gems.schedule",
+    ),
     "gems.compose": ("gems.errors", "gems.config", "gems.resolve", "hydra", "omegaconf", "yaml"),
     "gems.cli": ("gems.errors", "gems.config", "gems.compose"),
     "gems.cache": ("gems",),
+    "gems.cutting": (
+        "gems.errors", "gems.cache", "gems.config", "gems.memory", "gems.models", "gems.partition", "gems.profile",
+        "gems.profile.store", "gems.schedule",
+    ),
+    "gems.compare_cuts": ("gems.cutting", "gems.partition", "gems.schedule"),
+    "gems.costed": ("gems.config", "gems.cutting", "gems.profile", "gems.profile.store", "gems.program", "gems.schedule"),
+    "gems.largest": ("gems.config", "gems.cutting", "gems.errors", "gems.models", "gems.schedule"),
+    "gems.show_partition": (
+        "gems.cli", "gems.compare_cuts", "gems.config", "gems.cutting", "gems.program", "gems.resolve", "gems.show_largest",
+    ),
+    "gems.show_largest": (
+        "gems.cli", "gems.config", "gems.cutting", "gems.largest", "gems.profile", "gems.profile.store", "gems.program",
+    ),
+    "gems.memory": ("gems.partition", "gems.profile", "gems.schedule", "numpy"),
     "gems.program": (
-        "gems.errors", "gems.cache", "gems.config", "gems.models", "gems.partition", "gems.resolve", "gems.schedule",
+        "gems.errors", "gems.cache", "gems.config", "gems.cutting", "gems.models", "gems.resolve", "gems.schedule",
         "gems.schedule.capped.solver",
     ),
     "gems.runfolder": ("gems.errors", "gems.config", "gems.program", "gems.schedule", "yaml"),
@@ -43,23 +59,67 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.shared_memory": (),
     "gems.process_family": (),
     "gems.ranks": ("gems.errors", "gems.process_family", "gems.shared_memory"),
-    "gems.show_schedule": ("gems.cli", "gems.config", "gems.errors", "gems.program", "gems.schedule"),
+    "gems.show_schedule": ("gems.cli", "gems.config", "gems.costed", "gems.errors", "gems.program", "gems.schedule"),
     "gems.show_simulation": (
-        "gems.cli", "gems.config", "gems.program", "gems.resolve", "gems.schedule", "gems.show_schedule",
+        "gems.cli", "gems.config", "gems.costed", "gems.program", "gems.resolve", "gems.schedule", "gems.show_schedule",
     ),
     "gems.simulated": (
         "gems", "gems.errors", "gems.config", "gems.program", "gems.resolve", "gems.runfolder", "gems.schedule", "gems.trace",
         "numpy",
     ),
-    "gems.verify": ("gems.errors", "gems.cli", "gems.config", "gems.ranks", "gems.runfolder"),
+    "gems.verify": ("gems.errors", "gems.cli", "gems.config", "gems.costed", "gems.models", "gems.ranks", "gems.runfolder"),
     "gems.trace": ("gems.errors", "h5py", "numpy"),
     "gems.schedule": ("gems.errors", "gems.schedule.capped.solver"),
     "gems.schedule.capped.solver": ("gems.schedule", "ortools"),
-    "gems.partition": ("gems.errors", "gems.profile"),
+    "gems.profile": ("gems.errors",),
+    "gems.profile.identity": ("gems", "gems.config"),
+    "gems.profile.store": ("gems.errors", "gems.cache", "gems.config", "gems.models", "gems.profile", "gems.profile.identity"),
+    "gems.profile.scaling": ("gems.errors", "gems.profile", "numpy"),
+    "gems.profile.hdf5": ("gems.profile", "h5py", "numpy"),
+    "gems.profile.kernels": ("torch",),
+    "gems.profile.slots": ("torch",),
+    "gems.profile.live": ("gems.profile.kernels", "torch"),
+    "gems.profile.ends": ("gems.models.build", "gems.profile.live", "gems.profile.slots", "torch"),
+    "gems.profile.meter": (
+        "gems.engine", "gems.profile.ends", "gems.profile.kernels", "gems.profile.live", "gems.profile.slots", "torch",
+    ),
+    "gems.profile.chain": (
+        "gems.models", "gems.profile", "gems.profile.ends", "gems.profile.meter", "gems.profile.slots", "torch",
+    ),
+    "gems.profile.whole": ("gems.config", "gems.models.build", "gems.profile.ends", "torch"),
+    "gems.profile.roofline": (
+        "gems.errors", "gems.config", "gems.profile.chain", "gems.profile.ends", "gems.profile.live", "torch",
+    ),
+    "gems.profile.fake": (
+        "gems.config", "gems.models", "gems.models.build", "gems.profile", "gems.profile.chain", "gems.profile.identity",
+        "gems.profile.kernels", "gems.profile.meter", "gems.profile.roofline", "gems.profile.whole", "torch",
+    ),
+    "gems.profile.measured": (
+        "gems.errors", "gems.config", "gems.models", "gems.models.build", "gems.profile", "gems.profile.chain",
+        "gems.profile.ends", "gems.profile.identity", "gems.profile.kernels", "gems.profile.meter", "gems.profile.whole",
+        "torch",
+    ),
+    "gems.profile.incremental": (
+        "gems.config", "gems.models", "gems.models.build", "gems.profile", "gems.profile.fake",
+        "gems.profile.ends", "gems.profile.kernels", "gems.profile.live", "gems.profile.measured", "torch",
+    ),
+    "gems.profile.take": (
+        "gems.errors", "gems.config", "gems.models", "gems.profile", "gems.profile.fake", "gems.profile.incremental",
+        "gems.profile.measured", "gems.profile.store", "torch",
+    ),
+    "gems.show_profile": ("gems.cli", "gems.config", "gems.partition", "gems.profile", "gems.profile.store"),
+    "gems.partition": ("gems.errors", "gems.profile", "numpy"),
     "gems.data": ("gems.errors", "gems.config", "numpy", "PIL", "skimage"),
-    "gems.models": ("gems.errors", "gems.config"),
-    "gems.models.blocks": ("torch",),
-    "gems.models.build": ("gems.models", "numpy", "torch"),
+    "gems.models": ("gems.errors", "gems.config", "gems.models.imported"),
+    "gems.models.imported": ("gems", "gems.errors", "gems.cache", "gems.config", "gems.models", "gems.models.parts"),
+    "gems.models.user_code": ("gems", "gems.errors", "numpy", "torch"),
+    "gems.models.tracing": ("gems.errors", "gems.models.user_code", "torch"),
+    "gems.models.division": ("gems.models.tracing", "torch"),
+    "gems.models.parts": (
+        "gems.errors", "gems.models.division", "gems.models.tracing", "gems.models.user_code", "torch",
+    ),
+    "gems.models.blocks": ("gems.models", "torch"),
+    "gems.models.build": ("gems.config", "gems.data", "gems.models", "gems.models.parts", "numpy", "torch"),
     "gems.engine": ANYTHING,
     "jobs": (*PURE, "yaml", "submitit"),
     "analysis": (
@@ -74,10 +134,24 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "omegaconf": ("gems.compose",),
     "mpi4py": ("gems.engine",),
     "mpi4py.MPI": ("gems.engine.transport",),
-    "torch": ("gems.engine", "gems.models.blocks", "gems.models.build"),
+    "torch": (
+        "gems.engine",
+        "gems.models.blocks",
+        "gems.models.build",
+        "gems.models.user_code",
+        "gems.models.tracing",
+        "gems.models.division",
+        "gems.models.parts",
+        *(
+            f"gems.profile.{name}"
+            for name in (
+                "kernels", "slots", "live", "ends", "meter", "chain", "whole", "roofline", "fake", "measured", "incremental", "take",
+            )  # fmt: skip
+        ),
+    ),
     "submitit": ("jobs",),
     "matplotlib": ("analysis",),
-    "gems.engine": ("gems.engine",),
+    "gems.engine": ("gems.engine", "gems.profile.meter"),
 }
 LOGIN_NODE = ("jobs.submit", "jobs.__main__", "gems.__main__", "gems.compose", "gems.schedule")
 HEAVY = ("torch", "mpi4py", "h5py", "matplotlib", "skimage", "gems.engine", "gems.trace")

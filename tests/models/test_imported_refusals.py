@@ -47,6 +47,7 @@ class TestRefusals:
             ("tests.no_such_module.Net", "no module named tests.no_such_module"),
             (f"{NETS}.Wraped", "nothing named Wraped in tests.models.own_nets; nearest: Wrapped"),
             (f"{NETS}.HasNoParameters", "has no parameters"),
+            (f"{NETS}.lazy", "leaves the shape of 1.weight to its first image"),
             (f"{NETS}.gives_a_number", "must give a torch.nn.Module, gives int"),
             (f"{NETS}.NOT_CALLABLE", "must name a class, or a function"),
         ],

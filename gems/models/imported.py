@@ -1,0 +1,160 @@
+"""A user's own network as named layers, without torch in this process.
+
+`model.target` names a class, or a function that gives a module. A child process constructs and traces it, and the
+answer is kept in the cache by the configuration and by the text of the code: of all files in the target's outermost
+package, or beside a module that is in none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+import gems
+from gems.cache import cached
+from gems.config import DataConfig, ModelConfig
+from gems.errors import ConfigError
+from gems.models.layer import Layer
+
+_TORCH_PART = "gems.models.parts"
+_TIME_LIMIT_S = 600.0
+
+
+def resolve_target(model: ModelConfig) -> ModelConfig:
+    """Gives the configuration of a user's network with every derived field filled.
+
+    The name is that of the class, `path` the folder that holds the package where it is not installed: the current
+    one, or one of PYTHONPATH. The keys of the toolkit's own networks, which mean nothing here, take their defaults.
+
+    Raises:
+        ConfigError: a target that is no dotted name, or a path that is no folder.
+    """
+    target = str(model.target)
+    words = target.replace(":", ".").split(".")
+    if len(words) < 2 or target.count(":") > 1 or not all(word.isidentifier() for word in words):
+        raise ConfigError("model.target", target, "must be package.module.Class or package.module:Class")
+    if model.path is not None and not Path(model.path).is_dir():
+        raise ConfigError("model.path", model.path, "is not a folder")
+    given = None if model.path is None else str(Path(model.path).absolute())
+    folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    found = (str(Path(folder).absolute()) for folder in folders if _is_in(words[0], folder))
+    return ModelConfig(
+        name=words[-1], target=target, kwargs=dict(model.kwargs), path=given or next(found, None)
+    )
+
+
+def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
+    """Gives the layers of a user's network for `data`'s images: parts of one whole, first to last.
+
+    Raises:
+        ConfigError: a network that cannot be found, constructed, run on such images or cut into layers, with the line
+            of the user's code.
+    """
+    text, source = _text(model, data), source_of(str(model.target), model.path)
+    named = _description(text, source, data.num_classes)["layers"]
+    return tuple(
+        Layer(
+            name, kind, f"{_TORCH_PART}:part", (("text", text), ("index", index), ("source", source)), is_part=True
+        )
+        for index, (name, kind) in enumerate(named)
+    )  # fmt: skip
+
+
+def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | None) -> None:
+    """Checks that a user's network runs on micro-batches of this size.
+
+    Raises:
+        ConfigError: as `layers`, or a batch norm in it would see a single value a channel.
+    """
+    source = source_of(str(model.target), model.path)
+    least = _description(_text(model, data), source, data.num_classes)["min_batch"]
+    if micro_batch_size is not None and micro_batch_size < least:
+        raise ConfigError(
+            "parallel.micro_batch_size", micro_batch_size,
+            f"{model.target} takes {least} images of {data.height_px}x{data.width_px} px or more at a time",
+            f"set parallel.micro_batch_size={least}, or use group norm where batch norm would see a single value",
+        )  # fmt: skip
+
+
+def _text(model: ModelConfig, data: DataConfig) -> str:
+    image = (data.channels, data.height_px, data.width_px)
+    request = {"target": model.target, "kwargs": model.kwargs, "path": model.path, "image": image}
+    try:
+        return json.dumps(request, sort_keys=True)
+    except TypeError as error:
+        raise ConfigError("model.kwargs", model.kwargs, f"must be plain values ({error})") from error
+
+
+@lru_cache(maxsize=64)
+def _description(text: str, source: str | None, num_classes: int) -> dict[str, Any]:
+    """Gives names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
+    if "torch" in sys.modules:
+        described: dict[str, Any] = importlib.import_module("gems.models.parts").describe(text, num_classes)
+        return described
+    if source is None:
+        return _ask(text, num_classes)
+    return cached(None, "model", repr((text, source, num_classes)), lambda: _ask(text, num_classes))
+
+
+def _ask(text: str, num_classes: int) -> dict[str, Any]:
+    """Lets a child process describe the network."""
+    root = str(Path(gems.__file__).parents[1])
+    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    ended = subprocess.run(
+        [sys.executable, "-m", _TORCH_PART, text, str(num_classes)],
+        env=os.environ | {"PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIME_LIMIT_S,
+    )  # fmt: skip
+    lines = ended.stdout.splitlines()
+    try:
+        answer: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        said = (ended.stderr.strip() or "nothing was said").splitlines()[-1]
+        target = json.loads(text)["target"]
+        raise ConfigError(
+            "model.target", target, f"the process that reads it ended with code {ended.returncode} ({said})"
+        ) from None
+    if "refused" in answer:
+        raise ConfigError(*answer["refused"])
+    return answer
+
+
+@lru_cache(maxsize=64)
+def source_of(target: str, path: str | None) -> str | None:
+    """Gives a hash of the code around a target, found without running it; None where it is nowhere on the path.
+
+    It is that of all files in the outermost package of the target, or beside a module that is in none.
+    """
+    name = target.replace(":", ".").partition(".")[0]
+    spec = _find(name, [path] if path else None)
+    if spec is None or (spec.origin is None and not spec.submodule_search_locations):
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(file for file in _files_of(spec) if file.is_file()):
+        digest.update(f"{file}:".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _files_of(spec: ModuleSpec) -> Iterable[Path]:
+    if spec.submodule_search_locations:
+        return (file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py"))
+    return Path(str(spec.origin)).parent.glob("*.py")
+
+
+def _is_in(name: str, folder: str) -> bool:
+    return _find(name, [folder]) is not None
+
+
+def _find(name: str, folders: list[str] | None) -> ModuleSpec | None:
+    PathFinder.invalidate_caches()
+    return PathFinder.find_spec(name, folders)
