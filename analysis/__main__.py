@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     draw.add_argument("out", type=Path, metavar="OUT", help=".svg, .png or .pdf")
     draw.add_argument("--json", action="store_true", help="one object on stdout")
+    partition = verbs.add_parser(
+        "partition", help="draw an answer of `gems partition --json` with its layers"
+    )
+    partition.add_argument(
+        "partition", type=Path, metavar="PARTITION", help="the file that gems partition writes"
+    )
+    partition.add_argument("--out", type=Path, default=Path("partition.png"), help=".png, .pdf or .svg")
     collect = verbs.add_parser("collect", help="merge a run's parts into trace.h5, draw it, print the table")
     for verb in (timeline, summary, collect):
         verb.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
@@ -166,11 +173,19 @@ def _draw(options: argparse.Namespace) -> None:
     print(json.dumps(answer) if options.json else options.out)
 
 
+def _partition(options: argparse.Namespace) -> None:
+    from analysis.partition_picture import draw_partition
+
+    draw_partition(options.partition, options.out)
+    print(options.out)
+
+
 VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
     "timeline": _timeline,
     "summary": _summary,
     "collect": _collect,
     "draw": _draw,
+    "partition": _partition,
     "scaling": _scaling,
 }
 

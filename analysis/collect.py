@@ -10,7 +10,6 @@ from analysis.memory_curve import draw_memory
 from analysis.metrics import Metrics, metrics_of
 from analysis.timeline import draw_timeline
 from gems.config import RunSpec
-from gems.program import cut_of
 from gems.runfolder import RunFolder, read_json
 from gems.trace import write_trace
 
@@ -62,6 +61,6 @@ def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
     trace.attributes["git_commit"] = read_json(folder.provenance_json).get("git_commit", "unknown")
     trace.schedule_rows = tuple(result.get("schedule_rows", ()))
     trace.schedule_sha256 = str(result.get("schedule_sha256", ""))
-    trace.boundaries = cut_of(spec, folder.read_schedule().num_stages)
+    trace.boundaries = folder.read_boundaries()
     write_trace(folder.trace_h5, trace)
     return loaded

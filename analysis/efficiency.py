@@ -277,4 +277,5 @@ def _work_s(parallel: ParallelConfig, cost: CostConfig) -> float:
 def _problem(document: dict[str, Any]) -> tuple[Any, ...]:
     data = _section(document, "data", DataConfig)
     model = sorted(asdict(_section(document, "model", ModelConfig)).items())
-    return (*model, data.channels, data.height_px * data.width_px)
+    seen = ((key, str(value)) for key, value in model)  # values may be lists and mappings
+    return (*seen, data.channels, data.height_px * data.width_px)

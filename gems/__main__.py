@@ -11,6 +11,9 @@ VERBS = {
                      flags=("level=lowered", "level=compute", "format=torch")),
     "simulate": Verb("gems.show_simulation:show_simulation",
                      "predicts time, efficiency and memory of a step, and how far it is from the bound"),
+    "profile": Verb("gems.show_profile:show_profile", "takes the time and the bytes of every layer, and prints them"),
+    "partition": Verb("gems.show_partition:show_partition", "cuts the model: --compare all methods, --largest depth|resolution|micro_batch, --picture FILE",
+                      flags=("--compare",), choices={"--largest": ("depth", "resolution", "micro_batch"), "--picture": ()}),
     "verify": Verb("gems.verify:verify", "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip
 

@@ -29,6 +29,25 @@ class ConfigError(GemsError):
         return type(self), (self.key, self.value, self.allowed, self.advice)
 
 
+class DoesNotFitError(GemsError):
+    """More memory is needed than a device has: names the rank, the bytes needed, the limit and what to change."""
+
+    exit_code = 3
+
+    def __init__(self, where: str, needed_bytes: int, limit_bytes: int, advice: str) -> None:
+        self.where = where
+        self.needed_bytes = needed_bytes
+        self.limit_bytes = limit_bytes
+        self.advice = advice
+        super().__init__(
+            f"{where} needs {needed_bytes} bytes ({needed_bytes / 2**30:.2f} GiB), "
+            f"above machine.device_bytes={limit_bytes} ({limit_bytes / 2**30:.2f} GiB); {advice}"
+        )
+
+    def __reduce__(self) -> tuple[type[DoesNotFitError], tuple[str, int, int, str]]:
+        return type(self), (self.where, self.needed_bytes, self.limit_bytes, self.advice)
+
+
 class ScheduleError(GemsError):
     """A schedule that would not run: names the rank and the action at fault.
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from gems.cache import cached
 from gems.config import RunSpec
+from gems.cutting import cut
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.partition.even import check_boundaries, even
 from gems.resolve import check_batch
 from gems.schedule import FAMILIES, FROM_FILE, SEARCHED
 from gems.schedule.action import Kind
@@ -90,7 +90,7 @@ def check_program(spec: RunSpec) -> Schedule:
         most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
         spec = replace(spec, schedule=replace(spec.schedule, max_stages=most))
     schedule = schedule_of(spec)
-    cut_of(spec, schedule.num_stages)
+    cut_of(spec, schedule)
     check_batch(spec)
     if spec.machine.kind == "real" and (schedule.has_any(Kind.R) or schedule.has_copies):
         raise ConfigError(
@@ -190,6 +190,11 @@ def network_of(spec: RunSpec) -> Network:
     )
 
 
+def network_in_seconds(spec: RunSpec) -> Network:
+    """Gives the links of the configured machine in seconds, whatever the unit of the costs is."""
+    return network_of(replace(spec, cost=replace(spec.cost, unit_s=1.0, link=0.0)))
+
+
 def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
     """Simulates one step of a resolved run's schedule, and gives with it the network that it was played on.
 
@@ -204,30 +209,19 @@ def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
     return max(((each, simulate(made, costs, each, cap)) for each in networks), key=lambda pair: pair[1].span)
 
 
-def cut_of(spec: RunSpec, num_stages: int) -> tuple[int, ...]:
-    """Gives the boundaries of a resolved run: stage s is layers[boundaries[s]:boundaries[s + 1]].
+def cut_of(spec: RunSpec, schedule: Schedule) -> tuple[int, ...]:
+    """Gives the boundaries of a resolved run: stage s is layers[boundaries[s]:boundaries[s + 1]]; none on paper.
+
+    A cut is kept in the cache, so that all who ask for it get the same one.
 
     Raises:
-        ConfigError: more stages than layers, or boundaries that do not make `num_stages` stages.
+        ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or a profile that
+            cannot be had.
+        DoesNotFitError: a rank would hold more than machine.device_bytes.
     """
-    num_layers = len(layers_of(spec.model, spec.data))
     if spec.machine.kind != "real":
         return ()
-    if num_stages > num_layers:
-        stages_a_rank = num_stages // spec.parallel.partitions
-        placed = (
-            f" (schedule {spec.schedule.name} puts {stages_a_rank} stages on a rank)"
-            if stages_a_rank > 1
-            else ""
-        )
-        raise ConfigError(
-            "parallel.partitions", spec.parallel.partitions,
-            f"makes {num_stages} stages{placed}, and must make at most {num_layers}, the layers of {spec.model.name}",
-            "use fewer partitions or a deeper model",
-        )  # fmt: skip
-    boundaries = spec.parallel.boundaries
-    cut = even(num_layers, num_stages) if boundaries is None else tuple(boundaries)
-    return check_boundaries(cut, num_layers, num_stages)
+    return cut(spec, schedule).boundaries
 
 
 def _read(spec: RunSpec) -> Schedule:

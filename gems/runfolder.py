@@ -16,11 +16,11 @@ import yaml
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.program import check_program
+from gems.program import check_program, cut_of
 from gems.schedule.schedule import Schedule
 from gems.schedule.schedule_json import from_json, to_json
 
-OF_ALL_ATTEMPTS = ("run.yaml", "schedule.json", "attempts")
+OF_ALL_ATTEMPTS = ("run.yaml", "schedule.json", "partition.json", "attempts")
 OF_PREPARATION = ("status.json", "provenance.json")
 
 
@@ -50,6 +50,11 @@ class RunFolder:
     def schedule_json(self) -> Path:
         """The lowered schedule that every rank reads: the one list that was validated."""
         return self.path / "schedule.json"
+
+    @property
+    def partition_json(self) -> Path:
+        """Where the model is cut, for every rank to read."""
+        return self.path / "partition.json"
 
     @property
     def status_json(self) -> Path:
@@ -122,6 +127,23 @@ class RunFolder:
         """Writes schedule.json."""
         write_json(self.schedule_json, to_json(schedule), indent=None)
 
+    def read_boundaries(self) -> tuple[int, ...]:
+        """Reads where the model is cut from partition.json; nothing for a run on paper.
+
+        Raises:
+            ConfigError: there is none, or it holds no boundaries.
+        """
+        try:
+            return tuple(int(cut) for cut in json.loads(self.partition_json.read_text())["boundaries"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                "run folder", self.path, f"holds no readable partition.json ({error})", "prepare it first"
+            ) from error
+
+    def write_boundaries(self, boundaries: tuple[int, ...]) -> None:
+        """Writes partition.json."""
+        write_json(self.partition_json, {"boundaries": list(boundaries)}, indent=None)
+
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
         """Moves what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
 
@@ -192,7 +214,7 @@ def provenance() -> dict[str, Any]:
 
 
 def prepare(spec: RunSpec) -> RunFolder:
-    """Makes the folder of a resolved run and writes run.yaml and schedule.json.
+    """Makes the folder of a resolved run and writes run.yaml, schedule.json and partition.json.
 
     A folder that already holds this configuration is used again: what the earlier attempt left moves to
     attempts/<number>/, so nothing recorded is lost.
@@ -203,6 +225,7 @@ def prepare(spec: RunSpec) -> RunFolder:
     """
     folder = RunFolder.of(spec)
     schedule = check_program(spec)
+    boundaries = cut_of(spec, schedule)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
@@ -213,6 +236,7 @@ def prepare(spec: RunSpec) -> RunFolder:
         partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
         partial.replace(folder.run_yaml)
         folder.write_schedule(schedule)
+        folder.write_boundaries(boundaries)
         folder.logs.mkdir(exist_ok=True)
         folder.heartbeat(0).parent.mkdir(exist_ok=True)
         write_json(folder.provenance_json, provenance())

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
+from gems.costed import costed
 from gems.errors import ScheduleError
 from gems.program import cap_of, compute_schedule_of, costs_of, network_of
 from gems.schedule.costs import StageCosts
@@ -34,6 +35,7 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         ConfigError: counts or a cap that the family cannot serve, or a format that cannot say the schedule.
         ScheduleError: a schedule that would not run; its grid with the fault marked is on stderr.
     """
+    spec = costed(spec)
     with drawn_faults():
         made = compute_schedule_of(spec)
         costs, cap = costs_of(spec, made.placement), cap_of(spec)

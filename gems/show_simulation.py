@@ -8,6 +8,7 @@ from typing import Any
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
+from gems.costed import costed
 from gems.program import cap_of, costs_of, found_of, play, schedule_of
 from gems.resolve import global_batch
 from gems.schedule import SEARCHED
@@ -119,6 +120,7 @@ def simulation_dict(spec: RunSpec, found: Prediction) -> dict[str, Any]:
 
 def show_simulation(spec: RunSpec, options: Options) -> int:
     """Prints the prediction for a resolved run: a grid and tables, or one object as JSON."""
+    spec = costed(spec)
     found = predict(spec)
     answer = simulation_dict(spec, found)
     if options.json:

@@ -13,6 +13,7 @@ import yaml
 
 from gems.compose import CONF, compose, options_of
 from gems.config import RunSpec, StudyConfig
+from gems.costed import costed
 from gems.errors import ConfigError, nearest, one_of
 from gems.runfolder import RunFolder
 
@@ -72,7 +73,7 @@ def points_of(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> l
     points: dict[Path, Point] = {}
     for number, words in enumerate(_products(study), 1):
         try:
-            spec = compose([f"name='{name}'", *study.base, *words, *overrides])
+            spec = costed(compose([f"name='{name}'", *study.base, *words, *overrides]))
         except ConfigError as error:
             key = f"point {number} of study {name} ({' '.join(words)}): {error.key}"
             raise ConfigError(key, error.value, error.allowed, error.advice) from error

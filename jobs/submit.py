@@ -7,6 +7,7 @@ import sys
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
+from gems.costed import costed
 from gems.program import check_program
 from gems.runfolder import RunFolder, prepare
 from jobs.launch import launch
@@ -23,6 +24,7 @@ def prepare_run(spec: RunSpec, options: Options) -> int:
     Raises:
         ConfigError: as `gems.runfolder.prepare`.
     """
+    spec = costed(spec)
     release(RunFolder.of(spec))
     folder = prepare(spec)
     if options.json:
@@ -41,6 +43,7 @@ def submit(spec: RunSpec, options: Options) -> int:
     Raises:
         ConfigError: no launcher, no permission, a refused job, or a folder in use.
     """
+    spec = costed(spec)
     job = job_spec(spec)
     if DRY_RUN in options.flags:
         _show(spec, job, options)
@@ -60,6 +63,7 @@ def start(spec: RunSpec) -> int:
     Raises:
         ConfigError: as `submit`.
     """
+    spec = costed(spec)
     job = job_spec(spec)
     if job.launcher == "srun":
         _send(spec, job)

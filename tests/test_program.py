@@ -117,10 +117,10 @@ class TestCosts:
 
 class TestCut:
     def test_a_placement_with_more_stages_than_layers(self) -> None:
-        spec = spec_of("1f1b", 4)
-        assert len(cut_of(spec_of("1f1b", 8), 8)) == 9
-        with pytest.raises(ConfigError, match=r"partitions=4: makes 100 stages .*25 stages on a rank"):
-            cut_of(spec, 100)
+        deepest, spec = spec_of("1f1b", 11), spec_of("zb_v", 8)
+        assert cut_of(deepest, schedule_of(deepest)) == tuple(range(12))
+        with pytest.raises(ConfigError, match=r"partitions=8: makes 16 stages .*2 stages on a rank"):
+            cut_of(spec, schedule_of(spec))
 
     def test_too_deep_a_cut_is_refused_before_a_run(self) -> None:
         with pytest.raises(ConfigError, match="must make at most"):

@@ -11,7 +11,7 @@ import pytest
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.program import cut_of
+from gems.program import cut_of, schedule_of
 from gems.resolve import check_batch, global_batch, resolve
 from gems.schedule import FAMILIES
 
@@ -94,12 +94,6 @@ class TestMicroBatches:
 
 
 class TestPartition:
-    def test_layers_are_cut_evenly(self) -> None:
-        resolved = resolve(spec_of(parallel__partitions=4))
-        boundaries = resolved.parallel.boundaries
-        assert boundaries is not None and len(boundaries) == 5
-        assert (boundaries[0], boundaries[-1]) == (0, len(layers_of(resolved.model, resolved.data)))
-
     def test_given_boundaries_are_kept(self) -> None:
         num_layers = len(layers_of(RunSpec().model, RunSpec().data))
         resolved = resolve(spec_of(parallel__partitions=2, parallel__boundaries=[0, 1, num_layers]))
@@ -108,12 +102,12 @@ class TestPartition:
     def test_as_many_partitions_as_layers_and_no_more(self) -> None:
         num_layers = len(layers_of(RunSpec().model, RunSpec().data))
         deepest = resolve(spec_of(parallel__partitions=num_layers))
-        assert cut_of(deepest, num_layers) == tuple(range(num_layers + 1))
+        assert cut_of(deepest, schedule_of(deepest)) == tuple(range(num_layers + 1))
         too_deep = resolve(spec_of(parallel__partitions=num_layers + 1))
         with pytest.raises(
             ConfigError, match=f"must make at most {num_layers}, the layers of resnet; use fewer"
         ):
-            cut_of(too_deep, num_layers + 1)
+            cut_of(too_deep, schedule_of(too_deep))
 
     @pytest.mark.parametrize("boundaries", [[], [0, 4], [0, 4, 4], [0, 4, 10_000]])
     def test_boundaries_that_do_not_fit(self, boundaries: list[int]) -> None:

@@ -54,10 +54,3 @@ def test_what_makes_sense_is_kept() -> None:
     resolved = resolve(spec_of(**values, schedule__placements=["v", "wave"], cost__recompute=0.0))
     assert (resolved.schedule.activation_cap, resolved.schedule.allow) == (1.5, ["offload"])
     assert (resolved.cost.recompute, resolved.schedule.placements) == (0.0, ["v", "wave"])
-
-
-def test_stages_of_several_chunks_are_cut_where_the_layers_allow() -> None:
-    """A looped placement of three chunks cuts the model three times as often; a cut too fine is refused at the run."""
-    many = resolve(spec_of(schedule__name="1f1b", parallel__partitions=11)).parallel.boundaries
-    assert many == list(range(12))
-    assert resolve(spec_of(schedule__name="1f1b", parallel__partitions=12)).parallel.boundaries is None

@@ -20,7 +20,7 @@ from gems.runfolder import RunFolder, prepare, read_json, signature, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("runs_dir", "cache_dir")
-FRESH = ["provenance.json", "run.yaml", "schedule.json", "status.json"]
+FRESH = ["partition.json", "provenance.json", "run.yaml", "schedule.json", "status.json"]
 IS_ROOT = os.geteuid() == 0
 
 
@@ -133,10 +133,10 @@ class TestPrepare:
             before = {
                 key: value
                 for key, value in contents(folder.path).items()
-                if not key.startswith(("attempts", "run.yaml", "schedule.json"))
+                if not key.startswith(("attempts", "run.yaml", "schedule.json", "partition.json"))
             }
             left |= {f"attempts/{number:03d}/{key}": value for key, value in before.items()}
-            assert len(before) == 4 + len(FRESH) - 2
+            assert len(before) == 4 + len(FRESH) - 3
             folder = prepare(spec)
             now = contents(folder.path)
             assert {key: value for key, value in now.items() if key.startswith("attempts")} == left

@@ -56,7 +56,8 @@ def of_kind(trace: Trace, kind: str, step: int = 0) -> np.ndarray:
 
 def test_a_simulated_run_cuts_no_model() -> None:
     """16 stages of a network with fewer layers: nothing is cut, nothing is loaded."""
-    assert cut_of(spec_of(partitions=64, micro_batches=64), 64) == ()
+    spec = spec_of(partitions=64, micro_batches=64)
+    assert cut_of(spec, schedule_of(spec)) == ()
 
 
 def test_events_are_those_of_the_schedule_in_their_streams() -> None:

@@ -1,1 +1,4 @@
-"""Partition: where to cut the list of layers into stages. Pure: no torch, no MPI, no Hydra."""
+"""Where to cut a model into stages: an exact method, and the published ones by their names (no torch here)."""
+
+METHODS = ("exact", "even", "mcap", "torchgpipe_size", "torchgpipe_time", "pipedream")
+OBJECTIVES = ("peak_bytes", "time")

@@ -13,6 +13,25 @@ from numpy.typing import NDArray
 Table = NDArray[np.float64]
 
 
+class NoCut(ValueError):  # noqa: N818 - it is an answer
+    """No cut keeps the limits, as far as was found.
+
+    `least` is the cost of the best cut by the limits alone: what the limit must be for that one. `bound` is below or
+    at what it must be for any; where `bound` is not above the limit, the search ended before it was proven.
+    """
+
+    def __init__(self, least: float, limit: float, bound: float) -> None:
+        self.least = least
+        self.limit = limit
+        self.bound = bound
+        super().__init__(
+            f"no cut within {limit:g}: the best one needs {least:g}, and none less than {bound:g}"
+        )
+
+    def __reduce__(self) -> tuple[type[NoCut], tuple[float, float, float]]:
+        return type(self), (self.least, self.limit, self.bound)
+
+
 @dataclass(frozen=True, slots=True)
 class RankCosts:
     """What the stages of one rank cost together: the largest over `moments` of a sum over its stages.
@@ -77,6 +96,21 @@ class Problem:
             for rank in (*self.ranks, *self.limits)
             for stage in rank.stages[:1]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a search found: boundaries, None where no cut keeps the limits, and their cost.
+
+    `bound` is below or at every cut's cost; `is_proven` says that nothing better exists, and `has_fewest_bytes` that
+    no cut of this cost has fewer bytes that cross.
+    """
+
+    boundaries: tuple[int, ...] | None
+    cost: float
+    bound: float
+    is_proven: bool
+    has_fewest_bytes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,20 @@ class Spans:
     @cached_property
     def forward_peak(self) -> Table:
         """The most bytes in use during a stage's forward, its inputs not among them."""
-        peaks = np.array([layer.forward_peak_bytes for layer in self.profile.layers], dtype=float)
-        unsaved = np.array([layer.unsaved_input_bytes for layer in self.profile.layers], dtype=float)
+        layers = self.profile.layers
+        peaks = np.array([layer.forward_peak_bytes for layer in layers], dtype=float)
+        unsaved = np.array([layer.unsaved_input_bytes for layer in layers], dtype=float)
+        carried = [
+            (index, index - back, size)
+            for index, layer in enumerate(layers)
+            for back, size in layer.unsaved_from
+        ]
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
-            before = np.concatenate(([0.0], self.stash[i, i + 1 : -1] + unsaved[i + 1 :]))
+            own = unsaved.copy()
+            for layer, maker, size in carried:
+                own[layer] -= size if maker < i else 0  # it is among the stage's inputs
+            before = np.concatenate(([0.0], self.stash[i, i + 1 : -1] + own[i + 1 :]))
             table[i, i + 1 :] = np.maximum.accumulate(before + peaks[i:])
         return table
 
@@ -59,12 +68,30 @@ class Spans:
         layers = self.profile.layers
         peaks = np.array([layer.backward_peak_bytes for layer in layers], dtype=float)
         gradients = np.array([layer.output_grad_bytes for layer in layers], dtype=float)
+        alone = np.array([dict(layer.backward_peak_at).get(0, -np.inf) for layer in layers]) + gradients
+        last = np.where(alone > -np.inf, alone, peaks)
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
-            here = self.stash[i, i + 1 :] + peaks[i:]
-            within = np.concatenate(([0.0], np.maximum.accumulate(here)[:-1]))
-            table[i, i + 1 :] = np.maximum(here, np.where(within > 0, within + gradients[i:], 0.0))
+            within = np.concatenate(
+                ([-np.inf], np.maximum.accumulate(self.stash[i, i + 1 :] + peaks[i:])[:-1])
+            )
+            table[i, i + 1 :] = np.maximum(self.stash[i, i + 1 :] + last[i:], within + gradients[i:])
+        for end, cases in self._ends_of_their_own().items():
+            own = peaks.copy()
+            own[list(cases)] = list(cases.values())
+            for i in range(end - 1):
+                inner = np.max(self.stash[i, i + 1 : end] + own[i : end - 1]) + gradients[end - 1]
+                table[i, end] = max(inner, self.stash[i, end] + last[end - 1])
         return table
+
+    def _ends_of_their_own(self) -> dict[int, dict[int, int]]:
+        """Gives, for each end of a stage at which layers before its last have a backward peak of their own, those."""
+        found: dict[int, dict[int, int]] = {}
+        for index, layer in enumerate(self.profile.layers):
+            for ahead, num_bytes in layer.backward_peak_at:
+                if ahead:
+                    found.setdefault(index + ahead + 1, {})[index] = num_bytes
+        return found
 
     @cached_property
     def input_gradient_peak(self) -> Table:

@@ -49,7 +49,7 @@ def test_a_finished_run_becomes_one_trace_with_pictures(folder):
     assert trace.attributes["validation_accuracy"] == 0.75
     assert trace.attributes["git_commit"] == json.loads(folder.provenance_json.read_text())["git_commit"]
     assert trace.schedule_rows == ("0F0", "1F0")
-    assert trace.boundaries == tuple(folder.read_spec().parallel.boundaries)
+    assert trace.boundaries == folder.read_boundaries()
     assert trace.run_yaml == folder.run_yaml.read_text()
     assert collected.metrics.num_steps == 2
     assert collected.metrics.images_per_s == pytest.approx(8 / (STEP_NS * 1e-9))

@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gems.config import DataConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    PartitionConfig,
+    RunSpec,
+    ScheduleConfig,
+    TrainConfig,
+)
 from gems.data.dataset import Dataset
 from gems.models import FAMILIES, Family, Layer, register
 from gems.resolve import resolve
@@ -115,6 +123,7 @@ def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int 
             partitions=partitions, replicas=replicas, micro_batch_size=2, micro_batches=4
         ),
         schedule=ScheduleConfig(schedule),
+        partition=PartitionConfig("even"),
         train=TrainConfig(steps=2, warmup_steps=0, stall_limit_s=100),
     )
     for name, value in changes.items():

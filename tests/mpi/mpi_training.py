@@ -22,7 +22,7 @@ from gems.engine.train import evaluate, train
 from gems.heartbeat import Heartbeat
 from gems.models import layers_of
 from gems.models.build import build_layers
-from gems.program import schedule_of
+from gems.program import cut_of, schedule_of
 from gems.resolve import global_batch
 from gems.runfolder import RunFolder, read_json
 from gems.trace import KINDS, merge_parts, part_path, read_part
@@ -194,7 +194,7 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
 
     layers = layers_of(spec.model, spec.data)
     mine = {
-        layers[spec.parallel.boundaries[stage] + index].name: module.state_dict()
+        layers[pipeline.cuts[stage] + index].name: module.state_dict()
         for (direction, stage), modules in pipeline.modules.items()
         for index, module in enumerate(modules)
         if direction == 0 and pipeline.replica == 0
@@ -223,6 +223,7 @@ def run_training(comm, spec, path: Path) -> RunFolder:
     folder = RunFolder(comm.bcast(path))
     if comm.rank == 0:
         folder.write_schedule(schedule_of(spec))
+        folder.write_boundaries(cut_of(spec, schedule_of(spec)))
     comm.Barrier()
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
     train(spec, folder, comm, CPU, heartbeat)
@@ -305,7 +306,7 @@ def text_of(event) -> str:
 
 def boundary_bytes(spec) -> int:
     layers = layers_of(spec.model, spec.data)
-    modules = build_layers(layers, 0, spec.parallel.boundaries[1], 0)
+    modules = build_layers(layers, 0, cut_of(spec, schedule_of(spec))[1], 0)
     images = torch.zeros(spec.parallel.micro_batch_size, 3, spec.data.height_px, spec.data.width_px)
     return torch.nn.Sequential(*modules)(images).nbytes
 
@@ -351,7 +352,7 @@ def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
     state = checkpoint.load(folder)
     names = [layer.name for layer in layers_of(spec.model, spec.data)]
     assert list(state) == names
-    cuts = spec.parallel.boundaries
+    cuts = pipeline.cuts
     for (_, stage), modules in pipeline.modules.items():
         for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
             parameters, _, statistics = named_values(name, module)

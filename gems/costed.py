@@ -1,0 +1,81 @@
+"""Costs of a run from its model's profile and cut, in seconds and bytes, in the form in which they are configured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from gems.config import CostConfig, RunSpec
+from gems.cutting import case_of, cut
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.store import profile_of
+from gems.program import compute_schedule_of
+from gems.schedule import SEARCHED
+from gems.schedule.costs import DepthCosts
+from gems.schedule.lower import lower
+
+PROFILE = "profile"
+LEAST_S = 1e-9  # times are above 0
+
+
+def costed(spec: RunSpec) -> RunSpec:
+    """Gives the run with the costs of its profile where it asks for them (cost=profile), and any other one as it is.
+
+    The unit of time is the second, that of activations what the heaviest of P equal parts keeps of one micro-batch. A
+    named schedule has the stages of its cut; a searched one, whose number of stages is not known before, the layers
+    themselves, cut at equal depth. Forward, input and weight gradient share a stage's time as they share the model's.
+
+    Raises:
+        ConfigError: as `profile_of` and `cut`.
+        DoesNotFitError: a rank would hold more than machine.device_bytes.
+    """
+    if spec.cost.name != PROFILE or spec.cost.activation_bytes:
+        return spec
+    profile = profile_of(spec)
+    by_layer = replace(spec, cost=_costs(spec, profile, list(range(profile.num_layers + 1))))
+    if spec.schedule.name in SEARCHED:
+        return by_layer
+    schedule = lower(compute_schedule_of(by_layer))
+    boundaries = cut(spec, schedule).boundaries
+    case = case_of(spec, schedule, profile)
+    return replace(
+        spec, cost=_costs(spec, profile, boundaries, list(case.stage_costs(boundaries).activation))
+    )
+
+
+def _costs(
+    spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], kept: list[float] | None = None
+) -> CostConfig:
+    """Gives the costs of pieces of the depth, each the layers between two boundaries."""
+    pieces = [profile.layers[first:end] for first, end in pairwise(boundaries)]
+    num_ranks = spec.parallel.partitions
+    if kept is None:
+        kept = [
+            float(sum(layer.stash_bytes + sum(size for _, size in layer.saved_later) for layer in piece))
+            for piece in pieces
+        ]
+    activations = [max(1.0, size) for size in kept]
+    one = DepthCosts(num_ranks, activations=tuple(activations)).stages(num_ranks).activation
+    heaviest = sum(activations) / sum(one)
+
+    def share(name: str) -> float:
+        return max(LEAST_S, sum(float(getattr(layer, name)) for layer in profile.layers) / num_ranks)
+
+    return replace(
+        spec.cost,
+        forward=share("forward_s"),
+        input_grad=share("input_grad_s"),
+        weight_grad=share("weight_grad_s"),
+        recompute=share("recompute_s"),
+        times=[max(LEAST_S, _time_s(piece)) for piece in pieces],
+        activations=activations,
+        unit_s=1.0,
+        activation_bytes=max(1, round(heaviest)),
+        boundary_bytes=max((profile.layers[cut - 1].output_bytes for cut in boundaries[1:-1]), default=0),
+        param_bytes=sum(layer.param_bytes for layer in profile.layers) // num_ranks,
+    )
+
+
+def _time_s(layers: Sequence[LayerProfile]) -> float:
+    return sum(layer.time_s for layer in layers)

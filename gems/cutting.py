@@ -1,0 +1,284 @@
+"""Cutting: where a run's layers lie, by the configured method, and what its ranks then hold and take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from gems.cache import cached
+from gems.config import RunSpec
+from gems.errors import ConfigError, DoesNotFitError
+from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
+from gems.models import layers_of
+from gems.partition.even import check_boundaries, even
+from gems.partition.exact import solve
+from gems.partition.problem import Cut, NoCut, Problem, RankCosts
+from gems.partition.spans import Spans
+from gems.profile import ModelProfile
+from gems.profile.store import profile_of
+from gems.schedule.costs import StageCosts
+from gems.schedule.families.gpipe import gpipe
+from gems.schedule.lower import lower
+from gems.schedule.schedule import Schedule
+
+HELP = "use recompute or offload for it, a smaller image or micro-batch, or split the image between ranks"
+# torchgpipe's balance_by_size counts the parameters so many times, for gradients and the optimizer's state.
+PARAM_SCALES = {"sgd": 3, "adam": 5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to cut: its profile, the lowered schedule that will run it, and the device's limit in bytes, if any."""
+
+    profile: ModelProfile
+    schedule: Schedule
+    optimizer: str = "sgd"
+    limit_bytes: int | None = None
+    link_bytes_per_s: float | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages to cut the model into."""
+        return self.schedule.num_stages
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Tables over all runs of layers."""
+        return Spans(self.profile)
+
+    @cached_property
+    def memory(self) -> tuple[RankCosts, ...]:
+        """Bytes by rank."""
+        return MemoryModel(self.spans, OPTIMIZERS[self.optimizer]).rank_costs(self.schedule)
+
+    def problem(self, objective: str) -> Problem:
+        """Gives what is to be made least: peak_bytes, or time among the cuts that fit the device."""
+        num_layers, crossing = self.profile.num_layers, self.spans.boundary_bytes()
+        memory = tuple({id(costs): costs for costs in self.memory}.values())
+        if objective == "peak_bytes":
+            return Problem(num_layers, self.num_stages, memory, crossing)
+        limited = self.limit_bytes is not None
+        return Problem(
+            num_layers, self.num_stages, time_costs(self.spans, self.schedule), crossing,
+            limits=memory if limited else (), limit=float(self.limit_bytes or "inf"),
+        )  # fmt: skip
+
+    def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+        """Gives each rank's peak under a cut."""
+        return tuple(
+            round(costs.at([(boundaries[s], boundaries[s + 1]) for s in costs.stages]))
+            for costs in self.memory
+        )
+
+    def stage_costs(self, boundaries: Sequence[int]) -> StageCosts:
+        """Gives the costs of the stages of a cut, in seconds and bytes.
+
+        An input of a stage counts among its activations: it is held as long.
+        """
+        spans = list(pairwise(boundaries))
+        stages = [self.profile.layers[first:end] for first, end in spans]
+        given = [float(self.profile.given_bytes(first)) for first in boundaries[:-1]]
+
+        def summed(name: str) -> tuple[float, ...]:
+            return tuple(sum(float(getattr(layer, name)) for layer in stage) for stage in stages)
+
+        return StageCosts(
+            forward=summed("forward_s"),
+            input_grad=summed("input_grad_s"),
+            weight_grad=summed("weight_grad_s"),
+            recompute=summed("recompute_s"),
+            activation=tuple(
+                float(self.spans.stash[span]) + more for span, more in zip(spans, given, strict=True)
+            ),
+            held_for_weights=tuple(
+                float(self.spans.held_for_weights[span]) + more
+                for span, more in zip(spans, given, strict=True)
+            ),
+            boundary=tuple(given),
+            boundary_bytes=tuple(float(stage[-1].output_bytes) for stage in stages),
+        )
+
+
+def case_of(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None) -> Case:
+    """Gives the case of a resolved run and its lowered schedule; its profile comes from where the run says.
+
+    Raises:
+        ConfigError: more stages than layers, or a profile that cannot be had.
+    """
+    profile = profile or profile_of(spec)
+    check_depth(spec, schedule.num_stages, profile.num_layers)
+    optimizer = spec.train.optimizer
+    if optimizer == "sgd" and not spec.train.momentum:
+        optimizer = "sgd_plain"
+    return Case(profile, schedule, optimizer, spec.machine.device_bytes, spec.machine.link_bytes_per_s)
+
+
+def cut(spec: RunSpec, schedule: Schedule) -> Cut:
+    """Gives the cut of a resolved run: as given in parallel.boundaries, or by the configured method.
+
+    Raises:
+        ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or a profile that
+            cannot be had.
+        DoesNotFitError: a rank would hold more than machine.device_bytes.
+    """
+    given, limit = spec.parallel.boundaries, spec.machine.device_bytes
+    num_layers, num_stages = _num_layers(spec), schedule.num_stages
+    check_depth(spec, num_stages, num_layers)
+    if given is not None:
+        boundaries = check_boundaries(tuple(given), num_layers, num_stages)
+        found = Cut("given", boundaries, float("nan"), float("nan"), False)
+    elif spec.partition.name == "even" or num_stages == 1:
+        found = Cut("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
+    else:
+        found = _kept_cut(spec, case_of(spec, schedule))
+    if limit is not None:
+        check_fits(case_of(spec, schedule), found)
+    return found
+
+
+def _kept_cut(spec: RunSpec, case: Case) -> Cut:
+    """Gives the configured method's cut, from the cache where it has been made for the same profile and schedule."""
+    method, objective = spec.partition.name, spec.partition.objective
+    facts = (
+        method,
+        objective,
+        case.limit_bytes,
+        case.link_bytes_per_s,
+        case.optimizer,
+        spec.partition.budget_s,
+    )
+    key = repr((facts, case.profile, case.schedule.digest()))
+
+    def make() -> dict[str, Any]:
+        return asdict(cut_by(method, case, objective, spec.partition.budget_s))
+
+    kept = cached(spec.cache_dir, "partition", key, make)
+    return Cut(**(kept | {"boundaries": tuple(kept["boundaries"])}))
+
+
+def cut_by(method: str, case: Case, objective: str = "peak_bytes", budget_s: float = 30.0) -> Cut:
+    """Cuts by the name of a method; `cost` and `bound` are of the objective, in seconds or bytes.
+
+    Raises:
+        DoesNotFitError: no cut keeps every rank within the limit (exact method, objective time).
+    """
+    begin = time.perf_counter()
+    problem = case.problem(objective)
+    if method == "exact":
+        try:
+            found = solve(problem, budget_s)
+        except NoCut as error:
+            raise _too_large(case, round(error.least)) from error
+    else:
+        boundaries = METHODS[method](case)
+        found = Cut(method, boundaries, problem.cost(boundaries), 0.0, False)
+    return replace(found, method=method, solve_s=time.perf_counter() - begin)
+
+
+def check_fits(case: Case, found: Cut) -> None:
+    """Checks the peaks of a cut against the device.
+
+    Raises:
+        DoesNotFitError: a rank, or a single layer, is larger.
+    """
+    limit = case.limit_bytes
+    peaks = case.peak_bytes(found.boundaries)
+    worst = max(range(len(peaks)), key=lambda rank: peaks[rank])
+    if limit is None or peaks[worst] <= limit:
+        return
+    _check_layers(case)
+    raise DoesNotFitError(
+        f"rank {worst} of {len(peaks)} with the {found.method} cut", peaks[worst], limit,
+        "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch",
+    )  # fmt: skip
+
+
+def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
+    """Checks that there is a layer for every stage.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if num_stages <= num_layers:
+        return
+    on_a_rank = num_stages // spec.parallel.partitions
+    placed = f" (schedule {spec.schedule.name} puts {on_a_rank} stages on a rank)" if on_a_rank > 1 else ""
+    raise ConfigError(
+        "parallel.partitions", spec.parallel.partitions,
+        f"makes {num_stages} stages{placed}, and must make at most {num_layers}, the layers of {spec.model.name}",
+        "use fewer partitions or a deeper model",
+    )  # fmt: skip
+
+
+def _num_layers(spec: RunSpec) -> int:
+    return len(layers_of(spec.model, spec.data))
+
+
+def _check_layers(case: Case) -> None:
+    """Refuses a layer that no cut can make fit: alone on its stage it is above the limit already."""
+    limit = case.limit_bytes
+    assert limit is not None
+    for index, layer in enumerate(case.profile.layers):
+        alone = min(_alone(costs, index) for costs in case.memory)
+        if alone > limit:
+            raise DoesNotFitError(f"layer {layer.name} alone on a rank", round(alone), limit, HELP)
+
+
+def _alone(costs: RankCosts, layer: int) -> float:
+    """Gives the least that a rank holds whose largest stage is one layer."""
+    return min(
+        max(float(tables[place]()[layer, layer + 1]) for tables in costs.moments)
+        for place in range(len(costs.stages))
+    )
+
+
+def _too_large(case: Case, least: int) -> DoesNotFitError:
+    _check_layers(case)
+    assert case.limit_bytes is not None
+    return DoesNotFitError(
+        f"the best cut into {case.num_stages} stages", least, case.limit_bytes,
+        "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch",
+    )  # fmt: skip
+
+
+def _mcap(case: Case) -> tuple[int, ...]:
+    """mCAP measures runs of the framework as it is: here with the schedule's own peaks where a rank holds one stage.
+
+    Where a rank holds several, its method knows of no such pairing, so that its runs are plain ones of one micro-batch.
+    """
+    runs = case
+    if any(len(costs.stages) > 1 for costs in case.memory):
+        plain = lower(gpipe(case.num_stages, 1))
+        runs = Case(case.profile, plain, case.optimizer)
+    return mcap(runs.peak_bytes, case.profile.num_layers, case.num_stages)
+
+
+def _by_size(case: Case) -> tuple[int, ...]:
+    scale = PARAM_SCALES.get(case.optimizer, 2)
+    sizes = [
+        layer.stash_bytes + sum(num_bytes for _, num_bytes in layer.saved_later) + scale * layer.param_bytes
+        for layer in case.profile.layers
+    ]
+    return block_partition(sizes, case.num_stages)
+
+
+def _by_time(case: Case) -> tuple[int, ...]:
+    return block_partition([layer.time_s for layer in case.profile.layers], case.num_stages)
+
+
+def _pipedream(case: Case) -> tuple[int, ...]:
+    times = [layer.time_s for layer in case.profile.layers]
+    return pipedream(times, case.spans.boundary_bytes(), case.num_stages, case.link_bytes_per_s)
+
+
+METHODS: dict[str, Callable[[Case], tuple[int, ...]]] = {
+    "even": lambda case: even(case.profile.num_layers, case.num_stages),
+    "mcap": _mcap,
+    "torchgpipe_size": _by_size,
+    "torchgpipe_time": _by_time,
+    "pipedream": _pipedream,
+}

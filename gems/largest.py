@@ -1,0 +1,147 @@
+"""The largest model that trains under a device's memory, by depth, resolution or micro-batch, for each method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from gems.config import RunSpec
+from gems.cutting import Case, cut_by
+from gems.errors import ConfigError
+from gems.models import check_image, layers_of, stride_of
+
+AXES = ("depth", "resolution", "micro_batch")
+MOST = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
+DEPTH_REACH = 2000  # how far above a number the next depth that exists may be
+PROBES_ABOVE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest value that a method can train, with the parameters of that model and its peak in bytes."""
+
+    method: str
+    value: int
+    num_parameters: int
+    peak_bytes: int
+
+
+def largest(
+    spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], Case]
+) -> list[Largest]:
+    """Searches for each method the largest `axis` whose cut keeps every rank within machine.device_bytes.
+
+    Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the next values above
+    the answer are tried as well. Value 0 where not even the smallest one trains.
+
+    Args:
+        spec: the resolved run; its own depth, resolution or micro-batch is where the search begins.
+        axis: depth, resolution or micro_batch.
+        methods: names of cutting methods.
+        case_of: gives the case of a changed run.
+
+    Raises:
+        ConfigError: no machine.device_bytes, or a model that has no such axis.
+    """
+    limit = spec.machine.device_bytes
+    if limit is None:
+        raise ConfigError(
+            "machine.device_bytes", "null", "must be given for --largest", "machine.device_bytes=16GB, or machine=v100"
+        )  # fmt: skip
+
+    @cache
+    def case(value: int) -> Case:
+        return case_of(with_value(spec, axis, value))
+
+    @cache
+    def peak(method: str, value: int) -> int:
+        found = case(value)
+        return max(found.peak_bytes(cut_by(method, found, "peak_bytes", spec.partition.budget_s).boundaries))
+
+    answers = []
+    for method in methods:
+        value = _search(spec, axis, lambda value, method=method: peak(method, value) <= limit)  # type: ignore[misc]
+        if not value:
+            answers.append(Largest(method, 0, 0, 0))
+            continue
+        profile = case(value).profile
+        num_bytes = sum(layer.param_bytes for layer in profile.layers)
+        answers.append(Largest(method, value, num_bytes // ITEM_BYTES[profile.dtype], peak(method, value)))
+    return answers
+
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
+    """Gives the run with another depth, resolution (both sides) or micro-batch size."""
+    if axis == "depth":
+        return replace(spec, model=replace(spec.model, depth=value))
+    if axis == "resolution":
+        return replace(spec, data=replace(spec.data, height_px=value, width_px=value))
+    return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
+
+
+def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
+    good, step = 0, _start(spec, axis)
+    bad = MOST[axis] + 1
+    while step < bad:
+        value = _at_least(spec, axis, step)
+        if value is None or value >= bad:
+            break
+        if fits(value):
+            good, step = value, 2 * value
+        else:
+            bad = value
+    while True:
+        middle = _at_least(spec, axis, good + (bad - good) // 2)
+        if middle is None or not good < middle < bad:
+            middle = _at_least(spec, axis, good + 1)
+        if middle is None or not good < middle < bad:
+            break
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    value = bad
+    for _ in range(PROBES_ABOVE):
+        if value <= MOST[axis] and fits(value):
+            good = value
+        following = _at_least(spec, axis, value + 1)
+        if following is None:
+            break
+        value = following
+    return good
+
+
+def _start(spec: RunSpec, axis: str) -> int:
+    """Gives the smallest value worth trying."""
+    if axis == "depth":
+        return 1
+    return stride_of(spec.model) if axis == "resolution" else 1
+
+
+def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
+    """Gives the smallest value from `value` on that the model can have; None where there is none near."""
+    if axis == "resolution":
+        stride = stride_of(spec.model)
+        return -(-value // stride) * stride
+    if axis == "micro_batch":
+        return max(1, value)
+    for depth in range(max(1, value), value + DEPTH_REACH):
+        changed = with_value(spec, axis, depth)
+        try:
+            layers = layers_of(changed.model, changed.data)
+            check_image(changed.model, changed.data)
+        except ConfigError as error:
+            if error.key != "model.depth":
+                raise
+            continue
+        if len(layers) >= _num_stages(spec):
+            return depth
+    return None
+
+
+def _num_stages(spec: RunSpec) -> int:
+    from gems.schedule import FAMILIES
+
+    family = FAMILIES.get(spec.schedule.name)
+    return spec.parallel.partitions * (family.stages(spec.schedule.chunks) if family else 1)

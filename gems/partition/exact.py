@@ -1,0 +1,90 @@
+"""The exact method: the least cost there is, by the solver that suits where the stages live, and its proof."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gems.partition.chain import cut_chain
+from gems.partition.even import even
+from gems.partition.paired import cut_pairs
+from gems.partition.problem import Answer, Cut, NoCut, Problem
+from gems.partition.several import cut_several
+from gems.partition.tables import kept
+
+METHOD = "exact"
+
+
+def solve(problem: Problem, budget_s: float = 10.0) -> Cut:
+    """Gives the cut of the least cost and, among those, of the fewest bytes that cross.
+
+    Chains are always solved to the end. Of pairs and other placements the answer is the best cut found in `budget_s`
+    seconds; `bound`, `gap` and `is_optimal` say how far from the least it may be. Tables are built once, whatever time
+    that takes. facts: `solver` is chain, pairs or several; `has_fewest_bytes` says whether ties are settled for sure.
+
+    Raises:
+        NoCut: no cut keeps the limits; of pairs and other placements also when none was found in the time.
+        ValueError: more stages than layers.
+    """
+    begin = time.perf_counter()
+    if not 1 <= problem.num_stages <= problem.num_layers:
+        raise ValueError(f"{problem.num_layers} layers make no {problem.num_stages} stages")
+    problem = kept(problem)
+    deadline = begin + budget_s
+    if problem.num_stages in (1, problem.num_layers):
+        solver, answer = "only cut", _only(problem)
+    elif problem.is_chain:
+        solver, answer = "chain", _chain(problem)
+    else:
+        solver = "pairs" if problem.is_paired else "several"
+        start = _within_limits(problem, deadline) if problem.limits else None
+        answer = _search(problem, deadline, start)
+    if answer.boundaries is None:
+        raise _no_cut(problem, deadline)
+    return Cut(
+        METHOD, answer.boundaries, answer.cost, answer.bound, answer.is_proven, time.perf_counter() - begin,
+        {"solver": solver, "has_fewest_bytes": answer.has_fewest_bytes},
+    )  # fmt: skip
+
+
+def _search(
+    problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = float("-inf")
+) -> Answer:
+    if problem.is_paired:
+        return cut_pairs(problem, deadline, start, enough)
+    return cut_several(problem, deadline, start, enough)
+
+
+def _only(problem: Problem) -> Answer:
+    boundaries = even(problem.num_layers, problem.num_stages)
+    cost = problem.cost(boundaries)
+    return Answer(boundaries if cost < float("inf") else None, cost, cost, True, True)
+
+
+def _chain(problem: Problem) -> Answer:
+    boundaries = cut_chain(problem)
+    cost = float("inf") if boundaries is None else problem.cost(boundaries)
+    return Answer(boundaries, cost, cost, True, True)
+
+
+def _of_limits(problem: Problem) -> Problem:
+    return replace(problem, ranks=problem.limits, limits=(), limit=float("inf"))
+
+
+def _within_limits(problem: Problem, deadline: float) -> tuple[int, ...]:
+    """Gives a cut that keeps the limits, in half the time that is left."""
+    now = time.perf_counter()
+    answer = _search(_of_limits(problem), now + (deadline - now) / 2, enough=problem.limit)
+    if answer.boundaries is None or answer.cost > problem.limit:
+        raise NoCut(answer.cost, problem.limit, answer.bound)
+    return answer.boundaries
+
+
+def _no_cut(problem: Problem, deadline: float) -> NoCut:
+    alone = _of_limits(problem)
+    if problem.num_stages in (1, problem.num_layers):
+        answer = _only(alone)
+    else:
+        answer = _chain(alone) if alone.is_chain else _search(alone, deadline)
+    return NoCut(answer.cost, problem.limit, answer.bound)

@@ -1,0 +1,178 @@
+"""A relaxation: the highest of several costs replaced by a weighted mean, whose best cut is a shortest path."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.partition.chain import least_cost
+from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.resettle import Shaker
+from gems.partition.tables import valid
+
+Floats = NDArray[np.float64]
+ROUNDS = 400
+CUTS_OF_A_ROUND = 20  # a round of the relaxation is worth looking at so many cuts
+PATIENCE = 15  # rounds without a better bound, after which the steps are halved
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One moment of one rank: the sum of a table over each of its stages; `limit` where it is no part of the cost."""
+
+    tables: tuple[tuple[int, Table], ...]
+    limit: float | None
+
+    def at(self, boundaries: Sequence[int]) -> float:
+        """Gives the sum under a cut."""
+        return sum(float(table[boundaries[s], boundaries[s + 1]]) for s, table in self.tables)
+
+
+def terms_of(problem: Problem) -> list[Term]:
+    """Gives the terms of a problem: those of the cost first."""
+    found = []
+    for ranks, limit in ((problem.ranks, None), (problem.limits, problem.limit)):
+        for rank in ranks:
+            for tables in rank.moments:
+                named = tuple((s, table()) for s, table in zip(rank.stages, tables, strict=True))
+                found.append(Term(named, limit))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound below every cut's cost, and the weights of the terms that prove it.
+
+    `to_go[s][i]` is the least weighted cost of stages s to the last when stage s begins at layer i; the weighted cost
+    of a whole cut, less `offset`, is at most its cost.
+    """
+
+    value: float
+    weights: Floats
+    to_go: Floats
+    offset: float
+
+
+class Relaxation:
+    """Lagrangian bounds of a problem: for any weights of sum 1, the highest term is at least their weighted mean.
+
+    The best cut by a weighted mean is a shortest path over stages and boundaries, S L^2 entries in all, whatever the
+    tables. Limits enter by multipliers. The weights are raised by a subgradient with Polyak's step (Held, Wolfe and
+    Crowder 1974, "Validation of subgradient optimization", section 3).
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.terms = terms_of(problem)
+        self.is_limit = np.array([term.limit is not None for term in self.terms], dtype=bool)
+        self._problem = problem
+        num_layers, num_stages = problem.num_layers, problem.num_stages
+        self._windows = [(s, num_layers - num_stages + s) for s in range(num_stages + 1)]
+        self._windows[0], self._windows[-1] = (0, 0), (num_layers, num_layers)
+
+    def raise_bound(self, shaker: Shaker, deadline: float) -> Bound:
+        """Gives the best bound found by the deadline (a time.perf_counter()); offers the cuts on the way."""
+        problem = self._problem
+        weights = self._first_weights(shaker.best)
+        bound, path = self.bound(weights)
+        step, idle = 1.0, 0
+        num_cuts = math.comb(problem.num_layers - 1, problem.num_stages - 1)
+        for _ in range(min(ROUNDS, num_cuts // CUTS_OF_A_ROUND)):
+            if bound.value >= shaker.cost or step < 1e-3 or time.perf_counter() > deadline:
+                break
+            reached = shaker.cost if shaker.cost < np.inf else 2 * bound.value
+            weights = self._moved(weights, path, reached, step * (reached - bound.value))
+            tried, path = self.bound(weights)
+            if tried.value > bound.value * (1 + 1e-6):
+                idle = 0
+                shaker.offer(path, deadline)
+            else:
+                idle += 1
+                if idle == PATIENCE:
+                    step, idle, weights = step / 2, 0, bound.weights
+                    _, path = self.bound(weights)
+            bound = max(bound, tried, key=lambda each: each.value)
+        shaker.offer(self.bound(bound.weights)[1], deadline)
+        return bound
+
+    def bound(self, weights: Floats) -> tuple[Bound, tuple[int, ...]]:
+        """Gives the bound of some weights, and the cut that attains it."""
+        num_layers, num_stages = self._problem.num_layers, self._problem.num_stages
+        to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
+        to_go[num_stages, num_layers] = 0.0
+        ends = []
+        for stage in range(num_stages - 1, -1, -1):
+            (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
+            total = self._weighted(stage, weights) + to_go[stage + 1, low : high + 1]
+            place = np.argmin(total, axis=1)
+            to_go[stage, first : last + 1] = total[np.arange(last - first + 1), place]
+            ends.append(place + low)
+        boundaries = [0]
+        for stage, end in enumerate(ends[::-1]):
+            boundaries.append(int(end[boundaries[-1] - self._windows[stage][0]]))
+        offset = sum(
+            float(weight) * term.limit
+            for weight, term in zip(weights, self.terms, strict=True)
+            if term.limit is not None and weight
+        )
+        return Bound(float(to_go[0, 0]) - offset, weights, to_go, offset), tuple(boundaries)
+
+    def _weighted(self, stage: int, weights: Floats) -> Table:
+        """Gives the weighted cost of a stage by its begin and end within its windows."""
+        (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
+        part = (slice(first, last + 1), slice(low, high + 1))
+        total = np.where(np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None], 0.0, np.inf)
+        for weight, term in zip(weights, self.terms, strict=True):
+            for named, table in term.tables if weight else ():
+                if named == stage:
+                    total += weight * table[part]
+        return total
+
+    def _first_weights(self, start: Sequence[int]) -> Floats:
+        """Gives each rank's dearest moment under a cut the same weight, and limits none."""
+        weights = np.zeros(len(self.terms))
+        index = 0
+        for rank in self._problem.ranks:
+            costs = [term.at(start) for term in self.terms[index : index + len(rank.moments)]]
+            weights[index + int(np.argmax(costs))] = 1.0 / len(self._problem.ranks)
+            index += len(rank.moments)
+        return weights
+
+    def _moved(self, weights: Floats, path: Sequence[int], cost: float, gap: float) -> Floats:
+        """Gives the weights after one step up towards closing `gap`; limits are scaled to be `cost`."""
+        limits = np.array([term.limit or 1.0 for term in self.terms])
+        factor = np.where(self.is_limit, cost / limits, 1.0)
+        slope = np.array([term.at(path) for term in self.terms]) * factor
+        slope -= np.where(self.is_limit, cost, slope[~self.is_limit].mean())
+        slope[self.is_limit & (slope < 0) & (weights == 0)] = 0.0
+        length = float(slope @ slope)
+        if length == 0 or not np.isfinite(length):
+            return weights
+        moved = weights / factor + slope * (gap / length)
+        on_simplex = _on_simplex(moved, ~self.is_limit)
+        return np.where(self.is_limit, np.maximum(moved, 0.0) * factor, on_simplex)
+
+
+def bottleneck(problem: Problem) -> float:
+    """Gives a bound below every cut's cost: as if each stage's companions on its rank cost the least they can."""
+    ranks, read = [], valid(problem.num_layers)
+    for term in terms_of(problem):
+        if term.limit is not None:
+            continue
+        floors = [float(np.where(read, table, np.inf).min()) for _, table in term.tables]
+        for (stage, table), floor in zip(term.tables, floors, strict=True):
+            alone = table + (sum(floors) - floor)
+            ranks.append(RankCosts((stage,), (((lambda alone=alone: alone),),)))
+    return least_cost(Problem(problem.num_layers, problem.num_stages, tuple(ranks), problem.boundary_bytes))
+
+
+def _on_simplex(values: Floats, chosen: NDArray[np.bool_]) -> Floats:
+    """Gives the nearest point to the chosen values that is not negative and of sum 1 (Held et al. 1974)."""
+    falling = np.sort(values[chosen])[::-1]
+    excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(falling) + 1)
+    last = int(np.flatnonzero(falling > excess)[-1])
+    return np.maximum(values - excess[last], 0.0)

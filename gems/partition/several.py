@@ -1,0 +1,224 @@
+"""Several stages on a rank in any places: looped and wave placements. A widening beam."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.partition.even import even
+from gems.partition.pairs import expand
+from gems.partition.problem import Answer, Problem, Table
+from gems.partition.relaxed import Bound, Relaxation, bottleneck
+from gems.partition.resettle import Shaker
+from gems.partition.tables import valid
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+ROUNDING = 1e-12  # sums of more than two tables come in another order than RankCosts.at has them
+FIRST_WIDTH, WIDENING = 32, 4
+CHUNK = 2_000_000  # numbers at a time
+
+
+def cut_several(
+    problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
+) -> Answer:
+    """Gives the cut whose dearest rank costs least, proven (to rounding) unless the deadline comes first.
+
+    Cuts are searched stage by stage by a beam: of all first stages, then all first two and so on, those are kept whose
+    whole cuts may cost least, by what a rank has come to and by a Lagrangian relaxation. What cannot be better than the
+    best cut known is left out; a beam wide enough to leave out nothing else is a proof, and so it is widened until the
+    deadline, a time.perf_counter(). `start` is a cut that keeps the limits; at a cost of `enough` the search ends.
+    """
+    begin = time.perf_counter()
+    first = tuple(start or even(problem.num_layers, problem.num_stages))
+    shaker = Shaker(problem, first, begin + (deadline - begin) / 3)
+    relaxation = Relaxation(problem)
+    bound = relaxation.raise_bound(shaker, begin + (deadline - begin) / 3)
+    low = max(bottleneck(problem), bound.value)
+    beam = _Beam(problem, relaxation, bound, deadline)
+    width, is_whole = FIRST_WIDTH, shaker.cost <= low
+    try:
+        while not is_whole and shaker.cost > enough:
+            now = time.perf_counter()
+            found, is_whole = beam.run(shaker.cost, width)
+            if found is not None:
+                shaker.offer(found, deadline)
+            if not is_whole:
+                spent = time.perf_counter() - now
+                shaker.shake(min(deadline, time.perf_counter() + spent))
+            width *= WIDENING
+    except TimeoutError:
+        pass
+    best = shaker.best
+    cost = problem.cost(best)
+    if cost == np.inf:
+        return Answer(None, np.inf, np.inf if is_whole else low, is_whole)
+    if not is_whole:
+        return Answer(best, cost, min(low, cost), cost <= low)
+    return _with_fewest_bytes(problem, beam, best)
+
+
+def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> Answer:
+    cost, width, is_whole = problem.cost(best), FIRST_WIDTH, False
+    try:
+        while not is_whole:
+            found, is_whole = beam.run(cost, width, problem.crossing_bytes(best))
+            best = found or best
+            width *= WIDENING
+    except TimeoutError:
+        pass
+    return Answer(best, cost, cost, True, is_whole)
+
+
+@dataclass(slots=True)
+class _Level:
+    """Cuts of the first stages: where the last one ends, what each term has come to, which cut before led there."""
+
+    end: Ints
+    sums: Floats
+    crossing: Floats
+    parent: Ints
+    rating: Floats
+
+    def take(self, chosen: Ints) -> _Level:
+        """Gives some of them."""
+        return _Level(*(getattr(self, name)[chosen] for name in self.__slots__))
+
+
+class _Beam:
+    """Partial cuts, a stage a level, with the least that each term can still come to."""
+
+    def __init__(self, problem: Problem, relaxation: Relaxation, bound: Bound, deadline: float) -> None:
+        self._problem = problem
+        self._bound = bound
+        self._deadline = deadline
+        self._num_terms = len(relaxation.terms)
+        caps = [np.inf if term.limit is None else term.limit for term in relaxation.terms]
+        self._caps = np.array(caps) * (1 + ROUNDING)
+        self._is_limit = relaxation.is_limit
+        self._crossing = np.concatenate(([0.0], problem.boundary_bytes, [0.0])).astype(float)
+        self._on: list[list[tuple[int, Table]]] = [[] for _ in range(problem.num_stages)]
+        for index, term in enumerate(relaxation.terms):
+            for stage, table in term.tables:
+                self._on[stage].append((index, table))
+        self._rest = self._least_rest()
+        self._bytes_to_go = self._fewest_to_go()
+
+    def run(
+        self, cost: float, width: int, most_bytes: float | None = None
+    ) -> tuple[tuple[int, ...] | None, bool]:
+        """Gives the best cut of a beam that costs less than `cost`, and whether nothing was left out that may.
+
+        With `most_bytes` it is the cut of cost `cost` with fewer crossing bytes than that, and the fewest.
+
+        Raises:
+            TimeoutError: the deadline came first.
+        """
+        problem = self._problem
+        one = np.zeros(1, dtype=np.int64)
+        trail = [_Level(one, np.zeros((1, self._num_terms)), np.zeros(1), one, np.zeros(1))]
+        is_whole = True
+        for stage in range(problem.num_stages):
+            level, was_whole = self._next(stage, trail[-1], cost, width, most_bytes)
+            is_whole &= was_whole
+            trail.append(level)
+        return self._best(trail, cost, most_bytes), is_whole
+
+    def _best(
+        self, trail: Sequence[_Level], cost: float, most_bytes: float | None
+    ) -> tuple[int, ...] | None:
+        """Gives the best of the last level, which is in the order of its rating."""
+        problem, rating = self._problem, trail[-1].rating
+        if most_bytes is not None:
+            within = (_read(trail, last) for last in range(len(rating)))
+            return next((each for each in within if problem.cost(each) <= cost), None)
+        alike = int(np.searchsorted(rating, rating[0] * (1 + 4 * ROUNDING), side="right")) if len(rating) else 0
+        best = min((_read(trail, last) for last in range(alike)), key=problem.cost, default=None)
+        return None if best is None or problem.cost(best) >= cost else best
+
+    def _next(
+        self, stage: int, level: _Level, cost: float, width: int, most_bytes: float | None
+    ) -> tuple[_Level, bool]:
+        """Gives the level with one stage more, and whether all of it."""
+        problem = self._problem
+        last = problem.num_layers - (problem.num_stages - stage - 1)
+        first = level.end + 1 if stage < problem.num_stages - 1 else np.full(len(level.end), last)
+        made: list[_Level] = []
+        for begin, stop in self._chunks(last - first + 1):
+            if time.perf_counter() > self._deadline:
+                raise TimeoutError
+            which, end = expand(first[begin:stop], np.full(stop - begin, last))
+            made.append(self._grow(stage, level, which + begin, end, cost, most_bytes))
+        if not made:
+            return level, True
+        whole = _Level(*(np.concatenate([getattr(each, name) for each in made]) for name in _Level.__slots__))
+        order = np.argsort(whole.rating, kind="stable")
+        return whole.take(order[:width]), len(order) <= width
+
+    def _grow(
+        self, stage: int, level: _Level, which: Ints, end: Ints, cost: float, most_bytes: float | None
+    ) -> _Level:
+        """Gives the cuts `which` with one more stage up to `end`, but for those that cannot be better."""
+        most = cost * (1 - ROUNDING) if most_bytes is None else cost * (1 + ROUNDING)
+        caps = np.where(self._is_limit, self._caps, most)
+        rest = self._rest[stage + 1]
+        for index, table in self._on[stage]:
+            here = level.sums[which, index] + table[level.end[which], end] + rest[end, index]
+            which, end = which[here <= caps[index]], end[here <= caps[index]]
+        sums = level.sums[which]
+        for index, table in self._on[stage]:
+            sums[:, index] += table[level.end[which], end]
+        final = sums + rest[end]
+        low = np.maximum(
+            final[:, ~self._is_limit].max(axis=1),
+            sums @ self._bound.weights + self._bound.to_go[stage + 1, end] - self._bound.offset,
+        )
+        crossing = level.crossing[which] + self._crossing[end]
+        rating = low
+        open_ = (low <= most) & np.all(final <= caps, axis=1)
+        if most_bytes is not None:
+            rating = crossing + self._bytes_to_go[stage + 1, end]
+            open_ &= rating < most_bytes
+        chosen = np.flatnonzero(open_)
+        return _Level(end, sums, crossing, which, rating).take(chosen)
+
+    def _chunks(self, counts: Ints) -> Iterator[tuple[int, int]]:
+        step = max(1, CHUNK // max(1, int(counts.max(initial=0)) * self._num_terms))
+        for begin in range(0, len(counts), step):
+            yield begin, min(begin + step, len(counts))
+
+    def _least_rest(self) -> list[Floats]:
+        """Gives by stage, (L + 1, terms): what its later stages add to a term at least, from a layer on."""
+        num_layers = self._problem.num_layers
+        read = valid(num_layers)
+        rest = [np.zeros((num_layers + 1, self._num_terms))]
+        for stage in range(self._problem.num_stages - 1, -1, -1):
+            added = rest[-1].copy()
+            for index, table in self._on[stage]:
+                least = np.where(read, table, np.inf).min(axis=1)
+                added[:-1, index] += np.minimum.accumulate(least[::-1])[::-1]
+            rest.append(added)
+        return rest[::-1]
+
+    def _fewest_to_go(self) -> Floats:
+        """Gives by stage and begin the fewest bytes that cross the boundaries behind it."""
+        num_layers, num_stages = self._problem.num_layers, self._problem.num_stages
+        to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
+        to_go[num_stages, num_layers] = 0.0
+        for stage in range(num_stages - 1, -1, -1):
+            behind = self._crossing + to_go[stage + 1]
+            to_go[stage, :-1] = np.minimum.accumulate(behind[:0:-1])[::-1]
+        return to_go
+
+
+def _read(trail: Sequence[_Level], last: int) -> tuple[int, ...]:
+    """Gives the boundaries that led to one of the last level."""
+    boundaries = []
+    for level in trail[::-1]:
+        boundaries.append(int(level.end[last]))
+        last = int(level.parent[last])
+    return tuple(boundaries[::-1])

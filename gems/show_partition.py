@@ -1,0 +1,131 @@
+"""`gems partition`: where the configured model is cut, and what each rank then holds, for one method or for all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gems.cli import Options, print_json
+from gems.compare_cuts import PLAIN, Judged, compare, judge
+from gems.config import RunSpec
+from gems.cutting import Case, case_of, check_fits, cut
+from gems.program import network_in_seconds, schedule_of
+from gems.resolve import global_batch
+
+MIB, PICTURE_LIMIT_S = 2**20, 120
+
+
+def show_partition(spec: RunSpec, options: Options) -> int:
+    """Prints the cut of a resolved run, all methods side by side, or the largest model that each can train."""
+    if "--largest" in options.chosen:
+        from gems.show_largest import show_largest
+
+        return show_largest(spec, options)
+    schedule = schedule_of(spec)
+    case = case_of(spec, schedule)
+    network = network_in_seconds(spec)
+    is_comparison = "--compare" in options.flags
+    if is_comparison:
+        judged = compare(case, spec.partition.objective, spec.partition.budget_s, network)
+    else:
+        found = cut(spec, schedule)
+        check_fits(case, found)
+        judged = [judge(case, found, network)]
+    answer = _facts(spec, case) | ({"methods": []} if is_comparison else {})
+    entries = [_entry(spec, each, judged[0]) for each in judged]
+    answer |= {"methods": entries} if is_comparison else entries[0]
+    picture = options.chosen.get("--picture") or ("partition.png" if is_comparison else None)
+    if options.json:
+        if "--picture" in options.chosen:
+            answer["picture"] = _draw(answer, case, Path(options.chosen["--picture"]))
+        print_json(answer)
+        return 0
+    print(_table(answer, entries))
+    if picture is not None:
+        print(f"picture: {_draw(answer, case, Path(picture))}")
+    return 0
+
+
+def _facts(spec: RunSpec, case: Case) -> dict[str, Any]:
+    profile = case.profile
+    return {
+        "source": "predicted", "model": profile.model, "height_px": profile.height_px, "width_px": profile.width_px,
+        "micro_batch_size": profile.micro_batch_size, "dtype": profile.dtype, "profile_source": profile.source,
+        "profile_device": profile.device, "schedule": case.schedule.name, "partitions": case.schedule.num_ranks,
+        "stages": case.num_stages, "layers": profile.num_layers, "micro_batches": case.schedule.num_micro_batches,
+        "objective": spec.partition.objective, "limit_bytes": case.limit_bytes,
+    }  # fmt: skip
+
+
+def _entry(spec: RunSpec, judged: Judged, ours: Judged) -> dict[str, Any]:
+    """Gives one method's answer; `peak_ratio` and `time_ratio` are over the exact method's."""
+    found = judged.cut
+    is_exact = found.method == "exact"
+    return {
+        "method": found.method,
+        "boundaries": list(found.boundaries),
+        "layers_per_stage": list(judged.layers_per_stage),
+        "peak_bytes": list(judged.peak_bytes),
+        "step_s": judged.step_s,
+        "images_per_s": global_batch(spec) / judged.step_s if judged.step_s else None,
+        "optimal": found.is_optimal,
+        "bound": found.bound if is_exact else None,
+        "gap": found.gap if is_exact else None,
+        "solve_s": found.solve_s,
+        "peak_ratio": max(judged.peak_bytes) / max(1, max(ours.peak_bytes)),
+        "time_ratio": judged.step_s / ours.step_s if ours.step_s else None,
+        **({"facts": found.facts} if found.facts else {}),
+    }
+
+
+def _table(answer: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
+    head = (
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['layers']} layers in "
+        f"{answer['stages']} stages on {answer['partitions']} ranks, {answer['schedule']}: predicted "
+        f"({answer['profile_source']} profile, {answer['profile_device']})"
+    )
+    lines = [
+        head,
+        f"{'method':<16}{'peak MiB':>10}{'ratio':>7}{'step ms':>10}{'ratio':>7}{'solved s':>9}  proof",
+    ]
+    for entry in entries:
+        ratio = "-" if entry["time_ratio"] is None else f"{entry['time_ratio']:.2f}"
+        lines.append(
+            f"{entry['method']:<16}{max(entry['peak_bytes']) / MIB:>10.1f}{entry['peak_ratio']:>7.2f}"
+            f"{entry['step_s'] * 1e3:>10.2f}{ratio:>7}{entry['solve_s']:>9.2f}  {_proof(entry)}"
+        )
+    for entry in entries:
+        lines += [
+            f"{entry['method']}: layers a stage {' '.join(map(str, entry['layers_per_stage']))}",
+            f"{'':<{len(entry['method'])}}  MiB a rank {' '.join(f'{p / MIB:.1f}' for p in entry['peak_bytes'])}",
+        ]
+    return "\n".join(lines)
+
+
+def _proof(entry: dict[str, Any]) -> str:
+    if entry["method"] == PLAIN:
+        return "least for plain pipelines"
+    if entry["optimal"]:
+        return "optimal"
+    return "-" if entry["gap"] is None else f"at most {100 * entry['gap']:.2f} % above the least"
+
+
+def _draw(answer: dict[str, Any], case: Case, path: Path) -> str:
+    """Lets the analysis draw the answer, and gives the picture's path."""
+    layers = [
+        {"name": layer.name, "time_s": layer.time_s, "param_bytes": layer.param_bytes,
+         "stash_bytes": layer.stash_bytes + sum(size for _, size in layer.saved_later)}
+        for layer in case.profile.layers
+    ]  # fmt: skip
+    methods = answer.get("methods") or [answer]
+    with tempfile.TemporaryDirectory(prefix="gems-partition-") as scratch:
+        document = Path(scratch) / "partition.json"
+        document.write_text(json.dumps({**answer, "methods": methods, "drawn_layers": layers}))
+        argv = [sys.executable, "-m", "analysis", "partition", str(document), "--out", str(path.absolute())]
+        subprocess.run(argv, check=True, timeout=PICTURE_LIMIT_S, stdout=subprocess.DEVNULL)
+    return str(path)

@@ -1,0 +1,79 @@
+"""`gems profile`: takes or reads the profile of the configured model and prints its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gems.cli import Options, print_json
+from gems.config import RunSpec
+from gems.partition.spans import Spans
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.store import profile_of
+
+_HEAD = (
+    f"{'layer':<24}{'kind':<12}{'F ms':>10}{'I ms':>10}{'W ms':>10}{'params MB':>11}{'stash MB':>11}"
+    f"{'output MB':>11}{'workspace MB':>14}"
+)
+_MEGA = 1e6
+
+
+def show_profile(spec: RunSpec, options: Options) -> int:
+    """Prints the profile: a table, or with --json the document that `profile.path` reads."""
+    profile = profile_of(spec)
+    if options.json:
+        composed = whole_peak_bytes(profile)
+        peaks = {"peak_bytes": profile.facts.get("peak_bytes", composed), "composed_peak_bytes": composed}
+        print_json({**profile.to_json(), **peaks, **_totals(profile)})
+        return 0
+    print("\n".join(table(profile)))
+    return 0
+
+
+def whole_peak_bytes(profile: ModelProfile) -> int:
+    """Gives what the unsplit model holds at most on one device for one micro-batch, by the sum over its layers.
+
+    Parameters and their gradients, buffers, images, activations, transient tensors; the optimizer's state is not in it.
+    """
+    spans, end = Spans(profile), profile.num_layers
+    moving = max(spans.forward_peak[0, end], spans.backward_peak[0, end])
+    return int(2 * spans.params[0, end] + spans.buffers[0, end] + profile.input_bytes + moving)
+
+
+def table(profile: ModelProfile) -> Iterator[str]:
+    """Gives the lines of the table: a row a layer, their sums, the peaks of the whole."""
+    yield (
+        f"{profile.model}: {profile.micro_batch_size} x {profile.height_px} x {profile.width_px} px, {profile.dtype}, "
+        f"{profile.source} on {profile.device}"
+    )
+    yield _HEAD
+    for layer in profile.layers:
+        yield _row(layer)
+    totals = _totals(profile)
+    yield (
+        f"{'all':<36}{1e3 * totals['forward_s']:>10.3f}{1e3 * totals['input_grad_s']:>10.3f}"
+        f"{1e3 * totals['weight_grad_s']:>10.3f}{totals['param_bytes'] / _MEGA:>11.2f}"
+        f"{totals['stash_bytes'] / _MEGA:>11.2f}"
+    )
+    yield f"peak of the whole on one device: {_size(whole_peak_bytes(profile))}, summed up from the layers"
+    if "peak_bytes" in profile.facts:
+        yield f"peak of the whole on one device: {_size(profile.facts['peak_bytes'])}, of the unsplit model under torch's tracker"
+
+
+def _row(layer: LayerProfile) -> str:
+    made = layer.stash_bytes + sum(num_bytes for _, num_bytes in layer.saved_later)
+    return (
+        f"{layer.name[:23]:<24}{layer.kind[:11]:<12}{1e3 * layer.forward_s:>10.3f}{1e3 * layer.input_grad_s:>10.3f}"
+        f"{1e3 * layer.weight_grad_s:>10.3f}{layer.param_bytes / _MEGA:>11.2f}{made / _MEGA:>11.2f}"
+        f"{layer.output_bytes / _MEGA:>11.2f}{layer.workspace_bytes / _MEGA:>14.2f}"
+    )
+
+
+def _totals(profile: ModelProfile) -> dict[str, float]:
+    """Gives the sums over all layers; the stash is that of the whole, each storage once."""
+    names = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "param_bytes")
+    sums = {name: sum(getattr(layer, name) for layer in profile.layers) for name in names}
+    return {**sums, "stash_bytes": int(Spans(profile).stash[0, profile.num_layers])}
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
