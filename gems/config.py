@@ -111,7 +111,7 @@ class PartitionConfig:
     machine.device_bytes is given, among the cuts that fit).
     """
 
-    name: str = "even"
+    name: str = "exact"
     objective: str = "peak_bytes"
     budget_s: float = 30.0
 

@@ -16,8 +16,11 @@ from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
 from gems.models import layers_of
 from gems.partition.even import check_boundaries, even
 from gems.partition.exact import solve
+from gems.partition.mcap import mcap
+from gems.partition.pipedream import pipedream
 from gems.partition.problem import Cut, NoCut, Problem, RankCosts
 from gems.partition.spans import Spans
+from gems.partition.torchgpipe import block_partition
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule.costs import StageCosts

@@ -10,6 +10,7 @@ from gems.config import RunSpec
 from gems.cutting import Case, cut_by
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
+from gems.models.resnet import block_of
 
 AXES = ("depth", "resolution", "micro_batch")
 MOST = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
@@ -50,6 +51,8 @@ def largest(
             "machine.device_bytes", "null", "must be given for --largest", "machine.device_bytes=16GB, or machine=v100"
         )  # fmt: skip
 
+    spec = _of_one_kind(spec)
+
     @cache
     def case(value: int) -> Case:
         return case_of(with_value(spec, axis, value))
@@ -81,6 +84,13 @@ def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
     if axis == "resolution":
         return replace(spec, data=replace(spec.data, height_px=value, width_px=value))
     return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
+
+
+def _of_one_kind(spec: RunSpec) -> RunSpec:
+    """Keeps the block that a ResNet has at its own depth, which "auto" would change from one depth to another."""
+    if spec.model.target is not None or spec.model.name != "resnet":
+        return spec
+    return replace(spec, model=replace(spec.model, block=block_of(spec.model)))
 
 
 def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:

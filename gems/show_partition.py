@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,14 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gems
 from gems.cli import Options, print_json
 from gems.compare_cuts import PLAIN, Judged, compare, judge
 from gems.config import RunSpec
 from gems.cutting import Case, case_of, check_fits, cut
+from gems.errors import ConfigError, one_of
 from gems.program import network_in_seconds, schedule_of
 from gems.resolve import global_batch
 
 MIB, PICTURE_LIMIT_S = 2**20, 120
+PICTURES = (".png", ".pdf", ".svg")
+ROOT = Path(gems.__file__).resolve().parents[1]
 
 
 def show_partition(spec: RunSpec, options: Options) -> int:
@@ -26,10 +31,13 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         from gems.show_largest import show_largest
 
         return show_largest(spec, options)
+    is_comparison = "--compare" in options.flags
+    picture = options.chosen.get("--picture") or ("partition.png" if is_comparison and not options.json else None)
+    if picture is not None:
+        _check_picture(Path(picture))
     schedule = schedule_of(spec)
     case = case_of(spec, schedule)
     network = network_in_seconds(spec)
-    is_comparison = "--compare" in options.flags
     if is_comparison:
         judged = compare(case, spec.partition.objective, spec.partition.budget_s, network)
     else:
@@ -39,10 +47,9 @@ def show_partition(spec: RunSpec, options: Options) -> int:
     answer = _facts(spec, case) | ({"methods": []} if is_comparison else {})
     entries = [_entry(spec, each, judged[0]) for each in judged]
     answer |= {"methods": entries} if is_comparison else entries[0]
-    picture = options.chosen.get("--picture") or ("partition.png" if is_comparison else None)
     if options.json:
-        if "--picture" in options.chosen:
-            answer["picture"] = _draw(answer, case, Path(options.chosen["--picture"]))
+        if picture is not None:
+            answer["picture"] = _draw(answer, case, Path(picture))
         print_json(answer)
         return 0
     print(_table(answer, entries))
@@ -115,6 +122,14 @@ def _proof(entry: dict[str, Any]) -> str:
     return "-" if entry["gap"] is None else f"at most {100 * entry['gap']:.2f} % above the least"
 
 
+def _check_picture(path: Path) -> None:
+    """Refuses a picture that could not be written, before the work is done."""
+    if path.suffix not in PICTURES:
+        raise ConfigError("--picture", path, one_of(PICTURES))
+    if not path.absolute().parent.is_dir():
+        raise ConfigError("--picture", path, "its folder does not exist", "make the folder first")
+
+
 def _draw(answer: dict[str, Any], case: Case, path: Path) -> str:
     """Lets the analysis draw the answer, and gives the picture's path."""
     layers = [
@@ -127,5 +142,9 @@ def _draw(answer: dict[str, Any], case: Case, path: Path) -> str:
         document = Path(scratch) / "partition.json"
         document.write_text(json.dumps({**answer, "methods": methods, "drawn_layers": layers}))
         argv = [sys.executable, "-m", "analysis", "partition", str(document), "--out", str(path.absolute())]
-        subprocess.run(argv, check=True, timeout=PICTURE_LIMIT_S, stdout=subprocess.DEVNULL)
+        search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        subprocess.run(
+            argv, check=True, timeout=PICTURE_LIMIT_S, stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": search},
+        )  # fmt: skip
     return str(path)

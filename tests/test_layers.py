@@ -43,7 +43,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.costed": ("gems.config", "gems.cutting", "gems.profile", "gems.profile.store", "gems.program", "gems.schedule"),
     "gems.largest": ("gems.config", "gems.cutting", "gems.errors", "gems.models", "gems.schedule"),
     "gems.show_partition": (
-        "gems.cli", "gems.compare_cuts", "gems.config", "gems.cutting", "gems.program", "gems.resolve", "gems.show_largest",
+        "gems", "gems.cli", "gems.compare_cuts", "gems.config", "gems.cutting", "gems.errors", "gems.program", "gems.resolve",
+        "gems.show_largest",
     ),
     "gems.show_largest": (
         "gems.cli", "gems.config", "gems.cutting", "gems.largest", "gems.profile", "gems.profile.store", "gems.program",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -10,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.partition.chain import least_cost
-from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.problem import Problem, Table
 from gems.partition.resettle import Shaker
 from gems.partition.tables import valid
 
@@ -121,16 +121,36 @@ class Relaxation:
         )
         return Bound(float(to_go[0, 0]) - offset, weights, to_go, offset), tuple(boundaries)
 
+    def bottleneck(self) -> float:
+        """Gives a bound below every cut's cost: as if each stage's companions on its rank cost the least they can."""
+        read = valid(self._problem.num_layers)
+        raised: list[list[tuple[Table, float]]] = [[] for _ in range(self._problem.num_stages)]
+        for term in itertools.compress(self.terms, ~self.is_limit):
+            floors = [float(np.where(read, table, np.inf).min()) for _, table in term.tables]
+            for (stage, table), floor in zip(term.tables, floors, strict=True):
+                raised[stage].append((table, sum(floors) - floor))
+        best = np.array([-np.inf])
+        for stage, tables in enumerate(raised):
+            part, highest = self._block(stage, -np.inf)
+            for table, floor in tables:
+                np.maximum(highest, table[part] + floor, out=highest)
+            best = np.maximum(highest, best[:, None]).min(axis=0)
+        return float(best[0])
+
     def _weighted(self, stage: int, weights: Floats) -> Table:
         """Gives the weighted cost of a stage by its begin and end within its windows."""
-        (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
-        part = (slice(first, last + 1), slice(low, high + 1))
-        total = np.where(np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None], 0.0, np.inf)
+        part, total = self._block(stage, 0.0)
         for weight, term in zip(weights, self.terms, strict=True):
             for named, table in term.tables if weight else ():
                 if named == stage:
                     total += weight * table[part]
         return total
+
+    def _block(self, stage: int, value: float) -> tuple[tuple[slice, slice], Table]:
+        """Gives where a stage lies in the tables by its windows, and such a table of one value; infinite where none."""
+        (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
+        is_run = np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None]
+        return (slice(first, last + 1), slice(low, high + 1)), np.where(is_run, value, np.inf)
 
     def _first_weights(self, start: Sequence[int]) -> Floats:
         """Gives each rank's dearest moment under a cut the same weight, and limits none."""
@@ -157,22 +177,10 @@ class Relaxation:
         return np.where(self.is_limit, np.maximum(moved, 0.0) * factor, on_simplex)
 
 
-def bottleneck(problem: Problem) -> float:
-    """Gives a bound below every cut's cost: as if each stage's companions on its rank cost the least they can."""
-    ranks, read = [], valid(problem.num_layers)
-    for term in terms_of(problem):
-        if term.limit is not None:
-            continue
-        floors = [float(np.where(read, table, np.inf).min()) for _, table in term.tables]
-        for (stage, table), floor in zip(term.tables, floors, strict=True):
-            alone = table + (sum(floors) - floor)
-            ranks.append(RankCosts((stage,), (((lambda alone=alone: alone),),)))
-    return least_cost(Problem(problem.num_layers, problem.num_stages, tuple(ranks), problem.boundary_bytes))
-
-
 def _on_simplex(values: Floats, chosen: NDArray[np.bool_]) -> Floats:
     """Gives the nearest point to the chosen values that is not negative and of sum 1 (Held et al. 1974)."""
     falling = np.sort(values[chosen])[::-1]
     excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(falling) + 1)
     last = int(np.flatnonzero(falling > excess)[-1])
-    return np.maximum(values - excess[last], 0.0)
+    nearest: Floats = np.maximum(values - excess[last], 0.0)
+    return nearest

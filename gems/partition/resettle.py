@@ -85,9 +85,7 @@ def _rank(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
     """Gives what cuts are ordered by: the costs of all ranks, dearest first."""
     if problem.cost(boundaries) == np.inf:
         return (np.inf,)
-    return tuple(
-        sorted((rank.at(problem.spans(boundaries, rank)) for rank in problem.ranks), reverse=True)
-    )
+    return tuple(sorted((rank.at(problem.spans(boundaries, rank)) for rank in problem.ranks), reverse=True))
 
 
 def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) -> tuple[int, ...] | None:
@@ -116,7 +114,11 @@ def _raised(
             if first <= stage < end:
                 moments = [
                     tables[place]()[part]
-                    + sum(float(table()[span]) for k, (table, span) in enumerate(zip(tables, spans, strict=True)) if k != place)
+                    + sum(
+                        float(table()[span])
+                        for k, (table, span) in enumerate(zip(tables, spans, strict=True))
+                        if k != place
+                    )
                     for tables in rank.moments
                 ]
                 found.append(RankCosts((stage - first,), ((_given(np.maximum.reduce(moments)),),)))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gems.partition.even import even
 from gems.partition.pairs import expand
 from gems.partition.problem import Answer, Problem, Table
-from gems.partition.relaxed import Bound, Relaxation, bottleneck
+from gems.partition.relaxed import Bound, Relaxation
 from gems.partition.resettle import Shaker
 from gems.partition.tables import valid
 
@@ -38,9 +38,9 @@ def cut_several(
     shaker = Shaker(problem, first, begin + (deadline - begin) / 3)
     relaxation = Relaxation(problem)
     bound = relaxation.raise_bound(shaker, begin + (deadline - begin) / 3)
-    low = max(bottleneck(problem), bound.value)
+    low = max(relaxation.bottleneck(), bound.value) * (1 - ROUNDING)
     beam = _Beam(problem, relaxation, bound, deadline)
-    width, is_whole = FIRST_WIDTH, shaker.cost <= low
+    width, is_whole = FIRST_WIDTH, shaker.cost * (1 - ROUNDING) <= low
     try:
         while not is_whole and shaker.cost > enough:
             now = time.perf_counter()
@@ -58,7 +58,7 @@ def cut_several(
     if cost == np.inf:
         return Answer(None, np.inf, np.inf if is_whole else low, is_whole)
     if not is_whole:
-        return Answer(best, cost, min(low, cost), cost <= low)
+        return Answer(best, cost, min(low, cost), False)
     return _with_fewest_bytes(problem, beam, best)
 
 
@@ -128,15 +128,15 @@ class _Beam:
             trail.append(level)
         return self._best(trail, cost, most_bytes), is_whole
 
-    def _best(
-        self, trail: Sequence[_Level], cost: float, most_bytes: float | None
-    ) -> tuple[int, ...] | None:
+    def _best(self, trail: Sequence[_Level], cost: float, most_bytes: float | None) -> tuple[int, ...] | None:
         """Gives the best of the last level, which is in the order of its rating."""
         problem, rating = self._problem, trail[-1].rating
         if most_bytes is not None:
             within = (_read(trail, last) for last in range(len(rating)))
             return next((each for each in within if problem.cost(each) <= cost), None)
-        alike = int(np.searchsorted(rating, rating[0] * (1 + 4 * ROUNDING), side="right")) if len(rating) else 0
+        alike = (
+            int(np.searchsorted(rating, rating[0] * (1 + 4 * ROUNDING), side="right")) if len(rating) else 0
+        )
         best = min((_read(trail, last) for last in range(alike)), key=problem.cost, default=None)
         return None if best is None or problem.cost(best) >= cost else best
 
@@ -148,16 +148,17 @@ class _Beam:
         last = problem.num_layers - (problem.num_stages - stage - 1)
         first = level.end + 1 if stage < problem.num_stages - 1 else np.full(len(level.end), last)
         made: list[_Level] = []
+        num_made, num_kept = 0, 0
         for begin, stop in self._chunks(last - first + 1):
             if time.perf_counter() > self._deadline:
                 raise TimeoutError
             which, end = expand(first[begin:stop], np.full(stop - begin, last))
             made.append(self._grow(stage, level, which + begin, end, cost, most_bytes))
-        if not made:
-            return level, True
-        whole = _Level(*(np.concatenate([getattr(each, name) for each in made]) for name in _Level.__slots__))
-        order = np.argsort(whole.rating, kind="stable")
-        return whole.take(order[:width]), len(order) <= width
+            num_made, num_kept = num_made + len(made[-1].end), num_kept + len(made[-1].end)
+            if num_kept > 4 * width:
+                made = [_first_rated(made, width)]
+                num_kept = width
+        return _first_rated(made, width) if made else level, num_made <= width
 
     def _grow(
         self, stage: int, level: _Level, which: Ints, end: Ints, cost: float, most_bytes: float | None
@@ -213,6 +214,12 @@ class _Beam:
             behind = self._crossing + to_go[stage + 1]
             to_go[stage, :-1] = np.minimum.accumulate(behind[:0:-1])[::-1]
         return to_go
+
+
+def _first_rated(levels: Sequence[_Level], width: int) -> _Level:
+    """Gives the best of several lists, in the order of their rating."""
+    whole = _Level(*(np.concatenate([getattr(each, name) for each in levels]) for name in _Level.__slots__))
+    return whole.take(np.argsort(whole.rating, kind="stable")[:width])
 
 
 def _read(trail: Sequence[_Level], last: int) -> tuple[int, ...]:

@@ -1,0 +1,196 @@
+"""mCAP: the least peak by an additive predictor, from runs of the framework as it is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.partition.chain import least_cost
+from gems.partition.pairs import expand
+from gems.partition.problem import Problem, RankCosts, Table
+
+Boundaries = tuple[int, ...]
+Measure = Callable[[Boundaries], Sequence[float]]
+Floats = NDArray[np.float64]
+MOST_CUTS = 2_000_000  # up to which all are looked at
+ROUNDING = 1e-12
+
+
+def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
+    """Gives the boundaries that mCAP recommends; `measure` gives the peak bytes of each stage of a run with some.
+
+    (Dreuning, Bal and van Nieuwpoort 2022, "mCAP: Memory-Centric Partitioning for Large-Scale Pipeline-Parallel DNN
+    Training", Euro-Par.) Brute force where there are not too many cuts, else the search of CAPSlog (Dreuning, Verstoep,
+    Bal and van Nieuwpoort 2024, PDP).
+    """
+    isolated, added = profile(measure, num_layers, num_stages)
+    if math.comb(num_layers - 1, num_stages - 1) <= MOST_CUTS:
+        return brute_force(isolated, added, num_stages)
+    return recommend(isolated, added, num_stages)
+
+
+def predict(isolated: Sequence[float], added: Sequence[float], boundaries: Sequence[int]) -> list[float]:
+    """Gives the predicted peak of each stage: its first layer's isolated bytes and what the others add."""
+    return [
+        float(isolated[first]) + float(sum(added[first + 1 : end]))
+        for first, end in itertools.pairwise(boundaries)
+    ]
+
+
+def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[float], list[float]]:
+    """Gives for each layer the bytes of a stage that holds it alone, and those that it adds behind others.
+
+    Both are means over the runs of `profiling_runs`: `isolated` of stages of one layer, `added` of the differences
+    between stages that begin alike and end one layer apart. With two stages an inner layer is never alone, and with
+    hardly more layers than stages some differences are never seen; what a stage holds beside its layers is then taken
+    to be as on average.
+    """
+    sums: dict[tuple[int, int], list[float]] = {}
+    for boundaries in profiling_runs(num_layers, num_stages):
+        for span, peak in zip(itertools.pairwise(boundaries), measure(boundaries), strict=True):
+            sums.setdefault(span, []).append(float(peak))
+    peaks = {span: sum(seen) / len(seen) for span, seen in sums.items()}
+    isolated = [peaks.get((layer, layer + 1)) for layer in range(num_layers)]
+    added: list[float | None] = []
+    for layer in range(num_layers):
+        steps = [
+            peaks[first, layer + 1] - peaks[first, layer]
+            for first in range(layer)
+            if (first, layer) in peaks and (first, layer + 1) in peaks
+        ]
+        added.append(sum(steps) / len(steps) if steps else None)
+    beside = [
+        alone - more
+        for alone, more in zip(isolated, added, strict=True)
+        if alone is not None and more is not None
+    ]
+    mean = sum(beside) / len(beside) if beside else 0.0
+    whole_isolated, whole_added = [], []
+    for alone, more in zip(isolated, added, strict=True):
+        whole_isolated.append(alone if alone is not None else (more or 0.0) + mean)
+        whole_added.append(more if more is not None else max(0.0, (alone or 0.0) - mean))
+    return whole_isolated, whole_added
+
+
+def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
+    """Gives the cuts to run: for every layer one in which it is alone, with growing stages before it.
+
+    The stages before the layer are filled with q = (L - 2) div (S - 2) + 1 layers each, so that neighbouring runs
+    differ by one layer in a stage; the layers behind it are spread evenly. Where too few are left for that, and where
+    a layer is never the last of two stages that begin alike, a run with the stage that is missing takes the place.
+    About L runs.
+    """
+    if num_stages <= 2:
+        return [(0, *cut, num_layers) for cut in itertools.combinations(range(1, num_layers), num_stages - 1)]
+    size = (num_layers - 2) // (num_stages - 2) + 1
+    runs: list[Boundaries | None] = []
+    for alone in range(num_layers):
+        before, behind = list(range(0, alone, size)), num_layers - alone - 1
+        left = num_stages - len(before) - 1
+        if min(1, behind) <= left <= behind:
+            runs.append((*before, alone, *_evenly(alone + 1, num_layers, left), num_layers))
+        else:
+            runs.append(_around(alone, alone + 1, num_layers, num_stages))
+    seen = {span for run in runs if run for span in itertools.pairwise(run)}
+    for layer in range(1, num_layers):
+        if not any({(first, layer), (first, layer + 1)} <= seen for first in range(layer)):
+            runs.append(_around(layer - 1, layer + 1, num_layers, num_stages))
+    return list(dict.fromkeys(run for run in runs if run))
+
+
+def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundaries | None:
+    """Gives a cut with a stage of layers `first` up to `end` and the others even; None where there is none."""
+    others, behind = num_stages - 1, num_layers - end
+    least, most = max(min(1, first), others - behind), min(first, others - min(1, behind))
+    if least > most:
+        return None
+    before = min(max(round(others * first / (first + behind)), least), most)
+    return (*_evenly(0, first, before), first, *_evenly(end, num_layers, others - before), num_layers)
+
+
+def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
+    """Gives the best of all cuts: the one whose predicted peaks, highest first, are lexicographically least.
+
+    Cuts with a stage above the least highest peak are left out as soon as it is placed, which changes no answer.
+    """
+    table = _table(isolated, added)
+    num_layers = len(table)
+    ranks = tuple(RankCosts((stage,), ((lambda: table,),)) for stage in range(num_stages))
+    most = least_cost(Problem(num_layers, num_stages, ranks, (0,) * (num_layers - 1))) * (1 + ROUNDING)
+    best: tuple[tuple[float, ...], Boundaries] | None = None
+    for first_end in range(1, num_layers - num_stages + 2) if num_stages > 1 else (num_layers,):
+        cuts = np.array([[0, first_end]]) if table[0, first_end] <= most else np.empty((0, 2), dtype=np.int64)
+        for stage in range(1, num_stages):
+            last = num_layers - (num_stages - stage - 1)
+            low = cuts[:, -1] + 1 if stage < num_stages - 1 else np.full(len(cuts), last)
+            which, end = expand(low, np.full(len(cuts), last))
+            fits = table[cuts[which, -1], end] <= most
+            cuts = np.column_stack((cuts[which[fits]], end[fits]))
+        if len(cuts):
+            peaks = np.sort(table[cuts[:, :-1], cuts[:, 1:]], axis=1)
+            least = np.lexsort(peaks.T)[0]  # the last key of lexsort, the highest peak, counts first
+            found = (tuple(map(float, peaks[least][::-1])), tuple(map(int, cuts[least])))
+            best = found if best is None else min(best, found)
+    assert best is not None
+    return best[1]
+
+
+def recommend(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
+    """Gives the cut of CAPSlog: the least peak for which filling stage after stage comes to the end.
+
+    The stage of the highest peak stays; what is left and right of it is cut in the same way again. The peak is found
+    by halves, to a byte.
+    """
+    return (0, *_recommend(_table(isolated, added), 0, len(isolated), num_stages))
+
+
+def _recommend(table: Table, first: int, end: int, num_stages: int) -> list[int]:
+    """Gives the ends of the stages of layers `first` up to `end`."""
+    if num_stages == 0:
+        return []
+    low, high = 0.0, float(max(table[first, last] for last in range(first + 1, end + 1)))
+    high = max(high, float(np.max(table[np.arange(first, end), np.arange(first, end) + 1])), 1.0)
+    while (ends := _fill(table, first, end, num_stages, high)) is None:
+        low, high = high, 2 * high
+    while high - low > max(1.0, high * ROUNDING):
+        middle = (low + high) / 2
+        tried = _fill(table, first, end, num_stages, middle)
+        if tried is None:
+            low = middle
+        else:
+            ends, high = tried, middle
+    peaks = [table[begin, stop] for begin, stop in itertools.pairwise([first, *ends])]
+    worst = int(np.argmax(peaks))
+    begin = ends[worst - 1] if worst else first
+    left = _recommend(table, first, begin, worst)
+    return [*left, ends[worst], *_recommend(table, ends[worst], end, num_stages - worst - 1)]
+
+
+def _fill(table: Table, first: int, end: int, num_stages: int, most: float) -> list[int] | None:
+    """Gives the ends of stages that each take as many layers as `most` allows and the others leave."""
+    ends: list[int] = []
+    for stage in range(num_stages):
+        last = end - (num_stages - stage - 1)
+        stop = first + 1
+        if table[first, stop] > most:
+            return None
+        while stop < last and table[first, stop + 1] <= most:
+            stop += 1
+        ends.append(stop)
+        first = stop
+    return ends if first == end else None
+
+
+def _table(isolated: Sequence[float], added: Sequence[float]) -> Table:
+    total = np.concatenate(([0.0], np.cumsum(np.asarray(added, dtype=float))))
+    table: Table = np.asarray(isolated, dtype=float)[:, None] + total[None, :] - total[1:, None]
+    return table
+
+
+def _evenly(first: int, end: int, num_stages: int) -> list[int]:
+    """Gives where equal stages begin."""
+    return [first + (end - first) * stage // num_stages for stage in range(num_stages)]

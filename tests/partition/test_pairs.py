@@ -1,0 +1,73 @@
+"""Pairs: searches by halves beside plain ones, and frontiers that leave out no cut."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from gems.partition import paired
+from gems.partition.paired import cut_pairs
+from gems.partition.pairs import Pairs, expand, furthest, nearest
+from gems.partition.tables import minorant
+from tests.partition.problems import every_cut, least, memory_problem, random_problem, random_table
+
+PAIRED = ("bidirectional", "v", "odd")
+
+
+def test_searches_by_halves() -> None:
+    rng = np.random.default_rng(0)
+    low = minorant(random_table(rng, 9))
+    for _ in range(300):
+        first, last = sorted(int(x) for x in rng.integers(0, 10, size=2))
+        room = float(rng.uniform(0.0, 1.2) * low[np.isfinite(low)].max())
+        columns = [c for c in range(first, last + 1) if low[first, c] <= room]
+        rows = [r for r in range(first, last + 1) if low[r, last] <= room]
+        one = [np.array([x]) for x in (first, last)]
+        at = np.array([room])
+        assert furthest(low, one[0], one[0], one[1], at) == (max(columns) if columns else first - 1)
+        assert nearest(low, one[1], one[0], one[1], at) == (min(rows) if rows else last + 1)
+
+
+def test_expand_lists_every_member() -> None:
+    which, value = expand(np.array([3, 5, 9]), np.array([4, 4, 9]))
+    assert which.tolist() == [0, 0, 2]
+    assert value.tolist() == [3, 4, 9]
+
+
+@pytest.mark.parametrize("placement", PAIRED)
+def test_frontiers_leave_out_no_cut(placement: str) -> None:
+    for seed in range(15):
+        problem = random_problem(placement, seed, most_layers=9)
+        pairs = Pairs(problem)
+        assert pairs.lowest <= least(problem)[0] * (1 + 1e-12)
+        for cut in every_cut(problem.num_layers, problem.num_stages):
+            frontier = pairs.completable(problem.cost(cut))
+            assert frontier is not None
+            for depth, inner in enumerate(frontier):
+                if depth <= problem.num_stages - depth:
+                    assert cut[problem.num_stages - depth] <= inner[cut[depth]]
+
+
+@pytest.mark.parametrize("placement", PAIRED)
+def test_no_cut_below_the_frontier(placement: str) -> None:
+    problem = memory_problem(placement, 2, 12, inputs=False)
+    assert Pairs(problem).completable(Pairs(problem).lowest * (1 - 1e-6)) is None
+
+
+def test_out_of_time_says_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search ends at the first look at the clock: what stands is the local search's cut, and the first bound."""
+    monkeypatch.setattr(paired, "SMALL", 0)
+    problem = memory_problem("v", 3, 12, seed=1, decay=0.8)
+    answer = cut_pairs(problem, time.perf_counter())
+    cost, _ = least(problem)
+    assert not answer.is_proven
+    assert 0.9 * cost < answer.bound <= cost <= answer.cost < np.inf
+
+
+def test_enough_is_enough() -> None:
+    problem = memory_problem("v", 4, 40)
+    answer = cut_pairs(problem, time.perf_counter() + 10, enough=float("inf"))
+    assert answer.boundaries is not None
+    assert not answer.is_proven

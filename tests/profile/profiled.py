@@ -1,0 +1,205 @@
+"""Small layers of every kind of sharing, their profiles on fake tensors, and what a whole stage really holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from gems.models import Layer
+from gems.models.build import as_tuple, boundary_shapes
+from gems.profile import ModelProfile
+from gems.profile.chain import Gradients, Instruments, Probe, Times, profile_chain
+from gems.profile.ends import (
+    Run,
+    fresh_gradients,
+    give_gradients,
+    given_memory,
+    static_tensors,
+    training_loss,
+)
+from gems.profile.fake import made_fake, on_meta
+from gems.profile.live import LiveBytes, storage_of
+from gems.profile.meter import BackwardMeter, LayerMeter, meter, meter_backward
+
+SHAPE = (2, 3, 32, 32)
+HOST = torch.device("cpu")
+
+
+class ConvRelu(nn.Module):
+    def __init__(self, i: int, o: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(i, o, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.conv(x))
+
+
+class Down(nn.Module):
+    """Hands its feature map on as a skip beside its half; `is_raw` makes it one that nothing saves."""
+
+    def __init__(self, i: int, o: int, is_raw: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm, self.is_raw = nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), is_raw
+
+    def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
+        y = self.conv(x) if self.is_raw else torch.relu(self.norm(self.conv(x)))
+        return functional.avg_pool2d(torch.relu(y), 2), *skips, y
+
+
+class Middle(nn.Module):
+    """Works on the first tensor and carries the others."""
+
+    def __init__(self, i: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(i, i, 3, padding=1)
+
+    def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
+        return torch.relu(self.conv(x)), *skips
+
+
+class Up(nn.Module):
+    """Joins the last skip, whose gradient is then a view of a larger one."""
+
+    def __init__(self, i: int, skip: int, o: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(i + skip, o, 3, padding=1)
+
+    def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
+        *rest, skip = skips
+        wide = torch.cat([functional.interpolate(x, scale_factor=2.0), skip], 1)
+        return torch.relu(self.conv(wide)), *rest
+
+
+class Cell(nn.Module):
+    """Takes the last two feature maps and hands on its own and the newer of them, as AmoebaNet's cells do."""
+
+    def __init__(self, i: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(i, i, 3, padding=1), nn.BatchNorm2d(i)
+
+    def forward(self, x: Tensor, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        older = x if before is None else before
+        return self.norm(self.conv(torch.relu(x))) + functional.avg_pool2d(older, 3, 1, 1), x
+
+
+class Head(nn.Module):
+    """Reads the first tensor only."""
+
+    def __init__(self, i: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(i, classes)
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        return self.linear(x.mean((2, 3)))
+
+
+class Flat(nn.Module):
+    """Hands on a view of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
+def layer(class_name: str, name: str | None = None, **options: object) -> Layer:
+    return Layer(name or class_name.lower(), "toy", f"{__name__}:{class_name}", tuple(options.items()))
+
+
+def skipping() -> tuple[Layer, ...]:
+    """A U-Net of two levels, one of whose skips nothing saves."""
+    return (
+        layer("Down", "down1", i=3, o=8, is_raw=True), layer("Down", "down2", i=8, o=16), layer("Middle", "middle1", i=16),
+        layer("Middle", "middle2", i=16), layer("Up", "up2", i=16, skip=16, o=8), layer("Up", "up1", i=8, skip=8, o=8),
+        layer("Head", i=8, classes=3),
+    )  # fmt: skip
+
+
+def celled() -> tuple[Layer, ...]:
+    """A stem, cells of two inputs, and a head that drops one."""
+    cells = (layer("Cell", f"cell{number}", i=8) for number in range(4))
+    return (layer("ConvRelu", i=3, o=8), *cells, layer("Head", i=8, classes=3))
+
+
+def viewed() -> tuple[Layer, ...]:
+    """A chain with a view between its layers."""
+    return (
+        layer("ConvRelu", "one", i=3, o=4), layer("Flat"),
+        Layer("linear", "toy", "torch.nn:Linear", (("in_features", 4096), ("out_features", 5))),
+    )  # fmt: skip
+
+
+def fake_chain(layers: Sequence[Layer], shape: tuple[int, ...] = SHAPE) -> ModelProfile:
+    """Profiles layers on fake tensors, without times and without what kernels use within themselves."""
+    mode = FakeTensorMode()
+
+    def forward(probe: Probe) -> tuple[LayerMeter, Times]:
+        module = probe.build()
+        with mode:
+            return meter(made_fake(module), probe.inputs(), probe.is_first, probe.loss), Times()
+
+    def backward(probe: Probe, gradients: Gradients) -> BackwardMeter:
+        module = probe.build()
+        with mode:
+            return meter_backward(made_fake(module), probe.inputs(), gradients, probe.is_first, probe.loss)
+
+    images = torch.empty(shape, device="meta")
+    chain = profile_chain(
+        layers, [images], lambda one, _: on_meta(one, torch.float32), Instruments(forward, backward), HOST
+    )
+    return ModelProfile(
+        "toy", *shape[2:], shape[0], "float32", "cpu", "fake", chain, images.numel() * images.element_size()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    stash_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+
+class _Whole(nn.Module):
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        for part in self.parts:
+            values = as_tuple(part(*values))
+        return values
+
+
+def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int, ...] = SHAPE) -> Truth:
+    """Runs layers first up to end in one piece on fake tensors, with the gradients of a stage's end in hand."""
+    modules = [on_meta(one, torch.float32) for one in layers[first:end]]
+    specs = boundary_shapes(layers, shape)
+    shapes = [spec.shape for spec in specs[first - 1]] if first else [shape]
+    loss = training_loss if end == len(layers) else None
+    with FakeTensorMode():
+        stage = _Whole([made_fake(module) for module in modules])
+        inputs = [torch.randn(one) for one in shapes]
+        give_gradients(stage)
+        known = [*inputs, *static_tensors(stage)]
+        names = {storage_of(tensor) for tensor in known}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with LiveBytes(known) as live:
+            run = Run(stage, inputs, first == 0)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                outputs = run.forward(loss)
+            stash = sum(size for name, size in saved.items() if name not in names)
+            forward_peak = live.peak_bytes
+            gradients = fresh_gradients(outputs, is_given=True)
+            end_of_stage = run.take(outputs, gradients, given_memory(gradients, HOST))
+            del outputs
+            live.restart()
+            run.backward(end_of_stage)
+            return Truth(stash, forward_peak, live.peak_bytes)

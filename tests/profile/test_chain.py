@@ -1,0 +1,89 @@
+"""gems.profile.chain: the tables over a chain's layers equal the run of every stage in one piece."""
+
+from __future__ import annotations
+
+import pytest
+from profiled import celled, fake_chain, layer, skipping, viewed, whole_stage
+
+from gems.config import DataConfig, ModelConfig
+from gems.models import Layer, layers_of
+from gems.partition.spans import Spans
+from gems.profile import ModelProfile
+
+CHAINS = {
+    "skips": skipping(),
+    "views": viewed(),
+    "resnet": layers_of(ModelConfig(depth=20, version=2), DataConfig()),
+    "resnet_v1": layers_of(ModelConfig(depth=8, version=1), DataConfig()),
+}
+
+
+def stages(layers: tuple[Layer, ...]) -> list[tuple[int, int]]:
+    return [(first, end) for first in range(len(layers)) for end in range(first + 1, len(layers) + 1)]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_stage_holds_what_the_tables_say(name: str) -> None:
+    layers = CHAINS[name]
+    spans = Spans(fake_chain(layers))
+    for first, end in stages(layers):
+        truth = whole_stage(layers, first, end)
+        told = tuple(
+            round(table[first, end]) for table in (spans.stash, spans.forward_peak, spans.backward_peak)
+        )
+        assert told == (truth.stash_bytes, truth.forward_peak_bytes, truth.backward_peak_bytes), (first, end)
+
+
+def test_cells_of_two_inputs_are_told_within_one_tensor_and_never_too_low() -> None:
+    """What an earlier layer made and this one saves first is counted until its backward ends, and may go before."""
+    layers = celled()
+    spans, tensor_bytes = Spans(fake_chain(layers)), 2 * 8 * 32 * 32 * 4
+    for first, end in stages(layers):
+        truth = whole_stage(layers, first, end)
+        assert spans.stash[first, end] == truth.stash_bytes
+        assert spans.forward_peak[first, end] == truth.forward_peak_bytes
+        above = spans.backward_peak[first, end] - truth.backward_peak_bytes
+        assert 0 <= above <= tensor_bytes, (first, end)
+
+
+def test_a_storage_is_counted_where_it_was_made_and_by_who_saves_it_first() -> None:
+    down1, down2, middle1, *_, up1, _ = fake_chain(skipping()).layers
+    skip = 2 * 8 * 32 * 32 * 4
+    assert skip not in [size for _, size in down1.saved_later], "joining saves nothing of it"
+    assert dict(up1.unsaved_from) == {5: skip}, (
+        "it was carried here, and is among the inputs of a stage cut between"
+    )
+    assert dict(down1.saved_later) == {1: skip // 4}, "the next convolution saves the half"
+    half = 2 * 16 * 8 * 8 * 4
+    assert middle1.unsaved_input_bytes == half + skip, (
+        "down2's half, and the raw skip; down2's own its ReLU saves"
+    )
+    assert down2.output_bytes == half + skip + 2 * 16 * 16 * 16 * 4
+
+
+def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import profiled
+
+    built: list[str] = []
+    plain = profiled.on_meta
+
+    def counting(one: Layer, dtype: object) -> object:
+        built.append(one.name)
+        return plain(one, dtype)
+
+    monkeypatch.setattr(profiled, "on_meta", counting)
+    many = (layer("ConvRelu", "stem", i=3, o=8), *(layer("ConvRelu", f"c{n}", i=8, o=8) for n in range(50)))
+    profile = fake_chain((*many, layer("Head", i=8, classes=3)))
+    assert profile.num_layers == 52 and len(set(built)) <= 5 and len(built) <= 12
+    assert len({one.forward_peak_bytes for one in profile.layers[1:51]}) == 1
+
+
+def test_an_error_names_the_layer_and_what_it_took() -> None:
+    with pytest.raises(RuntimeError) as error:
+        fake_chain((layer("ConvRelu", "wrong", i=4, o=8), layer("Head", i=8, classes=3)))
+    assert error.value.__notes__ == ["layer wrong took (2, 3, 32, 32)"]
+
+
+def test_json_keeps_every_field() -> None:
+    profile = fake_chain(skipping())
+    assert ModelProfile.from_json(profile.to_json()) == profile

@@ -1,0 +1,155 @@
+"""The profilers: fake tensors, this device, layers added one by one; and the roofline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.errors import ConfigError
+from gems.partition.spans import Spans
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.fake import fake_profile
+from gems.profile.incremental import Devices, incremental_profile
+from gems.profile.measured import measured_profile
+from gems.profile.roofline import Rates, Roofline, rates_of, roofline_times
+
+MODEL = ModelConfig(depth=8, version=2, block="basic")
+DATA = DataConfig(height_px=32, width_px=32)
+CPU = MachineConfig(device="cpu")
+TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s")
+
+
+@pytest.fixture(scope="module")
+def fake() -> ModelProfile:
+    return fake_profile(MODEL, DATA, 2, "float32", CPU)
+
+
+@pytest.fixture(scope="module")
+def devices() -> Devices:
+    return Devices(MODEL, DATA, 2, "float32", CPU, is_fake=True)
+
+
+def untimed(layer: LayerProfile) -> LayerProfile:
+    return replace(layer, **dict.fromkeys(TIMES, 0.0))
+
+
+class TestFake:
+    def test_its_bytes_are_those_of_real_tensors(self, fake: ModelProfile) -> None:
+        real = measured_profile(MODEL, DATA, 2, "float32", CPU, repetitions=1)
+        assert [untimed(layer) for layer in real.layers] == [untimed(layer) for layer in fake.layers]
+        assert (real.source, real.input_bytes) == ("measured", fake.input_bytes)
+        assert all(
+            layer.forward_s > 0 and layer.input_grad_s >= 0 <= layer.weight_grad_s for layer in real.layers
+        )
+
+    def test_any_resolution_takes_no_memory(self) -> None:
+        huge = fake_profile(MODEL, DataConfig(height_px=65536, width_px=65536), 1, "float32", CPU)
+        assert huge.facts["peak_bytes"] > 2**40
+
+    def test_the_tracker_sees_the_whole_that_the_layers_make_up(self, fake: ModelProfile) -> None:
+        gpu = fake_profile(MODEL, DATA, 2, "float32", MachineConfig(device="cuda"))
+        spans, end = Spans(gpu), gpu.num_layers
+        moving = max(spans.forward_peak[0, end], spans.backward_peak[0, end])
+        summed = 2 * spans.params[0, end] + spans.buffers[0, end] + gpu.input_bytes + moving
+        assert gpu.facts["peak_bytes"] == pytest.approx(summed, rel=0.02)
+
+    def test_the_first_layer_gives_no_input_gradient(self, fake: ModelProfile) -> None:
+        assert fake.layers[0].input_grad_s == 0 < fake.layers[0].weight_grad_s
+
+    def test_it_has_all_parameters(self, fake: ModelProfile) -> None:
+        from gems.models import layers_of
+        from gems.models.build import build_layers
+
+        layers = layers_of(MODEL, DATA)
+        whole = nn.ModuleList(build_layers(layers, 0, len(layers), 0, device="meta"))
+        assert sum(layer.param_bytes for layer in fake.layers) == 4 * sum(
+            p.numel() for p in whole.parameters()
+        )
+
+    def test_bfloat16_halves_what_is_saved(self, fake: ModelProfile) -> None:
+        machine = replace(CPU, bfloat16_flops_per_s=1e12)
+        half = fake_profile(MODEL, DATA, 2, "bfloat16", machine)
+        assert half.input_bytes * 2 == fake.input_bytes
+        assert Spans(half).stash[0, -1] == pytest.approx(Spans(fake).stash[0, -1] / 2, rel=0.01)
+
+
+class TestRoofline:
+    def test_a_matrix_product_takes_its_flops_or_its_bytes(self) -> None:
+        a, b = torch.empty(64, 128, device="meta"), torch.empty(128, 32, device="meta")
+        flops, moved = 2 * 64 * 128 * 32, 4 * (64 * 128 + 128 * 32 + 64 * 32)
+        for rates, seconds in ((Rates(1.0, 1e30), flops), (Rates(1e30, 1.0), moved)):
+            with Roofline(rates) as roofline:
+                a @ b
+            assert (roofline.flops, roofline.moved_bytes, roofline.seconds) == (flops, moved, seconds)
+
+    def test_a_view_takes_no_time(self) -> None:
+        with Roofline(Rates(1.0, 1.0)) as roofline:
+            torch.empty(4, 6, device="meta").view(24).t()
+        assert roofline.seconds == 4 * 24, "what remains is the writing of the tensor itself"
+
+    def test_both_gradients_of_a_convolution_take_the_forwards_flops(self) -> None:
+        module, x = nn.Conv2d(8, 8, 3, padding=1, bias=False), torch.randn(1, 8, 16, 16)
+        times = roofline_times(module, [x], False, None, Rates(1.0, 1e30))
+        flops = 2 * 8 * 8 * 9 * 16 * 16
+        assert times.forward_s == flops == times.recompute_s
+        assert (times.input_grad_s, times.weight_grad_s) == pytest.approx((flops, flops), rel=0.1)
+        assert roofline_times(module, [x], True, None, Rates(1.0, 1e30)).input_grad_s == 0
+
+    @pytest.mark.parametrize("name", ["flops_per_s", "memory_bytes_per_s", "efficiency"])
+    def test_a_faster_machine_is_never_slower(self, fake: ModelProfile, name: str) -> None:
+        faster = fake_profile(MODEL, DATA, 2, "float32", replace(CPU, **{name: 2 * getattr(CPU, name)}))
+        pairs = [(new.time_s, old.time_s) for new, old in zip(faster.layers, fake.layers, strict=True)]
+        assert all(new <= old for new, old in pairs) and any(new < old for new, old in pairs)
+
+    def test_a_dtype_without_a_rate_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"machine\.bfloat16_flops_per_s=null: must be given"):
+            rates_of(CPU, torch.bfloat16)
+        assert rates_of(CPU, torch.float64).flops_per_s == CPU.flops_per_s / 2
+
+
+class TestIncremental:
+    def test_a_devices_peak_is_what_the_tables_say(self, fake: ModelProfile, devices: Devices) -> None:
+        spans, num = Spans(fake), fake.num_layers
+        for first in range(num):
+            for end in range(first + 1, num + 1):
+                moving = max(spans.forward_peak[first, end], spans.backward_peak[first, end])
+                told = (
+                    3 * spans.params[first, end]
+                    + spans.buffers[first, end]
+                    + spans.given[first, end]
+                    + moving
+                )
+                assert devices.peak_bytes(first, end) == told
+
+    def test_fake_and_real_devices_agree(self, devices: Devices) -> None:
+        real = Devices(MODEL, DATA, 2, "float32", CPU, is_fake=False)
+        assert [real.peak_bytes(0, end) for end in (1, 3, 5)] == [
+            devices.peak_bytes(0, end) for end in (1, 3, 5)
+        ]
+
+    def test_layers_are_added_until_the_device_has_its_share(
+        self, fake: ModelProfile, devices: Devices
+    ) -> None:
+        found = incremental_profile(fake, devices.peak_bytes, layers_per_device=2)
+        isolated, added = found.facts["isolated"], found.facts["added"]
+        assert found.source == "incremental" and found.layers == fake.layers
+        for layer in range(0, fake.num_layers, 2):
+            assert added[layer] == isolated[layer] == devices.peak_bytes(layer, layer + 1)
+        for layer in range(1, fake.num_layers, 2):
+            assert added[layer] == devices.peak_bytes(layer - 1, layer + 1) - isolated[layer - 1]
+
+    def test_layers_are_added_until_the_device_is_full(self, fake: ModelProfile, devices: Devices) -> None:
+        num = fake.num_layers
+        limit = max(devices.peak_bytes(layer, layer + 1) for layer in range(num))
+        facts = incremental_profile(fake, devices.peak_bytes, device_bytes=limit).facts
+        total, peaks = 0, []
+        for layer, more in enumerate(facts["added"]):
+            total = more if more == facts["isolated"][layer] else total + more
+            peaks.append(total)
+        assert max(peaks) == limit, "no device holds more than it may"
+        whole = incremental_profile(fake, devices.peak_bytes).facts["added"]
+        assert sum(whole) == devices.peak_bytes(0, num) > limit

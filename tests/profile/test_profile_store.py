@@ -1,0 +1,156 @@
+"""gems.profile.store: a profile of a file, of the cache, or taken in a child process; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gems.config import DataConfig, MachineConfig, ModelConfig, ParallelConfig, ProfileConfig, RunSpec
+from gems.errors import ConfigError
+from gems.profile import ModelProfile, store
+from gems.profile.identity import key_of, versions
+from gems.profile.store import profile_of
+from gems.profile.take import take
+from gems.resolve import resolve
+
+
+def spec_of(**changes: object) -> RunSpec:
+    data = DataConfig(name="synthetic", height_px=32, width_px=32, train_images=64)
+    plain = RunSpec(
+        model=ModelConfig(depth=8),
+        data=data,
+        parallel=ParallelConfig(micro_batch_size=2),
+        machine=MachineConfig(device="cpu"),
+    )
+    return resolve(replace(plain, **changes))
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return take(spec_of())
+
+
+@pytest.fixture
+def path(profile: ModelProfile, tmp_path: Path) -> Path:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(profile.to_json()))
+    return file
+
+
+def refusal(spec: RunSpec) -> str:
+    with pytest.raises(ConfigError) as error:
+        profile_of(spec)
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+def with_path(path: Path, **changes: object) -> RunSpec:
+    return spec_of(profile=ProfileConfig(path=str(path)), **changes)
+
+
+class TestFile:
+    def test_it_gives_what_was_written(self, path: Path, profile: ModelProfile) -> None:
+        assert profile_of(with_path(path)) == profile
+
+    def test_another_resolution(self, path: Path) -> None:
+        data = DataConfig(name="synthetic", height_px=64, width_px=32, train_images=64)
+        assert "data.height_px=32 instead of 64" in refusal(with_path(path, data=data))
+
+    def test_another_model_of_as_many_layers(self, path: Path) -> None:
+        assert "model.width=16 instead of 8" in refusal(with_path(path, model=ModelConfig(depth=8, width=8)))
+
+    def test_another_micro_batch(self, path: Path) -> None:
+        parallel = ParallelConfig(micro_batch_size=4)
+        assert "parallel.micro_batch_size=2 instead of 4" in refusal(with_path(path, parallel=parallel))
+
+    def test_another_torch(self, path: Path) -> None:
+        document = json.loads(path.read_text())
+        document["versions"]["torch"] = "1.0"
+        path.write_text(json.dumps(document))
+        assert f"version of torch=1.0 instead of {versions()['torch']}" in refusal(with_path(path))
+
+    def test_other_layers_from_elsewhere(self, path: Path) -> None:
+        document = json.loads(path.read_text())
+        del document["facts"]["subject"]
+        document["layers"][0]["name"] = "first"
+        path.write_text(json.dumps(document))
+        assert "other layers" in refusal(with_path(path))
+
+    @pytest.mark.parametrize(
+        "text", ["", "[]", '{"schema": "gems.profile/0"}', '{"schema": "gems.profile/1"}']
+    )
+    def test_no_profile(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        assert refusal(with_path(path)).startswith(f"profile.path={path}: ")
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        assert "holds no profile" in refusal(with_path(tmp_path / "none.json"))
+
+
+class TestCache:
+    @pytest.fixture
+    def taken(self, monkeypatch: pytest.MonkeyPatch, profile: ModelProfile) -> list[RunSpec]:
+        seen: list[RunSpec] = []
+
+        def once(spec: RunSpec) -> dict[str, object]:
+            seen.append(spec)
+            return json.loads(json.dumps(profile.to_json()))
+
+        monkeypatch.setattr(store, "taken_in_child", once)
+        return seen
+
+    def test_it_is_taken_once(self, taken: list[RunSpec], tmp_path: Path, profile: ModelProfile) -> None:
+        spec = spec_of(cache_dir=str(tmp_path))
+        assert profile_of(spec) == profile_of(spec) == profile
+        assert len(taken) == 1
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"model": ModelConfig(depth=14)},
+            {"data": DataConfig(name="synthetic", height_px=48, width_px=32, train_images=64)},
+            {"parallel": ParallelConfig(micro_batch_size=1)},
+            {"machine": MachineConfig(device="cpu", memory_bytes_per_s=1e12)},
+            {"profile": ProfileConfig("measured")},
+        ],
+    )
+    def test_what_it_depends_on(
+        self, taken: list[RunSpec], tmp_path: Path, changes: dict[str, object]
+    ) -> None:
+        profile_of(spec_of(cache_dir=str(tmp_path)))
+        profile_of(spec_of(cache_dir=str(tmp_path), **changes))
+        assert len(taken) == 2
+
+    def test_what_it_does_not_depend_on(self, taken: list[RunSpec], tmp_path: Path) -> None:
+        profile_of(spec_of(cache_dir=str(tmp_path)))
+        profile_of(spec_of(cache_dir=str(tmp_path), name="other", seed=5))
+        assert len(taken) == 1
+
+    def test_the_versions_are_in_the_key(self) -> None:
+        assert versions().items() <= key_of(spec_of()).items()
+
+
+class TestChild:
+    def test_it_takes_the_same_profile(self, tmp_path: Path, profile: ModelProfile) -> None:
+        assert profile_of(spec_of(cache_dir=str(tmp_path))) == profile
+
+    def test_its_refusal_is_ours(self, tmp_path: Path) -> None:
+        spec = spec_of(cache_dir=str(tmp_path))
+        spec = replace(spec, train=replace(spec.train, dtype="bfloat16"))
+        assert refusal(spec).startswith("machine.bfloat16_flops_per_s=null: must be given")
+
+    def test_its_failure_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store, "TAKER", "gems.no_such_module")
+        assert "could not be taken" in refusal(spec_of(cache_dir=str(tmp_path)))
+        assert list(tmp_path.iterdir()) == [], "nothing is kept"
+
+
+def test_the_caller_loads_no_torch() -> None:
+    program = "import sys, gems.profile.store, gems.show_profile; print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout.strip(), ended.stderr) == ("False", "")
