@@ -8,7 +8,7 @@ DRY    ?=
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
 .PHONY: help setup run submit study test test-slurm lint format bench bench-engine bench-split bench-schedules \
-        bench-emulated bench-profile bench-cuts clean
+        bench-emulated bench-profile bench-partition bench-cuts clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
 	@echo "make submit CONF=x [ARGS=...] [DRY=1]               send to SLURM, or show what would be sent"
@@ -45,8 +45,8 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: bench-engine bench-split bench-schedules bench-emulated bench-profile bench-cuts
-bench-engine bench-split bench-schedules bench-emulated bench-profile bench-cuts: setup
+bench: bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts
+bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts: setup
 	$(PY) -m scripts.$(subst -,_,$@) $(ARGS)
 
 clean:

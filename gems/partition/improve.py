@@ -11,7 +11,7 @@ Order = tuple[tuple[float, ...], int]
 
 
 def improve(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Gives a cut that no move of one boundary betters, or the best one when the deadline comes first.
+    """Gives a cut that no move of one boundary by one layer betters, or the best one when the deadline comes first.
 
     Better is less at the highest cost, then at the next one below and so on, then fewer bytes that cross; so that a
     rank which is not the dearest may make room for the one that is. `deadline` is a time.perf_counter().

@@ -53,7 +53,7 @@ def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[fl
     for boundaries in profiling_runs(num_layers, num_stages):
         for span, peak in zip(itertools.pairwise(boundaries), measure(boundaries), strict=True):
             sums.setdefault(span, []).append(float(peak))
-    peaks = {span: sum(seen) / len(seen) for span, seen in sums.items()}
+    peaks = {span: _mean(seen) for span, seen in sums.items()}
     isolated = [peaks.get((layer, layer + 1)) for layer in range(num_layers)]
     added: list[float | None] = []
     for layer in range(num_layers):
@@ -62,17 +62,19 @@ def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[fl
             for first in range(layer)
             if (first, layer) in peaks and (first, layer + 1) in peaks
         ]
-        added.append(sum(steps) / len(steps) if steps else None)
+        added.append(_mean(steps) if steps else None)
     beside = [
         alone - more
         for alone, more in zip(isolated, added, strict=True)
         if alone is not None and more is not None
     ]
-    mean = sum(beside) / len(beside) if beside else 0.0
+    if not beside:
+        alones, mores = ([each for each in row if each is not None] for row in (isolated, added))
+        beside = [_mean(alones) - _mean(mores)]
     whole_isolated, whole_added = [], []
     for alone, more in zip(isolated, added, strict=True):
-        whole_isolated.append(alone if alone is not None else (more or 0.0) + mean)
-        whole_added.append(more if more is not None else max(0.0, (alone or 0.0) - mean))
+        whole_isolated.append(alone if alone is not None else (more or 0.0) + _mean(beside))
+        whole_added.append(more if more is not None else max(0.0, (alone or 0.0) - _mean(beside)))
     return whole_isolated, whole_added
 
 
@@ -189,6 +191,10 @@ def _table(isolated: Sequence[float], added: Sequence[float]) -> Table:
     total = np.concatenate(([0.0], np.cumsum(np.asarray(added, dtype=float))))
     table: Table = np.asarray(isolated, dtype=float)[:, None] + total[None, :] - total[1:, None]
     return table
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _evenly(first: int, end: int, num_stages: int) -> list[int]:

@@ -36,7 +36,7 @@ def cut_pairs(
     now = time.perf_counter()
     best = improve(problem, best, now + (deadline - now) / 5)
     cost = problem.cost(best)
-    low, most = (pairs.lowest, cost) if problem.num_layers <= SMALL else _bracket(pairs, cost)
+    low, most = (pairs.lowest, cost) if problem.num_layers <= SMALL else _bracket(pairs, cost, deadline)
     if most == np.inf and low == np.inf:
         return Answer(None, np.inf, np.inf, True)
     step = FIRST_STEP
@@ -56,13 +56,15 @@ def cut_pairs(
                     return Answer(fewest or best, cost, cost, True, fewest is not None)
             low, most = most, most * (1 + step) if most > 0 else np.inf
             step *= STEP_GROWTH
+            if time.perf_counter() > deadline:
+                break
     except TimeoutError:
         pass
     return Answer(best if cost < np.inf else None, cost, low, False)
 
 
-def _bracket(pairs: Pairs, cost: float) -> tuple[float, float]:
-    """Gives a cost below every cut's and one near it at which the minorants allow a cut."""
+def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:
+    """Gives a cost below every cut's and one at which the minorants allow a cut, near it if the deadline allows."""
     low, high = pairs.lowest, cost
     if high == np.inf:
         if pairs.completable(np.inf) is None:
@@ -72,7 +74,7 @@ def _bracket(pairs: Pairs, cost: float) -> tuple[float, float]:
             low, high = high, high * 4
     elif pairs.completable(low) is not None:
         high = low
-    while high - low > RESOLUTION * abs(high):
+    while high - low > RESOLUTION * abs(high) and time.perf_counter() < deadline:
         middle = (low + high) / 2
         if pairs.completable(middle) is None:
             low = middle

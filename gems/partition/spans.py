@@ -82,7 +82,11 @@ class Spans:
             for i in range(end - 1):
                 inner = np.max(self.stash[i, i + 1 : end] + own[i : end - 1]) + gradients[end - 1]
                 table[i, end] = max(inner, self.stash[i, end] + last[end - 1])
-        return table
+        for i, layer in enumerate(layers):
+            for ahead, num_bytes in layer.passed_at:
+                table[i, i + ahead + 1] += num_bytes
+        # at its end a stage has a gradient for each input, of zeros where none came
+        return np.where(table > 0, np.maximum(table, self.handed_back + self.given_back), 0.0)
 
     def _ends_of_their_own(self) -> dict[int, dict[int, int]]:
         """Gives, for each end of a stage at which layers before its last have a backward peak of their own, those."""

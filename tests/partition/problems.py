@@ -81,7 +81,10 @@ def least(problem: Problem) -> tuple[float, int]:
 def memory_problem(
     placement: str, num_ranks: int, num_layers: int, seed: int = 0, decay: float = 1.0, inputs: bool = True
 ) -> Problem:
-    """Bytes as real stages have them: parameters, activations in flight, a transient; and the inputs, not monotone."""
+    """Bytes as real stages have them: parameters, activations in flight, a transient; and inputs.
+
+    Those are so large that a stage may hold more without its first layer: the costs are nearly monotone.
+    """
     profile = random_profile(num_layers, seed, decay)
     spans = Spans(profile)
     groups = PLACEMENTS[placement](num_ranks)
@@ -89,7 +92,7 @@ def memory_problem(
 
     def table(stage: int, active: bool) -> Table:
         in_flight = min(num_stages - stage, 8)
-        kept = 4 * spans.params + in_flight * (spans.stash + inputs * spans.given)
+        kept = 4 * spans.params + in_flight * (spans.stash + 4 * inputs * spans.given)
         return kept + active * spans.weight_gradient_peak
 
     ranks = tuple(

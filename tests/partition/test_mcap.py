@@ -75,9 +75,9 @@ def test_recommendation_is_the_least_peak_where_costs_are_monotone() -> None:
 
 
 def test_recommendation_settles_the_rest_again() -> None:
-    """One giant layer decides the peak; left and right of it stages are cut by their own peaks."""
-    added = [4.0, 4.0, 4.0, 4.0, 100.0, 6.0, 6.0, 6.0, 6.0]
-    assert recommend(added, added, 5) == (0, 2, 4, 5, 7, 9)
+    """One giant layer decides the peak; behind it stages are not filled up to that, but cut by their own."""
+    added = [6.0, 6.0, 6.0, 100.0, 6.0, 6.0, 6.0, 6.0, 6.0, 6.0]
+    assert recommend(added, added, 5) == (0, 3, 4, 6, 8, 10)
 
 
 def test_many_cuts_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:

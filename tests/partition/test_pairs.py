@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gems.partition import paired
+from gems.partition.even import even
 from gems.partition.paired import cut_pairs
 from gems.partition.pairs import Pairs, expand, furthest, nearest
 from gems.partition.tables import minorant
@@ -57,13 +58,17 @@ def test_no_cut_below_the_frontier(placement: str) -> None:
 
 
 def test_out_of_time_says_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search ends at the first look at the clock: what stands is the local search's cut, and the first bound."""
+    """Without any time the even cut stands, with a bound that holds; the first threshold's bound is a near one."""
     monkeypatch.setattr(paired, "SMALL", 0)
-    problem = memory_problem("v", 3, 12, seed=1, decay=0.8)
+    problem = memory_problem("v", 3, 60, seed=1, decay=0.95)
     answer = cut_pairs(problem, time.perf_counter())
-    cost, _ = least(problem)
+    cost = cut_pairs(problem, time.perf_counter() + 20).cost
     assert not answer.is_proven
-    assert 0.9 * cost < answer.bound <= cost <= answer.cost < np.inf
+    assert answer.boundaries == even(60, 6)
+    assert 0 < answer.bound <= cost < answer.cost < np.inf
+    low, high = paired._bracket(Pairs(problem), answer.cost, time.perf_counter() + 20)
+    assert 0.95 * cost < low <= cost
+    assert low <= high < answer.cost
 
 
 def test_enough_is_enough() -> None:
