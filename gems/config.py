@@ -94,13 +94,15 @@ class ProfileConfig:
 
     `fake` needs no device: bytes from fake tensors, times from the rates of `machine`. `measured` runs each layer
     `repetitions` times on this device. `incremental` adds layers to a device one by one, as mCAP does, on the real
-    device or on fake tensors (`on`). With `path`, a file of `gems profile --json`, nothing is found out.
+    device or on fake tensors (`on`). With `path`, a file of `gems profile --json`, nothing is found out. `whole` adds to
+    a fake profile the peak of the unsplit model by torch's own tracker, which takes long for deep ones.
     """
 
     name: str = "fake"
     path: str | None = None
     repetitions: int = 5
     on: str = "real"
+    whole: bool = False
 
 
 @dataclass(slots=True)

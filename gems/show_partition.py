@@ -32,7 +32,9 @@ def show_partition(spec: RunSpec, options: Options) -> int:
 
         return show_largest(spec, options)
     is_comparison = "--compare" in options.flags
-    picture = options.chosen.get("--picture") or ("partition.png" if is_comparison and not options.json else None)
+    picture = options.chosen.get("--picture") or (
+        "partition.png" if is_comparison and not options.json else None
+    )
     if picture is not None:
         _check_picture(Path(picture))
     schedule = schedule_of(spec)

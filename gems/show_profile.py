@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
@@ -19,7 +20,7 @@ _MEGA = 1e6
 
 def show_profile(spec: RunSpec, options: Options) -> int:
     """Prints the profile: a table, or with --json the document that `profile.path` reads."""
-    profile = profile_of(spec)
+    profile = profile_of(replace(spec, profile=replace(spec.profile, whole=True)))
     if options.json:
         composed = whole_peak_bytes(profile)
         peaks = {"peak_bytes": profile.facts.get("peak_bytes", composed), "composed_peak_bytes": composed}

@@ -73,7 +73,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.schedule": ("gems.errors", "gems.schedule.capped.solver"),
     "gems.schedule.capped.solver": ("gems.schedule", "ortools"),
     "gems.profile": ("gems.errors",),
-    "gems.profile.identity": ("gems", "gems.config"),
+    "gems.profile.identity": ("gems", "gems.config", "gems.models.imported"),
     "gems.profile.store": ("gems.errors", "gems.cache", "gems.config", "gems.models", "gems.profile", "gems.profile.identity"),
     "gems.profile.scaling": ("gems.errors", "gems.profile", "numpy"),
     "gems.profile.hdf5": ("gems.profile", "h5py", "numpy"),
@@ -146,8 +146,19 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *(
             f"gems.profile.{name}"
             for name in (
-                "kernels", "slots", "live", "ends", "meter", "chain", "whole", "roofline", "fake", "measured", "incremental", "take",
-            )  # fmt: skip
+                "kernels",
+                "slots",
+                "live",
+                "ends",
+                "meter",
+                "chain",
+                "whole",
+                "roofline",
+                "fake",
+                "measured",
+                "incremental",
+                "take",
+            )
         ),
     ),
     "submitit": ("jobs",),

@@ -36,8 +36,13 @@ class Spans:
 
     @cached_property
     def held_for_weights(self) -> Table:
-        """Bytes that a split backward keeps between I and W."""
-        return self._sums([float(layer.held_for_weights_bytes) for layer in self.profile.layers])
+        """Bytes that a split backward keeps between I and W, the stage's inputs and given gradients not among them."""
+        layers = self.profile.layers
+        inputs = np.array([float(layer.held_input_bytes) for layer in layers])
+        gradients = np.array([0.0] + [float(layer.held_output_grad_bytes) for layer in layers])
+        held = self._sums([float(layer.held_for_weights_bytes) for layer in layers])
+        table: Table = np.maximum(held - inputs[:, None] - gradients[None, :], 0.0)
+        return table
 
     @cached_property
     def forward_peak(self) -> Table:

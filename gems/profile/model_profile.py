@@ -22,11 +22,16 @@ class LayerProfile:
     the stashes of its layers, and of `saved_later` what is saved up to j.
 
     `forward_peak_bytes` is the most that the layer makes at once in forward, stash and outputs among it, beside what it
-    was given; `unsaved_input_bytes` what it was given and no earlier layer has saved, held only while it runs.
+    was given; `unsaved_input_bytes` what it was given and no earlier layer has saved, held only while it runs, and
+    `unsaved_from` who made that: pairs (how many layers back, bytes), none for the layer before.
     `backward_peak_bytes` is the most at once in its backward, output and input gradients among it, beyond all that is
-    saved when it begins; the gradients of the parameters are not in it, since they stay. `workspace_bytes` is the
+    saved when it begins; the gradients of the parameters are not in it, since they stay. `backward_peak_at` has the
+    cases where that is another: pairs (how many layers further on the stage ends, the most beyond the gradients that
+    the stage was given for its outputs, which it holds throughout). `passed_at` is what of those a stage that begins
+    with this layer passes on as it is, in a copy: pairs (how many layers further on it ends, bytes). `workspace_bytes` is the
     larger of what forward and backward use and let go within the layer. `held_for_weights_bytes` is what a split
-    backward keeps of a layer between I and W.
+    backward keeps of a layer between I and W; of that `held_input_bytes` are its inputs and `held_output_grad_bytes` the
+    gradients of its outputs, which the stage counts itself where they are its own.
     """
 
     name: str
@@ -42,10 +47,15 @@ class LayerProfile:
     output_bytes: int = 0
     output_grad_bytes: int = 0
     unsaved_input_bytes: int = 0
+    unsaved_from: tuple[tuple[int, int], ...] = ()
     workspace_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
+    backward_peak_at: tuple[tuple[int, int], ...] = ()
+    passed_at: tuple[tuple[int, int], ...] = ()
     held_for_weights_bytes: int = 0
+    held_input_bytes: int = 0
+    held_output_grad_bytes: int = 0
 
     @property
     def time_s(self) -> float:
@@ -114,5 +124,8 @@ class ModelProfile:
 
 
 def _layer(entry: Mapping[str, Any]) -> LayerProfile:
-    later = tuple((int(ahead), int(num_bytes)) for ahead, num_bytes in entry.get("saved_later", ()))
-    return LayerProfile(**(dict(entry) | {"saved_later": later}))
+    pairs = {
+        name: tuple((int(layers), int(num_bytes)) for layers, num_bytes in entry.get(name, ()))
+        for name in ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
+    }
+    return LayerProfile(**(dict(entry) | pairs))

@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from gems.engine.stage import Stage
 from gems.models import Layer
-from gems.models.build import as_tuple, boundary_shapes
+from gems.models.build import boundary_shapes, build_layers
 from gems.profile import ModelProfile
 from gems.profile.chain import Gradients, Instruments, Probe, Times, profile_chain
 from gems.profile.ends import (
-    Run,
-    fresh_gradients,
     give_gradients,
-    given_memory,
     static_tensors,
     training_loss,
 )
 from gems.profile.fake import made_fake, on_meta
-from gems.profile.live import LiveBytes, storage_of
+from gems.profile.live import LiveBytes
 from gems.profile.meter import BackwardMeter, LayerMeter, meter, meter_backward
+
+torch.set_num_threads(1)  # small layers are slower on several
 
 SHAPE = (2, 3, 32, 32)
 HOST = torch.device("cpu")
@@ -160,46 +160,26 @@ class Truth:
     stash_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
-
-
-class _Whole(nn.Module):
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        for part in self.parts:
-            values = as_tuple(part(*values))
-        return values
+    held_for_weights_bytes: int
 
 
 def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int, ...] = SHAPE) -> Truth:
-    """Runs layers first up to end in one piece on fake tensors, with the gradients of a stage's end in hand."""
-    modules = [on_meta(one, torch.float32) for one in layers[first:end]]
+    """Runs layers first up to end as the engine's stage does, with the gradients of its outputs in hand."""
     specs = boundary_shapes(layers, shape)
     shapes = [spec.shape for spec in specs[first - 1]] if first else [shape]
     loss = training_loss if end == len(layers) else None
-    with FakeTensorMode():
-        stage = _Whole([made_fake(module) for module in modules])
-        inputs = [torch.randn(one) for one in shapes]
-        give_gradients(stage)
-        known = [*inputs, *static_tensors(stage)]
-        names = {storage_of(tensor) for tensor in known}
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with LiveBytes(known) as live:
-            run = Run(stage, inputs, first == 0)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                outputs = run.forward(loss)
-            stash = sum(size for name, size in saved.items() if name not in names)
-            forward_peak = live.peak_bytes
-            gradients = fresh_gradients(outputs, is_given=True)
-            end_of_stage = run.take(outputs, gradients, given_memory(gradients, HOST))
-            del outputs
-            live.restart()
-            run.backward(end_of_stage)
-            return Truth(stash, forward_peak, live.peak_bytes)
+    modules = nn.ModuleList(build_layers(layers, first, end, seed=0))
+    give_gradients(modules)
+    stage, inputs = Stage(modules, first == 0, lambda: None), [torch.randn(one) for one in shapes]
+    gradients = [torch.ones(()) if loss else torch.ones(spec.shape) for spec in specs[end - 1]]
+    with LiveBytes([*inputs, *static_tensors(modules)]) as live:
+        stage.forward(0, inputs, loss)
+        forward_peak = live.peak_bytes
+        for gradient in gradients:
+            live.count(gradient)
+        live.restart()
+        stage.backward(0, gradients)
+        backward_peak = live.peak_bytes
+    stage.forward(0, inputs, loss, is_split=True)
+    stage.backward_input(0, gradients)
+    return Truth(stage.stash_bytes or 0, forward_peak, backward_peak, stage.held_for_weights_bytes or 0)

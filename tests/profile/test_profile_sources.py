@@ -47,11 +47,11 @@ class TestFake:
         )
 
     def test_any_resolution_takes_no_memory(self) -> None:
-        huge = fake_profile(MODEL, DataConfig(height_px=65536, width_px=65536), 1, "float32", CPU)
+        huge = fake_profile(MODEL, DataConfig(height_px=65536, width_px=65536), 1, "float32", CPU, True)
         assert huge.facts["peak_bytes"] > 2**40
 
     def test_the_tracker_sees_the_whole_that_the_layers_make_up(self, fake: ModelProfile) -> None:
-        gpu = fake_profile(MODEL, DATA, 2, "float32", MachineConfig(device="cuda"))
+        gpu = fake_profile(MODEL, DATA, 2, "float32", MachineConfig(device="cuda"), True)
         spans, end = Spans(gpu), gpu.num_layers
         moving = max(spans.forward_peak[0, end], spans.backward_peak[0, end])
         summed = 2 * spans.params[0, end] + spans.buffers[0, end] + gpu.input_bytes + moving

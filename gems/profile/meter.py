@@ -1,0 +1,188 @@
+"""Metering: one layer run forward and backward as inside a stage, and the bytes that it makes, saves and needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gems.engine.deferred import Deferred
+from gems.engine.split import SplitLayers
+from gems.profile.ends import Loss, Run, fresh_gradients, give_gradients, given_memory, static_tensors
+from gems.profile.kernels import Workspace
+from gems.profile.live import LiveBytes, storage_of, unique_bytes
+from gems.profile.slots import Gradient, Output
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMeter:
+    """What a layer costs in bytes whatever stands before and behind it; fields as in `LayerProfile`.
+
+    `saved_inputs` are the inputs whose memory it saves. `left_bytes` is what its forward leaves: stash and outputs.
+    """
+
+    param_bytes: int
+    buffer_bytes: int
+    outputs: tuple[Output, ...]
+    saved_inputs: tuple[int, ...]
+    stash_bytes: int
+    left_bytes: int
+    forward_peak_bytes: int
+    held_for_weights_bytes: int
+    held_input_bytes: int
+    held_output_grad_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardMeter:
+    """What a layer's backward needs at most, beyond what is saved and what its stage was given, and what it gives.
+
+    `input_gradients` has an entry an input, None where none comes.
+    """
+
+    peak_bytes: int
+    input_gradients: tuple[Gradient | None, ...]
+
+
+def meter(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    is_first: bool = False,
+    loss: Loss | None = None,
+    workspace: Workspace | None = None,
+) -> LayerMeter:
+    """Runs a layer forward on tensors, real or fake, and gives its bytes.
+
+    Args:
+        module: the layer; its running statistics move.
+        inputs: what it is given; a tensor that stands twice is the same tensor to the layer.
+        is_first: no input gradient will be computed.
+        loss: for the last layer, what makes a scalar of its one output, in place of handing that on.
+        workspace: tells what kernels use within themselves.
+    """
+    give_gradients(module)
+    known = [*inputs, *static_tensors(module)]
+    names = {storage_of(tensor) for tensor in known}
+    with LiveBytes(known, workspace) as live:
+        run = Run(module, inputs, is_first)
+        saved: dict[int, int] = {}
+        with _noting(saved):
+            outputs = run.forward(loss)
+        forward_peak = live.peak_bytes
+        described = _describe(outputs, run.values, saved)
+    made = {output.made: output.storage_bytes for output in described if output.made is not None}
+    unsaved = {
+        output.made: output.storage_bytes
+        for output in described
+        if not output.is_saved and output.made is not None
+    }
+    stash = sum(num_bytes for name, num_bytes in saved.items() if name not in names)
+    held, held_input, held_gradient = _held_for_weights(module, inputs, is_first, loss)
+    return LayerMeter(
+        param_bytes=unique_bytes(module.parameters()),
+        buffer_bytes=unique_bytes(module.buffers()),
+        outputs=described,
+        saved_inputs=tuple(k for k, tensor in enumerate(inputs) if storage_of(tensor) in saved),
+        stash_bytes=stash,
+        left_bytes=stash + sum(unsaved.values()),
+        forward_peak_bytes=max(forward_peak, sum(made.values())),
+        held_for_weights_bytes=held,
+        held_input_bytes=held_input,
+        held_output_grad_bytes=held_gradient,
+    )
+
+
+def meter_backward(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Gradient | None],
+    is_first: bool = False,
+    loss: Loss | None = None,
+    workspace: Workspace | None = None,
+) -> BackwardMeter:
+    """Runs a layer forward and backward, and gives the bytes of its backward.
+
+    Args:
+        module: as in `meter`; weight gradients are added to what is there.
+        inputs: as in `meter`.
+        gradients: how the gradient of each output lies, None for an output that nothing behind it reads.
+        is_first: as in `meter`.
+        loss: as in `meter`.
+        workspace: as in `meter`.
+    """
+    give_gradients(module)
+    memory = given_memory(gradients, inputs[0].device)
+    with LiveBytes([*inputs, *static_tensors(module), *memory.values()], workspace) as live:
+        run = Run(module, inputs, is_first)
+        end = run.forward_to_end(loss, gradients, memory)
+        kept = live.restart()
+        run.backward(end)
+    given = {storage_of(tensor) for tensor in memory.values()}
+    return BackwardMeter(live.peak_bytes - kept, run.input_gradients(given))
+
+
+@contextmanager
+def _noting(saved: dict[int, int]) -> Iterator[None]:
+    """Notes the storages that autograd saves inside, with their bytes."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def _describe(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[int, int]
+) -> tuple[Output, ...]:
+    given: dict[int, int] = {}
+    same: dict[int, int] = {}
+    for number, tensor in enumerate(inputs):
+        given.setdefault(storage_of(tensor), number)
+        same.setdefault(id(tensor), number)
+    made: dict[int, int] = {}
+    numbers: dict[int, int] = {}
+    found = []
+    for tensor in outputs:
+        name, number = storage_of(tensor), numbers.setdefault(id(tensor), len(numbers))
+        if name not in given:
+            made.setdefault(name, len(made))
+        found.append(
+            Output(
+                tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype,
+                tensor.requires_grad, number, same.get(id(tensor)), given.get(name), made.get(name),
+                tensor.untyped_storage().nbytes(), name in saved,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _held_for_weights(
+    module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None
+) -> tuple[int, int, int]:
+    """Gives what the engine's split backward keeps of the layer between I and W, by running its I.
+
+    Returns:
+        Bytes of all that is kept, and of it the inputs and the gradients of the outputs.
+    """
+    later = Deferred()
+    with SplitLayers(nn.ModuleList([module])).into(later):
+        run = Run(module, inputs, is_first)
+        outputs = run.forward(loss)
+        gradients = fresh_gradients(outputs, is_given=True)
+        memory = given_memory(gradients, inputs[0].device)
+        end = run.take(outputs, gradients, memory)
+        del outputs
+        run.backward(end)
+    static = {storage_of(tensor) for tensor in static_tensors(module)}
+    kept = [tensor for tensor in later.tensors() if storage_of(tensor) not in static]
+    names = {storage_of(tensor) for tensor in kept}
+
+    def of(tensors: Iterable[Tensor]) -> int:
+        return unique_bytes(tensor for tensor in tensors if storage_of(tensor) in names)
+
+    return unique_bytes(kept), of(inputs), of(memory.values())

@@ -1,0 +1,132 @@
+"""Scaling: a profile at another resolution and micro-batch, from profiles at a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gems.errors import ConfigError
+from gems.profile.model_profile import LayerProfile, ModelProfile
+
+TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s")
+SIZES = (
+    "param_bytes", "buffer_bytes", "stash_bytes", "output_bytes", "output_grad_bytes", "unsaved_input_bytes",
+    "workspace_bytes", "forward_peak_bytes", "backward_peak_bytes", "held_for_weights_bytes", "held_input_bytes", "held_output_grad_bytes",
+)  # fmt: skip
+PAIRS = ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
+Vector = NDArray[np.float64]
+
+
+def extrapolate(
+    points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
+) -> ModelProfile:
+    """Gives the profile at another shape: every time and size as a + b x pixels of the micro-batch, by least squares.
+
+    Of a convolutional network that is what times and sizes are, but for rounding where a side is no multiple of the
+    network's stride. `facts["error"]` has the largest relative error of the whole's time and stash when one point
+    after the other is left out and predicted from the rest; None with fewer than three points.
+
+    Raises:
+        ConfigError: fewer than two sizes, or points of different models.
+    """
+    _check(points)
+    error = None
+    if len({_pixels(point) for point in points}) > 2:
+        error = {"time_s": 0.0, "stash_bytes": 0.0}
+        for point in points:
+            rest = [other for other in points if _pixels(other) != _pixels(point)]
+            guess = _fit(rest, point.height_px, point.width_px, point.micro_batch_size)
+            for name in error:
+                error[name] = max(error[name], abs(_whole(guess, name) / _whole(point, name) - 1))
+    found = _fit(points, height_px, width_px, micro_batch_size)
+    shapes = [[point.micro_batch_size, point.height_px, point.width_px] for point in points]
+    return replace(found, facts={"extrapolated_from": shapes, "error": error})
+
+
+def _fit(
+    points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
+) -> ModelProfile:
+    first = points[0]
+    at = np.array([_pixels(point) for point in points], dtype=float)
+    wanted = float(micro_batch_size * height_px * width_px)
+
+    def value(of: Callable[[LayerProfile], float], index: int) -> float:
+        return _line(at, np.array([of(point.layers[index]) for point in points], dtype=float), wanted)
+
+    def layer(index: int) -> LayerProfile:
+        base = first.layers[index]
+        fitted: dict[str, object] = {}
+        for name in TIMES:
+            fitted[name] = value(lambda one, name=name: float(getattr(one, name)), index)  # type: ignore[misc]
+        for name in SIZES:
+            fitted[name] = round(value(lambda one, name=name: float(getattr(one, name)), index))  # type: ignore[misc]
+        for name in PAIRS:
+            fitted[name] = tuple(
+                (ahead, round(value(lambda one, n=name, k=ahead: float(dict(getattr(one, n))[k]), index)))  # type: ignore[misc]
+                for ahead, _ in getattr(base, name)
+            )
+        return replace(base, **fitted)  # type: ignore[arg-type]
+
+    given = np.array([point.input_bytes for point in points], dtype=float)
+    return replace(
+        first,
+        height_px=height_px,
+        width_px=width_px,
+        micro_batch_size=micro_batch_size,
+        layers=tuple(layer(index) for index in range(first.num_layers)),
+        input_bytes=round(_line(at, given, wanted)),
+    )
+
+
+def _line(at: Vector, values: Vector, wanted: float) -> float:
+    """Gives the value at `wanted` of the line nearest to the points; never below 0."""
+    scale = float(at.max())
+    table = np.stack([np.ones_like(at), at / scale], axis=1)
+    (offset, slope), *_ = np.linalg.lstsq(table, values, rcond=None)
+    return max(0.0, float(offset + slope * wanted / scale))
+
+
+def _check(points: Sequence[ModelProfile]) -> None:
+    if len({_pixels(point) for point in points}) < 2:
+        raise ConfigError(
+            "points", len(points), "must be profiles of two sizes or more", "take one at another resolution"
+        )
+    first = points[0]
+    for point in points[1:]:
+        for name in ("model", "dtype", "device", "source"):
+            if getattr(point, name) != getattr(first, name):
+                raise ConfigError(
+                    "points",
+                    getattr(point, name),
+                    f"must all be of one {name}, and one is of {getattr(first, name)}",
+                )
+        if not _have_same_layers(point, first):
+            raise ConfigError(
+                "points", point.model, "must all have the same layers, sharing the same tensors"
+            )
+
+
+def _have_same_layers(one: ModelProfile, other: ModelProfile) -> bool:
+    def shape(profile: ModelProfile) -> list[object]:
+        return [
+            (layer.name, *([ahead for ahead, _ in getattr(layer, name)] for name in PAIRS))
+            for layer in profile.layers
+        ]
+
+    return shape(one) == shape(other)
+
+
+def _pixels(profile: ModelProfile) -> int:
+    return profile.micro_batch_size * profile.height_px * profile.width_px
+
+
+def _whole(profile: ModelProfile, name: str) -> float:
+    """Gives the sum over layers of a time or of what they save."""
+    if name == "time_s":
+        return sum(layer.time_s for layer in profile.layers)
+    return float(
+        sum(layer.stash_bytes + sum(size for _, size in layer.saved_later) for layer in profile.layers)
+    )

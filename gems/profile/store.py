@@ -1,0 +1,108 @@
+"""Where profiles come from: a file, the cache, or a child process that takes a missing one. No torch here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from gems.cache import cached
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.models import layers_of
+from gems.profile.identity import differences, key_of, subject_of, versions
+from gems.profile.model_profile import ModelProfile
+
+REFUSED = "refused"
+ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
+TAKER = "gems.profile.take"
+
+
+def profile_of(spec: RunSpec) -> ModelProfile:
+    """Gives the profile of a resolved run: of its file `profile.path`, from the cache, or taken in a child process.
+
+    Raises:
+        ConfigError: a file without a profile, or with one of another model, shape, dtype or version; or a profile that
+            could not be taken.
+    """
+    if spec.profile.path is not None:
+        return read_file(spec, Path(spec.profile.path))
+    key = json.dumps(key_of(spec), sort_keys=True, default=str)
+    return ModelProfile.from_json(cached(spec.cache_dir, "profile", key, lambda: taken_in_child(spec)))
+
+
+def read_file(spec: RunSpec, path: Path) -> ModelProfile:
+    """Reads what `gems profile --json` printed, when it is of this run's layers.
+
+    Raises:
+        ConfigError: it is not, or no such file.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "profile.path", path, f"holds no profile ({error})", "give a file of `gems profile --json`"
+        ) from error
+    if not isinstance(document, dict):
+        raise ConfigError("profile.path", path, "holds no profile", "give a file of `gems profile --json`")
+    profile = ModelProfile.from_json(document, path)
+    check(profile, spec, path)
+    return profile
+
+
+def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
+    """Checks that a profile is of the run's layers at the run's shape and dtype, and of these versions.
+
+    Raises:
+        ConfigError: what differs, in one line.
+    """
+    found = {
+        "data.height_px": profile.height_px,
+        "data.width_px": profile.width_px,
+        "parallel.micro_batch_size": profile.micro_batch_size,
+        "train.dtype": profile.dtype,
+        "layers": [layer.name for layer in profile.layers],
+        **{f"version of {name}": text for name, text in profile.versions.items()},
+        **dict(profile.facts.get("subject", {})),
+    }
+    wanted = {
+        **subject_of(spec),
+        "layers": [layer.name for layer in layers_of(spec.model, spec.data)],
+        **{f"version of {name}": text for name, text in versions().items()},
+    }
+    several = list(differences(found, wanted))
+    if several:
+        named = [text for text in several if not text.startswith("layers=")] or ["other layers"]
+        raise ConfigError(
+            "profile.path", path, f"is of another run: {', '.join(named[:3])}",
+            "make it again with `gems profile --json`, or leave profile.path out",
+        )  # fmt: skip
+
+
+def taken_in_child(spec: RunSpec) -> dict[str, Any]:
+    """Takes the profile in a child process, which loads torch, and gives its document.
+
+    Raises:
+        ConfigError: what the child refused, or how it failed.
+    """
+    print(f"gems: taking the profile ({spec.profile.name}) ...", file=sys.stderr, flush=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", TAKER], input=json.dumps(spec.to_dict()), capture_output=True, text=True
+    )
+    try:
+        answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout.strip() else {}
+    except ValueError:
+        answer = {}
+    if REFUSED in answer:
+        raise ConfigError(*answer[REFUSED])
+    if ended.returncode or not isinstance(answer, dict) or "layers" not in answer:
+        lines = ended.stderr.strip().splitlines() or [f"the process ended with {ended.returncode}"]
+        # Python prints an error before its notes, such as the layer at fault
+        told = max((n for n, line in enumerate(lines) if ERROR.match(line)), default=len(lines) - 1)
+        raise ConfigError(
+            "profile", spec.profile.name, f"could not be taken: {'; '.join(lines[told:])[-400:]}"
+        )
+    return answer

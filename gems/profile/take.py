@@ -1,0 +1,58 @@
+"""`python -m gems.profile.take`: reads a resolved run as JSON on stdin, takes its profile, prints it as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.models import layers_of
+from gems.profile.fake import fake_profile
+from gems.profile.incremental import Devices, incremental_profile
+from gems.profile.measured import measured_profile
+from gems.profile.model_profile import ModelProfile
+from gems.profile.store import REFUSED
+
+OPTIMIZER_STATES = {"sgd": 1, "adam": 2}
+
+
+def take(spec: RunSpec) -> ModelProfile:
+    """Takes the profile that a resolved run asks for.
+
+    Raises:
+        ConfigError: a device or rate that the machine does not have.
+    """
+    profile, machine = spec.profile, spec.machine
+    run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, machine)
+    is_fake = profile.name == "fake" or (profile.name == "incremental" and profile.on == "fake")
+    base = fake_profile(*run, profile.whole) if is_fake else measured_profile(*run, profile.repetitions)
+    if profile.name != "incremental":
+        return base
+    devices = Devices(*run, is_fake, OPTIMIZER_STATES[spec.train.optimizer])
+    return incremental_profile(base, devices.peak_bytes, layers_per_device(spec), machine.device_bytes)
+
+
+def layers_per_device(spec: RunSpec) -> int | None:
+    """Gives how many layers share a device in mCAP's runs on as many devices as the pipeline has ranks."""
+    num_layers, num_devices = len(layers_of(spec.model, spec.data)), spec.parallel.partitions
+    return None if num_devices < 3 else (num_layers - 2) // (num_devices - 2) + 1
+
+
+def main() -> int:
+    """Runs the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
+    spec = RunSpec.from_dict(json.load(sys.stdin))
+    torch.set_num_threads(spec.machine.threads_per_rank)
+    try:
+        profile = take(spec)
+    except ConfigError as error:
+        json.dump({REFUSED: [error.key, str(error.value), error.allowed, error.advice]}, sys.stdout)
+        return error.exit_code
+    json.dump(profile.to_json(), sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

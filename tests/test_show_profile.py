@@ -1,0 +1,47 @@
+"""`gems profile`: its table, its JSON, and that the JSON can be given back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gems.__main__ import VERBS
+from gems.cli import main
+from gems.partition.spans import Spans
+from gems.profile import ModelProfile
+
+WORDS = ["data=synthetic", "model=resnet20_v2", "machine=cpu", "data.height_px=16", "data.width_px=16"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "profiles"))
+
+
+def test_the_json_is_a_profile_that_can_be_given_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main("gems", VERBS, ["profile", *WORDS, "--json"]) == 0
+    text = capsys.readouterr().out
+    document, path = json.loads(text), tmp_path / "profile.json"
+    path.write_text(text)
+    profile = ModelProfile.from_json(document)
+    spans, end = Spans(profile), profile.num_layers
+    assert document["schema"] == "gems.profile/1" and profile.source == "fake"
+    assert document["stash_bytes"] == spans.stash[0, end]
+    assert document["peak_bytes"] > 0.8 * document["composed_peak_bytes"] > 0
+    assert document["forward_s"] == pytest.approx(sum(layer.forward_s for layer in profile.layers))
+    assert main("gems", VERBS, ["profile", *WORDS, f"profile.path={path}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    assert main("gems", VERBS, ["profile", *WORDS, "data.height_px=20", f"profile.path={path}"]) == 2
+    assert "data.height_px=16 instead of 20" in capsys.readouterr().err
+
+
+def test_the_table_has_a_row_a_layer_and_both_peaks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("gems", VERBS, ["profile", *WORDS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "resnet-20: 1 x 16 x 16 px, float32, fake on cpu"
+    assert [line.split()[0] for line in lines[2:5]] == ["stem", "stage1.block1", "stage1.block2"]
+    assert lines[-3].startswith("all ") and all("peak of the whole" in line for line in lines[-2:])
