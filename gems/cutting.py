@@ -13,6 +13,7 @@ from gems.cache import cached
 from gems.config import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
+from gems.memory.reserved import reserved_bytes
 from gems.models import layers_of
 from gems.partition.even import check_boundaries, even
 from gems.partition.exact import solve
@@ -75,6 +76,14 @@ class Case:
         return tuple(
             round(costs.at([(boundaries[s], boundaries[s + 1]) for s in costs.stages]))
             for costs in self.memory
+        )
+
+    def reserved_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+        """Gives what torch's allocator would reserve on each rank's GPU under a cut."""
+        optimizer = OPTIMIZERS[self.optimizer]
+        return tuple(
+            reserved_bytes(self.profile, self.schedule, rank, boundaries, optimizer)
+            for rank in range(self.schedule.num_ranks)
         )
 
     def stage_costs(self, boundaries: Sequence[int]) -> StageCosts:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from gems.config import RunSpec
 from gems.cutting import Case, cut_by
 from gems.errors import ConfigError
+from gems.memory.model import OPTIMIZERS
 from gems.models import check_image, layers_of, stride_of
 from gems.models.resnet import block_of
 
@@ -53,13 +54,16 @@ def largest(
 
     spec = _of_one_kind(spec)
 
-    @cache
+    @lru_cache(maxsize=1)  # the tables of a deep model are large
     def case(value: int) -> Case:
         return case_of(with_value(spec, axis, value))
 
     @cache
     def peak(method: str, value: int) -> int:
         found = case(value)
+        least = least_bytes(found)
+        if least > limit:
+            return least
         return max(found.peak_bytes(cut_by(method, found, "peak_bytes", spec.partition.budget_s).boundaries))
 
     answers = []
@@ -72,6 +76,16 @@ def largest(
         num_bytes = sum(layer.param_bytes for layer in profile.layers)
         answers.append(Largest(method, value, num_bytes // ITEM_BYTES[profile.dtype], peak(method, value)))
     return answers
+
+
+def least_bytes(case: Case) -> int:
+    """Gives what some rank holds at least, wherever the cuts are: an equal share of all states and one stash of each layer.
+
+    It needs no table, so that a model far too large is told at once.
+    """
+    copies = OPTIMIZERS[case.optimizer].copies
+    total = sum(copies * layer.param_bytes + layer.stash_bytes for layer in case.profile.layers)
+    return total // case.schedule.num_ranks
 
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}

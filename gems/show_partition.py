@@ -47,7 +47,7 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         check_fits(case, found)
         judged = [judge(case, found, network)]
     answer = _facts(spec, case) | ({"methods": []} if is_comparison else {})
-    entries = [_entry(spec, each, judged[0]) for each in judged]
+    entries = [_entry(spec, case, each, judged[0]) for each in judged]
     answer |= {"methods": entries} if is_comparison else entries[0]
     if options.json:
         if picture is not None:
@@ -71,8 +71,11 @@ def _facts(spec: RunSpec, case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _entry(spec: RunSpec, judged: Judged, ours: Judged) -> dict[str, Any]:
-    """Gives one method's answer; `peak_ratio` and `time_ratio` are over the exact method's."""
+def _entry(spec: RunSpec, case: Case, judged: Judged, ours: Judged) -> dict[str, Any]:
+    """Gives one method's answer; `peak_ratio` and `time_ratio` are over the exact method's.
+
+    `peak_bytes` are those allocated, `reserved_bytes` what torch's allocator would take from a GPU to serve them.
+    """
     found = judged.cut
     is_exact = found.method == "exact"
     return {
@@ -80,6 +83,7 @@ def _entry(spec: RunSpec, judged: Judged, ours: Judged) -> dict[str, Any]:
         "boundaries": list(found.boundaries),
         "layers_per_stage": list(judged.layers_per_stage),
         "peak_bytes": list(judged.peak_bytes),
+        "reserved_bytes": list(case.reserved_bytes(found.boundaries)),
         "step_s": judged.step_s,
         "images_per_s": global_batch(spec) / judged.step_s if judged.step_s else None,
         "optimal": found.is_optimal,
@@ -100,12 +104,12 @@ def _table(answer: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
     )
     lines = [
         head,
-        f"{'method':<16}{'peak MiB':>10}{'ratio':>7}{'step ms':>10}{'ratio':>7}{'solved s':>9}  proof",
+        f"{'method':<16}{'peak MiB':>10}{'ratio':>7}{'reserved':>10}{'step ms':>10}{'ratio':>7}{'solved s':>9}  proof",
     ]
     for entry in entries:
         ratio = "-" if entry["time_ratio"] is None else f"{entry['time_ratio']:.2f}"
         lines.append(
-            f"{entry['method']:<16}{max(entry['peak_bytes']) / MIB:>10.1f}{entry['peak_ratio']:>7.2f}"
+            f"{entry['method']:<16}{max(entry['peak_bytes']) / MIB:>10.1f}{entry['peak_ratio']:>7.2f}{max(entry['reserved_bytes']) / MIB:>10.1f}"
             f"{entry['step_s'] * 1e3:>10.2f}{ratio:>7}{entry['solve_s']:>9.2f}  {_proof(entry)}"
         )
     for entry in entries:

@@ -9,7 +9,7 @@ import pytest
 from gems.config import MachineConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.cutting import Case, cut_by
 from gems.errors import ConfigError
-from gems.largest import largest, with_value
+from gems.largest import largest, least_bytes, with_value
 from gems.models import layers_of, stride_of
 from gems.profile import LayerProfile
 from gems.resolve import resolve
@@ -88,3 +88,10 @@ def test_a_value_is_put_in_its_place() -> None:
     assert (changed.data.height_px, changed.data.width_px) == (64, 64)
     assert replace(changed, data=spec.data) == spec
     assert stride_of(spec.model) == 4
+
+
+@pytest.mark.parametrize("method", TRIED)
+@pytest.mark.parametrize("depth", [20, 56])
+def test_the_least_is_below_every_peak(method: str, depth: int) -> None:
+    case = case_of(spec_of(None, depth))
+    assert 0 < least_bytes(case) <= max(case.peak_bytes(cut_by(method, case).boundaries))

@@ -41,7 +41,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gems.compare_cuts": ("gems.cutting", "gems.partition", "gems.schedule"),
     "gems.costed": ("gems.config", "gems.cutting", "gems.profile", "gems.profile.store", "gems.program", "gems.schedule"),
-    "gems.largest": ("gems.config", "gems.cutting", "gems.errors", "gems.models", "gems.schedule"),
+    "gems.largest": ("gems.config", "gems.cutting", "gems.errors", "gems.memory", "gems.models", "gems.schedule"),
     "gems.show_partition": (
         "gems", "gems.cli", "gems.compare_cuts", "gems.config", "gems.cutting", "gems.errors", "gems.program", "gems.resolve",
         "gems.show_largest",

@@ -40,6 +40,7 @@ def test_one_cut(gems_: Gems) -> None:
     assert answer["boundaries"][0] == 0 and answer["boundaries"][-1] == 11
     assert answer["bound"] == pytest.approx(max(answer["peak_bytes"]), rel=1e-6)
     assert (answer["source"], answer["stages"], answer["partitions"]) == ("predicted", 4, 4)
+    assert len(answer["reserved_bytes"]) == 4 and min(answer["reserved_bytes"]) >= 2 << 20
     assert answer["images_per_s"] == pytest.approx(8 / answer["step_s"])
 
 
