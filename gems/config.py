@@ -110,11 +110,12 @@ class PartitionConfig:
     """Where the model is cut, by the name of a method, unless parallel.boundaries says it.
 
     `objective` is what the exact method makes least of, on the rank that has most: peak_bytes, or time (where
-    machine.device_bytes is given, among the cuts that fit).
+    machine.device_bytes is given, among the cuts that fit). `auto` is time for a run, which wants the fastest cut that
+    fits, and peak_bytes for `gems partition`, which shows how small a device may be.
     """
 
     name: str = "exact"
-    objective: str = "peak_bytes"
+    objective: str = "auto"
     budget_s: float = 30.0
 
 

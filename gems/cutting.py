@@ -154,7 +154,8 @@ def cut(spec: RunSpec, schedule: Schedule) -> Cut:
 
 def _kept_cut(spec: RunSpec, case: Case) -> Cut:
     """Gives the configured method's cut, from the cache where it has been made for the same profile and schedule."""
-    method, objective = spec.partition.name, spec.partition.objective
+    method = spec.partition.name
+    objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
     facts = (
         method,
         objective,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         from gems.show_largest import show_largest
 
         return show_largest(spec, options)
+    if spec.partition.objective == "auto":
+        spec = replace(spec, partition=replace(spec.partition, objective="peak_bytes"))
     is_comparison = "--compare" in options.flags
     picture = options.chosen.get("--picture") or (
         "partition.png" if is_comparison and not options.json else None

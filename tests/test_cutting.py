@@ -107,7 +107,17 @@ class TestRuns:
         schedule = lowered("1f1b")
         for method in ALL:
             spec = spec_of(partition=PartitionConfig(method))
-            assert cut(spec, schedule).boundaries == cut_by(method, case_of(spec, schedule)).boundaries
+            assert (
+                cut(spec, schedule).boundaries == cut_by(method, case_of(spec, schedule), "time").boundaries
+            )
+
+    def test_a_run_wants_time_unless_it_says_peak(self, given: ModelProfile) -> None:
+        schedule = lowered("1f1b")
+        case = case_of(spec_of(), schedule)
+        for objective, made in (("auto", "time"), ("time", "time"), ("peak_bytes", "peak_bytes")):
+            spec = spec_of(partition=PartitionConfig(objective=objective))
+            assert cut(spec, schedule).boundaries == cut_by("exact", case, made).boundaries
+        assert cut_by("exact", case, "time").boundaries != cut_by("exact", case, "peak_bytes").boundaries
 
     def test_one_rank_and_even_cuts_need_no_profile(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(spec: RunSpec) -> ModelProfile:
