@@ -10,6 +10,8 @@ from analysis.memory_curve import draw_memory
 from analysis.metrics import Metrics, metrics_of
 from analysis.timeline import draw_timeline
 from gems.config import RunSpec
+from gems.profile import ModelProfile
+from gems.profile.hdf5 import add_to_trace
 from gems.runfolder import RunFolder, read_json
 from gems.trace import write_trace
 
@@ -63,4 +65,7 @@ def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
     trace.schedule_sha256 = str(result.get("schedule_sha256", ""))
     trace.boundaries = folder.read_boundaries()
     write_trace(folder.trace_h5, trace)
+    profile = read_json(folder.profile_json)
+    if profile:
+        add_to_trace(folder.trace_h5, ModelProfile.from_json(profile, folder.profile_json))
     return loaded

@@ -129,6 +129,22 @@ def case_of(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = No
     return Case(profile, schedule, optimizer, spec.machine.device_bytes, spec.machine.link_bytes_per_s)
 
 
+def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:
+    """Gives the profile that the cut of a run stands on, or None where it needs none.
+
+    Raises:
+        ConfigError: a profile that cannot be had.
+    """
+    is_on_paper = spec.machine.kind != "real"
+    if is_on_paper or (not _needs_profile(spec, schedule) and spec.machine.device_bytes is None):
+        return None
+    return profile_of(spec)
+
+
+def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
+    return spec.parallel.boundaries is None and spec.partition.name != "even" and schedule.num_stages > 1
+
+
 def cut(spec: RunSpec, schedule: Schedule) -> Cut:
     """Gives the cut of a resolved run: as given in parallel.boundaries, or by the configured method.
 
@@ -143,7 +159,7 @@ def cut(spec: RunSpec, schedule: Schedule) -> Cut:
     if given is not None:
         boundaries = check_boundaries(tuple(given), num_layers, num_stages)
         found = Cut("given", boundaries, float("nan"), float("nan"), False)
-    elif spec.partition.name == "even" or num_stages == 1:
+    elif not _needs_profile(spec, schedule):
         found = Cut("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
     else:
         found = _kept_cut(spec, case_of(spec, schedule))

@@ -15,12 +15,13 @@ from typing import Any
 import yaml
 
 from gems.config import RunSpec
+from gems.cutting import profile_used
 from gems.errors import ConfigError
 from gems.program import check_program, cut_of
 from gems.schedule.schedule import Schedule
 from gems.schedule.schedule_json import from_json, to_json
 
-OF_ALL_ATTEMPTS = ("run.yaml", "schedule.json", "partition.json", "attempts")
+OF_ALL_ATTEMPTS = ("run.yaml", "schedule.json", "partition.json", "profile.json", "attempts")
 OF_PREPARATION = ("status.json", "provenance.json")
 
 
@@ -55,6 +56,11 @@ class RunFolder:
     def partition_json(self) -> Path:
         """Where the model is cut, for every rank to read."""
         return self.path / "partition.json"
+
+    @property
+    def profile_json(self) -> Path:
+        """The profile that the cut stands on; there is none where the cut needs none."""
+        return self.path / "profile.json"
 
     @property
     def status_json(self) -> Path:
@@ -225,7 +231,7 @@ def prepare(spec: RunSpec) -> RunFolder:
     """
     folder = RunFolder.of(spec)
     schedule = check_program(spec)
-    boundaries = cut_of(spec, schedule)
+    boundaries, profile = cut_of(spec, schedule), profile_used(spec, schedule)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
@@ -237,6 +243,8 @@ def prepare(spec: RunSpec) -> RunFolder:
         partial.replace(folder.run_yaml)
         folder.write_schedule(schedule)
         folder.write_boundaries(boundaries)
+        if profile is not None:
+            write_json(folder.profile_json, profile.to_json(), indent=None)
         folder.logs.mkdir(exist_ok=True)
         folder.heartbeat(0).parent.mkdir(exist_ok=True)
         write_json(folder.provenance_json, provenance())

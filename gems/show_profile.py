@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
+from gems.errors import ConfigError
 from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.store import profile_of
+from gems.profile.store import profile_of, read_document
 
 _HEAD = (
     f"{'layer':<24}{'kind':<12}{'F ms':>10}{'I ms':>10}{'W ms':>10}{'params MB':>11}{'stash MB':>11}"
@@ -19,8 +22,18 @@ _MEGA = 1e6
 
 
 def show_profile(spec: RunSpec, options: Options) -> int:
-    """Prints the profile: a table, or with --json the document that `profile.path` reads."""
-    profile = profile_of(replace(spec, profile=replace(spec.profile, whole=True)))
+    """Prints the profile: a table, or with --json the document that `profile.path` reads.
+
+    With --from FILE,FILE,... it is extrapolated to the run's shape from profiles at others; with --hdf5 FILE it is
+    written there too.
+    """
+    if "--from" in options.chosen:
+        points = [read_document(Path(path)) for path in options.chosen["--from"].split(",")]
+        profile = extrapolated(spec, points)
+    else:
+        profile = profile_of(replace(spec, profile=replace(spec.profile, whole=True)))
+    if "--hdf5" in options.chosen:
+        _write_hdf5(profile, Path(options.chosen["--hdf5"]))
     if options.json:
         composed = whole_peak_bytes(profile)
         peaks = {"peak_bytes": profile.facts.get("peak_bytes", composed), "composed_peak_bytes": composed}
@@ -28,6 +41,36 @@ def show_profile(spec: RunSpec, options: Options) -> int:
         return 0
     print("\n".join(table(profile)))
     return 0
+
+
+def extrapolated(spec: RunSpec, points: Sequence[ModelProfile]) -> ModelProfile:
+    """Gives the profile at a run's resolution and micro-batch, from profiles of its model at others.
+
+    Raises:
+        ConfigError: fewer than two sizes, or points of different models.
+    """
+    from gems.profile.scaling import extrapolate
+
+    data = spec.data
+    found = extrapolate(points, data.height_px, data.width_px, spec.parallel.micro_batch_size)
+    error = found.facts["error"]
+    said = "not known: it takes three sizes" if error is None else (
+        f"at most {100 * error['time_s']:.1f} % of time and {100 * error['stash_bytes']:.1f} % of bytes at the points themselves"
+    )  # fmt: skip
+    print(f"gems: extrapolated from {len(points)} profiles; error {said}", file=sys.stderr)
+    return found
+
+
+def _write_hdf5(profile: ModelProfile, path: Path) -> None:
+    import h5py
+
+    from gems.profile.hdf5 import write_profile
+
+    try:
+        with h5py.File(path, "w") as file:
+            write_profile(file.create_group("profile"), profile)
+    except OSError as error:
+        raise ConfigError("--hdf5", path, f"cannot be written ({error.strerror or error})") from error
 
 
 def whole_peak_bytes(profile: ModelProfile) -> int:

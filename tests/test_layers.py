@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.errors", "gems.cache", "gems.config", "gems.cutting", "gems.models", "gems.resolve", "gems.schedule",
         "gems.schedule.capped.solver",
     ),
-    "gems.runfolder": ("gems.errors", "gems.config", "gems.program", "gems.schedule", "yaml"),
+    "gems.runfolder": ("gems.errors", "gems.config", "gems.cutting", "gems.program", "gems.schedule", "yaml"),
     "gems.heartbeat": (),
     "gems.witness": (),
     "gems.shared_memory": (),
@@ -74,7 +74,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.schedule.capped.solver": ("gems.schedule", "ortools"),
     "gems.profile": ("gems.errors",),
     "gems.profile.identity": ("gems", "gems.config", "gems.models.imported"),
-    "gems.profile.store": ("gems.errors", "gems.cache", "gems.config", "gems.models", "gems.profile", "gems.profile.identity"),
+    "gems.profile.store": ("gems.profile.hdf5", "h5py", "gems.errors", "gems.cache", "gems.config", "gems.models", "gems.profile", "gems.profile.identity"),
     "gems.profile.scaling": ("gems.errors", "gems.profile", "numpy"),
     "gems.profile.hdf5": ("gems.profile", "h5py", "numpy"),
     "gems.profile.kernels": ("torch",),
@@ -108,7 +108,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.errors", "gems.config", "gems.models", "gems.profile", "gems.profile.fake", "gems.profile.incremental",
         "gems.profile.measured", "gems.profile.store", "torch",
     ),
-    "gems.show_profile": ("gems.cli", "gems.config", "gems.partition", "gems.profile", "gems.profile.store"),
+    "gems.show_profile": (
+        "gems.cli", "gems.config", "gems.errors", "gems.partition", "gems.profile", "gems.profile.store", "gems.profile.scaling",
+        "gems.profile.hdf5", "h5py",
+    ),
     "gems.partition": ("gems.errors", "gems.profile", "numpy"),
     "gems.data": ("gems.errors", "gems.config", "numpy", "PIL", "skimage"),
     "gems.models": ("gems.errors", "gems.config", "gems.models.imported"),
@@ -124,7 +127,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.engine": ANYTHING,
     "jobs": (*PURE, "yaml", "submitit"),
     "analysis": (
-        "gems.errors", "gems.config", "gems.program", "gems.runfolder", "gems.trace", "gems.schedule", "numpy", "matplotlib",
+        "gems.errors", "gems.config", "gems.profile", "gems.profile.hdf5", "gems.program", "gems.runfolder", "gems.trace", "gems.schedule", "numpy", "matplotlib",
         "yaml",
     ),
 }  # fmt: skip

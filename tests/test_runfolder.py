@@ -133,7 +133,9 @@ class TestPrepare:
             before = {
                 key: value
                 for key, value in contents(folder.path).items()
-                if not key.startswith(("attempts", "run.yaml", "schedule.json", "partition.json"))
+                if not key.startswith(
+                    ("attempts", "run.yaml", "schedule.json", "partition.json", "profile.json")
+                )
             }
             left |= {f"attempts/{number:03d}/{key}": value for key, value in before.items()}
             assert len(before) == 4 + len(FRESH) - 3

@@ -45,3 +45,41 @@ def test_the_table_has_a_row_a_layer_and_both_peaks(capsys: pytest.CaptureFixtur
     assert lines[0].endswith(": 1 x 16 x 16 px, float32, fake on cpu")
     assert [line.split()[0] for line in lines[2:5]] == ["stem", "stage1.block1", "stage1.block2"]
     assert lines[-3].startswith("all ") and all("peak of the whole" in line for line in lines[-2:])
+
+
+def test_a_profile_at_another_resolution_from_three(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    paths = []
+    for side_px in (16, 32, 48):
+        size = [f"data.height_px={side_px}", f"data.width_px={side_px}"]
+        assert main("gems", VERBS, ["profile", *WORDS, *size, "--json"]) == 0
+        paths.append(tmp_path / f"{side_px}.json")
+        paths[-1].write_text(capsys.readouterr().out)
+    size, points = ["data.height_px=64", "data.width_px=64"], ",".join(map(str, paths))
+    assert main("gems", VERBS, ["profile", *WORDS, *size, "--from", points, "--json"]) == 0
+    said = capsys.readouterr()
+    found = ModelProfile.from_json(json.loads(said.out))
+    assert said.err.startswith("gems: extrapolated from 3 profiles; error at most ")
+    assert main("gems", VERBS, ["profile", *WORDS, *size, "--json"]) == 0
+    taken = ModelProfile.from_json(json.loads(capsys.readouterr().out))
+    ours, theirs = (Spans(each).stash[0, each.num_layers] for each in (found, taken))
+    assert ours == pytest.approx(theirs, rel=0.01)
+    (tmp_path / "64.json").write_text(said.out)
+    back = ["profile", *WORDS, *size, f"profile.path={tmp_path / '64.json'}", "--json"]
+    assert main("gems", VERBS, back) == 0
+    assert main("gems", VERBS, ["profile", *WORDS, "--from", str(paths[0])]) == 2
+    assert "must be profiles of two sizes or more" in capsys.readouterr().err
+
+
+def test_hdf5_there_and_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "profile.h5"
+    assert main("gems", VERBS, ["profile", *WORDS, "--hdf5", str(path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert main("gems", VERBS, ["profile", *WORDS, f"profile.path={path}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    assert main("gems", VERBS, ["profile", *WORDS, "--hdf5", str(tmp_path / "no" / "a.h5")]) == 2
+    assert "--hdf5=" in capsys.readouterr().err
+    path.write_bytes(b"no HDF5")
+    assert main("gems", VERBS, ["profile", *WORDS, f"profile.path={path}"]) == 2
+    assert "holds no profile" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -62,6 +63,12 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
         rows = [(index, *pair) for index, layer in enumerate(profile.layers) for pair in getattr(layer, name)]
         table = np.array(rows, dtype="i8").reshape(-1, 3)
         _write(group, name, table, "1, 1, byte", f"{long_name}: layer, layers away, bytes")
+
+
+def add_to_trace(path: Path, profile: ModelProfile) -> None:
+    """Writes a profile into a trace file, as /profile."""
+    with h5py.File(path, "a") as file:
+        write_profile(file.create_group("profile"), profile)
 
 
 def read_profile(group: h5py.Group) -> ModelProfile:

@@ -35,22 +35,41 @@ def profile_of(spec: RunSpec) -> ModelProfile:
 
 
 def read_file(spec: RunSpec, path: Path) -> ModelProfile:
-    """Reads what `gems profile --json` printed, when it is of this run's layers.
+    """Reads a profile from a file, when it is of this run's layers.
 
     Raises:
         ConfigError: it is not, or no such file.
     """
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "profile.path", path, f"holds no profile ({error})", "give a file of `gems profile --json`"
-        ) from error
-    if not isinstance(document, dict):
-        raise ConfigError("profile.path", path, "holds no profile", "give a file of `gems profile --json`")
-    profile = ModelProfile.from_json(document, path)
+    profile = read_document(path)
     check(profile, spec, path)
     return profile
+
+
+def read_document(path: Path) -> ModelProfile:
+    """Reads what `gems profile --json` printed, or (.h5) what `gems profile --hdf5` wrote.
+
+    Raises:
+        ConfigError: no such file, or no profile in it.
+    """
+    advice = "give a file of `gems profile --json` or --hdf5"
+    try:
+        if path.suffix == ".h5":
+            return _read_hdf5(path)
+        document = json.loads(path.read_text())
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("profile.path", path, f"holds no profile ({error})", advice) from error
+    if not isinstance(document, dict):
+        raise ConfigError("profile.path", path, "holds no profile", advice)
+    return ModelProfile.from_json(document, path)
+
+
+def _read_hdf5(path: Path) -> ModelProfile:
+    import h5py
+
+    from gems.profile.hdf5 import read_profile
+
+    with h5py.File(path, "r") as file:
+        return read_profile(file["profile"])
 
 
 def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:

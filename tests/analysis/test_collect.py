@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import h5py
 import numpy as np
 import pytest
 
 from analysis.collect import collect
 from gems.compose import compose
 from gems.errors import ConfigError
+from gems.profile.hdf5 import read_profile
 from gems.runfolder import RunFolder, prepare, write_json
 from gems.trace import TracePart, part_path, read_trace, root_attributes
 
@@ -50,6 +52,9 @@ def test_a_finished_run_becomes_one_trace_with_pictures(folder):
     assert trace.attributes["git_commit"] == json.loads(folder.provenance_json.read_text())["git_commit"]
     assert trace.schedule_rows == ("0F0", "1F0")
     assert trace.boundaries == folder.read_boundaries()
+    with h5py.File(folder.trace_h5) as file:
+        profile = read_profile(file["profile"])
+    assert json.loads(json.dumps(profile.to_json())) == json.loads(folder.profile_json.read_text())
     assert trace.run_yaml == folder.run_yaml.read_text()
     assert collected.metrics.num_steps == 2
     assert collected.metrics.images_per_s == pytest.approx(8 / (STEP_NS * 1e-9))
