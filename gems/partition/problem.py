@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +38,7 @@ class RankCosts:
 
     `stages` names them. `moments[m][k]` gives, when called, the table of stage `stages[k]` at moment m of the
     step: an array (L, L + 1) whose entry [i, e] is the cost of that stage when it holds layers i up to e (e > i; the
-    rest is not read). A rank of one stage has its tables folded into one moment by `single`.
+    rest is not read). Where a rank has one stage, all its moments may be folded into one table, the largest of each entry.
     """
 
     stages: tuple[int, ...]
@@ -133,7 +133,3 @@ class Cut:
     def gap(self) -> float:
         """How far the cost may be above the least, as a share of the bound."""
         return 0.0 if self.is_optimal or self.bound <= 0 else self.cost / self.bound - 1
-
-    def named(self, method: str) -> Cut:
-        """Gives the same answer under another name."""
-        return replace(self, method=method)
