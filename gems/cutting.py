@@ -30,6 +30,7 @@ from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 
 HELP = "use recompute or offload for it, a smaller image or micro-batch, or split the image between ranks"
+SMALLER = "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch"
 # torchgpipe's balance_by_size counts the parameters so many times, for gradients and the optimizer's state.
 PARAM_SCALES = {"sgd": 3, "adam": 5}
 
@@ -73,10 +74,7 @@ class Case:
 
     def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Gives each rank's peak under a cut."""
-        return tuple(
-            round(costs.at([(boundaries[s], boundaries[s + 1]) for s in costs.stages]))
-            for costs in self.memory
-        )
+        return tuple(round(costs.under(boundaries)) for costs in self.memory)
 
     def reserved_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Gives what torch's allocator would reserve on each rank's GPU under a cut."""
@@ -156,15 +154,16 @@ def cut(spec: RunSpec, schedule: Schedule) -> Cut:
     given, limit = spec.parallel.boundaries, spec.machine.device_bytes
     num_layers, num_stages = _num_layers(spec), schedule.num_stages
     check_depth(spec, num_stages, num_layers)
+    case = case_of(spec, schedule) if limit is not None or _needs_profile(spec, schedule) else None
     if given is not None:
         boundaries = check_boundaries(tuple(given), num_layers, num_stages)
         found = Cut("given", boundaries, float("nan"), float("nan"), False)
-    elif not _needs_profile(spec, schedule):
+    elif case is None or not _needs_profile(spec, schedule):
         found = Cut("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
     else:
-        found = _kept_cut(spec, case_of(spec, schedule))
-    if limit is not None:
-        check_fits(case_of(spec, schedule), found)
+        found = _kept_cut(spec, case)
+    if case is not None:
+        check_fits(case, found)
     return found
 
 
@@ -215,14 +214,16 @@ def check_fits(case: Case, found: Cut) -> None:
         DoesNotFitError: a rank, or a single layer, is larger.
     """
     limit = case.limit_bytes
+    if limit is None:
+        return
     peaks = case.peak_bytes(found.boundaries)
     worst = max(range(len(peaks)), key=lambda rank: peaks[rank])
-    if limit is None or peaks[worst] <= limit:
+    if peaks[worst] <= limit:
         return
     _check_layers(case)
     raise DoesNotFitError(
         f"rank {worst} of {len(peaks)} with the {found.method} cut", peaks[worst], limit,
-        "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch",
+        SMALLER,
     )  # fmt: skip
 
 
@@ -270,7 +271,7 @@ def _too_large(case: Case, least: int) -> DoesNotFitError:
     assert case.limit_bytes is not None
     return DoesNotFitError(
         f"the best cut into {case.num_stages} stages", least, case.limit_bytes,
-        "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch",
+        SMALLER,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import gems
 from gems.cli import Options, print_json
 from gems.compare_cuts import PLAIN, Judged, compare, judge
 from gems.config import RunSpec
-from gems.cutting import Case, case_of, check_fits, cut
+from gems.cutting import Case, case_of, cut
 from gems.errors import ConfigError, one_of
 from gems.program import network_in_seconds, schedule_of
 from gems.resolve import global_batch
@@ -47,7 +47,6 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         judged = compare(case, spec.partition.objective, spec.partition.budget_s, network)
     else:
         found = cut(spec, schedule)
-        check_fits(case, found)
         judged = [judge(case, found, network)]
     answer = _facts(spec, case) | ({"methods": []} if is_comparison else {})
     entries = [_entry(spec, case, each, judged[0]) for each in judged]

@@ -63,10 +63,7 @@ class MemoryModel:
 
     def peak_bytes(self, schedule: Schedule, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Gives each rank's peak under a cut, in bytes."""
-        return tuple(
-            round(costs.at([(boundaries[s], boundaries[s + 1]) for s in costs.stages]))
-            for costs in self.rank_costs(schedule)
-        )
+        return tuple(round(costs.under(boundaries)) for costs in self.rank_costs(schedule))
 
     def _costs(self, held: tuple[Held, ...], moments: tuple[Moment, ...]) -> RankCosts:
         stages = tuple(sorted({stage for _, stage in held}))

@@ -62,7 +62,7 @@ class _Judge:
 
     def _cost(self, index: int, boundaries: Sequence[int]) -> float:
         rank = self._ranks[index]
-        return rank.at(self._problem.spans(boundaries, rank))
+        return rank.under(boundaries)
 
     def _rate(self, costs: Sequence[float], boundaries: Sequence[int]) -> Order:
         """Gives what is above the limits first, and then the costs, dearest first."""

@@ -51,6 +51,14 @@ class RankCosts:
             for tables in self.moments
         )
 
+    def spans(self, boundaries: Sequence[int]) -> list[tuple[int, int]]:
+        """Gives the layers of each of its stages: stage s is layers boundaries[s] up to boundaries[s + 1]."""
+        return [(boundaries[stage], boundaries[stage + 1]) for stage in self.stages]
+
+    def under(self, boundaries: Sequence[int]) -> float:
+        """Gives the cost under a cut."""
+        return self.at(self.spans(boundaries))
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -68,15 +76,11 @@ class Problem:
     limits: tuple[RankCosts, ...] = ()
     limit: float = float("inf")
 
-    def spans(self, boundaries: Sequence[int], rank: RankCosts) -> list[tuple[int, int]]:
-        """Gives the layers of each stage of a rank."""
-        return [(boundaries[stage], boundaries[stage + 1]) for stage in rank.stages]
-
     def cost(self, boundaries: Sequence[int]) -> float:
         """Gives the cost of the most expensive rank; infinite where a limit is broken."""
-        if any(rank.at(self.spans(boundaries, rank)) > self.limit for rank in self.limits):
+        if any(rank.under(boundaries) > self.limit for rank in self.limits):
             return float("inf")
-        return max(rank.at(self.spans(boundaries, rank)) for rank in self.ranks)
+        return max(rank.under(boundaries) for rank in self.ranks)
 
     def crossing_bytes(self, boundaries: Sequence[int]) -> int:
         """Gives the bytes of all boundaries together."""

@@ -85,7 +85,7 @@ def _rank(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
     """Gives what cuts are ordered by: the costs of all ranks, dearest first."""
     if problem.cost(boundaries) == np.inf:
         return (np.inf,)
-    return tuple(sorted((rank.at(problem.spans(boundaries, rank)) for rank in problem.ranks), reverse=True))
+    return tuple(sorted((rank.under(boundaries) for rank in problem.ranks), reverse=True))
 
 
 def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) -> tuple[int, ...] | None:
@@ -109,7 +109,7 @@ def _raised(
     part = (slice(boundaries[first], boundaries[end]), slice(boundaries[first], boundaries[end] + 1))
     found = []
     for rank in ranks:
-        spans = problem.spans(boundaries, rank)
+        spans = rank.spans(boundaries)
         for place, stage in enumerate(rank.stages):
             if first <= stage < end:
                 moments = [
