@@ -51,10 +51,7 @@ def _costs(
     pieces = [profile.layers[first:end] for first, end in pairwise(boundaries)]
     num_ranks = spec.parallel.partitions
     if kept is None:
-        kept = [
-            float(sum(layer.stash_bytes + sum(size for _, size in layer.saved_later) for layer in piece))
-            for piece in pieces
-        ]
+        kept = [float(sum(layer.kept_bytes for layer in piece)) for piece in pieces]
     activations = [max(1.0, size) for size in kept]
     one = DepthCosts(num_ranks, activations=tuple(activations)).stages(num_ranks).activation
     heaviest = sum(activations) / sum(one)

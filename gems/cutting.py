@@ -289,10 +289,7 @@ def _mcap(case: Case) -> tuple[int, ...]:
 
 def _by_size(case: Case) -> tuple[int, ...]:
     scale = PARAM_SCALES.get(case.optimizer, 2)
-    sizes = [
-        layer.stash_bytes + sum(num_bytes for _, num_bytes in layer.saved_later) + scale * layer.param_bytes
-        for layer in case.profile.layers
-    ]
+    sizes = [layer.kept_bytes + scale * layer.param_bytes for layer in case.profile.layers]
     return block_partition(sizes, case.num_stages)
 
 

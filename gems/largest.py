@@ -13,7 +13,6 @@ from gems.memory.model import OPTIMIZERS
 from gems.models import check_image, layers_of, stride_of
 from gems.models.resnet import block_of
 
-AXES = ("depth", "resolution", "micro_batch")
 MOST = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
 DEPTH_REACH = 2000  # how far above a number the next depth that exists may be
 PROBES_ABOVE = 2

@@ -142,7 +142,7 @@ def _draw(answer: dict[str, Any], case: Case, path: Path) -> str:
     """Lets the analysis draw the answer, and gives the picture's path."""
     layers = [
         {"name": layer.name, "time_s": layer.time_s, "param_bytes": layer.param_bytes,
-         "stash_bytes": layer.stash_bytes + sum(size for _, size in layer.saved_later)}
+         "stash_bytes": layer.kept_bytes}
         for layer in case.profile.layers
     ]  # fmt: skip
     methods = answer.get("methods") or [answer]

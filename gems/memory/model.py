@@ -19,13 +19,9 @@ MESSAGE_COPIES = 2  # a buffer such as a running mean stands in the layer, and i
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What training keeps for each byte of parameters: itself, its gradient, and `states` of the optimizer.
-
-    `step_copies` is how many times the parameters' bytes a step needs for a moment.
-    """
+    """What training keeps for each byte of parameters: itself, its gradient, and `states` of the optimizer."""
 
     states: int
-    step_copies: int = 0
 
     @property
     def copies(self) -> int:
@@ -46,7 +42,6 @@ class MemoryModel:
 
     def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
         self._spans = spans
-        self._optimizer = optimizer
         self._static = optimizer.copies * spans.params + MESSAGE_COPIES * spans.buffers
 
     def rank_costs(self, schedule: Schedule) -> tuple[RankCosts, ...]:
@@ -80,9 +75,7 @@ class MemoryModel:
         for held, counts in moment.counts:
             if held[1] == stage:
                 total += self._static + self._of(counts)
-                if moment.active is None:
-                    total += self._optimizer.step_copies * self._spans.params
-                elif moment.active == held:
+                if moment.active == held:
                     total += self._transient(moment.kind)
         return total
 

@@ -51,7 +51,6 @@ class _Play:
         optimizer: Optimizer,
     ) -> None:
         self.allocator = CachingAllocator()
-        self._schedule = schedule
         self._layers = {
             held: profile.layers[boundaries[held[1]] : boundaries[held[1] + 1]]
             for held in schedule.placement.stages_on(rank)

@@ -58,6 +58,11 @@ class LayerProfile:
     held_output_grad_bytes: int = 0
 
     @property
+    def kept_bytes(self) -> int:
+        """What the layer makes that is saved for backward, by itself or by a later layer."""
+        return self.stash_bytes + sum(num_bytes for _, num_bytes in self.saved_later)
+
+    @property
     def time_s(self) -> float:
         """Forward and whole backward of one micro-batch, in seconds."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
