@@ -5,14 +5,17 @@ PY     := $(VENV)/bin/python
 CONF   ?= quickstart
 ARGS   ?=
 DRY    ?=
+RUN    ?=
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
-.PHONY: help setup run submit study test test-slurm lint format bench bench-engine bench-split bench-schedules \
-        bench-emulated bench-profile bench-partition bench-cuts clean
+.PHONY: help setup run submit study status logs cancel diagnose resubmit test test-slurm lint format bench bench-engine bench-split bench-schedules \
+        bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-memory-gpu clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
-	@echo "make submit CONF=x [ARGS=...] [DRY=1]               send to SLURM, or show what would be sent"
+	@echo "make submit CONF=x [ARGS=...] [DRY=1]               send to SLURM by the preset of this machine, or show it"
 	@echo "make study CONF=emulated_scaling [ARGS=...] [DRY=1] run the missing points of a study, and draw it"
+	@echo "make status [RUN='a b'] [ARGS=-v] | logs RUN=a [ARGS=-f] | cancel RUN='a b' [ARGS=--yes]   look at runs and studies, end them"
+	@echo "make diagnose RUN=a | resubmit RUN='a b' [ARGS='cluster.minutes=90 --yes']   say why runs ended, and send them again"
 	@echo "make test | test-slurm | lint | bench               check"
 
 setup: $(VENV)/.ready
@@ -25,13 +28,29 @@ run: setup
 	@$(PY) -m jobs submit experiment=$(CONF) cluster=local $(ARGS)
 
 submit: setup
-	@$(PY) -m jobs submit experiment=$(CONF) $(ARGS) $(if $(DRY),--dry-run)
+	@$(PY) -m jobs submit --auto-cluster experiment=$(CONF) $(ARGS) $(if $(DRY),--dry-run)
 
 study: setup
 	@$(PY) -m jobs study study=$(CONF) $(ARGS) $(if $(DRY),--dry-run)
 
+# RUN names runs and studies; empty: all below runs/.
+status: setup
+	@$(PY) -m jobs status $(RUN) $(ARGS)
+
+logs: setup
+	@$(PY) -m jobs logs $(RUN) $(ARGS)
+
+cancel: setup
+	@$(PY) -m jobs cancel $(RUN) $(ARGS)
+
+diagnose: setup
+	@$(PY) -m jobs diagnose $(RUN) $(ARGS)
+
+resubmit: setup
+	@$(PY) -m jobs resubmit $(RUN) $(ARGS)
+
 test: setup
-	$(PY) -m pytest -m "not slurm"
+	$(PY) -m pytest -m "not slurm" -n 2 --dist loadfile
 
 test-slurm: setup
 	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm
@@ -45,8 +64,8 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts
-bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts: setup
+bench: bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume
+bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-memory-gpu: setup
 	$(PY) -m scripts.$(subst -,_,$@) $(ARGS)
 
 clean:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from analysis.load import Loaded, load_trace
-from gems.errors import ConfigError, GemsError, one_of
+from gems.errors import ConfigError, GemsError, of_the_system, one_of
 
 PROGRAM = "python -m analysis"
 
@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GemsError as error:
         print("analysis:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
+    except (OSError, RecursionError) as error:
+        print("analysis:", of_the_system(error), file=sys.stderr)
+        return ConfigError.exit_code
     return 0
 
 
@@ -67,7 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         "partition", type=Path, metavar="PARTITION", help="the file that gems partition writes"
     )
     partition.add_argument("--out", type=Path, default=Path("partition.png"), help=".png, .pdf or .svg")
+    memory = verbs.add_parser("memory", help="draw an answer of `gems memory`: bytes over time by policy")
+    memory.add_argument("memory", type=Path, metavar="MEMORY", help="the file that gems memory writes")
+    memory.add_argument("--out", type=Path, default=Path("memory.png"), help=".png, .pdf or .svg")
     collect = verbs.add_parser("collect", help="merge a run's parts into trace.h5, draw it, print the table")
+    vdnn = verbs.add_parser("vdnn", help="simulate the vDNN paper's studies, beside its figures")
+    vdnn.add_argument("--json", action="store_true", help="one object on stdout")
     for verb in (timeline, summary, collect):
         verb.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
         verb.add_argument("--json", action="store_true", help="one object on stdout")
@@ -180,13 +188,30 @@ def _partition(options: argparse.Namespace) -> None:
     print(options.out)
 
 
+def _memory(options: argparse.Namespace) -> None:
+    from analysis.memory_picture import draw_memory_plans
+
+    draw_memory_plans(options.memory, options.out)
+    print(options.out)
+
+
+def _vdnn(options: argparse.Namespace) -> None:
+    from analysis.vdnn import answer, rows_of, studies, table
+
+    made, machine = studies()
+    rows = rows_of(made, machine)
+    print(json.dumps(answer(rows, made, machine), allow_nan=False) if options.json else table(rows))
+
+
 VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
     "timeline": _timeline,
     "summary": _summary,
     "collect": _collect,
     "draw": _draw,
     "partition": _partition,
+    "memory": _memory,
     "scaling": _scaling,
+    "vdnn": _vdnn,
 }
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from analysis.memory_curve import draw_memory
 from analysis.metrics import Metrics, metrics_of
 from analysis.timeline import draw_timeline
 from gems.config import RunSpec
+from gems.json_files import read_json
 from gems.profile import ModelProfile
 from gems.profile.hdf5 import add_to_trace
-from gems.runfolder import RunFolder, read_json
+from gems.runfolder import RunFolder
 from gems.trace import write_trace
 
 RESULTS = (
@@ -64,6 +65,8 @@ def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
     trace.schedule_rows = tuple(result.get("schedule_rows", ()))
     trace.schedule_sha256 = str(result.get("schedule_sha256", ""))
     trace.boundaries = folder.read_boundaries()
+    if folder.memory_json.exists():
+        trace.memory_plan = folder.memory_json.read_text()
     write_trace(folder.trace_h5, trace)
     profile = read_json(folder.profile_json)
     if profile:

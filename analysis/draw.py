@@ -15,7 +15,7 @@ from analysis.timeline import MAX_LANES, lanes_figure
 from analysis.units import counted, number
 from gems.errors import ConfigError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Kind
-from gems.schedule.costs import StageCosts, uniform
+from gems.schedule.costs import SegmentCosts, StageCosts, uniform
 from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
 from gems.schedule.schedule_json import from_json
@@ -74,10 +74,14 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
     if given is None:
         return schedule, uniform(schedule.num_ranks, schedule.num_stages)
     try:
-        costs = StageCosts(**{name: tuple(map(float, values)) for name, values in given.items()})
+        segments = tuple(
+            tuple(SegmentCosts(**entry) for entry in stage) for stage in given.pop("segments", ())
+        )
+        by_stage = {name: tuple(map(float, values)) for name, values in given.items()}
+        costs = StageCosts(**by_stage, segments=segments)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError("costs", path, f"are not costs of stages ({error})") from error
-    lengths = {len(getattr(costs, field.name)) for field in fields(costs)}
+    lengths = {len(getattr(costs, field.name)) for field in fields(costs) if field.name != "segments"}
     if lengths != {schedule.num_stages}:
         raise ConfigError("costs", path, f"must have {schedule.num_stages} entries each, one a stage")
     return schedule, costs
@@ -86,7 +90,7 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
 def _on_paper(schedule: Schedule, played: Simulation) -> tuple[Trace, StepWindow]:
     """Gives the compute actions and copies as the events of one step."""
     rows = [
-        (rank, 0, KINDS.index(action.kind.value), action.stage, -1, action.direction, action.micro_batch,
+        (rank, 0, KINDS.index(action.kind.value), action.stage, -1 if action.segment is None else action.segment, action.direction, action.micro_batch,
          _STREAM_OF.get(action.kind, STREAMS.index("compute")), round(start * UNIT_NS), round(end * UNIT_NS), 0, 0, 0)
         for rank, row in enumerate(schedule.rows)
         for action, start, end in zip(row, played.start[rank], played.end[rank], strict=True)

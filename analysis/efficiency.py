@@ -14,7 +14,7 @@ import yaml
 from analysis.metrics import step_times_s
 from gems.config import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from gems.errors import ConfigError
-from gems.trace import DTYPES, SOURCES, open_trace
+from gems.trace import DTYPES, SOURCES, open_trace, read_column
 from gems.trace.hdf5 import get_attributes
 
 Section = TypeVar("Section")
@@ -116,7 +116,7 @@ def read_point(path: Path) -> Point:
         attributes = get_attributes(file)
         steps = np.empty(len(file["steps/step"]), DTYPES["steps"])
         for column in DTYPES["steps"].names or ():
-            steps[column] = file["steps"][column][()]
+            steps[column] = read_column(file, "steps", column)
         document = yaml.safe_load(file["run_yaml"].asstr()[()])
     if not isinstance(document, dict):
         raise ConfigError("trace", path, "holds no configuration of its run", "collect the run again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from gems.errors import ConfigError
-from gems.trace import Trace, merge_parts, read_part, read_trace
+from gems.trace import Trace, join_attempts, merge_parts, read_part, read_trace
 
 WHOLE_TRACE = "trace.h5"
 PARTS = "trace/rank*.h5"
+ATTEMPTS = "attempts/*/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,28 @@ def _part_or_none(path: Path) -> Trace | None:
 
 
 def load_parts(folder: Path) -> Loaded:
-    """Joins the ranks' parts in a run folder, with its run.yaml.
+    """Joins the ranks' parts in a run folder with those of the attempts that it goes on from, and with its run.yaml.
 
     Raises:
-        ConfigError: there is none, or none is readable.
+        ConfigError: there is none, or none of the last attempt is readable.
     """
+    loaded = _load_attempt(folder)
+    attempts = [loaded]
+    for earlier in sorted(folder.glob(ATTEMPTS), reverse=True):
+        if not attempts[0].trace.attributes.get("continues"):
+            break
+        with contextlib.suppress(ConfigError):  # one that left no trace ran no step
+            attempts.insert(0, _load_attempt(earlier))
+    if len(attempts) == 1:
+        return loaded
+    trace = join_attempts([attempt.trace for attempt in attempts])
+    numbers = ", ".join(map(str, np.unique(trace.steps["attempt"])))
+    note = f"{len(trace.steps)} steps are whole, of the attempts {numbers}"
+    return Loaded(trace, tuple(path for attempt in attempts for path in attempt.paths), (*loaded.notes, note))
+
+
+def _load_attempt(folder: Path) -> Loaded:
+    """Joins the parts of one attempt."""
     found = sorted(folder.glob(PARTS))
     if not found:
         raise ConfigError(

@@ -23,7 +23,8 @@ class Metrics:
         num_steps: steps counted.
         num_warmup_steps: whole steps left out.
         num_images: images of the counted steps, all directions and replicas.
-        time_s: from the first counted step's start to the last one's end, the gaps between steps with it.
+        time_s: from the first counted step's start to the last one's end, the gaps between steps with it, attempt by
+            attempt.
         images_per_s: `num_images` over `time_s`.
         step_median_s: median of the step times, see `step_times_s`.
         step_p95_s: 95th percentile of the same, linear between neighbours.
@@ -72,7 +73,7 @@ def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
     is_counted = steps["is_warmup"] == 0
     counted = steps[is_counted]
     step_s = step_times_s(steps)[is_counted]
-    time_s = float(counted["end_ns"][-1] - counted["start_ns"][0]) * NS if len(counted) else None
+    time_s = _time_s(counted) if len(counted) else None
     num_images = int(counted["images"].sum())
     events = trace.events[np.isin(trace.events["step"], counted["step"])]
     busy_s = _times_s(trace, events, COMPUTE)
@@ -110,6 +111,13 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
     begin[1:] = np.maximum(begin[1:], steps["end_ns"][:-1])
     times: np.ndarray = (steps["end_ns"] - begin) * NS
     return times
+
+
+def _time_s(steps: np.ndarray) -> float:
+    """Gives the time that steps took with the gaps between them, but for those between attempts; rows sorted by step."""
+    ends = np.flatnonzero(np.diff(steps["attempt"], append=-1))
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    return float((steps["end_ns"][ends] - steps["start_ns"][starts]).sum()) * NS
 
 
 def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[float | None, ...]:

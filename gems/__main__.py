@@ -15,6 +15,8 @@ VERBS = {
                     choices={"--from": (), "--hdf5": ()}),
     "partition": Verb("gems.show_partition:show_partition", "cuts the model: --compare all methods, --largest depth|resolution|micro_batch, --picture FILE",
                       flags=("--compare",), choices={"--largest": ("depth", "resolution", "micro_batch"), "--picture": ()}),
+    "memory": Verb("gems.show_memory:show_memory", "what becomes of each layer's activations, and what that costs: --compare all policies, --picture FILE",
+                   flags=("--compare",), choices={"--picture": ()}),
     "verify": Verb("gems.verify:verify", "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,20 +27,33 @@ def cached(configured: str | None, kind: str, key: str, make: Callable[[], dict[
 
     A cache that cannot be written or read is passed over.
     """
-    digest = hashlib.sha256(f"{gems.__version__}:{key}".encode()).hexdigest()[:24]
-    path = cache_folder(configured) / f"{kind}-{digest}.json"
-    try:
-        document = json.loads(path.read_text())
+    found = read_cached(configured, kind, key)
+    if found is not None:
+        return found
+    made = make()
+    keep_cached(configured, kind, key, made)
+    return made
+
+
+def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] | None:
+    """Gives what is kept for this key and version of the toolkit; None where nothing can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        document = json.loads(_path(configured, kind, key).read_text())
         if isinstance(document, dict):
             return document
-    except (OSError, ValueError):
-        pass
-    made = make()
+    return None
+
+
+def keep_cached(configured: str | None, kind: str, key: str, document: dict[str, Any]) -> None:
+    """Keeps a result for this key and version of the toolkit, whole or not at all; where that cannot be, nothing happens."""
+    path = _path(configured, kind, key)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(made))
+        partial.write_text(json.dumps(document))
         partial.replace(path)
-    except OSError:
-        pass
-    return made
+
+
+def _path(configured: str | None, kind: str, key: str) -> Path:
+    digest = hashlib.sha256(f"{gems.__version__}:{key}".encode()).hexdigest()[:24]
+    return cache_folder(configured) / f"{kind}-{digest}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import sys
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from gems.config import RunSpec
-from gems.errors import ConfigError, GemsError, nearest, one_of
+from gems.errors import ConfigError, GemsError, nearest, of_the_system, one_of
 
+# Takes the preset of this machine where neither an override nor an experiment chooses one.
+AUTO_CLUSTER = "--auto-cluster"
 HYDRA_DIRECTORY = ("--config-dir", "-cd")
 _CFG = ("job", "hydra", "all")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -59,6 +62,11 @@ class Verb:
 
 def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
     """Runs one command and gives its exit code; an error of ours is one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # names of files may hold what a terminal's encoding cannot say
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(program, verbs, list(argv))
     except GemsError as error:
@@ -69,6 +77,9 @@ def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OSError, RecursionError) as error:
+        print(f"{program}: {of_the_system(error)}", file=sys.stderr)
+        return ConfigError.exit_code
 
 
 def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
@@ -95,13 +106,16 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
     _refuse_flags(words, verb)
     if any(word.split("=")[0] in HYDRA_FLAGS for word in words):
         return _through_hydra(program, name, verb, words, options)
-    from gems.compose import compose
+    from gems.compose import LOCAL, compose
+    from gems.presets import AUTO
 
-    return verb.load()(compose(words), options) or 0
+    return verb.load()(compose(words, AUTO if AUTO_CLUSTER in flags else LOCAL), options) or 0
 
 
 def _through_hydra(program: str, name: str, verb: Verb, words: list[str], options: Options) -> int:
-    from gems.compose import check_overrides, hydra_app
+    from gems.compose import LOCAL, hydra_app
+    from gems.overrides import check_overrides
+    from gems.presets import AUTO
 
     overrides, hydra_options = _sort(words)
     check_overrides(overrides)
@@ -110,7 +124,8 @@ def _through_hydra(program: str, name: str, verb: Verb, words: list[str], option
     def act(spec: RunSpec) -> None:
         codes.append(verb.load()(spec, options) or 0)
 
-    hydra_app([*overrides, *hydra_options], f"{program} {name}", act)
+    cluster = AUTO if AUTO_CLUSTER in options.flags else LOCAL
+    hydra_app([*overrides, *hydra_options], f"{program} {name}", act, cluster)
     return max(codes, default=0)
 
 

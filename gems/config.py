@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from gems.cluster import ClusterConfig as ClusterConfig
 from gems.errors import ConfigError, nearest, one_of
+from gems.value_types import check_types
 
 
 @dataclass(slots=True)
@@ -120,6 +122,39 @@ class PartitionConfig:
 
 
 @dataclass(slots=True)
+class MemoryConfig:
+    """What becomes of activations between forward and backward, by the name of a policy.
+
+    `keep` leaves them on the device. `vdnn_all`, `vdnn_conv` and `vdnn_dyn` offload the layers' inputs as vDNN does,
+    with its wait at the end of each layer unless `asynchronous`. `lms` swaps by distance in the graph, with the four
+    parameters of TFLMSv2, each found by its tuner where it is None; `lms_limit` swaps the least recently used under
+    `limit_bytes`, choosing the first that is large enough or the one that fits best (`reclaim`: first, size).
+    `recompute` runs forward again: of the whole stage, of each of `segments` segments (None: as many as the root of the
+    layers), or of what is `cheap` in each layer. `plan` chooses for each layer, so that the peak is at most
+    `limit_bytes`, or the activations' peak is less by the share `saving`, and the predicted time is least.
+
+    `limit_bytes` is machine.device_bytes unless given; `ratio` the share of what parameters leave of it that `lms` may
+    use (None: 0.9, and 0.8 with replicas). Storages below `least_bytes` stay on the device. `budget_s` bounds the plan's
+    search.
+    """
+
+    name: str = "keep"
+    asynchronous: bool = False
+    swapout_threshold: int | None = None
+    swapin_ahead: int | None = None
+    swapin_groupby: int | None = None
+    sync_mode: int | None = None
+    ratio: float | None = None
+    reclaim: str = "first"
+    recompute: str = "segment"
+    segments: int | None = None
+    saving: float | None = None
+    limit_bytes: int | None = None
+    least_bytes: int = 65536
+    budget_s: float = 10.0
+
+
+@dataclass(slots=True)
 class CostConfig:
     """Costs of one micro-batch on one of P equal parts of the model, in units of time, activations and bytes.
 
@@ -146,10 +181,12 @@ class MachineConfig:
     """What a rank computes on, and how its messages travel.
 
     `kind` is real, or emulated: then compute is a timed wait from `cost` and the messages are real; or simulated: then
-    nothing runs, and both are played on paper. Links without a
-    rate take no time per byte; `ranks_per_node` tells neighbours inside a node, which have a link of their own.
+    nothing runs, and both are played on paper; or probe: then each rank looks at the place that it was given, and ends.
+    Links without a rate take no time per byte; `ranks_per_node` tells neighbours inside a node, which have a link of their own.
 
-    `device_bytes` is the memory of one device. `flops_per_s` (float32, as torch's convolutions compute it) and
+    `device_bytes` is the memory of one device, `host_bytes` what a node's ranks together may use of host memory for
+    activations, `d2h_bytes_per_s` and `h2d_bytes_per_s` the rates of pinned copies out of a device and back, each way
+    by itself. `flops_per_s` (float32, as torch's convolutions compute it) and
     `memory_bytes_per_s` are a datasheet's, and `efficiency` the share of them that kernels reach: with them
     profile=fake predicts times. The defaults are one core of a server's processor.
     """
@@ -166,6 +203,9 @@ class MachineConfig:
     node_bytes_per_s: float | None = None
     contention: bool = False
     device_bytes: int | None = None
+    host_bytes: int | None = None
+    d2h_bytes_per_s: float = 5e9
+    h2d_bytes_per_s: float = 5e9
     flops_per_s: float = 6e10
     bfloat16_flops_per_s: float | None = None
     float64_flops_per_s: float | None = None
@@ -173,30 +213,17 @@ class MachineConfig:
     efficiency: float = 1.0
 
 
-@dataclass(slots=True)
-class ClusterConfig:
-    """How ranks are started: on this machine by mpiexec, or by SLURM with the site's habits."""
-
-    name: str = "local"
-    launcher: str = "mpiexec"
-    nodes: int | None = None
-    ranks_per_node: int | None = None
-    cpus_per_rank: int = 1
-    gpus_per_node: int = 0
-    minutes: int = 60
-    partition: str | None = None
-    account: str | None = None
-    mpi: str | None = None
-    python: str | None = None
-    setup: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-    sbatch: dict[str, Any] = field(default_factory=dict)
-    srun: list[str] = field(default_factory=list)
+RESUME_AUTO, RESUME_NEVER = "auto", "never"
 
 
 @dataclass(slots=True)
 class TrainConfig:
-    """The training loop."""
+    """The training loop.
+
+    A checkpoint of the whole state is taken every `checkpoint_steps` steps, every `checkpoint_s` seconds, or with neither
+    only when the run is asked to stop; the last `keep_checkpoints` stay. `resume` says where a run begins: `auto` at the
+    newest whole checkpoint of its folder, `never` at the first step, or else at the newest of another run's folder.
+    """
 
     steps: int = 100
     warmup_steps: int = 2
@@ -209,6 +236,10 @@ class TrainConfig:
     stall_limit_s: float = 600.0
     sample_interval_s: float = 0.5
     initial_checkpoint: str | None = None
+    checkpoint_steps: int | None = None
+    checkpoint_s: float | None = None
+    keep_checkpoints: int = 2
+    resume: str = RESUME_AUTO
 
 
 @dataclass(slots=True)
@@ -216,12 +247,13 @@ class StudyConfig:
     """A study: runs that differ in some keys. It is no part of a `RunSpec`: each point is a run by itself.
 
     A point's overrides are `base`, then one choice of every axis, then one entry of `points`: all products of these.
-    A choice is a value of the key that names the axis, or a list of overrides.
+    A choice is a value of the key that names the axis, or a list of overrides. Each of `repetitions` has its own seed.
     """
 
     base: list[str] = field(default_factory=list)
     axes: dict[str, list[Any]] = field(default_factory=dict)
     points: list[list[str]] = field(default_factory=list)
+    repetitions: int = 1
 
 
 @dataclass(slots=True)
@@ -238,6 +270,7 @@ class RunSpec:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     cost: CostConfig = field(default_factory=CostConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -257,7 +290,7 @@ class RunSpec:
         """Reads what `to_dict` gave.
 
         Raises:
-            ConfigError: a key that the schema does not know, or a section that is no mapping.
+            ConfigError: a key that the schema does not know, a section that is no mapping, or a value of another type.
         """
         sections = {f.name: f.default_factory for f in fields(cls) if f.default_factory is not MISSING}
         known = [f.name for f in fields(cls)]
@@ -278,5 +311,7 @@ class RunSpec:
                         value[inner],
                         one_of(nearest(str(inner), section.__dataclass_fields__)),
                     )
+            check_types(section, value, f"{key}.")
             built[key] = section(**value)
+        check_types(cls, {key: value for key, value in built.items() if key not in sections})
         return cls(**built)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from gems.cache import cached
@@ -14,6 +13,7 @@ from gems.config import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes
+from gems.memory.segment_costs import stage_costs
 from gems.models import layers_of
 from gems.partition.even import check_boundaries, even
 from gems.partition.exact import solve
@@ -85,32 +85,8 @@ class Case:
         )
 
     def stage_costs(self, boundaries: Sequence[int]) -> StageCosts:
-        """Gives the costs of the stages of a cut, in seconds and bytes.
-
-        An input of a stage counts among its activations: it is held as long.
-        """
-        spans = list(pairwise(boundaries))
-        stages = [self.profile.layers[first:end] for first, end in spans]
-        given = [float(self.profile.given_bytes(first)) for first in boundaries[:-1]]
-
-        def summed(name: str) -> tuple[float, ...]:
-            return tuple(sum(float(getattr(layer, name)) for layer in stage) for stage in stages)
-
-        return StageCosts(
-            forward=summed("forward_s"),
-            input_grad=summed("input_grad_s"),
-            weight_grad=summed("weight_grad_s"),
-            recompute=summed("recompute_s"),
-            activation=tuple(
-                float(self.spans.stash[span]) + more for span, more in zip(spans, given, strict=True)
-            ),
-            held_for_weights=tuple(
-                float(self.spans.held_for_weights[span]) + more
-                for span, more in zip(spans, given, strict=True)
-            ),
-            boundary=tuple(given),
-            boundary_bytes=tuple(float(stage[-1].output_bytes) for stage in stages),
-        )
+        """Gives the costs of the stages of a cut, in seconds and bytes."""
+        return stage_costs(self.spans, boundaries)
 
 
 def case_of(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None) -> Case:
@@ -121,10 +97,15 @@ def case_of(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = No
     """
     profile = profile or profile_of(spec)
     check_depth(spec, schedule.num_stages, profile.num_layers)
+    # a policy makes room behind the cut
+    limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
+    return Case(profile, schedule, optimizer_of(spec), limit_bytes, spec.machine.link_bytes_per_s)
+
+
+def optimizer_of(spec: RunSpec) -> str:
+    """Gives the name under which the memory model knows a run's optimizer: one without momentum keeps no state."""
     optimizer = spec.train.optimizer
-    if optimizer == "sgd" and not spec.train.momentum:
-        optimizer = "sgd_plain"
-    return Case(profile, schedule, optimizer, spec.machine.device_bytes, spec.machine.link_bytes_per_s)
+    return "sgd_plain" if optimizer == "sgd" and not spec.train.momentum else optimizer
 
 
 def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_CHARS = 200  # of a value in an error's line
+
 
 class GemsError(Exception):
     """Base of every error that a user may see; `exit_code` is what the command returns."""
@@ -22,30 +24,38 @@ class ConfigError(GemsError):
         self.value = value
         self.allowed = allowed
         self.advice = advice
-        text = f"{key}={value}: {allowed}"
-        super().__init__(" ".join((f"{text}; {advice}" if advice else text).split()))
+        text = f"{key}={_shown(value)}: {allowed}"
+        super().__init__(one_line(f"{text}; {advice}" if advice else text))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         return type(self), (self.key, self.value, self.allowed, self.advice)
 
 
 class DoesNotFitError(GemsError):
-    """More memory is needed than a device has: names the rank, the bytes needed, the limit and what to change."""
+    """More memory is needed than there is: names the rank, the bytes needed, the limit with its key, and what to change."""
 
     exit_code = 3
 
-    def __init__(self, where: str, needed_bytes: int, limit_bytes: int, advice: str) -> None:
+    def __init__(
+        self,
+        where: str,
+        needed_bytes: int,
+        limit_bytes: int,
+        advice: str,
+        key: str = "machine.device_bytes",
+    ) -> None:
         self.where = where
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes
         self.advice = advice
+        self.key = key
         super().__init__(
             f"{where} needs {needed_bytes} bytes ({needed_bytes / 2**30:.2f} GiB), "
-            f"above machine.device_bytes={limit_bytes} ({limit_bytes / 2**30:.2f} GiB); {advice}"
+            f"above {key}={limit_bytes} ({limit_bytes / 2**30:.2f} GiB); {advice}"
         )
 
-    def __reduce__(self) -> tuple[type[DoesNotFitError], tuple[str, int, int, str]]:
-        return type(self), (self.where, self.needed_bytes, self.limit_bytes, self.advice)
+    def __reduce__(self) -> tuple[type[DoesNotFitError], tuple[str, int, int, str, str]]:
+        return type(self), (self.where, self.needed_bytes, self.limit_bytes, self.advice, self.key)
 
 
 class ScheduleError(GemsError):
@@ -74,9 +84,31 @@ class RankFailedError(GemsError):
 
 
 class StalledError(GemsError):
-    """A rank waited longer than the stall limit for data that never came."""
+    """A rank waited longer than the stall limit for data that never came, or stayed as long in one action.
+
+    `waits_for` tells in one line who waits for whom, where that was found out.
+    """
 
     exit_code = 5
+    waits_for: str | None = None
+
+
+def of_the_system(error: OSError | RecursionError) -> ConfigError:
+    """Words what the system refuses: a file that is closed to us, a path that is too long, a disk that is full."""
+    if isinstance(error, RecursionError):
+        return ConfigError("file", "a file that was read", "holds lists within lists, too deep to be read")
+    return ConfigError("file", error.filename, f"cannot be read or written ({error.strerror or error})")
+
+
+def one_line(text: str) -> str:
+    """Gives a text on one line, with escapes for what no terminal should be sent."""
+    joined = " ".join(text.split())
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in joined)
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}... ({len(text)} characters)"
 
 
 def nearest(word: str, valid: Iterable[str], count: int = 3) -> list[str]:

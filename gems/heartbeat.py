@@ -9,23 +9,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIZE_BYTES = 256
+MARK_BYTES = 160  # the mark of the rank's own thread; the rest is its watchdog's
 
 
 class Heartbeat:
-    """Marks step and action in a memory-mapped file, so that also a rank killed by SIGKILL leaves its last mark."""
+    """Marks step and action in a memory-mapped file, so that also a rank killed by SIGKILL leaves its last mark.
+
+    Behind the mark stands a sign of life: a thread of its own keeps it young while the process runs at all, and tells
+    what the rank waits for. A process that is stopped, or whose interpreter is held, leaves it old.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._head = f"{os.getpid()} {os.uname().nodename}"
         with path.open("w+b") as file:
-            file.truncate(SIZE_BYTES)
+            file.write(
+                b" " * SIZE_BYTES
+            )  # not a hole: on a full file system that would end the rank by SIGBUS
+            file.flush()
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
         self.beat(-1, "start")
 
     def beat(self, step: int, action: str) -> None:
         """Marks that `action` of `step` begins now."""
         text = f"{self._head} {step} {action} {time.time_ns()}"
-        self._map[:] = text.encode()[:SIZE_BYTES].ljust(SIZE_BYTES)
+        self._map[:MARK_BYTES] = text.encode()[:MARK_BYTES].ljust(MARK_BYTES)
+
+    def live(self, waits_for: str = "", moved_ns: int = 0) -> None:
+        """Marks that the process runs, what its own thread waits for (nothing while it works), and since when."""
+        text = f"{time.time_ns()} {moved_ns} {waits_for}"
+        size = SIZE_BYTES - MARK_BYTES
+        self._map[MARK_BYTES:] = text.encode(errors="replace")[:size].ljust(size)
+
+    def last(self) -> Beat | None:
+        """Gives this rank's own last mark; None where it did not fit."""
+        return _parse(self._map[:])
 
     def close(self) -> None:
         """Marks a clean end and releases the file."""
@@ -35,22 +53,40 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last mark of a rank: step -1 is outside of training; action "finished" is a clean end."""
+    """The last mark of a rank: step -1 is outside of training; action "finished" is a clean end.
+
+    `alive_ns` is its last sign of life, 0 where nothing gives any; `waits_for` what it waits for, empty while it works or
+    where that is not known; `moved_ns` when it last began an action, or to wait or to work within one.
+    """
 
     pid: int
     node: str
     step: int
     action: str
     time_ns: int
+    alive_ns: int = 0
+    waits_for: str = ""
+    moved_ns: int = 0
 
 
 def read_beat(path: Path) -> Beat | None:
     """Reads the last mark of a rank; None where there is none yet."""
     try:
-        words = path.read_bytes().split()
+        return _parse(path.read_bytes())
     except FileNotFoundError:
         return None
+
+
+def _parse(content: bytes) -> Beat | None:
+    words = content[:MARK_BYTES].split()
     if len(words) != 5:
         return None
     pid, node, step, action, time_ns = words
-    return Beat(int(pid), node.decode(), int(step), action.decode(), int(time_ns))
+    life = content[MARK_BYTES:SIZE_BYTES].decode(errors="replace").strip().split(" ", 2)
+    begun_ns, alive_ns, moved_ns = int(time_ns), 0, 0
+    if len(life) >= 2 and life[0].isdecimal() and life[1].isdecimal():
+        alive_ns, moved_ns = int(life[0]), int(life[1])
+    # what was said of the mark before this one is over
+    waits_for = life[2] if len(life) == 3 and alive_ns >= begun_ns else ""
+    moved_ns = max(begun_ns, moved_ns)
+    return Beat(int(pid), node.decode(), int(step), action.decode(), begun_ns, alive_ns, waits_for, moved_ns)

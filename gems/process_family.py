@@ -1,4 +1,4 @@
-"""A process and all that it started, and their end."""
+"""A process and all that it started, and their end; also of a process that is not our child."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+POLL_S = 0.1
 
 
 def end_family(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -24,11 +29,60 @@ def end_family(process: subprocess.Popen[bytes], grace_s: float) -> None:
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    _kill_all(family)
+    process.wait()
+
+
+def end_stranger(
+    pid: int, started: str, grace_s: float, has_ended: Callable[[], bool] = lambda: False
+) -> bool:
+    """Ends what a process that is not our child does; tells whether that has come to its end.
+
+    SIGTERM goes to the process alone, which ends its own, and may go on with something else when `has_ended` says that
+    this is over. After `grace_s` it and all under it get SIGKILL. A process of the same number that did not start at
+    `started` is left alone, and counts as gone.
+
+    Raises:
+        PermissionError: it is somebody else's.
+    """
+    if not is_alive(pid, started):
+        return True
+    family = {pid: started, **_descendants(pid)}
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)  # one that is stopped would not hear
+    if _wait_gone(pid, started, grace_s, has_ended):
+        return True
+    _kill_all(family | _descendants(pid))
+    return _wait_gone(pid, started, grace_s, has_ended)
+
+
+def _wait_gone(pid: int, started: str, limit_s: float, has_ended: Callable[[], bool]) -> bool:
+    pause, deadline_s = threading.Event(), time.monotonic() + limit_s
+    while is_alive(pid, started) and not has_ended():
+        if time.monotonic() > deadline_s:
+            return False
+        pause.wait(POLL_S)
+    return True
+
+
+def is_alive(pid: int, started: str) -> bool:
+    """Tells whether the process that started at `started` (see `start_time`) is there and has not ended."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in ("Z", "X") and fields[19] == started
+
+
+def start_time(pid: int) -> str:
+    """Gives when a process started, in clock ticks since the machine's start; nothing when there is none."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def _kill_all(family: dict[int, str]) -> None:
     for pid, started in family.items():
-        if _start_time(pid) == started:
+        if start_time(pid) == started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def _descendants(root: int) -> dict[int, str]:
@@ -42,13 +96,8 @@ def _descendants(root: int) -> dict[int, str]:
     frontier = [root]
     while frontier:
         frontier = [pid for pid, parent in parents.items() if parent in frontier]
-        family.update({pid: _start_time(pid) for pid in frontier})
+        family.update({pid: start_time(pid) for pid in frontier})
     return family
-
-
-def _start_time(pid: int) -> str:
-    fields = _stat(pid)
-    return fields[19] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,21 +1,16 @@
-"""The program of a run: from a resolved configuration to the one list of actions, its costs and its cut."""
+"""The program of a run: from a resolved configuration to the one list of actions, its costs and its links."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gems.cache import cached
 from gems.config import RunSpec
-from gems.cutting import cut
 from gems.errors import ConfigError
-from gems.models import layers_of
-from gems.resolve import check_batch
 from gems.schedule import FAMILIES, FROM_FILE, SEARCHED
-from gems.schedule.action import Kind
 from gems.schedule.capped import capped
 from gems.schedule.capped.solver import IS_INSTALLED
 from gems.schedule.costs import DepthCosts, Network, StageCosts
@@ -75,29 +70,6 @@ def schedule_of(spec: RunSpec) -> Schedule:
     """
     made = lower(compute_schedule_of(spec))
     return validate(made, costs_of(spec, made.placement), cap_of(spec))
-
-
-def check_program(spec: RunSpec) -> Schedule:
-    """Gives the schedule of a resolved run that is about to start: its model can be cut, and its data has a step's images.
-
-    A search is kept to as many stages as the model has layers.
-
-    Raises:
-        ConfigError: as `schedule_of`, `cut_of` and `check_batch`.
-        ScheduleError: a schedule that would not run.
-    """
-    if spec.machine.kind == "real" and spec.schedule.name in SEARCHED:
-        most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
-        spec = replace(spec, schedule=replace(spec.schedule, max_stages=most))
-    schedule = schedule_of(spec)
-    cut_of(spec, schedule)
-    check_batch(spec)
-    if spec.machine.kind == "real" and (schedule.has_any(Kind.R) or schedule.has_copies):
-        raise ConfigError(
-            "schedule.allow", list(spec.schedule.allow), "recompute and offload run on paper only so far",
-            "use machine=emulated or machine=simulated, or leave it empty",
-        )  # fmt: skip
-    return schedule
 
 
 def request_of(spec: RunSpec) -> Request:
@@ -209,21 +181,6 @@ def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
     return max(((each, simulate(made, costs, each, cap)) for each in networks), key=lambda pair: pair[1].span)
 
 
-def cut_of(spec: RunSpec, schedule: Schedule) -> tuple[int, ...]:
-    """Gives the boundaries of a resolved run: stage s is layers[boundaries[s]:boundaries[s + 1]]; none on paper.
-
-    A cut is kept in the cache, so that all who ask for it get the same one.
-
-    Raises:
-        ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or a profile that
-            cannot be had.
-        DoesNotFitError: a rank would hold more than machine.device_bytes.
-    """
-    if spec.machine.kind != "real":
-        return ()
-    return cut(spec, schedule).boundaries
-
-
 def _read(spec: RunSpec) -> Schedule:
     """Reads the file of schedule=file: what `gems schedule --json` gave, or torch's CSV, valid as it stands."""
     path = Path(spec.schedule.path or "")
@@ -231,7 +188,7 @@ def _read(spec: RunSpec) -> Schedule:
         text = path.read_text()
         is_csv = path.suffix == ".csv"
         schedule = from_torch_csv(text, path.stem) if is_csv else from_json(json.loads(text))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
         raise ConfigError(
             "schedule.path", path, f"holds no schedule ({error})",
             "give a file of `gems schedule --json`, or a .csv of `gems schedule format=torch`",

@@ -27,6 +27,7 @@ from gems.shared_memory import remove_stale_shared_memory
 
 __all__ = [
     "Ended",
+    "mpi_family",
     "mpiexec_argv",
     "rank_environment",
     "remove_stale_shared_memory",
@@ -87,13 +88,28 @@ def _find_mpiexec() -> str:
 @functools.cache
 def _flags(mpiexec: str) -> tuple[str, ...]:
     """Gives what this flavour needs to start more ranks than cores, also as root, and to name the dead."""
-    version = _version(mpiexec)
-    if "HYDRA" in version:
+    family = _family(mpiexec)
+    if family == "mpich":
         return ("-print-all-exitcodes",)
-    if re.search(r"Open ?MPI|OpenRTE|PRTE|PRRTE", version):
+    if family == "openmpi":
         as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
         return ("--oversubscribe", "--bind-to", "none", *as_root)
     return ()
+
+
+def mpi_family() -> str | None:
+    """Gives the family of the mpiexec that ranks here would start by, mpich or openmpi; None for others, or for none."""
+    try:
+        return _family(_find_mpiexec())
+    except ConfigError:
+        return None
+
+
+def _family(mpiexec: str) -> str | None:
+    version = _version(mpiexec)
+    if "HYDRA" in version:
+        return "mpich"
+    return "openmpi" if re.search(r"Open ?MPI|OpenRTE|PRTE|PRRTE", version) else None
 
 
 def _version(mpiexec: str) -> str:
@@ -146,11 +162,12 @@ def run_ranks(
     on_line: Callable[[str], None] | None = None,
     give_up: Callable[[], bool] | None = None,
     echo: bool = True,
+    grace_s: float = GRACE_S,
 ) -> Ended:
     """Runs a launcher to its end; what it says goes to our stderr (`echo`), to `log` and to `on_line`.
 
     On time-out, SIGTERM, KeyboardInterrupt or when `give_up` says so (it is asked all the time), the launcher
-    and every process under it end, by SIGTERM and after GRACE_S by SIGKILL; KeyboardInterrupt is raised again.
+    and every process under it end, by SIGTERM and after `grace_s` by SIGKILL; KeyboardInterrupt is raised again.
 
     Raises:
         ConfigError: the launcher's program cannot be started.
@@ -180,7 +197,7 @@ def run_ranks(
                 timed_out = deadline_s is not None and time.monotonic() > deadline_s
                 gave_up = give_up is not None and give_up()
         finally:
-            end_family(process, GRACE_S)
+            end_family(process, grace_s)
             pump.finish()
     return Ended(process.returncode, pump.tail, timed_out, gave_up, stopped[0] if stopped else None)
 

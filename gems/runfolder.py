@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import subprocess
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,20 +12,19 @@ from typing import Any
 import yaml
 
 from gems.config import RunSpec
-from gems.cutting import profile_used
 from gems.errors import ConfigError
-from gems.program import check_program, cut_of
+from gems.json_files import read_json, write_json
+from gems.memory.plan import MemoryPlan
 from gems.schedule.schedule import Schedule
 from gems.schedule.schedule_json import from_json, to_json
+from gems.signature import signature
+from gems.snapshot import CODE_ZIP
 
-OF_ALL_ATTEMPTS = ("run.yaml", "schedule.json", "partition.json", "profile.json", "attempts")
-OF_PREPARATION = ("status.json", "provenance.json")
-
-
-def signature(spec: RunSpec) -> str:
-    """Gives 8 hexadecimal digits of the whole resolved configuration, but for the folders of runs and of the cache."""
-    values = {key: value for key, value in spec.to_dict().items() if key not in ("runs_dir", "cache_dir")}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+OF_ALL_ATTEMPTS = (
+    "run.yaml", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts", "checkpoints",
+)  # fmt: skip
+CANCELLED_JSON = "cancelled.json"
+OF_PREPARATION = ("status.json", "provenance.json", "provenance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +59,11 @@ class RunFolder:
         return self.path / "profile.json"
 
     @property
+    def memory_json(self) -> Path:
+        """What becomes of activations, stage by stage; there is none where they are kept."""
+        return self.path / "memory.json"
+
+    @property
     def status_json(self) -> Path:
         """The run's state, written by the launcher."""
         return self.path / "status.json"
@@ -76,6 +77,46 @@ class RunFolder:
     def provenance_json(self) -> Path:
         """Which code made the run."""
         return self.path / "provenance.json"
+
+    @property
+    def provenance(self) -> Path:
+        """Folder of all that is known of how the run was made; provenance.json is its summary."""
+        return self.path / "provenance"
+
+    @property
+    def code_zip(self) -> Path:
+        """The code as it was when the run was prepared, which a job runs from."""
+        return self.provenance / CODE_ZIP
+
+    @property
+    def job_sh(self) -> Path:
+        """The batch script as it was submitted."""
+        return self.provenance / "job.sh"
+
+    @property
+    def slurm_json(self) -> Path:
+        """SLURM's own record of the job, at each start and end."""
+        return self.provenance / "slurm.json"
+
+    @property
+    def affinity_json(self) -> Path:
+        """Where each rank runs, on which cores and which GPU."""
+        return self.provenance / "affinity.json"
+
+    @property
+    def progress_json(self) -> Path:
+        """How far the steps are, while they go on."""
+        return self.path / "progress.json"
+
+    @property
+    def cancelled_json(self) -> Path:
+        """Who wanted an end of the run, and when; there is none where nobody did."""
+        return self.path / CANCELLED_JSON
+
+    @property
+    def stop_json(self) -> Path:
+        """Who wants the run to save and stop at the end of a step, and why; there is none where nobody does."""
+        return self.path / "stop.json"
 
     @property
     def trace_h5(self) -> Path:
@@ -92,6 +133,21 @@ class RunFolder:
         """Folder of the weights at the end."""
         return self.path / "checkpoint"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the whole states, to go on from after a stop or a failure: one folder for each step."""
+        return self.path / "checkpoints"
+
+    @property
+    def stopped_json(self) -> Path:
+        """Before which step the ranks stopped on request, and why; there is none where they did not."""
+        return self.path / "stopped.json"
+
+    @property
+    def attempt(self) -> int:
+        """The number of the attempt that runs now, from 1: one more than there are archived ones."""
+        return 1 + len(list((self.path / "attempts").glob("*/")))
+
     def heartbeat(self, rank: int) -> Path:
         """File in which a rank marks the action that it is in."""
         return self.path / "heartbeat" / f"rank{rank:04d}"
@@ -99,6 +155,15 @@ class RunFolder:
     def failed_json(self, rank: int) -> Path:
         """What a failing rank leaves."""
         return self.path / f"FAILED.rank{rank:04d}.json"
+
+    @property
+    def stalled_json(self) -> Path:
+        """The stall that a rank found; there is none while ranks move."""
+        return self.path / "STALLED.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Where a rank's Python stacks go when ranks have stalled, or when somebody asks for them by SIGUSR1."""
+        return self.path / "stacks" / f"rank{rank:04d}.txt"
 
     def read_spec(self) -> RunSpec:
         """Reads run.yaml.
@@ -108,7 +173,7 @@ class RunFolder:
         """
         try:
             values = yaml.safe_load(self.run_yaml.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(
                 "run folder", self.path, f"holds no readable run.yaml ({error})", "prepare it first"
             ) from error
@@ -150,6 +215,20 @@ class RunFolder:
         """Writes partition.json."""
         write_json(self.partition_json, {"boundaries": list(boundaries)}, indent=None)
 
+    def read_memory_plan(self) -> MemoryPlan | None:
+        """Reads memory.json; None where there is none, since activations are kept then.
+
+        Raises:
+            ConfigError: it holds no plan.
+        """
+        try:
+            document = read_json(self.memory_json)
+        except ValueError as error:
+            raise ConfigError(
+                "run folder", self.path, f"its memory.json is damaged ({error})", "prepare it again"
+            ) from error
+        return MemoryPlan.from_json(document) if document else None
+
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
         """Moves what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
 
@@ -168,7 +247,7 @@ class RunFolder:
             entry.rename(target / entry.name)
 
     def write_status(self, state: str, **more: Any) -> None:
-        """Writes status.json at once and whole: state is prepared, submitted, running, finished or failed."""
+        """Writes status.json at once and whole; `jobs.condition` words the states."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(self.status_json, {"state": state, "updated_utc": now, **more})
 
@@ -189,100 +268,3 @@ class RunFolder:
 def _is_record(entry: Path) -> bool:
     """Tells whether a run, not its preparation alone, has left `entry`."""
     return entry.name not in OF_PREPARATION and (entry.is_file() or any(entry.iterdir()))
-
-
-def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
-    """Writes a JSON file that appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(document, indent=indent) + "\n")
-    partial.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, or gives an empty one where the file is missing."""
-    try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def provenance() -> dict[str, Any]:
-    """Gives the commit of this code, with "-dirty" where files differ from it; "unknown" outside of a checkout."""
-    here = Path(__file__).resolve().parent.parent
-    words = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return {"git_commit": "unknown"}
-    return {"git_commit": said.stdout.strip() or "unknown"}
-
-
-def prepare(spec: RunSpec) -> RunFolder:
-    """Makes the folder of a resolved run and writes run.yaml, schedule.json and partition.json.
-
-    A folder that already holds this configuration is used again: what the earlier attempt left moves to
-    attempts/<number>/, so nothing recorded is lost.
-
-    Raises:
-        ConfigError: no permission, another configuration in the folder, a run that is still going on there, or a
-            schedule that cannot be made or does not suit the model.
-    """
-    folder = RunFolder.of(spec)
-    schedule = check_program(spec)
-    boundaries, profile = cut_of(spec, schedule), profile_used(spec, schedule)
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        if folder.run_yaml.exists():
-            _check_same(folder, spec)
-            _refuse_running(folder)
-            folder.archive()
-        partial = folder.path / "run.yaml.partial"
-        partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
-        partial.replace(folder.run_yaml)
-        folder.write_schedule(schedule)
-        folder.write_boundaries(boundaries)
-        if profile is not None:
-            write_json(folder.profile_json, profile.to_json(), indent=None)
-        folder.logs.mkdir(exist_ok=True)
-        folder.heartbeat(0).parent.mkdir(exist_ok=True)
-        write_json(folder.provenance_json, provenance())
-        folder.write_status("prepared")
-    except OSError as error:
-        raise ConfigError(
-            "runs_dir",
-            spec.runs_dir,
-            f"cannot write there ({error.strerror}: {error.filename})",
-            "give runs_dir= a folder of yours",
-        ) from error
-    return folder
-
-
-def _check_same(folder: RunFolder, spec: RunSpec) -> None:
-    held = folder.read_spec()
-    if signature(held) != signature(spec):
-        raise ConfigError(
-            "run folder", folder.path, f"holds another configuration ({signature(held)}, not {signature(spec)})",
-            "choose another name= or runs_dir=, or move that folder away",
-        )  # fmt: skip
-
-
-def _refuse_running(folder: RunFolder) -> None:
-    status = folder.read_status()
-    if status.get("state") == "submitted":
-        raise ConfigError(
-            "run folder",
-            folder.path,
-            f"is that of job {status.get('job_id')}, which has not ended",
-            "cancel it, or change name=",
-        )
-    pid = status.get("pid")
-    if status.get("state") == "running" and status.get("host") == os.uname().nodename and _alive(pid):
-        raise ConfigError(
-            "run folder", folder.path, f"a run goes on there (process {pid})", "wait for it, or change name="
-        )
-
-
-def _alive(pid: object) -> bool:
-    return isinstance(pid, int) and Path(f"/proc/{pid}").exists() and pid != os.getpid()

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gems
 from gems.cli import Options, print_json
 from gems.compare_cuts import PLAIN, Judged, compare, judge
 from gems.config import RunSpec
 from gems.cutting import Case, case_of, cut
-from gems.errors import ConfigError, one_of
+from gems.drawing import check_picture, draw
 from gems.program import network_in_seconds, schedule_of
 from gems.resolve import global_batch
 
-MIB, PICTURE_LIMIT_S = 2**20, 120
-PICTURES = (".png", ".pdf", ".svg")
-ROOT = Path(gems.__file__).resolve().parents[1]
+MIB = 2**20
 
 
 def show_partition(spec: RunSpec, options: Options) -> int:
@@ -39,7 +31,7 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         "partition.png" if is_comparison and not options.json else None
     )
     if picture is not None:
-        _check_picture(Path(picture))
+        check_picture(Path(picture))
     schedule = schedule_of(spec)
     case = case_of(spec, schedule)
     network = network_in_seconds(spec)
@@ -130,14 +122,6 @@ def _proof(entry: dict[str, Any]) -> str:
     return "-" if entry["gap"] is None else f"at most {100 * entry['gap']:.2f} % above the least"
 
 
-def _check_picture(path: Path) -> None:
-    """Refuses a picture that could not be written, before the work is done."""
-    if path.suffix not in PICTURES:
-        raise ConfigError("--picture", path, one_of(PICTURES))
-    if not path.absolute().parent.is_dir():
-        raise ConfigError("--picture", path, "its folder does not exist", "make the folder first")
-
-
 def _draw(answer: dict[str, Any], case: Case, path: Path) -> str:
     """Lets the analysis draw the answer, and gives the picture's path."""
     layers = [
@@ -146,13 +130,4 @@ def _draw(answer: dict[str, Any], case: Case, path: Path) -> str:
         for layer in case.profile.layers
     ]  # fmt: skip
     methods = answer.get("methods") or [answer]
-    with tempfile.TemporaryDirectory(prefix="gems-partition-") as scratch:
-        document = Path(scratch) / "partition.json"
-        document.write_text(json.dumps({**answer, "methods": methods, "drawn_layers": layers}))
-        argv = [sys.executable, "-m", "analysis", "partition", str(document), "--out", str(path.absolute())]
-        search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        subprocess.run(
-            argv, check=True, timeout=PICTURE_LIMIT_S, stdout=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": search},
-        )  # fmt: skip
-    return str(path)
+    return draw("partition", {**answer, "methods": methods, "drawn_layers": layers}, path)

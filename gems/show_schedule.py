@@ -11,11 +11,12 @@ from gems.cli import Options, print_json
 from gems.config import RunSpec
 from gems.costed import costed
 from gems.errors import ScheduleError
-from gems.program import cap_of, compute_schedule_of, costs_of, network_of
-from gems.schedule.costs import StageCosts
+from gems.planned import planned
+from gems.program import cap_of, compute_schedule_of, costs_of, network_in_seconds, network_of
+from gems.schedule.costs import Network, StageCosts
 from gems.schedule.fault import fault_grid
 from gems.schedule.grid import grid
-from gems.schedule.lower import lower
+from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.schedule_json import to_json
 from gems.schedule.simulate import simulate
@@ -37,8 +38,7 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
     """
     spec = costed(spec)
     with drawn_faults():
-        made = compute_schedule_of(spec)
-        costs, cap = costs_of(spec, made.placement), cap_of(spec)
+        made, costs, network, cap = _made(spec)
         lowered = validate(lower(made), costs, cap)
     if TORCH in options.flags:
         print(to_torch_csv(made), end="")
@@ -47,11 +47,12 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         document = to_json(lowered if LOWERED in options.flags else made)
         print_json(document | {"costs": asdict(costs)})
         return 0
-    if LOWERED in options.flags:
-        for rank, row in enumerate(lowered.rows):
+    has_segments = any(made.num_segments)
+    if LOWERED in options.flags or has_segments:  # segments are too many for a grid
+        for rank, row in enumerate((lowered if LOWERED in options.flags else made).rows):
             print(f"rank {rank:>4} | " + " ".join(map(str, row)))
         return 0
-    played = simulate(made, costs, network_of(spec), cap)
+    played = simulate(made, costs, network, cap)
     print(grid(made, played, unit=shortest_time(made, costs)))
     cost = spec.cost
     print(
@@ -61,6 +62,16 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         f"peak {max(played.peak):g} micro-batches of activations"
     )
     return 0
+
+
+def _made(spec: RunSpec) -> tuple[Schedule, StageCosts, Network, float | None]:
+    """Gives the compute actions of a run, with those of its memory policy, their costs, the links and the cap."""
+    if spec.memory.name == "keep":
+        made = compute_schedule_of(spec)
+        return made, costs_of(spec, made.placement), network_of(spec), cap_of(spec)
+    outcome = planned(spec).memory
+    assert outcome is not None
+    return compute_only(outcome.schedule), outcome.costs, network_in_seconds(spec), None
 
 
 @contextlib.contextmanager

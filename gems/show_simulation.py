@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
 from gems.costed import costed
-from gems.program import cap_of, costs_of, found_of, play, schedule_of
+from gems.memory.case import Outcome
+from gems.planned import planned
+from gems.program import cap_of, costs_of, found_of, network_in_seconds, play, schedule_of
 from gems.resolve import global_batch
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.grid import grid
-from gems.schedule.memory import RankMemory, memory_over_time
+from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.memory_time import memory_time_bound
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
@@ -46,6 +48,8 @@ def predict(spec: RunSpec) -> Prediction:
         ConfigError: counts or a cap that the family cannot serve.
         ScheduleError: a schedule that would not run.
     """
+    if spec.memory.name != "keep":
+        return _predict_planned(spec)
     with drawn_faults():
         made = schedule_of(spec)
     costs, cap = costs_of(spec, made.placement), cap_of(spec)
@@ -56,6 +60,49 @@ def predict(spec: RunSpec) -> Prediction:
         memory_over_time(made, costs, played, spec.cost.activation_bytes, spec.cost.param_bytes),
         bound_of(spec, made, costs, network, max(played.peak) if cap is None else cap),
     )  # fmt: skip
+
+
+def _predict_planned(spec: RunSpec) -> Prediction:
+    """Simulates a run under its memory policy, in seconds and bytes; the bytes on the device are those of its walk."""
+    with drawn_faults():
+        outcome = planned(spec).memory
+    assert outcome is not None
+    schedule, costs, network, played = (
+        outcome.schedule,
+        outcome.costs,
+        network_in_seconds(spec),
+        outcome.played,
+    )
+    return Prediction(
+        schedule, costs, network, None, played,
+        rank_times(schedule, costs, played, network),
+        tuple(_memory_of(outcome, rank) for rank in range(schedule.num_ranks)),
+        memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network),
+    )  # fmt: skip
+
+
+def _memory_of(outcome: Outcome, rank: int) -> RankMemory:
+    """Gives a rank's bytes over time: while an action runs, and behind it."""
+    held = []
+    points, starts, ends = outcome.ranks[rank].points, outcome.played.start[rank], outcome.played.end[rank]
+    for point, start, end in zip(points, starts, ends, strict=True):
+        for time, on_device in ((start, point.during_bytes), (end, point.device_bytes)):
+            held.append(
+                Held(
+                    time,
+                    float(point.activation_bytes),
+                    float(on_device - point.activation_bytes),
+                    float(point.host_bytes),
+                )
+            )
+    return RankMemory(0.0, tuple(held))
+
+
+def in_seconds_and_bytes(spec: RunSpec) -> RunSpec:
+    """Gives a run under a memory policy with the units of its prediction; another one as it is."""
+    if spec.memory.name == "keep":
+        return spec
+    return replace(spec, cost=replace(spec.cost, unit_s=1.0, activation_bytes=1))
 
 
 def bound_of(spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float) -> float:
@@ -87,6 +134,7 @@ def simulation_dict(spec: RunSpec, found: Prediction) -> dict[str, Any]:
     has_bytes = spec.cost.activation_bytes > 0
     return {
         "source": "simulated",
+        "memory": spec.memory.name,
         "schedule": found.schedule.name,
         "partitions": num_ranks,
         "replicas": spec.parallel.replicas,
@@ -120,14 +168,14 @@ def simulation_dict(spec: RunSpec, found: Prediction) -> dict[str, Any]:
 
 def show_simulation(spec: RunSpec, options: Options) -> int:
     """Prints the prediction for a resolved run: a grid and tables, or one object as JSON."""
-    spec = costed(spec)
+    spec = in_seconds_and_bytes(costed(spec))
     found = predict(spec)
     answer = simulation_dict(spec, found)
     if options.json:
         print_json(answer)
         return 0
     schedule = found.schedule
-    if schedule.num_ranks <= MAX_RANK_ROWS:
+    if schedule.num_ranks <= MAX_RANK_ROWS and not any(schedule.num_segments):
         print(grid(schedule, found.played, unit=shortest_time(schedule, found.costs)))
     print(_table(answer))
     print(_rank_table(answer))

@@ -11,14 +11,16 @@ import numpy as np
 from gems import __version__
 from gems.config import RunSpec
 from gems.errors import ConfigError, GemsError
+from gems.json_files import read_json, write_json
 from gems.program import costs_of, play
 from gems.resolve import global_batch
-from gems.runfolder import RunFolder, read_json, signature, write_json
+from gems.runfolder import RunFolder
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
+from gems.signature import signature
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace
 
 MAX_EVENTS = 4_000_000
@@ -73,7 +75,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     num_steps = min(spec.train.steps, max(spec.train.warmup_steps + 1, MAX_EVENTS // max(1, len(one))))
     span_ns, images = round(played.span * unit_ns), global_batch(spec)
     steps = [
-        (k, k * span_ns, (k + 1) * span_ns, images, math.nan, k < spec.train.warmup_steps)
+        (k, k * span_ns, (k + 1) * span_ns, images, math.nan, k < spec.train.warmup_steps, 1)
         for k in range(num_steps)
     ]
     ends_ns = [round(max(row, default=0.0) * unit_ns) for row in played.end]

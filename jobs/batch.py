@@ -12,6 +12,7 @@ from pathlib import Path
 from gems.errors import GemsError
 from gems.runfolder import RunFolder
 from jobs.launch import launch
+from jobs.stop_request import StopRequest
 
 SUBMITTED_LIMIT_S = 60.0
 POLL_S = 0.1
@@ -31,18 +32,23 @@ class BatchJob:
                 and exits with 1; this one goes through, so SLURM sees the code and the job is FAILED.
         """
         folder = RunFolder(Path(self.run_folder))
+        with StopRequest() as request:  # from here on: submitit's own way with SIGUSR2 would end the job
+            code = self._run(folder, request)
+        if code:
+            raise SystemExit(code)
+
+    def _run(self, folder: RunFolder, request: StopRequest) -> int:
         wait_for_submission(folder)
         try:
-            code = launch(folder, folder.read_spec(), echo=False)
+            return launch(folder, folder.read_spec(), echo=False, request=request)
         except GemsError as error:
             print(f"jobs: {error}", file=sys.stderr, flush=True)
             code = error.exit_code
-            if folder.read_status().get("state") != "failed":
+            if folder.read_status().get("state") not in ("failed", "cancelled", "requeued", "stopped"):
                 folder.write_status(
                     "failed", exit_code=code, cause=str(error), job_id=os.environ.get("SLURM_JOB_ID")
                 )
-        if code:
-            raise SystemExit(code)
+            return code
 
 
 def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -> None:

@@ -11,12 +11,15 @@ from typing import Any
 
 from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.heartbeat import Beat, read_beat
+from gems.json_files import read_json
 from gems.ranks import Ended
-from gems.runfolder import RunFolder, read_json
+from gems.runfolder import RunFolder
 from gems.witness import read_notes
 from jobs.words import Death, LauncherWords
 
 FINISHED = "finished"  # what a heartbeat's clean end is called
+STALLED_JSON = "STALLED.json"
+COMPUTES = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
 SIGNAL_BASE = 128  # a shell's exit code for a signal is this and its number
 OF_LAUNCHERS = re.compile(
     r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ"
@@ -65,7 +68,8 @@ def blame(folder: RunFolder, words: LauncherWords, ended: Ended) -> Failure:
 
     A death that a witness saw before any rank complained goes first; then what a rank wrote itself, unless it
     only tells that another rank was gone; then the first death that the launcher reported, with the heartbeat's
-    step and action; then the last words of the output.
+    step and action; then the last words of the output. Where ranks only waited too long, the one is named that they
+    waited for.
     """
     if ended.stopped_by is not None:
         number = int(signal.Signals[ended.stopped_by])
@@ -88,6 +92,9 @@ def blame(folder: RunFolder, words: LauncherWords, ended: Ended) -> Failure:
     death = _with_rank(words.deaths[0], beats) if words.deaths else None
     if death is not None and death.rank not in {record.get("rank") for record in records}:
         return _of_death(death, beats, ended)
+    stall = read_stall(folder)
+    if stall or (records and records[0].get("exit_code") == StalledError.exit_code):
+        return _of_stall(stall, records, beats)
     if records:
         return _of_record(records[0])
     return _of_output(words, ended)
@@ -113,8 +120,34 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
     records = []
     for path in folder.path.glob("FAILED.rank*.json"):
         with contextlib.suppress(OSError, ValueError):
-            records.append(read_json(path))
+            record = read_json(path)
+            whole = ("rank", "pid", "step")
+            records.append(
+                {key: value for key, value in record.items() if key not in whole or isinstance(value, int)}
+            )
     return sorted(records, key=lambda record: str(record.get("utc", "")))
+
+
+def read_stall(folder: RunFolder) -> dict[str, Any]:
+    """Reads what the first rank that found a stall left; nothing where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(folder.path / STALLED_JSON)
+    return {}
+
+
+def silent_rank(records: list[dict[str, Any]], beats: dict[int, Beat]) -> int | None:
+    """Gives the rank that a stalled run waited for; None where heartbeats do not tell.
+
+    A rank that could not even record its own end goes first: it was stopped, or its node has gone. Else it is one in
+    the middle of a compute action. Of several it is the one that has been silent for longest.
+    """
+    alive = {rank: beat for rank, beat in beats.items() if beat.action != FINISHED}
+    told = {record.get("rank") for record in records}
+    mute = [rank for rank in alive if rank not in told]
+    is_sure = told and len(mute) < len(alive) and 2 * len(mute) <= len(alive)
+    asked = mute if mute and is_sure else list(alive)
+    at_work = [rank for rank in asked if COMPUTES.fullmatch(alive[rank].action)]
+    return min(at_work or asked, key=lambda rank: alive[rank].time_ns, default=None)
 
 
 def is_consequence(record: dict[str, Any]) -> bool:
@@ -146,6 +179,40 @@ def _of_record(record: dict[str, Any]) -> Failure:
         rank_pid=record.get("pid"),
         **{key: record.get(key) for key in ("rank", "node", "step", "action")},
     )
+
+
+def _of_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: dict[int, Beat]) -> Failure:
+    """Words a stall: who was silent, and who waited. Who found it may have told; else the heartbeats do."""
+    first = next((record for record in records if record.get("exit_code") == StalledError.exit_code), {})
+    found = stall or first
+    root = _root(stall)
+    rank = root.get("rank", silent_rank(records, beats))
+    if rank is None:
+        return _of_record({"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code})
+    beat = beats.get(rank)
+    if not root and beat is not None:
+        root = {"node": beat.node, "pid": beat.pid, "step": beat.step, "action": beat.action}
+    cause = str(first.get("cause") or "")
+    if found.get("rank") not in (None, rank):
+        waited_s = found.get("waited_s")
+        waited = f" {waited_s:.0f} s" if isinstance(waited_s, int | float) else ""
+        cause = (
+            f"rank {found['rank']} waited{waited} in step {found.get('step')}, action {found.get('action')}"
+        )
+    return Failure(
+        StalledError.exit_code, "moved no more", cause or None, rank, root.get("node"), root.get("pid"),
+        root.get("step"), root.get("action"),
+    )  # fmt: skip
+
+
+def _root(stall: dict[str, Any]) -> dict[str, Any]:
+    """Gives the likeliest of the ranks that held all others up, where the one that found the stall could tell."""
+    roots = stall.get("roots")
+    first = roots[0] if isinstance(roots, list) and roots else None
+    if not isinstance(first, dict) or not isinstance(first.get("rank"), int):
+        return {}
+    kinds = {"rank": int, "node": str, "pid": int, "step": int, "action": str}
+    return {key: first[key] for key, kind in kinds.items() if isinstance(first.get(key), kind)}
 
 
 def _of_death(death: Death, beats: dict[int, Beat], ended: Ended) -> Failure:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from gems.cli import Options
-from gems.errors import ConfigError
+from gems.cli import Options, print_json
+from gems.errors import ConfigError, RankFailedError
+from gems.json_files import read_json
 from gems.runfolder import RunFolder
+from jobs.spec import PROBE
 
 
 def collect(
@@ -21,6 +23,8 @@ def collect(
 
     `is_quiet` puts the summary in logs/summary.txt. Plotting and HDF5 are loaded by the child alone.
     """
+    if folder.read_spec().machine.kind == PROBE:
+        return _show_probe(folder, table_on_stderr=table_on_stderr, as_json=as_json, is_quiet=is_quiet)
     sys.stdout.flush()
     words = [sys.executable, "-m", "analysis", "collect", str(folder.path), *(["--json"] if as_json else [])]
     with contextlib.ExitStack() as stack:
@@ -28,6 +32,27 @@ def collect(
         if is_quiet:
             out = stack.enter_context((folder.logs / "summary.txt").open("w"))
         return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out).returncode
+
+
+def _show_probe(folder: RunFolder, *, table_on_stderr: bool, as_json: bool, is_quiet: bool) -> int:
+    """Says what a probe found; there is no trace of it. Without an answer of its first rank it has failed."""
+    found = read_json(folder.result_json)
+    if not found:
+        print(f"jobs: no rank of the probe {folder.path} has answered", file=sys.stderr)
+        return RankFailedError.exit_code
+    if as_json:
+        print_json(found)
+        return 0
+    gpus = found["visible_gpus"] or "those of its node"
+    line = (
+        f"probe   {found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them; "
+        f"rank 0 is on {found['node']} and sees GPUs: {gpus if found['gpus_on_node'] else 'none asked for'}"
+    )
+    if is_quiet:
+        (folder.logs / "summary.txt").write_text(f"{line}\n")
+    else:
+        print(line, file=sys.stderr if table_on_stderr else sys.stdout, flush=True)
+    return 0
 
 
 def collect_verb(words: Sequence[str], options: Options) -> int:

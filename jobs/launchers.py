@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from gems import probe_rank
 from gems.ranks import mpiexec_argv
 from gems.runfolder import RunFolder
+from gems.snapshot import from_snapshot
+from jobs.containers import in_container, srun_options
 from jobs.spec import SIMULATED, JobSpec
 
+RANK = "gems.engine.run"
 Launcher = Callable[[JobSpec, RunFolder], list[str]]
 
 
@@ -21,9 +26,27 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
     return LAUNCHERS[job.launcher](job, folder)
 
 
-def rank_program(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the command line of one rank."""
-    return [*job.python, "-m", "gems.engine.run", str(folder.path)]
+def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
+    """Gives the command line of one rank, in its container where there is one; its argument is the run folder unless told.
+
+    Raises:
+        ConfigError: a path that the container's runtime would read as something else.
+    """
+    words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
+    if job.is_probe:
+        asked = (job.tasks, job.tasks_per_node, job.gpus_per_node)
+        words = [*job.python, *_probe(job, folder), str(folder.path), *map(str, asked)]
+    return in_container(job, words, folder.path)
+
+
+def _probe(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the words that start a probing rank in some ms: outside of a container without site packages, by its file."""
+    bare = ["-I", "-S"] if job.container is None else []
+    if job.snapshot:
+        return [*bare, *from_snapshot(folder.code_zip, probe_rank.__name__)]
+    if job.container is not None:
+        return ["-m", probe_rank.__name__]
+    return [*bare, str(Path(probe_rank.__file__).resolve())]
 
 
 def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
@@ -36,13 +59,15 @@ def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
     return mpiexec_argv(job.tasks, [*witness, *rank_program(job, folder)])
 
 
-def by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the command line for one step of all ranks inside a SLURM allocation.
+def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
+    """Gives the command line for one step of all ranks, or of another program, inside a SLURM allocation.
 
     Tasks a node are said because a block distribution would fill the first nodes, CPUs a task because srun
-    does not take sbatch's since 22.05. All GPUs of a node are visible to each of its ranks, which choose by
-    local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One bad rank ends the step.
+    does not take sbatch's since 22.05. Unless the preset says otherwise, all GPUs of a node are visible to each
+    of its ranks, which choose by local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One bad
+    rank ends the step.
     """
+    gpus = job.gpu_option
     return [
         "srun",
         *_shape(job, job.tasks_per_node),
@@ -52,10 +77,18 @@ def by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
         "--wait=60",
         "--label",
         "--unbuffered",
-        *([f"--gpus-per-node={job.gpus_per_node}", "--gpu-bind=none"] if job.gpus_per_node else []),
+        *([f"--{gpus[0]}={gpus[1]}"] if gpus else []),
+        *([f"--gpu-bind={job.gpu_bind}"] if gpus and job.gpu_bind else []),
+        *([f"--cpu-bind={job.cpu_bind}"] if job.cpu_bind else []),
+        *srun_options(job, folder.path),
         *job.srun,
-        *rank_program(job, folder),
+        *(program or rank_program(job, folder)),
     ]
+
+
+def by_ibrun(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the command line for all tasks of a SLURM allocation where the site's own ibrun starts them."""
+    return ["ibrun", *rank_program(job, folder)]
 
 
 def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
@@ -63,17 +96,26 @@ def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
     return [*job.python, "-m", "gems.simulated", str(folder.path)]
 
 
-def sweep_by_srun(job: JobSpec) -> list[str]:
-    """Gives the command line that removes stale shared-memory files on every node of an allocation."""
+def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the command line that removes stale shared-memory files on every node of an allocation.
+
+    Raises:
+        ConfigError: a path that the container's runtime would read as something else.
+    """
+    inside = folder.path if job.snapshot else None
     return [
         "srun",
         *_shape(job, 1),
         "--cpus-per-task=1",
         "--mpi=none",
-        *job.python,
-        "-m",
-        "gems.shared_memory",
+        *srun_options(job, inside),
+        *in_container(job, _module(job, folder, "gems.shared_memory"), inside),
     ]
+
+
+def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
+    """Gives the words that run one of our modules: from the run's snapshot in a job, else the code as it is."""
+    return [*job.python, *(from_snapshot(folder.code_zip, name) if job.snapshot else ["-m", name])]
 
 
 def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
@@ -81,4 +123,9 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
     return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}"]
 
 
-LAUNCHERS: dict[str, Launcher] = {"mpiexec": by_mpiexec, "srun": by_srun, SIMULATED: by_simulator}
+LAUNCHERS: dict[str, Launcher] = {
+    "mpiexec": by_mpiexec,
+    "srun": by_srun,
+    "ibrun": by_ibrun,
+    SIMULATED: by_simulator,
+}

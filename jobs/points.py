@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 import yaml
 
-from gems.compose import CONF, compose, options_of
+from gems.compose import compose
 from gems.config import RunSpec, StudyConfig
 from gems.costed import costed
 from gems.errors import ConfigError, nearest, one_of
+from gems.overrides import CONF, options_of
 from gems.runfolder import RunFolder
 
 GROUP = "study"
@@ -57,7 +59,7 @@ def read_study(study: str) -> StudyConfig:
     path = Path(study) if _is_file(study) else CONF / GROUP / f"{study}.yaml"
     try:
         values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(GROUP, path, f"cannot be read ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(GROUP, path, "must be a mapping of " + ", ".join(KEYS))
@@ -67,9 +69,38 @@ def read_study(study: str) -> StudyConfig:
 def points_of(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> list[Point]:
     """Composes every point of a study, each followed by `overrides`; points of one run folder count once.
 
+    They are in the order in which they shall run: each repetition is a round of all points, so that a machine that
+    grows slower over hours slows all of them alike, and not the last ones (Hoefler and Belli, SC 2015, rule 10). The
+    first round is in the file's order, the others in a random one, the same for every call.
+
     Raises:
         ConfigError: a point that cannot run, with its number and words before the key.
     """
+    once = list(_composed(study, name, overrides).values())
+    points, order = [*once], once
+    for repetition in range(1, study.repetitions):
+        order = _next_round(order, repetition)
+        points += [_repeated(point, repetition) for point in order]
+    return list({point.folder.path: point for point in points}.values())
+
+
+def _next_round(before: Sequence[Point], repetition: int) -> list[Point]:
+    """Gives another order of the points, whose first is not the last of the round before."""
+    order = list(before)
+    random.Random(repetition).shuffle(order)
+    if len(order) > 1 and order[0] is before[-1]:
+        order.append(order.pop(0))
+    return order
+
+
+def _repeated(point: Point, repetition: int) -> Point:
+    """Gives the point with the seed of a repetition, by which its folder is another one."""
+    seed = point.spec.seed + repetition
+    return Point((*point.words, f"seed={seed}"), dataclasses.replace(point.spec, seed=seed))
+
+
+def _composed(study: StudyConfig, name: str, overrides: Sequence[str]) -> dict[Path, Point]:
+    """Composes every point once, by run folder, in the file's order."""
     points: dict[Path, Point] = {}
     for number, words in enumerate(_products(study), 1):
         try:
@@ -79,7 +110,7 @@ def points_of(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> l
             raise ConfigError(key, error.value, error.allowed, error.advice) from error
         point = Point(words, spec)
         points.setdefault(point.folder.path, point)
-    return list(points.values())
+    return points
 
 
 def _products(study: StudyConfig) -> Iterator[tuple[str, ...]]:
@@ -119,6 +150,9 @@ def _checked(values: dict[str, Any]) -> StudyConfig:
                 f"{GROUP}.axes.{key}", choices, "must be a list of values, or of lists of overrides",
                 "as in parallel.replicas: [1, 2, 4]",
             )  # fmt: skip
+    repetitions = study.repetitions
+    if not isinstance(repetitions, int) or isinstance(repetitions, bool) or repetitions < 1:
+        raise ConfigError(f"{GROUP}.repetitions", repetitions, "must be a whole number, 1 or more")
     return study
 
 

@@ -1,27 +1,18 @@
-"""What SLURM's queue knows about the job of a run folder."""
+"""The job of a run folder: whether SLURM has it still, and letting go of a folder whose job has ended."""
 
 from __future__ import annotations
 
-import subprocess
-
 from gems.errors import ConfigError
 from gems.runfolder import RunFolder
-
-ASK_LIMIT_S = 30.0
+from jobs.scheduler import ask_queue
 
 
 def is_queued(job_id: str) -> bool | None:
     """Tells whether SLURM has the job waiting or running; None where it cannot be asked."""
-    try:
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_LIMIT_S,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+    answer = ask_queue([job_id])
+    if answer.trouble is not None:
         return None
-    if asked.returncode:
-        return False if "Invalid job id" in asked.stderr else None
-    return bool(asked.stdout.strip())
+    return job_id in answer.jobs and answer.jobs[job_id].is_active
 
 
 def release(folder: RunFolder) -> None:
@@ -43,9 +34,9 @@ def release(folder: RunFolder) -> None:
     if queued:
         raise ConfigError(
             "run folder", folder.path, f"is that of job {job_id}, which has not ended",
-            f"wait for it, `scancel {job_id}`, or change name=",
+            f"wait for it, `python -m jobs cancel {folder.path.name}`, or change name=",
         )  # fmt: skip
-    if queued is False and status["state"] != "failed":
+    if queued is False and status["state"] not in ("failed", "cancelled", "stopped"):
         more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
         folder.write_status(
             "failed", **{**more, "cause": "the job left the queue: cancelled, lost or out of time"}

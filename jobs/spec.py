@@ -6,17 +6,29 @@ import shlex
 import sys
 from dataclasses import dataclass
 
-from gems.config import RunSpec
+from gems.config import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 
 SIMULATED = "simulated"
+PROBE = "probe"
+BATCH = ("srun", "ibrun")  # launchers that work inside an allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """An image that ranks run in, the runtime that opens it, and the runtime's own options."""
+
+    runtime: str
+    image: str
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """The resources of one run, one task a rank; `python` is the words that start the ranks' interpreter.
 
-    A simulated run has no ranks: it is one process here, whatever the cluster.
+    A simulated run has no ranks: it is one process here, whatever the cluster. `is_probe` says that ranks only look at
+    the place that they were given. With `snapshot` all that is started comes from the code's archive in the run folder.
     """
 
     name: str
@@ -30,6 +42,28 @@ class JobSpec:
     mpi: str | None
     srun: tuple[str, ...]
     python: tuple[str, ...]
+    gpu_request: str = "none"
+    gpu_bind: str | None = None
+    cpu_bind: str | None = None
+    container: Container | None = None
+    charge_per: str | None = None
+    charge_rate: float | None = None
+    charge_unit: str | None = None
+    snapshot: bool = False
+    is_probe: bool = False
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is a job of SLURM's."""
+        return self.launcher in BATCH
+
+    @property
+    def gpu_option(self) -> tuple[str, str] | None:
+        """The option, the same for sbatch and srun, that asks for the GPUs, and its value."""
+        if not self.gpus_per_node or self.gpu_request == "none":
+            return None
+        values = {"gpus-per-task": "1", "gres": f"gpu:{self.gpus_per_node}"}
+        return self.gpu_request, values.get(self.gpu_request, str(self.gpus_per_node))
 
     @property
     def gpus(self) -> int:
@@ -41,12 +75,21 @@ class JobSpec:
         """GPU-hours when the job takes all its minutes."""
         return self.gpus * self.minutes / 60
 
+    @property
+    def charge(self) -> float | None:
+        """What the site takes when the job takes all its minutes, in its own unit; None where the rate is not known."""
+        if self.charge_rate is None:
+            return None
+        hours = self.gpu_hours if self.charge_per == "gpu-hour" else self.nodes * self.minutes / 60
+        return hours * self.charge_rate
+
     def summary(self) -> str:
         """Gives the resources in one line."""
+        charge = "" if self.charge is None else f", charge {self.charge:g} {self.charge_unit or ''}".rstrip()
         return (
             f"nodes {self.nodes}, tasks {self.tasks}, tasks per node {self.tasks_per_node}, "
             f"CPUs per task {self.cpus_per_task}, GPUs {self.gpus}, minutes {self.minutes}, "
-            f"GPU-hours {self.gpu_hours:g}"
+            f"GPU-hours {self.gpu_hours:g}{charge}"
         )
 
 
@@ -79,13 +122,30 @@ def job_spec(spec: RunSpec) -> JobSpec:
         minutes=cluster.minutes,
         mpi=cluster.mpi,
         srun=tuple(cluster.srun),
-        python=_python_words(cluster.python),
+        python=_python_words(
+            cluster.python, default="python3" if cluster.container_image else sys.executable
+        ),
+        gpu_request=cluster.gpu_request,
+        gpu_bind=cluster.gpu_bind,
+        cpu_bind=cluster.cpu_bind,
+        container=_container(cluster),
+        charge_per=cluster.charge_per,
+        charge_rate=cluster.charge_rate,
+        charge_unit=cluster.charge_unit,
+        snapshot=cluster.snapshot and cluster.launcher in BATCH,
+        is_probe=spec.machine.kind == PROBE,
     )
 
 
-def _python_words(command: str | None) -> tuple[str, ...]:
+def _container(cluster: ClusterConfig) -> Container | None:
+    if cluster.container_image is None:
+        return None
+    return Container(cluster.container, cluster.container_image, tuple(cluster.container_options))
+
+
+def _python_words(command: str | None, default: str) -> tuple[str, ...]:
     if command is None:
-        return (sys.executable,)
+        return (default,)
     try:
         words = tuple(shlex.split(command))
     except ValueError as error:

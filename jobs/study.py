@@ -1,9 +1,10 @@
-"""A study: its points run one after another, those that are finished are left alone, and all are drawn."""
+"""A study: its points run, here one after another or as jobs; those that are finished are left alone, and all are drawn."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,93 +12,115 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.compose import options_of
-from gems.errors import ConfigError, GemsError, one_of
-from gems.runfolder import RunFolder
+from gems.errors import ConfigError, one_of
+from gems.overrides import options_of
 from jobs.blame import SIGNAL_BASE
+from jobs.cancel import YES, cancel
+from jobs.condition import ACTIVE, Condition, conditions
+from jobs.cost import is_agreed
 from jobs.points import GROUP, Point, points_of, read_study, study_name
-from jobs.queue import is_queued
-from jobs.submit import DRY_RUN, start
+from jobs.rounds import WAITING, Rounds, say
+from jobs.spec import PROBE, job_spec
+from jobs.study_record import StudyRecord
+from jobs.submit import DRY_RUN
 
 FINISHED = "finished"
-GOING_ON = ("submitted", "running")
+CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
+WAIT, STOP = "--wait", "--stop"
 
 
 def study(words: Sequence[str], options: Options) -> int:
     """Runs `python -m jobs study study=NAME [key=value ...]`; the overrides go to every point.
 
-    Gives the worst of the exit codes: of the points that ran, and of the drawing. A point's state is what its
-    status.json says; those missing or failed run. With --dry-run nothing runs, and the points are printed.
+    Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the next call submits
+    the others; with --wait the command stays until all have ended. Gives the worst of the exit codes: of the points that
+    ran while it was there, and of the drawing. With --dry-run nothing runs, and the points are printed; with --stop
+    the study is cancelled, as by `jobs cancel`. Above cluster.ask_above_gpu_hours of all points together it asks first.
 
     Raises:
-        ConfigError: no such study, or a point that cannot be composed; then none has run.
+        ConfigError: no such study, a point that cannot be composed, or nobody to ask; then none has run.
     """
+    name, points = _read(words)
+    record = StudyRecord(Path(points[0].spec.runs_dir).resolve() / name)
+    if STOP in options.flags:
+        where = f"runs_dir={record.path.parent}"
+        return cancel([where, name], Options(options.json, options.flags | {YES}))
+    seen = look(points)
+    states = [state_of(found) for found in seen]
+    if DRY_RUN in options.flags:
+        _show(points, states, seen, options, study=name)
+        return 0
+    due = [point for point, state in zip(points, states, strict=True) if is_due(state)]
+    num_due = len(due)
+    limits = [point.spec.cluster.ask_above_gpu_hours for point in due]
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    if not is_agreed([job_spec(point.spec) for point in due], limit, options):
+        say("nothing is submitted")
+        return 1
+    say(f"study {name}: {_counts(states)}; {num_due or 'nothing'} to run")
+    record.begin([(point.label, point.folder.path) for point in points])
+    rounds = Rounds(points, record, is_due=[is_due(state) for state in states])
+    code = rounds.run()
+    if WAIT in options.flags:
+        code = max(code, rounds.wait())
+    seen = look(points)
+    states = [
+        WAITING if point in rounds.waiting else state_of(found)
+        for point, found in zip(points, seen, strict=True)
+    ]
+    if record.is_cancelled:
+        code = max(code, CANCELLED_CODE)
+    if rounds.waiting:
+        say(
+            f"study {name}: the queue is full; {len(rounds.waiting)} points wait for the next call (or {WAIT})"
+        )
+    if not options.json:
+        _show(points, states, seen, options)
+    drawn: dict[str, Any] | None = None
+    folders = [
+        point.folder.path
+        for point, state in zip(points, states, strict=True)
+        if state == FINISHED and point.spec.machine.kind != PROBE
+    ]
+    if folders and not record.is_cancelled:
+        drawing_code, drawn = draw(folders, record.path, as_json=options.json)
+        code = max(code, drawing_code)
+    if options.json:
+        _show(points, states, seen, options, study=name, num_run=num_due, scaling=drawn)
+    return code
+
+
+def _read(words: Sequence[str]) -> tuple[str, list[Point]]:
+    """Gives the study that the words choose by its name, and its points."""
     chosen = [word for word in words if word.startswith(f"{GROUP}=")]
     if len(chosen) != 1:
         raise ConfigError(
             GROUP, " ".join(chosen) or "none", "give one study: " + one_of(options_of(GROUP)), "study=NAME"
         )
-    name = chosen[0].partition("=")[2]
-    points = points_of(read_study(name), study_name(name), [word for word in words if word not in chosen])
-    states = [state_of(point.folder) for point in points]
-    if DRY_RUN in options.flags:
-        _show(points, states, options, study=study_name(name))
-        return 0
-    is_due = [state not in (FINISHED, *GOING_ON) for state in states]
-    say(f"study {study_name(name)}: {_counts(states)}; {sum(is_due) or 'nothing'} to run")
-    code = 0
-    for number, point in enumerate(points):
-        if is_due[number]:
-            code = max(code, run_point(point, number + 1, len(points)))
-            states[number] = state_of(point.folder)
-        if code > SIGNAL_BASE:
-            break  # someone wants an end of it
-    if not options.json:
-        _show(points, states, options)
-    drawn: dict[str, Any] | None = None
-    if FINISHED in states:
-        folders = [
-            point.folder.path for point, state in zip(points, states, strict=True) if state == FINISHED
-        ]
-        out = Path(points[0].spec.runs_dir).resolve() / study_name(name)
-        drawing_code, drawn = draw(folders, out, as_json=options.json)
-        code = max(code, drawing_code)
-    if options.json:
-        _show(points, states, options, study=study_name(name), num_run=sum(is_due), scaling=drawn)
-    return code
+    given = chosen[0].partition("=")[2]
+    name = study_name(given)
+    return name, points_of(read_study(given), name, [word for word in words if word not in chosen])
 
 
-def state_of(folder: RunFolder) -> str:
-    """Gives the state of a point by its status.json: missing, prepared, submitted, running, finished or failed.
+def look(points: Sequence[Point]) -> tuple[Condition, ...]:
+    """Gives the conditions of points by their run folders, and one squeue for all of their jobs."""
+    return conditions([point.folder for point in points]).runs
 
-    A run whose job has left the queue, or whose process has gone, is failed; so is one that was not collected.
 
-    Raises:
-        ConfigError: the file is no JSON.
+def state_of(found: Condition) -> str:
+    """Gives the state of a point: that of its run; one whose job or process has gone without a word has failed.
+
+    So has a run on another host that is no job and gives no sign of life.
     """
-    status = folder.read_status()
-    state = str(status.get("state", "missing"))
-    if state == FINISHED:
-        return "failed" if status.get("exit_code") else FINISHED
-    if state not in GOING_ON:
-        return state
-    if status.get("job_id") is not None:
-        return "failed" if is_queued(str(status["job_id"])) is False else state
-    pid, is_here = status.get("pid"), status.get("host") == os.uname().nodename
-    return state if is_here and pid != os.getpid() and Path(f"/proc/{pid}").exists() else "failed"
+    status = found.facts.status
+    is_of_this_process = status.get("state") == "running" and status.get("pid") == os.getpid()
+    is_silent = found.state == "stalled" and found.is_guess and found.facts.job_id is None
+    return "failed" if found.state == "lost" or is_of_this_process or is_silent else found.state
 
 
-def run_point(point: Point, number: int, num_points: int) -> int:
-    """Runs one point and gives its exit code; what cannot start is said in one line."""
-    say(f"point {number} of {num_points}: {point.label}, {point.spec.world_size} ranks")
-    try:
-        code = start(point.spec)
-    except GemsError as error:
-        say(f"point {number} of {num_points} ({point.label}) cannot start: {error}")
-        return error.exit_code
-    if code:
-        say(f"point {number} of {num_points} ({point.label}) has failed: {point.folder.path}")
-    return code
+def is_due(state: str) -> bool:
+    """Tells whether a point of this state is to run."""
+    return state != FINISHED and state not in ACTIVE
 
 
 def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
@@ -113,18 +136,16 @@ def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dic
     return ended.returncode, json.loads(ended.stdout) if ended.returncode == 0 else None
 
 
-def say(text: str) -> None:
-    """Says how the study goes on, on stderr."""
-    print(f"jobs: {text}", file=sys.stderr, flush=True)
-
-
 def _counts(states: Sequence[str]) -> str:
     counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
-    return f"{len(states)} points ({counts})" if states else "no points"
+    return f"{len(states)} points ({counts})"
 
 
-def _show(points: Sequence[Point], states: Sequence[str], options: Options, **more: Any) -> None:
-    """Prints the points with their states and run folders."""
+def _show(
+    points: Sequence[Point], states: Sequence[str], seen: Sequence[Condition], options: Options, **more: Any
+) -> None:
+    """Prints the points with their states, the jobs that they had last, and their run folders."""
+    jobs = [found.facts.job_id for found in seen]
     if options.json:
         rows = [
             {
@@ -132,12 +153,15 @@ def _show(points: Sequence[Point], states: Sequence[str], options: Options, **mo
                 "state": state,
                 "machine": point.spec.machine.kind,
                 "ranks": point.spec.world_size,
+                "job_id": job,
                 "run_folder": str(point.folder.path),
             }
-            for point, state in zip(points, states, strict=True)
+            for point, state, job in zip(points, states, jobs, strict=True)
         ]
         print_json({**more, "points": rows})
         return
-    width = max((len(point.label) for point in points), default=0)
-    for number, (point, state) in enumerate(zip(points, states, strict=True), 1):
-        print(f"{number:3}  {state:<9}  {point.label:<{width}}  {point.folder.path}")
+    width = max(len(point.label) for point in points)
+    job_width = max(len(job or "") for job in jobs)
+    for number, (point, state, job) in enumerate(zip(points, states, jobs, strict=True), 1):
+        column = f"{job or '-':>{job_width}}  " if job_width else ""
+        print(f"{number:3}  {state:<9}  {column}{point.label:<{width}}  {point.folder.path}")

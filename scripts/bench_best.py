@@ -51,8 +51,9 @@ def compete(overrides: list[str]) -> dict[str, Any]:
     """Starts the ranks, prints the table on stderr and gives what they found."""
     from gems.compose import compose
     from gems.errors import GemsError
+    from gems.json_files import read_json, write_json
+    from gems.preparation import prepare
     from gems.ranks import mpiexec_argv, rank_environment, run_ranks
-    from gems.runfolder import prepare, read_json, write_json
     from gems.schedule import FAMILIES
 
     folders: dict[str, str] = {}
@@ -109,7 +110,8 @@ def run_rank(work: Path) -> None:
 
     from gems.engine.device import open_device
     from gems.engine.transport import world
-    from gems.runfolder import RunFolder, read_json, write_json
+    from gems.json_files import read_json, write_json
+    from gems.runfolder import RunFolder
 
     comm = world()
     given = read_json(work)

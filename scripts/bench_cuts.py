@@ -14,17 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 from typing import Any
 
 from gems.compare_cuts import PLAIN, compare
-from gems.compose import compose, options_of
+from gems.compose import compose
 from gems.config import RunSpec
 from gems.cutting import METHODS, case_of, cut_by
 from gems.errors import ConfigError
 from gems.largest import largest
+from gems.overrides import options_of
 from gems.program import network_in_seconds, schedule_of
+from scripts.spread import spread
 
 SIDE_PX, MICRO_BATCHES, NUM_CLASSES = 256, 8, 1000
 RANKS = (4, 8)
@@ -109,17 +110,12 @@ def means(found: list[dict[str, Any]]) -> dict[str, Any]:
         for name in (*METHODS, PLAIN, PIPELINE):
             ratios = [row["peak_ratio"][name] for row in chosen if name in row["peak_ratio"]]
             if ratios:
-                answer[f"{schedule} {name}"] = {
-                    "mean": statistics.geometric_mean(ratios), "least": min(ratios), "most": max(ratios),
-                }  # fmt: skip
+                answer[f"{schedule} {name}"] = spread(ratios)
     pairs = [
         row["peak_ratio"] for row in found if PLAIN in row["peak_ratio"] and row["model"] not in NOT_DECAYING
     ]
     for name in (PLAIN, PIPELINE) if pairs else ():
-        decaying = [ratios[name] for ratios in pairs]
-        answer[f"{name} over the pairs' cut, decaying CNNs"] = {
-            "mean": statistics.geometric_mean(decaying), "least": min(decaying), "most": max(decaying),
-        }  # fmt: skip
+        answer[f"{name} over the pairs' cut, decaying CNNs"] = spread([ratios[name] for ratios in pairs])
     return answer
 
 

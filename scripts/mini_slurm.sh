@@ -2,6 +2,7 @@
 # A real SLURM on one machine, for tests and for trying a job before it goes to a cluster.
 #
 #   scripts/mini_slurm.sh up [--nodes N=2] [--cpus C=4] [--gpus G=0] [--dir DIR] [--port P] [--auth munge|none]
+#                           [--preempt GRACE_S]
 #   scripts/mini_slurm.sh down|status|env [--dir DIR]
 #
 #   up      starts the cluster and prints the line to use: export SLURM_CONF=DIR/slurm.conf
@@ -14,6 +15,11 @@
 # the machine has, its share of the memory, and G GPUs that are links to /dev/null. Nothing is enforced by cgroups.
 # DIR is ${XDG_RUNTIME_DIR:-${TMPDIR:-/tmp}}/mini_slurm.$UID unless told; `down` deletes it whole.
 # --auth none runs without munge; then every user of the machine can start jobs as you.
+# --preempt adds the partitions low and high over all nodes. A job of high takes the nodes of a job of low, which has
+# GRACE_S seconds from SLURM's SIGTERM, up to 30 s more as SLURM looks now and then, and is put back into the queue.
+# The partition members takes the account of that name alone.
+# MPI programs start by srun --mpi=pmi2; the engine chooses MPICH's transport itself, other programs of MPICH 5 need
+# MPIR_CVAR_CH4_NETMOD=ofi (gems/engine/mpich.py).
 # Needs: apt-get install -y --no-install-recommends slurm-wlm munge
 # Exit codes: 0; 1 the cluster did not start or stop; 2 wrong usage or missing packages; 3 not up.
 set -euo pipefail
@@ -54,7 +60,7 @@ usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; }
 
 parse() {
     VERB=${1:-}; shift || true
-    NUM_NODES=2 NUM_CPUS=4 NUM_GPUS=0 DIR='' PORT='' AUTH=munge
+    NUM_NODES=2 NUM_CPUS=4 NUM_GPUS=0 DIR='' PORT='' AUTH=munge PREEMPT_GRACE_S=''
     case $VERB in
         up | down | status | env) ;;
         -h | --help | help) usage; exit 0 ;;
@@ -72,9 +78,10 @@ parse() {
             --cpus) check_number "$name" "$value" 1 1024; NUM_CPUS=$((10#$value)) ;;
             --gpus) check_number "$name" "$value" 0 64; NUM_GPUS=$((10#$value)) ;;
             --port) check_number "$name" "$value" 1024 65000; PORT=$((10#$value)) ;;
+            --preempt) check_number "$name" "$value" 0 3600; PREEMPT_GRACE_S=$((10#$value)) ;;
             --auth) [[ $value == munge || $value == none ]] || die 2 "--auth=$value: allowed: munge, none"
                 AUTH=$value ;;
-            *) die 2 "option '$name' is unknown; allowed: --nodes --cpus --gpus --dir --port --auth" ;;
+            *) die 2 "option '$name' is unknown; allowed: --nodes --cpus --gpus --dir --port --auth --preempt" ;;
         esac
     done
     DIR=$(realpath -m -- "${DIR:-$(default_dir)}")
@@ -279,6 +286,14 @@ NodeName=DEFAULT CPUs=$NUM_CPUS Boards=1 SocketsPerBoard=1 CoresPerSocket=$NUM_C
 NodeName=DEFAULT RealMemory=$memory_mb$gres
 NodeName=n[1-$NUM_NODES] NodeHostname=$node_hosts NodeAddr=127.0.0.1 Port=[$((PORT + 1))-$((PORT + NUM_NODES))]
 PartitionName=debug Nodes=ALL Default=YES DefaultTime=30 MaxTime=1440 DefMemPerCPU=$((memory_mb / NUM_CPUS)) State=UP
+CONF
+        [[ -z $PREEMPT_GRACE_S ]] || cat <<CONF
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=DEFAULT Nodes=ALL DefaultTime=30 MaxTime=1440 DefMemPerCPU=$((memory_mb / NUM_CPUS)) State=UP
+PartitionName=low PriorityTier=1 PreemptMode=REQUEUE GraceTime=$PREEMPT_GRACE_S
+PartitionName=high PriorityTier=100 PreemptMode=OFF
+PartitionName=members PriorityTier=1 PreemptMode=OFF AllowAccounts=members
 CONF
     } >"$CONF"
 }

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gems.compose import CONF, compose, options_of, valid_keys
+from gems.compose import compose
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.models import FAMILIES as MODELS
+from gems.overrides import CONF, options_of, valid_keys
 from gems.resolve import resolve
 from gems.schedule import FAMILIES
 

@@ -46,6 +46,38 @@ def test_a_shorter_mark_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
     heartbeat.close()
 
 
+def test_a_sign_of_life_stands_behind_the_mark(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "beat")
+    heartbeat.beat(3, "1B2")
+    first = heartbeat.last()
+    assert first is not None and (first.alive_ns, first.waits_for, first.moved_ns) == (0, "", first.time_ns)
+    moved_ns = time.time_ns()
+    heartbeat.live("the sum over 4 ranks", moved_ns)
+    second = read_beat(tmp_path / "beat")
+    assert second is not None and second.time_ns == first.time_ns <= second.alive_ns <= time.time_ns()
+    assert (second.waits_for, second.moved_ns) == ("the sum over 4 ranks", moved_ns)
+    heartbeat.live()
+    third = heartbeat.last()
+    assert third is not None and (third.waits_for, third.moved_ns) == ("", third.time_ns)
+    heartbeat.close()
+
+
+def test_what_was_waited_for_before_a_mark_is_over(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "beat")
+    heartbeat.live("1RECV_F2", time.time_ns())
+    alive = heartbeat.last()
+    heartbeat.beat(4, "1F2")
+    later = heartbeat.last()
+    assert alive is not None and later is not None
+    assert (alive.waits_for, later.waits_for) == ("1RECV_F2", "")
+    assert later.alive_ns == alive.alive_ns and later.moved_ns == later.time_ns
+    heartbeat.live("x" * 2 * SIZE_BYTES)
+    assert (tmp_path / "beat").stat().st_size == SIZE_BYTES
+    last = heartbeat.last()
+    assert last is not None and (last.step, last.action) == (4, "1F2")
+    heartbeat.close()
+
+
 def test_a_clean_end_says_so(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path / "beat")
     heartbeat.beat(5, "1B2")

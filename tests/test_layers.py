@@ -17,9 +17,9 @@ ANYTHING = ("*",)
 DYNAMIC = ("import_module", "__import__")
 
 PURE = (
-    "gems.errors", "gems.config", "gems.resolve", "gems.compose", "gems.cli", "gems.runfolder", "gems.heartbeat",
-    "gems.cache", "gems.program", "gems.cutting", "gems.costed", "gems.memory",
-    "gems.witness", "gems.ranks", "gems.schedule", "gems.partition", "gems.models", "gems.data",
+    "gems.errors", "gems.config", "gems.cluster", "gems.cluster_checks", "gems.presets", "gems.checks", "gems.value_checks", "gems.value_types", "gems.resolve", "gems.compose", "gems.overrides", "gems.cli", "gems.runfolder", "gems.signature", "gems.preparation", "gems.json_files", "gems.provenance", "gems.snapshot", "gems.heartbeat", "gems.standing", "gems.waiting",
+    "gems.cache", "gems.program", "gems.planned", "gems.policies", "gems.cutting", "gems.costed", "gems.memory",
+    "gems.witness", "gems.process_family", "gems.probe_rank", "gems.ranks", "gems.schedule", "gems.partition", "gems.models", "gems.data",
 )  # fmt: skip
 
 # A package or module -> what it may import beside the standard library and itself: other rows of this table, and
@@ -28,12 +28,22 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems": (),
     "gems.__main__": ("gems.cli",),
     "gems.errors": (),
-    "gems.config": ("gems.errors",),
+    "gems.config": ("gems.errors", "gems.cluster", "gems.value_types"),
+    "gems.cluster": ("gems.errors",),
+    "gems.cluster_checks": ("gems.errors", "gems.cluster"),
+    "gems.presets": ("gems.errors", "yaml"),
+    "gems.checks": ("gems.errors", "gems.config", "gems.memory", "gems.partition", "gems.schedule"),
+    "gems.value_types": ("gems.errors",),
+    "gems.value_checks": ("gems.errors", "gems.config", "gems.schedule"),
     "gems.resolve": (
-        "gems.errors", "gems.config", "gems.data", "gems.models", "gems.models.imported", "gems.partition", "gems.schedule",
+        "gems.errors", "gems.checks", "gems.cluster_checks", "gems.config", "gems.data", "gems.models", "gems.models.imported",
+        "gems.partition", "gems.schedule", "gems.value_checks",
     ),
-    "gems.compose": ("gems.errors", "gems.config", "gems.resolve", "hydra", "omegaconf", "yaml"),
-    "gems.cli": ("gems.errors", "gems.config", "gems.compose"),
+    "gems.compose": (
+        "gems.errors", "gems.config", "gems.overrides", "gems.presets", "gems.resolve", "hydra", "omegaconf", "yaml",
+    ),
+    "gems.overrides": ("gems.errors", "gems.config", "gems.presets", "hydra", "omegaconf", "yaml"),
+    "gems.cli": ("gems.errors", "gems.config", "gems.compose", "gems.overrides", "gems.presets"),
     "gems.cache": ("gems",),
     "gems.cutting": (
         "gems.errors", "gems.cache", "gems.config", "gems.memory", "gems.models", "gems.partition", "gems.profile",
@@ -42,33 +52,62 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.compare_cuts": ("gems.cutting", "gems.partition", "gems.schedule"),
     "gems.costed": ("gems.config", "gems.cutting", "gems.profile", "gems.profile.store", "gems.program", "gems.schedule"),
     "gems.largest": ("gems.config", "gems.cutting", "gems.errors", "gems.memory", "gems.models", "gems.schedule"),
+    "gems.drawing": ("gems", "gems.errors"),
+    "gems.policies": ("gems.config", "gems.errors", "gems.memory"),
+    "gems.planned": (
+        "gems.errors", "gems.cache", "gems.config", "gems.cutting", "gems.memory", "gems.models", "gems.policies",
+        "gems.profile", "gems.profile.store", "gems.program", "gems.resolve", "gems.schedule",
+    ),
+    "gems.show_memory": (
+        "gems.checks", "gems.cli", "gems.config", "gems.cutting", "gems.drawing", "gems.errors", "gems.memory", "gems.planned",
+        "gems.policies", "gems.program", "gems.resolve", "gems.schedule",
+    ),
     "gems.show_partition": (
-        "gems", "gems.cli", "gems.compare_cuts", "gems.config", "gems.cutting", "gems.errors", "gems.program", "gems.resolve",
+        "gems.cli", "gems.compare_cuts", "gems.config", "gems.cutting", "gems.drawing", "gems.program", "gems.resolve",
         "gems.show_largest",
     ),
     "gems.show_largest": (
         "gems.cli", "gems.config", "gems.cutting", "gems.largest", "gems.profile", "gems.profile.store", "gems.program",
     ),
-    "gems.memory": ("gems.partition", "gems.profile", "gems.schedule", "numpy"),
-    "gems.program": (
-        "gems.errors", "gems.cache", "gems.config", "gems.cutting", "gems.models", "gems.resolve", "gems.schedule",
-        "gems.schedule.capped.solver",
+    "gems.memory": ("gems.errors", "gems.partition", "gems.profile", "gems.schedule", "numpy", "scipy"),
+    "gems.memory.vdnn.paper": ("gems.errors", "gems.memory", "gems.models"),
+    "gems.program": ("gems.errors", "gems.cache", "gems.config", "gems.schedule", "gems.schedule.capped.solver"),
+    "gems.runfolder": (
+        "gems.errors", "gems.config", "gems.json_files", "gems.memory", "gems.schedule", "gems.signature", "gems.snapshot",
+        "yaml",
     ),
-    "gems.runfolder": ("gems.errors", "gems.config", "gems.cutting", "gems.program", "gems.schedule", "yaml"),
+    "gems.signature": ("gems.config",),
+    "gems.preparation": (
+        "gems.errors", "gems.config", "gems.json_files", "gems.planned", "gems.provenance", "gems.runfolder",
+        "gems.signature", "gems.snapshot", "yaml",
+    ),
+    "gems.json_files": (),
+    "gems.provenance": ("gems.config", "gems.json_files", "gems.models.imported", "gems.snapshot"),
+    "gems.snapshot": ("gems", "gems.cache"),
+    "gems.snapshot_main": (),
     "gems.heartbeat": (),
+    "gems.standing": ("gems.errors", "gems.heartbeat", "gems.schedule"),
+    "gems.waiting": ("gems.heartbeat", "gems.schedule", "gems.standing"),
     "gems.witness": (),
     "gems.shared_memory": (),
+    "gems.probe_rank": (),
     "gems.process_family": (),
     "gems.ranks": ("gems.errors", "gems.process_family", "gems.shared_memory"),
-    "gems.show_schedule": ("gems.cli", "gems.config", "gems.costed", "gems.errors", "gems.program", "gems.schedule"),
+    "gems.show_schedule": (
+        "gems.cli", "gems.config", "gems.costed", "gems.errors", "gems.planned", "gems.program", "gems.schedule",
+    ),
     "gems.show_simulation": (
-        "gems.cli", "gems.config", "gems.costed", "gems.program", "gems.resolve", "gems.schedule", "gems.show_schedule",
+        "gems.cli", "gems.config", "gems.costed", "gems.memory", "gems.planned", "gems.program", "gems.resolve",
+        "gems.schedule", "gems.show_schedule",
     ),
     "gems.simulated": (
-        "gems", "gems.errors", "gems.config", "gems.program", "gems.resolve", "gems.runfolder", "gems.schedule", "gems.trace",
-        "numpy",
+        "gems", "gems.errors", "gems.config", "gems.program", "gems.resolve", "gems.json_files", "gems.runfolder", "gems.schedule",
+        "gems.signature", "gems.trace", "numpy",
     ),
-    "gems.verify": ("gems.errors", "gems.cli", "gems.config", "gems.costed", "gems.models", "gems.ranks", "gems.runfolder"),
+    "gems.verify": (
+        "gems.errors", "gems.cli", "gems.config", "gems.costed", "gems.json_files", "gems.models", "gems.preparation",
+        "gems.ranks", "gems.runfolder",
+    ),
     "gems.trace": ("gems.errors", "h5py", "numpy"),
     "gems.schedule": ("gems.errors", "gems.schedule.capped.solver"),
     "gems.schedule.capped.solver": ("gems.schedule", "ortools"),
@@ -79,24 +118,27 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.profile.hdf5": ("gems.profile", "h5py", "numpy"),
     "gems.profile.kernels": ("torch",),
     "gems.profile.slots": ("torch",),
+    "gems.profile.products": ("torch",),
     "gems.profile.live": ("gems.profile.kernels", "torch"),
     "gems.profile.ends": ("gems.models.build", "gems.profile.live", "gems.profile.slots", "torch"),
     "gems.profile.meter": (
-        "gems.engine", "gems.profile.ends", "gems.profile.kernels", "gems.profile.live", "gems.profile.slots", "torch",
+        "gems.engine", "gems.profile", "gems.profile.ends", "gems.profile.kernels", "gems.profile.live",
+        "gems.profile.slots", "torch",
     ),
     "gems.profile.chain": (
         "gems.models", "gems.profile", "gems.profile.ends", "gems.profile.meter", "gems.profile.slots", "torch",
     ),
     "gems.profile.whole": ("gems.config", "gems.models.build", "gems.profile.ends", "torch"),
     "gems.profile.roofline": (
-        "gems.errors", "gems.config", "gems.profile.chain", "gems.profile.ends", "gems.profile.live", "torch",
+        "gems.errors", "gems.config", "gems.profile.chain", "gems.profile.ends", "gems.profile.live",
+        "gems.profile.products", "torch",
     ),
     "gems.profile.fake": (
         "gems.config", "gems.models", "gems.models.build", "gems.profile", "gems.profile.chain", "gems.profile.identity",
         "gems.profile.kernels", "gems.profile.meter", "gems.profile.roofline", "gems.profile.whole", "torch",
     ),
     "gems.profile.measured": (
-        "gems.errors", "gems.config", "gems.models", "gems.models.build", "gems.profile", "gems.profile.chain",
+        "gems.engine", "gems.errors", "gems.config", "gems.models", "gems.models.build", "gems.profile", "gems.profile.chain",
         "gems.profile.ends", "gems.profile.identity", "gems.profile.kernels", "gems.profile.meter", "gems.profile.whole",
         "torch",
     ),
@@ -116,7 +158,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.data": ("gems.errors", "gems.config", "numpy", "PIL", "skimage"),
     "gems.models": ("gems.errors", "gems.config", "gems.models.imported"),
     "gems.models.imported": ("gems", "gems.errors", "gems.cache", "gems.config", "gems.models", "gems.models.parts"),
-    "gems.models.user_code": ("gems", "gems.errors", "numpy", "torch"),
+    "gems.models.user_code": ("gems.errors", "numpy", "torch"),
     "gems.models.tracing": ("gems.errors", "gems.models.user_code", "torch"),
     "gems.models.division": ("gems.models.tracing", "torch"),
     "gems.models.parts": (
@@ -127,15 +169,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.engine": ANYTHING,
     "jobs": (*PURE, "yaml", "submitit"),
     "analysis": (
-        "gems.errors", "gems.config", "gems.profile", "gems.profile.hdf5", "gems.program", "gems.runfolder", "gems.trace", "gems.schedule", "numpy", "matplotlib",
-        "yaml",
+        "gems.errors", "gems.config", "gems.json_files", "gems.profile", "gems.profile.hdf5", "gems.program", "gems.runfolder",
+        "gems.trace", "gems.schedule", "numpy", "matplotlib", "yaml", "analysis.vdnn",
     ),
+    "analysis.vdnn": ("analysis", "gems.compose", "gems.config", "gems.memory.vdnn.paper", "gems.models"),
 }  # fmt: skip
 
 # A library -> the only places that may import it, those that may import anything among them.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "hydra": ("gems.compose",),
-    "omegaconf": ("gems.compose",),
+    "hydra": ("gems.compose", "gems.overrides"),
+    "omegaconf": ("gems.compose", "gems.overrides"),
     "mpi4py": ("gems.engine",),
     "mpi4py.MPI": ("gems.engine.transport",),
     "torch": (
@@ -151,6 +194,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             for name in (
                 "kernels",
                 "slots",
+                "products",
                 "live",
                 "ends",
                 "meter",
@@ -166,7 +210,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "submitit": ("jobs",),
     "matplotlib": ("analysis",),
-    "gems.engine": ("gems.engine", "gems.profile.meter"),
+    "gems.engine": ("gems.engine", "gems.profile.meter", "gems.profile.measured"),
 }
 LOGIN_NODE = ("jobs.submit", "jobs.__main__", "gems.__main__", "gems.compose", "gems.schedule")
 HEAVY = ("torch", "mpi4py", "h5py", "matplotlib", "skimage", "gems.engine", "gems.trace")

@@ -1,4 +1,4 @@
-"""Runs each file of tests/mpi under mpiexec: one test body on all ranks, with a time limit."""
+"""Runs the files of tests/mpi under mpiexec: one test body on all ranks, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,26 @@ FOLDER = Path(__file__).parent / "mpi"
 NUM_RANKS = 4
 
 
+# files that share ranks, whose start takes as long as many a test
+TOGETHER = {
+    "runs": ("emulated", "training", "transport"),
+    "bits": ("exactness", "memory", "zoo"),
+    "states": ("resume",),
+}
+
+
+def test_every_file_is_run() -> None:
+    found = sorted(path.stem.removeprefix("mpi_") for path in FOLDER.glob("mpi_*.py"))
+    assert found == sorted(name for names in TOGETHER.values() for name in names)
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("mpi_*.py")), ids=lambda path: path.stem)
-def test_under_mpiexec(path: Path) -> None:
+@pytest.mark.parametrize("names", TOGETHER.values(), ids=TOGETHER)
+def test_under_mpiexec(names: tuple[str, ...]) -> None:
+    paths = [str(FOLDER / f"mpi_{name}.py") for name in names]
     argv = mpiexec_argv(
         NUM_RANKS,
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=240", str(path)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=240", *paths],
     )
     ended = run_ranks(argv, rank_environment(1) | {"GEMS_MPI_TESTS": "1"}, log=None, timeout_s=570)
     assert ended.returncode == 0, "\n".join(ended.tail)

@@ -10,12 +10,11 @@ import pytest
 import gems.program
 from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
+from gems.planned import planned
 from gems.program import (
     cap_of,
-    check_program,
     compute_schedule_of,
     costs_of,
-    cut_of,
     found_of,
     network_of,
     schedule_of,
@@ -118,24 +117,24 @@ class TestCosts:
 class TestCut:
     def test_a_placement_with_more_stages_than_layers(self) -> None:
         deepest, spec = spec_of("1f1b", 11), spec_of("zb_v", 8)
-        assert cut_of(deepest, schedule_of(deepest)) == tuple(range(12))
+        assert planned(deepest).boundaries == tuple(range(12))
         with pytest.raises(ConfigError, match=r"partitions=8: makes 16 stages .*2 stages on a rank"):
-            cut_of(spec, schedule_of(spec))
+            planned(spec)
 
     def test_too_deep_a_cut_is_refused_before_a_run(self) -> None:
         with pytest.raises(ConfigError, match="must make at most"):
-            check_program(spec_of("1f1b", 64, 64))
+            planned(spec_of("1f1b", 64, 64))
 
     def test_a_machine_on_paper_cuts_no_model(self) -> None:
         spec = spec_of("1f1b", 64, 64, machine=MachineConfig(kind="emulated"))
-        assert check_program(spec).num_ranks == 64
+        assert planned(spec).schedule.num_ranks == 64
 
 
 class TestSearch:
     def test_a_search_is_kept_to_the_layers_of_the_model(self) -> None:
         """ResNet-20 has 11 layers, so of 4 ranks none holds three stages; on paper it may hold any number."""
         spec = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5), 4, 8)
-        assert check_program(spec).num_stages <= 11
+        assert planned(spec).schedule.num_stages <= 11
         assert schedule_of(spec).num_stages > 11
         few = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5, max_stages=4), 4, 8)
         assert schedule_of(few).num_stages == 4
@@ -149,9 +148,8 @@ class TestSearch:
         monkeypatch.setattr(gems.program, "capped", None)
         assert found_of(spec) == found
 
-    def test_recompute_runs_on_paper_only(self) -> None:
+    def test_a_search_may_recompute_in_a_run(self) -> None:
         schedule = ScheduleConfig("capped", activation_cap=0.75, budget_s=0.5, allow=["recompute"])
         assert schedule_of(spec_of(schedule, 2, 4)).has_any(Kind.R)
-        with pytest.raises(ConfigError, match=r"schedule\.allow=.*on paper only so far"):
-            check_program(spec_of(schedule, 2, 4))
-        check_program(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated")))
+        assert planned(spec_of(schedule, 2, 4)).schedule.has_any(Kind.R)
+        assert planned(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries == ()

@@ -16,11 +16,23 @@ import yaml
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder, prepare, read_json, signature, write_json
+from gems.json_files import read_json, write_json
+from gems.preparation import prepare
+from gems.runfolder import RunFolder
+from gems.signature import OF_SAFETY, OF_THE_SITE, signature
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("runs_dir", "cache_dir")
-FRESH = ["partition.json", "provenance.json", "run.yaml", "schedule.json", "status.json"]
+ASIDE = (
+    "runs_dir",
+    "cache_dir",
+    *(f"cluster.{key}" for key in OF_THE_SITE),
+    *(f"train.{key}" for key in OF_SAFETY),
+)
+BUNDLE = ["code.zip", "environment.json", "packages.txt"]  # and code.diff in a checkout
+FRESH = sorted(
+    ["partition.json", "provenance.json", "run.yaml", "schedule.json", "status.json"]
+    + [f"provenance/{name}" for name in BUNDLE]
+)
 IS_ROOT = os.geteuid() == 0
 
 
@@ -59,17 +71,17 @@ class TestSignature:
         assert {"name", "seed", "model.depth", "cluster.sbatch", "train.initial_checkpoint"} <= set(LEAVES)
         assert len(LEAVES) == len(set(LEAVES)) > 50
 
-    @pytest.mark.parametrize("key", [key for key in LEAVES if key not in FOLDERS])
+    @pytest.mark.parametrize("key", [key for key in LEAVES if key not in ASIDE])
     def test_every_field_changes_it(self, key: str) -> None:
         assert signature(with_another(key)) != signature(RunSpec())
 
     def test_all_of_them_differ(self) -> None:
         signatures = {signature(with_another(key)) for key in LEAVES}
-        assert len(signatures) == len(LEAVES) - len(FOLDERS) + 1
+        assert len(signatures) == len(LEAVES) - len(ASIDE) + 1
         assert all(len(text) == 8 and int(text, 16) >= 0 for text in signatures)
 
-    def test_where_all_runs_lie_does_not(self) -> None:
-        assert {signature(with_another(key)) for key in FOLDERS} == {signature(RunSpec())}
+    def test_where_all_runs_lie_and_what_a_site_allows_does_not(self) -> None:
+        assert {signature(with_another(key)) for key in ASIDE} == {signature(RunSpec())}
 
     def test_order_of_a_mapping_does_not_matter(self) -> None:
         one, other = RunSpec(), RunSpec()
@@ -98,7 +110,8 @@ def spec(tmp_path: Path) -> RunSpec:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "code.diff")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 class TestPrepare:
@@ -152,6 +165,25 @@ class TestPrepare:
         (folder.logs / "rank0000.log").write_text("said")
         prepare(spec)
         assert sorted(path.name for path in (folder.path / "attempts").iterdir()) == ["002", "003", "note"]
+
+    @pytest.mark.parametrize("has_result", [False, True])
+    def test_checkpoints_stay_until_a_run_has_finished(self, spec: RunSpec, has_result: bool) -> None:
+        folder = prepare(spec)
+        write_json(folder.checkpoints / "step00000002" / "manifest.json", {})
+        (folder.logs / "ranks.log").write_text("said")
+        assert folder.attempt == 1
+        if has_result:
+            write_json(folder.result_json, {})
+        assert prepare(spec).attempt == 2
+        home = folder.path / "attempts/001/checkpoints" if has_result else folder.checkpoints
+        assert (home / "step00000002/manifest.json").exists()
+        assert folder.checkpoints.exists() != has_result
+
+    def test_only_the_folder_to_resume_from_is_of_the_signature(self, spec: RunSpec) -> None:
+        def of(resume: str) -> str:
+            return signature(dataclasses.replace(spec, train=dataclasses.replace(spec.train, resume=resume)))
+
+        assert of("auto") == of("never") != of("/a/run") != of("/b/run")
 
     def test_a_log_alone_is_kept(self, spec: RunSpec) -> None:
         folder = prepare(spec)

@@ -11,9 +11,13 @@ import pytest
 
 import gems.simulated
 from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
-from gems.program import cut_of, schedule_of
+from gems.json_files import read_json
+from gems.planned import planned
+from gems.preparation import prepare
+from gems.program import schedule_of
 from gems.resolve import global_batch, resolve
-from gems.runfolder import RunFolder, prepare, read_json, signature
+from gems.runfolder import RunFolder
+from gems.signature import signature
 from gems.simulated import main, simulated_trace
 from gems.trace import KINDS, STREAMS, Trace, read_trace
 
@@ -57,7 +61,7 @@ def of_kind(trace: Trace, kind: str, step: int = 0) -> np.ndarray:
 def test_a_simulated_run_cuts_no_model() -> None:
     """16 stages of a network with fewer layers: nothing is cut, nothing is loaded."""
     spec = spec_of(partitions=64, micro_batches=64)
-    assert cut_of(spec, schedule_of(spec)) == ()
+    assert planned(spec).boundaries == ()
 
 
 def test_events_are_those_of_the_schedule_in_their_streams() -> None:

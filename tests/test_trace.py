@@ -52,7 +52,7 @@ def sample_trace() -> Trace:
     return Trace(
         attributes=attributes,
         events=np.array([event(0, 0, 5, 9), event(1, 0, 3, 8, "B")], DTYPES["events"]),
-        steps=np.array([(0, 3, 9, 4, 0.25, 1)], DTYPES["steps"]),
+        steps=np.array([(0, 3, 9, 4, 0.25, 1, 1)], DTYPES["steps"]),
         rank_steps=np.array([(0, 0, 3, 9, 4, 0.25, 1)], DTYPES["rank_steps"]),
         samples=np.array([(0, 4, -1, 1 << 40, np.nan, 0.5)], DTYPES["samples"]),
         run_yaml="name: größe\n",
@@ -176,7 +176,7 @@ def test_merging_sorts_by_rank_and_start_on_one_clock(tmp_path: Path) -> None:
     merged = merge_parts(paths, {"signature": "new", "note": "x"})
     assert merged.events["rank"].tolist() == [0] * 4 + [1] * 4
     assert merged.events["start_ns"].tolist() == [0, 5, 100, 105, 2, 7, 102, 107]
-    assert merged.steps.tolist() == [(0, 0, 12, 8, 4.0, 1), (1, 100, 112, 8, 2.0, 0)]
+    assert merged.steps.tolist() == [(0, 0, 12, 8, 4.0, 1, 1), (1, 100, 112, 8, 2.0, 0, 1)]
     assert sorted(merged.samples["t_ns"].tolist()) == [0, 2, 100, 102]
     assert merged.attributes["hostnames"] == ["node0", "node1"]
     assert (merged.attributes["clock_offset_ns"], merged.attributes["clock_error_ns"]) == ([0, 1000], [3, 3])

@@ -13,13 +13,15 @@ from torch import Tensor
 from gems.config import RunSpec
 from gems.data import open_dataset
 from gems.engine.device import DTYPES, open_device
+from gems.engine.failure import end_all, guard, launched_rank, report
 from gems.engine.feed import Feed
 from gems.engine.findings import findings_of
 from gems.engine.pipeline import build_pipeline
 from gems.engine.reference import collect_values, train_unsplit
-from gems.engine.run import launched_rank, report
-from gems.engine.transport import Comm, abort, world
-from gems.runfolder import RunFolder, write_json
+from gems.engine.transport import Comm, world
+from gems.json_files import write_json
+from gems.memory.plan import MemoryPlan
+from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
 
 FLOOR = 1e-9  # of the largest value of its kind: below it a tensor is compared on that scale
@@ -67,9 +69,10 @@ def compare(
     device: torch.device,
     schedule: Schedule | None = None,
     cuts: tuple[int, ...] | None = None,
+    plan: MemoryPlan | None = None,
 ) -> Difference:
     """Runs the configured schedule and compares each copy of each tensor after every step; collective."""
-    pipeline = build_pipeline(spec, comm, device, schedule=schedule, cuts=cuts)
+    pipeline = build_pipeline(spec, comm, device, schedule=schedule, cuts=cuts, plan=plan)
     feed = Feed(spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.images_of, pipeline.labels_of,
                 DTYPES[spec.train.dtype], device)  # fmt: skip
     pipeline.set_training(True)
@@ -106,13 +109,15 @@ def main(argv: list[str]) -> None:
     folder = RunFolder(Path(argv[0]))
     try:
         spec = folder.read_spec()
-        device = open_device(spec.machine)
+        device = open_device(spec.machine, spec.cluster.device_order)
         comm = world()
-        difference = compare(spec, comm, device, folder.read_schedule(), folder.read_boundaries())
+        read = (folder.read_schedule(), folder.read_boundaries(), folder.read_memory_plan())
+        difference = compare(spec, comm, device, *read)
         if comm.rank == 0:
             write_json(folder.result_json, asdict(difference))
     except BaseException as error:
-        abort(report(folder, launched_rank(), error))
+        guard()
+        end_all(report(folder, launched_rank(), error))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from gems.engine.ledger import check_unchanged
 
 # From the tensors kept by I to the gradient of each target.
 Compute = Callable[..., Sequence[Tensor | None]]
+Key = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Target:
         return cls(base, int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape))
 
     @property
-    def key(self) -> tuple[int, int | None]:
+    def key(self) -> Key:
         """What tells targets apart."""
         return id(self.parameter), self.start
 
@@ -89,21 +90,25 @@ class Deferred:
             RuntimeError: a tensor kept was changed in place meanwhile.
         """
         uses = Counter(target.key for record in self._records for target in record.targets)
-        sums: dict[tuple[int, int | None], Tensor] = {}
+        sums: dict[Key, Tensor] = {}
         with torch.no_grad():
             while self._records:
-                record = self._records.popleft()
-                for tensor, version in zip(record.kept, record.versions, strict=True):
-                    check_unchanged(tensor, version, record.layer)
-                gradients = record.compute(*record.kept)
-                for target, gradient in zip(record.targets, gradients, strict=True):
-                    assert gradient is not None
-                    key = target.key
-                    total = gradient if key not in sums else sums[key] + gradient
-                    uses[key] -= 1
-                    if uses[key]:
-                        sums[key] = total
-                    else:
-                        sums.pop(key, None)
-                        target.add(total)
+                _run(self._records.popleft(), uses, sums)
                 poll()
+
+
+def _run(record: _Record, uses: Counter[Key], sums: dict[Key, Tensor]) -> None:
+    """Computes the gradients of one record; a function of its own, so that none of them is there while the next are made."""
+    for tensor, version in zip(record.kept, record.versions, strict=True):
+        check_unchanged(tensor, version, record.layer)
+    gradients = record.compute(*record.kept)
+    for target, gradient in zip(record.targets, gradients, strict=True):
+        assert gradient is not None
+        key = target.key
+        total = gradient if key not in sums else sums[key] + gradient
+        uses[key] -= 1
+        if uses[key]:
+            sums[key] = total
+        else:
+            sums.pop(key, None)
+            target.add(total)

@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
-import os
+import random
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from gems.config import MachineConfig
 from gems.engine.host_memory import keep_freed_memory
+from gems.engine.local_rank import local_rank
 from gems.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-LOCAL_RANK_VARIABLES = (
-    "SLURM_LOCALID",
-    "MPI_LOCALRANKID",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-)
 
 
-def local_rank() -> int:
-    """Gives the place of this rank on its node, from whichever launcher says it; 0 when none does."""
-    for name in LOCAL_RANK_VARIABLES:
-        if name in os.environ:
-            return int(os.environ[name])
-    return 0
+def seed_generators(device: torch.device, seed: int, replica: int, rank: int) -> None:
+    """Seeds what a rank's layers draw from while they train, as dropout does, by the run's seed and the rank's place.
+
+    Without it all ranks start from torch's own constant: replicas would drop the same values of different images, and
+    another seed would drop the same ones again. Python's and numpy's generators, from which a user's own layer may draw,
+    are seeded too. Weights do not depend on any of them.
+    """
+    # The last word tells these states from those that layers' weights are drawn from: numpy fills up with zeros.
+    state = np.random.SeedSequence((seed, replica, rank, 1)).generate_state(2, np.uint64)
+    torch.default_generator.manual_seed(int(state[0]))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(int(state[0]))
+    random.seed(int(state[1]))
+    np.random.seed(int(state[1]) % 2**32)
 
 
-def open_device(machine: MachineConfig) -> torch.device:
-    """Chooses the rank's device and sets its threads.
+def device_index(local: int, num_visible: int, order: Sequence[int] = ()) -> int:
+    """Gives the GPU of a local rank among those visible, in the site's order where it has one.
 
-    With several GPUs visible the local rank picks one; with one visible (bound by the scheduler) it is that one, so
-    ranks may also share a GPU.
+    With one visible (bound by the scheduler) it is that one. More ranks than GPUs share them.
 
     Raises:
-        ConfigError: machine.device=cuda where torch sees no GPU.
+        ConfigError: some of a node's GPUs are hidden, so that the order would name the wrong ones.
+    """
+    if num_visible == 1 or not order:
+        return local % num_visible
+    if len(order) != num_visible:
+        raise ConfigError(
+            "cluster.device_order", list(order), f"names {len(order)} GPUs, and this rank sees {num_visible}",
+            "set cluster.device_order=[], or let ranks see all GPUs of a node (cluster.gpu_bind=none)",
+        )  # fmt: skip
+    return order[local % num_visible]
+
+
+def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.device:
+    """Chooses the rank's device and sets its threads.
+
+    `order` gives the GPU of each local rank, `cluster.device_order`: at some sites the GPUs nearest to the first
+    cores, or to the first network card, are not the first ones.
+
+    Raises:
+        ConfigError: machine.device=cuda where torch sees no GPU, or an order of other GPUs than are visible.
     """
     torch.set_num_threads(machine.threads_per_rank)
     if machine.device == "cpu" or (machine.device == "auto" and not torch.cuda.is_available()):
@@ -48,6 +71,6 @@ def open_device(machine: MachineConfig) -> torch.device:
             "torch sees no GPU here",
             "use machine=cpu, or a torch built for this GPU",
         )
-    device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+    device = torch.device("cuda", device_index(local_rank(), torch.cuda.device_count(), order))
     torch.cuda.set_device(device)
     return device

@@ -6,7 +6,9 @@ import math
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import cast
 
@@ -17,6 +19,8 @@ from mpi4py import __version__ as mpi4py_version
 from gems import __version__
 from gems.config import RunSpec
 from gems.engine.agreement import check_same_schedule, check_world
+from gems.engine.checkpoint.resume import beginning_of
+from gems.engine.checkpoint.saver import Asks, Saver
 from gems.engine.clock import measure_offset
 from gems.engine.emulated import Emulated, Holdings
 from gems.engine.emulated_hop import measure_hop
@@ -26,10 +30,12 @@ from gems.engine.progress import Progress
 from gems.engine.recorder import Recorder
 from gems.engine.transport import Comm, Transport, library, ranks_here
 from gems.heartbeat import Heartbeat
+from gems.json_files import write_json
 from gems.program import cap_of, costs_of, reduced_bytes
 from gems.resolve import global_batch
-from gems.runfolder import RunFolder, signature, write_json
+from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
+from gems.signature import signature
 from gems.trace import TracePart, part_path, root_attributes
 
 
@@ -43,12 +49,14 @@ class _Rank:
     hop: Callable[[], float]
 
 
-def emulate(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat) -> None:
+def emulate(
+    spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat, stop: Asks | None = None
+) -> None:
     """Runs all steps on one emulated rank and leaves its part of the trace; collective.
 
     All ranks begin a step together, as in the simulation, so that its time is that of one step alone. The hop between
     neighbours (`measure_hop`) is measured before the first step and behind the last; their mean, in seconds, is in
-    result.json and in the trace as `hop_s`.
+    result.json and in the trace as `hop_s`. There is no state to save: a checkpoint tells how many steps are done.
 
     Raises:
         ConfigError: another number of ranks, or ranks that disagree about the schedule.
@@ -61,13 +69,17 @@ def emulate(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat) 
         check_same_schedule(schedule, comm)
         sharpen_sleep()
         rank = _build(spec, comm, schedule, part, heartbeat)
-        part.set_attributes(measure_offset(comm).attributes("clock"))
+        beginning = beginning_of(spec, folder, comm)
+        part.set_attributes(beginning.attributes() | measure_offset(comm).attributes("clock"))
+        about = beginning.about(spec, schedule, (), {})
         hops_s = [rank.hop()]
-        _steps(spec, rank, part, heartbeat)
+        with closing(Saver(folder, spec.train, rank.control, about, heartbeat, stop=stop)) as saver:
+            stops = _steps(spec, rank, part, heartbeat, folder.progress_json, saver, beginning.step)
+            saver.finish()
         hops_s.append(rank.hop())
         part.set_attributes(measure_offset(comm).attributes("clock_end") | {"hop_s": mean(hops_s)})
         rank.links.close()
-        if comm.rank == 0:
+        if comm.rank == 0 and not stops:
             write_json(folder.result_json, {
                 "num_steps": spec.train.steps,
                 "hop_s": mean(hops_s),
@@ -115,25 +127,39 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
     )
 
 
-def _steps(spec: RunSpec, rank: _Rank, part: TracePart, heartbeat: Heartbeat) -> None:
+def _steps(
+    spec: RunSpec,
+    rank: _Rank,
+    part: TracePart,
+    heartbeat: Heartbeat,
+    progress_json: Path,
+    saver: Saver,
+    first_step: int,
+) -> bool:
     control = rank.control
     images, num_steps = global_batch(spec), spec.train.steps
-    progress = Progress(spec.name, num_steps, images) if control.rank == 0 else None
+    progress = (
+        Progress(spec.name, num_steps, images, progress_json, first_step) if control.rank == 0 else None
+    )
     try:
-        for step in range(num_steps):
+        for step in range(first_step, num_steps):
+            saver.begin()
             heartbeat.beat(step, "begin")
             control.barrier()
             start_ns = time.perf_counter_ns()
             rank.device.run(step)
             end_ns = time.perf_counter_ns()
-            is_warmup = step < spec.train.warmup_steps
+            is_warmup = step - first_step < spec.train.warmup_steps
             part.add("rank_steps", (control.rank, step, start_ns, end_ns, images, math.nan, is_warmup))
             part.flush()
             if progress is not None:
                 progress.show(step + 1, math.nan)
+            if saver.end(step + 1, ()):
+                return True
     finally:
         if progress is not None:
             progress.close()
+    return False
 
 
 def _attributes(spec: RunSpec, comm: Comm) -> dict[str, object]:

@@ -13,7 +13,8 @@ from gems.config import RunSpec
 from gems.data import Dataset, Split
 from gems.data.prefetch import Prefetcher
 from gems.data.sampler import batch_indices, micro_batch_slice
-from gems.engine.executor import NO_LABEL, Batch
+from gems.engine.executor import Batch
+from gems.engine.score import NO_LABEL
 from gems.resolve import global_batch
 
 
@@ -33,6 +34,7 @@ class Feed:
         labels_of: Collection[int],
         dtype: torch.dtype,
         device: torch.device,
+        first_step: int = 0,
     ) -> None:
         self._spec = spec
         self._dataset = dataset
@@ -42,7 +44,7 @@ class Feed:
         self._dtype = dtype
         self._device = device
         self._ahead = (
-            Prefetcher(self._load, spec.data.prefetch_steps, last_step=spec.train.steps - 1)
+            Prefetcher(self._load, spec.data.prefetch_steps, first_step, spec.train.steps - 1)
             if images_of or labels_of
             else None
         )

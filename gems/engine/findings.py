@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from gems.cutting import optimizer_of
 from gems.engine.pipeline import Pipeline
+from gems.memory.model import OPTIMIZERS
+from gems.memory.plan import MemoryPlan
+from gems.memory.walk import walk
+from gems.profile import ModelProfile
+from gems.profile.fake import fake_profile
+from gems.profile.store import read_document
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import peaks
 
@@ -19,11 +27,16 @@ class Findings:
     unsplit_layers: tuple[str, ...]
 
 
-def findings_of(pipeline: Pipeline) -> Findings:
-    """Gives what the steps so far have shown; collective, after one step at least."""
+def findings_of(pipeline: Pipeline, profile: Path | None = None) -> Findings:
+    """Gives what the steps so far have shown; collective, after one step at least.
+
+    `profile` is the file of the profile that the run was planned with. Under a memory plan the bytes are predicted from
+    it, or from a fake one where there is none; without a plan from the stages' measured sizes.
+    """
+    predicted = _predicted_bytes(pipeline) if pipeline.segments is None else _walked_bytes(pipeline, profile)
     return Findings(
         tuple(pipeline.comm.allgather(pipeline.train.activations.peak_bytes)),
-        _predicted_bytes(pipeline),
+        predicted,
         _unsplit_layers(pipeline),
     )
 
@@ -49,6 +62,28 @@ def _predicted_bytes(pipeline: Pipeline) -> tuple[int, ...]:
     )  # fmt: skip
     of_pipeline = tuple(int(peak) for peak in peaks(pipeline.schedule, costs))
     return of_pipeline * pipeline.spec.parallel.replicas
+
+
+def _walked_bytes(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
+    """Gives the most activation bytes of every rank of the world, by playing its list on a profile; collective."""
+    spec, schedule = pipeline.spec, pipeline.schedule
+    found: tuple[int, ...] | None = None
+    if pipeline.comm.rank == 0:
+        whole = MemoryPlan.keeping(pipeline.cuts)
+        plan = pipeline.plan or replace(whole, least_bytes=spec.memory.least_bytes)
+        profile = _profile_of(pipeline, path)
+        optimizer = OPTIMIZERS[optimizer_of(spec)]
+        walked = (walk(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))
+        found = tuple(rank.peak_activation_bytes for rank in walked)
+    of_pipeline: tuple[int, ...] = pipeline.comm.bcast(found)
+    return of_pipeline * spec.parallel.replicas
+
+
+def _profile_of(pipeline: Pipeline, path: Path | None) -> ModelProfile:
+    spec = pipeline.spec
+    if path is not None and path.exists():
+        return read_document(path)
+    return fake_profile(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, spec.machine)
 
 
 def _unsplit_layers(pipeline: Pipeline) -> tuple[str, ...]:

@@ -1,13 +1,21 @@
-"""How the C library hands out host memory, where it can be told."""
+"""Host memory of this process: how much is resident, and how the C library hands it out, where it can be told."""
 
 from __future__ import annotations
 
 import ctypes
+import resource
+from pathlib import Path
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 LARGEST_THRESHOLD_BYTES = 32 << 20  # glibc takes no more
 KEPT_BYTES = 1 << 30
+
+
+def rss_bytes() -> int:
+    """Gives the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def keep_freed_memory() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import sys
 import time
@@ -20,7 +21,46 @@ FEW_LOOK_S = (
 )
 TIMER_SLACK_NS = 1_000
 SPIN_S, OWN_CORE_SPIN_S = 0.0002, 0.02
+AGAIN_LEAST_S, AGAIN_MOST_S = 1.0, 30.0
 _PR_SET_TIMERSLACK = 29
+
+
+class Waiting:
+    """What this rank waits for now, None while it works: told by who waits, read by the rank's watchdog.
+
+    `still_moves` is asked when a wait has come to its limit: whether a rank at the other end, or one that this one waits
+    for in turn, has begun something within the limit, so that waiting on makes sense. Nobody knows unless a watchdog does.
+    """
+
+    __slots__ = ("count", "still_moves", "what")
+
+    def __init__(self) -> None:
+        self.what: object = None
+        self.count = 0  # of the waits that have begun
+        self.still_moves: Callable[[], bool] = _unknown
+
+    def begin(self, what: object) -> None:
+        """Notes that this rank waits; `what` is to be None again when it has what it waited for."""
+        self.count += 1
+        self.what = what
+
+    def more_s(self, begin_s: float, stall_limit_s: float, what: object, who: str = "") -> float:
+        """Gives how many seconds more a wait for `what` is worth that began at `begin_s` and has come to its limit.
+
+        Raises:
+            StalledError: none.
+        """
+        if not self.still_moves():
+            waited_s = max(stall_limit_s, math.floor(time.perf_counter() - begin_s))
+            raise StalledError(f"{who}waited {waited_s:g} s for {what}")
+        return min(max(stall_limit_s / 10, AGAIN_LEAST_S), AGAIN_MOST_S)
+
+
+def _unknown() -> bool:
+    return False
+
+
+WAITING = Waiting()
 
 
 class Patience:
@@ -50,16 +90,20 @@ class Patience:
         """Waits until `is_done` says so.
 
         Raises:
-            StalledError: it did not within the stall limit.
+            StalledError: it did not within the stall limit, and nobody that it hangs on moves.
         """
-        deadline_s = time.perf_counter() + self._stall_limit_s
+        begin_s = time.perf_counter()
+        deadline_s = begin_s + self._stall_limit_s
+        WAITING.begin(what)
         while not is_done():
             self._poll()
             if is_done():
-                return
+                break
             if time.perf_counter() > deadline_s:
-                raise StalledError(f"waited {self._stall_limit_s:g} s for {what}")
+                more_s = WAITING.more_s(begin_s, self._stall_limit_s, what)
+                deadline_s = time.perf_counter() + more_s
             time.sleep(self._look_s)
+        WAITING.what = None  # and not where the wait has failed: then the rank stands there still
 
 
 def look_s(num_ranks_here: int) -> float:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from gems.config import RunSpec
+from gems.cutting import cut
 from gems.engine.agreement import check_same_schedule, check_world
-from gems.engine.device import DTYPES
+from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
 from gems.engine.gradients import Gradients, Held
 from gems.engine.ledger import Ledger
@@ -21,11 +22,13 @@ from gems.engine.patience import sharpen_sleep, spin_of
 from gems.engine.recorder import Recorder
 from gems.engine.stage import Stage
 from gems.engine.staging import open_staging
+from gems.engine.store.segments import Segments, needs_store, open_segments
 from gems.engine.transport import Comm, Transport, ranks_here
 from gems.heartbeat import Heartbeat
+from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layers, input_spec
-from gems.program import cut_of, schedule_of
+from gems.planned import planned
 from gems.resolve import labels_per_step
 from gems.schedule.families.forward_only import forward_only
 from gems.schedule.lower import lower
@@ -53,6 +56,8 @@ class Pipeline:
     control: Transport
     train: Executor
     evaluate: Executor
+    plan: MemoryPlan | None = None
+    segments: Segments | None = None
 
     @property
     def images_of(self) -> Collection[int]:
@@ -96,23 +101,29 @@ def build_pipeline(
     heartbeat: Heartbeat | None = None,
     schedule: Schedule | None = None,
     cuts: tuple[int, ...] | None = None,
+    plan: MemoryPlan | None = None,
 ) -> Pipeline:
     """Builds the share of one rank; collective over `comm`, whose size is partitions x replicas.
 
-    `schedule` is the lowered list of the run folder and `cuts` its boundaries; without them they are made anew. Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies
-    are equal from the start.
+    `schedule` is the lowered list of the run folder and `cuts` its boundaries; without them they are made anew. `plan`
+    is the memory plan that the list's segments are from; None where stages run whole. Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies
+    are equal from the start. What layers draw while they train differs from rank to rank, and comes from the seed too.
 
     Raises:
-        ConfigError: another number of ranks, or ranks that disagree about the schedule.
+        ConfigError: another number of ranks, ranks that disagree about the schedule, or a plan of another schedule.
     """
     check_world(spec, comm)
-    schedule = schedule or schedule_of(spec)
+    if schedule is None:
+        made = planned(spec)
+        schedule, cuts, plan = made.schedule, made.boundaries, made.memory_plan
     check_same_schedule(schedule, comm)
+    if device.type == "cuda" and plan is not None and "cudnn_benchmark" in (plan.counters or {}):
+        torch.backends.cudnn.benchmark = bool((plan.counters or {})["cudnn_benchmark"])
     parallel, placement = spec.parallel, schedule.placement
     replica, rank = divmod(comm.rank, parallel.partitions)
     dtype = DTYPES[spec.train.dtype]
     layers = layers_of(spec.model, spec.data)
-    cuts = cuts or cut_of(spec, schedule)
+    cuts = cuts or cut(spec, schedule).boundaries
     given = input_spec(spec.data, parallel.micro_batch_size, dtype)
     shapes = boundary_shapes(layers, given.shape, dtype, given.dtype)
     boundaries = [shapes[cut - 1] for cut in cuts[1:-1]]
@@ -135,9 +146,16 @@ def build_pipeline(
     gradients = Gradients(modules, Transport(reduce_comm, stall_limit_s, spin_s), dtype, device)
     optimizer = build_optimizer(spec.train, (p for kept in modules.values() for p in kept.parameters()))
     recorder.hold(sum(stage.state_bytes for stage in stages.values()))
+    segments = None
+    if needs_store(schedule):
+        host_bytes, sharers = spec.machine.host_bytes, ranks_here(comm)
+        segments = open_segments(
+            schedule, rank, stages, plan, recorder, device, links.poll, spec.memory.least_bytes,
+            None if host_bytes is None else host_bytes // sharers,
+        )  # fmt: skip
     train = Executor(
         schedule, rank, stages, links, recorder, heartbeat,
-        labels_per_step=labels_per_step(spec), gradients=gradients, optimizer=optimizer,
+        labels_per_step=labels_per_step(spec), gradients=gradients, optimizer=optimizer, segments=segments,
     )  # fmt: skip
     forward = validate(
         lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages)))
@@ -145,6 +163,8 @@ def build_pipeline(
     evaluation_links = Links(forward, rank, boundaries, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_links, recorder, heartbeat)
     control = Transport(comm, stall_limit_s)
+    seed_generators(device, spec.seed, replica, rank)
     return Pipeline(
-        spec, comm, rank, replica, device, schedule, cuts, modules, stages, gradients, optimizer, recorder, control, train, evaluate
+        spec, comm, rank, replica, device, schedule, cuts, modules, stages, gradients, optimizer, recorder, control, train, evaluate,
+        plan, segments,
     )  # fmt: skip

@@ -53,7 +53,7 @@ class Recorder:
             import torch
 
             self._cuda = torch.cuda
-        self._spans: list[tuple[Action, Mark, Mark, int]] = []
+        self._spans: list[tuple[Action, int, Mark, Mark, int, int, int]] = []
         self._base: tuple[Mark, int] | None = None
         self._host_bytes = 0
         self.step = -1
@@ -94,23 +94,39 @@ class Recorder:
     def compute(self, action: Action, start: Mark) -> None:
         """Records an action of the compute stream that began at `start` and ends now."""
         if self.is_on:
-            self._spans.append((action, start, self.mark(), self._ledger.held_bytes))
+            self.stamped(action, COMPUTE, start, self.mark())
+
+    def stamped(self, action: Action, stream: int, start: Mark, end: Mark, moved_bytes: int = 0) -> None:
+        """Records an action between two stamps of its stream, which may still lie ahead on a GPU."""
+        if self.is_on:
+            held = (self._ledger.held_bytes, self._host_bytes)
+            self._spans.append((action, stream, start, end, moved_bytes, *held))
 
     def transfer(self, action: Action, posted_ns: int, moved_bytes: int) -> None:
         """Records a transfer from its posting to now, when it is seen complete."""
         if self.is_on:
-            self._add(action, LINK, posted_ns, time.perf_counter_ns(), moved_bytes, self._ledger.held_bytes)
+            self._add(
+                action,
+                LINK,
+                posted_ns,
+                time.perf_counter_ns(),
+                moved_bytes,
+                self._ledger.held_bytes,
+                self._host_bytes,
+            )
 
     def span(self, action: Action, stream: int, start_ns: int, end_ns: int, moved_bytes: int = 0) -> None:
         """Records an action whose begin and end are known, on one of the trace's streams."""
         if self.is_on:
-            self._add(action, stream, start_ns, end_ns, moved_bytes, self._ledger.held_bytes)
+            self._add(
+                action, stream, start_ns, end_ns, moved_bytes, self._ledger.held_bytes, self._host_bytes
+            )
 
     def end_step(self) -> None:
         """Reads the stamps of the step and hands the rows to the trace part."""
         self.settle()
-        for action, start, end, device_bytes in self._spans:
-            self._add(action, COMPUTE, self._ns(start), self._ns(end), 0, device_bytes)
+        for action, stream, start, end, *counted in self._spans:
+            self._add(action, stream, self._ns(start), self._ns(end), *counted)
         self._spans.clear()
 
     def _ns(self, mark: Mark) -> int:
@@ -120,7 +136,14 @@ class Recorder:
         return int(host_ns + round(event.elapsed_time(mark) * 1e6))
 
     def _add(
-        self, action: Action, stream: int, start_ns: int, end_ns: int, moved_bytes: int, device_bytes: int
+        self,
+        action: Action,
+        stream: int,
+        start_ns: int,
+        end_ns: int,
+        moved_bytes: int,
+        device_bytes: int,
+        host_bytes: int,
     ) -> None:
         if self._part is None:
             return
@@ -130,5 +153,5 @@ class Recorder:
         self._part.add(
             "events",
             (self._part.rank, self.step, _CODES[kind.value], stage, segment, direction, micro_batch,
-             stream, start_ns, end_ns, moved_bytes, device_bytes, self._host_bytes),
+             stream, start_ns, end_ns, moved_bytes, device_bytes, host_bytes),
         )  # fmt: skip

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import faulthandler
 import signal
 import sys
-import time
-import traceback
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gems.config import RunSpec
-from gems.errors import GemsError, RankFailedError
-from gems.heartbeat import Heartbeat, read_beat
-from gems.runfolder import RunFolder, write_json
+from gems.engine.failure import DUMP_S, SPEAK_S, end_all, guard, launched_rank, report
+from gems.engine.stop import StopWatch, stop_watch
+from gems.errors import StalledError
+from gems.heartbeat import Heartbeat
+from gems.runfolder import RunFolder
 
-SPEAK_S = 0.3  # launchers pass nothing on once a rank aborts, not even what it had said before
+if TYPE_CHECKING:
+    from gems.engine.transport import Comm
+    from gems.engine.watchdog import Watchdog
 
 
 def main(argv: list[str]) -> None:
@@ -26,76 +28,61 @@ def main(argv: list[str]) -> None:
     if len(argv) != 1:
         print("usage: python -m gems.engine.run RUN_FOLDER", file=sys.stderr)
         sys.exit(2)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a scheduler's warning, whose default would kill the rank
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # whose default would do the same
     folder = RunFolder(Path(argv[0]))
+    stop = stop_watch(folder.stop_json, launched_rank())
+    stop.start()  # before MPI and all else that has threads
     try:
-        _work(folder)
+        _work(folder, stop)
+        stop.close()
     except BaseException as error:
+        guard()
         code = report(folder, launched_rank(), error)
-        from gems.engine.transport import abort
-
-        abort(code)
+        end_all(code, DUMP_S if code == StalledError.exit_code else SPEAK_S)
 
 
-def _work(folder: RunFolder) -> None:
+def _work(folder: RunFolder, stop: StopWatch) -> None:
     spec = folder.read_spec()
     if spec.machine.kind == "emulated":
-        _emulate(spec, folder)
+        _emulate(spec, folder, stop)
         return
     from gems.engine.device import open_device
 
     # Before MPI starts: one that knows GPUs looks at the current device then.
-    device = open_device(spec.machine)
+    device = open_device(spec.machine, spec.cluster.device_order)
+    from gems.engine.affinity import write_affinity
     from gems.engine.train import train
     from gems.engine.transport import world
 
     comm = world()
+    write_affinity(comm, device, folder.affinity_json, spec.cluster.cpus_per_rank)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
-    train(spec, folder, comm, device, heartbeat)
+    with _watchdog(spec, folder, comm, heartbeat):
+        train(spec, folder, comm, device, heartbeat, stop)
     heartbeat.close()
 
 
-def _emulate(spec: RunSpec, folder: RunFolder) -> None:
+def _emulate(spec: RunSpec, folder: RunFolder, stop: StopWatch) -> None:
+    from gems.engine.affinity import write_affinity
     from gems.engine.emulated_run import emulate
     from gems.engine.transport import world
 
     comm = world()
+    write_affinity(comm, None, folder.affinity_json, spec.cluster.cpus_per_rank)
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
-    emulate(spec, folder, comm, heartbeat)
+    with _watchdog(spec, folder, comm, heartbeat):
+        emulate(spec, folder, comm, heartbeat, stop)
     heartbeat.close()
 
 
-def launched_rank() -> int:
-    """Gives this process's rank as its launcher numbers it, which stands also where MPI did not start."""
-    names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+def _watchdog(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat) -> Watchdog:
+    """Gives this rank's watchdog, with the ranks of its node; collective."""
+    from gems.engine.neighbour import Neighbour
+    from gems.engine.transport import gather_here
+    from gems.engine.watchdog import Watchdog
 
-
-def report(folder: RunFolder, rank: int, error: BaseException) -> int:
-    """Writes FAILED.rank<k>.json and the line on stderr; gives the exit code for the job."""
-    beat = read_beat(folder.heartbeat(rank))
-    step, action = (beat.step, beat.action) if beat is not None else (-1, "start")
-    node = os.uname().nodename
-    code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
-    cause = (
-        " ".join(str(error).split())
-        if isinstance(error, GemsError)
-        else f"{type(error).__name__}: {' '.join(str(error).split())}"
-    )
-    where = f"in step {step}, action {action}" if step >= 0 else f"before the first step ({action})"
-    if not isinstance(error, GemsError):
-        traceback.print_exception(error)
-    print(f"gems: rank {rank} on node {node} failed {where}: {cause}", file=sys.stderr, flush=True)
-    record = {
-        "rank": rank, "node": node, "pid": os.getpid(), "step": step, "action": action, "cause": cause,
-        "exit_code": code, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
-    }  # fmt: skip
-    try:
-        write_json(folder.failed_json(rank), record)
-    except OSError as failure:
-        print(f"gems: rank {rank} cannot write to {folder.path}: {failure}", file=sys.stderr, flush=True)
-    time.sleep(SPEAK_S)
-    return code
+    here = gather_here(comm, Neighbour.me(comm.rank))
+    return Watchdog(folder, comm.rank, comm.size, heartbeat, spec.train.stall_limit_s, here)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Stage:
         self.stash_bytes: int | None = None
         self.input_bytes: int | None = None
         self.held_for_weights_bytes: int | None = None
-        self._is_first = is_first
+        self.is_first = is_first
         self._poll = poll
         self._stash: dict[int, _Stash] = {}
         self._later: dict[int, Deferred] = {}
@@ -73,7 +73,7 @@ class Stage:
             The next boundary's tensors, detached; with `loss`, the scalar.
         """
         leaves = tuple(
-            tensor.detach().requires_grad_(tensor.is_floating_point() and not self._is_first)
+            tensor.detach().requires_grad_(tensor.is_floating_point() and not self.is_first)
             for tensor in inputs
         )
         later = Deferred() if is_split else None
@@ -84,12 +84,7 @@ class Stage:
                 self.stash_bytes, self.input_bytes = meter.saved_bytes, tensor_bytes(leaves)
             else:
                 outputs = self._run(leaves, loss)
-        edges = tuple(
-            get_gradient_edge(tensor) if tensor.requires_grad else None
-            for tensor in outputs
-            if tensor.is_floating_point()
-        )
-        self._stash[micro_batch] = _Stash(leaves, edges, later)
+        self._stash[micro_batch] = _Stash(leaves, edges_of(outputs), later)
         return tuple(tensor.detach() for tensor in outputs)
 
     def backward(
@@ -144,7 +139,7 @@ class Stage:
 
     def still_read(self, micro_batch: int) -> set[int]:
         """Gives the storages that `backward_weight` of a micro-batch will read, by their addresses."""
-        return storages_of(self._later[micro_batch].tensors())
+        return storages_of(self._later[micro_batch].tensors()) if micro_batch in self._later else set()
 
     def forget(self) -> None:
         """Drops all micro-batches in flight, after a step that was broken off."""
@@ -180,14 +175,7 @@ class Stage:
     def _backward(
         self, stash: _Stash, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        # a gradient also comes for what needs none: images handed on, or a first stage without parameters
-        pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(stash.edges, gradients, strict=True)
-            if edge is not None
-        ]
-        if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        run_backward(stash.edges, gradients)
         input_gradients = tuple(
             torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             for leaf in stash.leaves
@@ -208,3 +196,27 @@ class Stage:
 
     def _poll_in_backward(self, gradient: Tensor) -> None:
         self._poll()
+
+
+def edges_of(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
+    """Gives where the gradients of floating-point outputs enter the graph; None where one needs no gradient."""
+    return tuple(
+        get_gradient_edge(tensor) if tensor.requires_grad else None
+        for tensor in outputs
+        if tensor.is_floating_point()
+    )
+
+
+def run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
+    """Runs the backward of a graph from its edges.
+
+    A gradient also comes for what needs none (images handed on, a first stage without parameters), and None for an
+    output that nothing has used.
+    """
+    pairs = [
+        (edge, gradient)
+        for edge, gradient in zip(edges, gradients, strict=True)
+        if edge is not None and gradient is not None
+    ]
+    if pairs:
+        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])

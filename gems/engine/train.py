@@ -16,7 +16,11 @@ from mpi4py import __version__ as mpi4py_version
 from gems import __version__
 from gems.config import RunSpec
 from gems.data import labels_per_sample, open_dataset
-from gems.engine import checkpoint
+from gems.engine.checkpoint import weights
+from gems.engine.checkpoint.host_copy import PipelineSource
+from gems.engine.checkpoint.resume import beginning_of
+from gems.engine.checkpoint.saver import Asks, Saver
+from gems.engine.checkpoint.state import owners_of, read_losses, restore_state
 from gems.engine.clock import measure_offset
 from gems.engine.device import DTYPES
 from gems.engine.feed import Feed
@@ -27,8 +31,10 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.progress import Progress
 from gems.engine.transport import Comm, library
 from gems.heartbeat import Heartbeat
+from gems.json_files import write_json
 from gems.resolve import global_batch, labels_per_step
-from gems.runfolder import RunFolder, signature, write_json
+from gems.runfolder import RunFolder
+from gems.signature import signature
 from gems.trace import TracePart, part_path, root_attributes
 
 
@@ -45,16 +51,41 @@ class Accuracy:
     num_validation: int
 
 
-def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, heartbeat: Heartbeat) -> None:
-    """Runs a whole training on one rank: set-up, steps, evaluation, checkpoint, trace part; collective."""
+def train(
+    spec: RunSpec,
+    folder: RunFolder,
+    comm: Comm,
+    device: torch.device,
+    heartbeat: Heartbeat,
+    stop: Asks | None = None,
+) -> None:
+    """Runs a whole training on one rank: set-up, steps, evaluation, weights, trace part; collective.
+
+    It begins where an earlier attempt saved its state. When `stop` of any rank has a reason, all save theirs behind the same
+    step and end, with neither evaluation nor result.
+    """
     part = TracePart(part_path(folder.path, comm.rank), comm.rank, _attributes(spec, comm, device))
     try:
         pipeline = build_pipeline(
-            spec, comm, device, part, heartbeat, folder.read_schedule(), folder.read_boundaries()
+            spec,
+            comm,
+            device,
+            part,
+            heartbeat,
+            folder.read_schedule(),
+            folder.read_boundaries(),
+            folder.read_memory_plan(),
         )
-        if spec.train.initial_checkpoint is not None:
-            checkpoint.restore(pipeline, checkpoint.load(Path(spec.train.initial_checkpoint)))
-        part.set_attributes(measure_offset(comm).attributes("clock"))
+        beginning = beginning_of(spec, folder, comm)
+        losses: list[float] = []
+        if beginning.found is not None:
+            at = beginning.found.folder, beginning.found.manifest
+            restore_state(pipeline, *at)
+            pipeline.recorder.hold(state_bytes(pipeline.optimizer))
+            losses = read_losses(*at) if comm.rank == 0 else []
+        elif spec.train.initial_checkpoint is not None:
+            weights.restore(pipeline, weights.load(Path(spec.train.initial_checkpoint)))
+        part.set_attributes(beginning.attributes() | measure_offset(comm).attributes("clock"))
         reads = bool(pipeline.images_of or pipeline.labels_of)
         dataset = open_dataset(spec.data, spec.seed) if reads else None
         class_counts = comm.bcast(dataset.class_counts("validation") if dataset and not comm.rank else None)
@@ -66,42 +97,74 @@ def train(spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, he
             pipeline.labels_of,
             DTYPES[spec.train.dtype],
             device,
+            beginning.step,
         )
+        saver = Saver(
+            folder, spec.train, pipeline.control,
+            beginning.about(spec, pipeline.schedule, pipeline.cuts, owners_of(pipeline)),
+            heartbeat, PipelineSource(pipeline), stop,
+        )  # fmt: skip
+        monitor = Monitor(device, spec.train.sample_interval_s)
         try:
-            losses = _steps(spec, pipeline, feed, part, heartbeat)
+            stops = _steps(
+                spec,
+                pipeline,
+                feed,
+                part,
+                monitor,
+                heartbeat,
+                folder.progress_json,
+                saver,
+                beginning.step,
+                losses,
+            )
             pipeline.control.barrier()
             part.set_attributes(measure_offset(comm).attributes("clock_end") | _allocator_peaks(device))
-            findings = findings_of(pipeline)
+            if stops:
+                return
+            findings = findings_of(pipeline, folder.profile_json)
             if comm.rank == 0 and findings.unsplit_layers:
                 names = ", ".join(findings.unsplit_layers)
                 print(f"gems: full backward at I, because it cannot be split: {names}", file=sys.stderr)
             accuracy = evaluate(pipeline, feed, class_counts) if spec.train.evaluate else None
+            saver.finish()
         finally:
+            saver.close()
             feed.close()
         heartbeat.beat(spec.train.steps, "checkpoint")
-        checkpoint.save(pipeline, folder.checkpoint)
-        pipeline.control.barrier()
-        if comm.rank == 0:
-            _write_result(folder, pipeline, losses, accuracy, findings)
+        weights.save(pipeline, folder.checkpoint)
+        energy_j = comm.gather(monitor.energy_j())
+        if energy_j is not None:
+            _write_result(folder, pipeline, losses, accuracy, findings, energy_j)
     finally:
         part.close()
 
 
 def _steps(
-    spec: RunSpec, pipeline: Pipeline, feed: Feed, part: TracePart, heartbeat: Heartbeat
-) -> list[float]:
+    spec: RunSpec,
+    pipeline: Pipeline,
+    feed: Feed,
+    part: TracePart,
+    monitor: Monitor,
+    heartbeat: Heartbeat,
+    progress_json: Path,
+    saver: Saver,
+    first_step: int,
+    losses: list[float],
+) -> bool:
+    """Runs the steps from `first_step` on and appends each loss to `losses`, on rank 0; gives whether the run stops early."""
     comm, recorder, num_steps = pipeline.comm, pipeline.recorder, spec.train.steps
     images, labels = global_batch(spec), labels_per_step(spec)
-    progress = Progress(spec.name, num_steps, images) if comm.rank == 0 else None
-    monitor = Monitor(pipeline.device, spec.train.sample_interval_s)
-    losses: list[float] = []
+    progress = Progress(spec.name, num_steps, images, progress_json, first_step) if comm.rank == 0 else None
+    stops = False
     pipeline.set_training(True)
     try:
-        for step in range(num_steps):
+        for step in range(first_step, num_steps):
+            saver.begin()
             start_ns = time.perf_counter_ns()
             heartbeat.beat(step, "load")
             score = pipeline.train.run(step, feed.batch(step))
-            if step == 0:
+            if step == 0:  # later ones hold it from the start
                 recorder.hold(state_bytes(pipeline.optimizer))
             recorder.settle()
             end_ns = time.perf_counter_ns()
@@ -110,7 +173,15 @@ def _steps(
             loss = total[0] / labels if total is not None else float("nan")
             part.add(
                 "rank_steps",
-                (comm.rank, step, start_ns, end_ns, images, loss, step < spec.train.warmup_steps),
+                (
+                    comm.rank,
+                    step,
+                    start_ns,
+                    end_ns,
+                    images,
+                    loss,
+                    step - first_step < spec.train.warmup_steps,
+                ),
             )
             for sample in monitor.take():
                 part.add("samples", (comm.rank, *sample))
@@ -118,12 +189,18 @@ def _steps(
             if progress is not None:
                 losses.append(loss)
                 progress.show(step + 1, loss)
+            stops = saver.end(step + 1, losses)
+            if stops:
+                break
     finally:
         for sample in monitor.close():
             part.add("samples", (comm.rank, *sample))
+        energy_j = monitor.energy_j()
+        if energy_j is not None:
+            part.set_attributes({"energy_j": energy_j})
         if progress is not None:
             progress.close()
-    return losses
+    return stops
 
 
 def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> Accuracy:
@@ -189,6 +266,7 @@ def _write_result(
     losses: list[float],
     accuracy: Accuracy | None,
     findings: Findings,
+    energy_j: list[float | None],
 ) -> None:
     result: dict[str, object] = {
         "num_steps": len(losses),
@@ -196,6 +274,7 @@ def _write_result(
         "last_loss": losses[-1],
         "schedule_sha256": pipeline.schedule.digest(),
         "schedule_rows": [" ".join(map(str, row)) for row in pipeline.schedule.rows],
+        "energy_j": energy_j,
         **asdict(findings),
     }
     if accuracy is not None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
 
 import mpi4py
 import numpy as np
 
-from gems.engine.patience import SPIN_S
-from gems.errors import ConfigError, StalledError
+from gems.engine import mpich
+from gems.engine.patience import SPIN_S, WAITING
+from gems.errors import ConfigError
 
-# One call at a time, from whichever thread: on a GPU autograd's polls while ours waits for it.
-mpi4py.rc.thread_level = "serialized"
+mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
 from mpi4py import MPI
+
+if not MPI.Is_initialized():
+    os.environ.update(mpich.settings(MPI.Get_library_version(), os.environ))
+    # One call at a time, from whichever thread: on a GPU autograd's polls while ours waits for it.
+    MPI.Init_thread(MPI.THREAD_SERIALIZED)
 
 SLEEP_S = 0.00005
 
@@ -49,6 +56,7 @@ class Data(Protocol):
 
 
 Sendable = Data | np.ndarray
+T = TypeVar("T")
 
 
 def world() -> Comm:
@@ -74,6 +82,13 @@ def world() -> Comm:
 def library() -> str:
     """Gives the first line of the MPI library's own description."""
     return MPI.Get_library_version().split("\n")[0].strip()
+
+
+def thread_level() -> str:
+    """Gives which threads may call this MPI: single, funneled, serialized or multiple."""
+    levels = ("single", "funneled", "serialized", "multiple")
+    known = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    return levels[known.index(MPI.Query_thread())]
 
 
 class Transport:
@@ -178,6 +193,13 @@ class Transport:
         self.wait(self.comm.Ireduce(mine, total, MPI.SUM), "the sum on rank 0")
         return None if total is None else [float(value) for value in total]
 
+    def post_maximum(self, mine: np.ndarray, of_all: np.ndarray) -> Request:
+        """Posts the maximum over all ranks of each of some float64 numbers; collective.
+
+        Give the request to `wait` before `of_all` is read; until then both must stay as they are.
+        """
+        return self.comm.Iallreduce(mine, of_all, MPI.MAX)
+
     def barrier(self) -> None:
         """Waits for all ranks, without keeping a core busy as MPI's own barrier does."""
         self.wait(self.comm.Ibarrier(), "the other ranks")
@@ -185,14 +207,16 @@ class Transport:
     def _wait_until(self, is_done: Callable[[], bool], what: object) -> None:
         begin = time.perf_counter()
         spin_until, deadline = begin + self._spin_s, begin + self._stall_limit_s
+        WAITING.begin(what)
         while not is_done():
             now = time.perf_counter()
             if now > deadline:
-                raise StalledError(f"rank {self.rank} waited {self._stall_limit_s:g} s for {what}")
+                deadline = now + WAITING.more_s(begin, self._stall_limit_s, what, f"rank {self.rank} ")
             if now > spin_until:
                 time.sleep(self._sleep_s)
             if self._outgoing:
                 self.poll()
+        WAITING.what = None
 
     def close(self) -> None:
         """Frees the duplicated communicator; collective."""
@@ -209,11 +233,33 @@ def _buffer(data: Sendable) -> Any:
 
 
 def ranks_here(comm: Comm) -> int:
-    """Gives how many ranks of `comm` share this rank's node; collective."""
+    """Gives how many ranks of `comm` share this rank's machine, its cores and memory; collective.
+
+    A machine is one start of a kernel: nodes of a SLURM that runs on one machine, and containers, share it, though MPI
+    takes them for several. Where the system does not say, MPI's answer counts.
+    """
+    machine = _machine()
+    if all(known := comm.allgather(machine)):
+        return known.count(machine)
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
     size = here.size
     here.Free()
     return size
+
+
+def _machine() -> str:
+    """Gives what tells this start of this kernel from all others; nothing where the system does not say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def gather_here(comm: Comm, mine: T) -> list[T]:
+    """Gives what each rank of `comm` on this rank's node gave, in their order; collective."""
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    all_of_them = here.allgather(mine)
+    here.Free()
+    return cast(list[T], all_of_them)
 
 
 def gpu_support() -> bool:

@@ -14,14 +14,14 @@ OWN_SEGMENT_STEP_BYTES = 2 << 20  # a larger one has its own segment, rounded up
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class Block:
     """A piece of a segment; `before` and `behind` are its neighbours there."""
 
     num_bytes: int
     is_small: bool
     is_free: bool = False
-    before: _Block | None = None
-    behind: _Block | None = None
+    before: Block | None = None
+    behind: Block | None = None
 
 
 class CachingAllocator:
@@ -34,17 +34,17 @@ class CachingAllocator:
     def __init__(self) -> None:
         self.reserved_bytes = 0
         self.allocated_bytes = 0
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
         self._number = 0
 
-    def take(self, num_bytes: int) -> _Block:
+    def take(self, num_bytes: int) -> Block:
         """Serves a request; the block is given back with `give`."""
         size = max(BLOCK_BYTES, _rounded(num_bytes, BLOCK_BYTES))
         is_small = size <= SMALL_BYTES
         block = self._best(size, is_small) or self._segment(size, is_small)
         left = block.num_bytes - size
         if left >= BLOCK_BYTES if is_small else left > SMALL_BYTES:
-            rest = _Block(left, is_small, before=block, behind=block.behind)
+            rest = Block(left, is_small, before=block, behind=block.behind)
             if block.behind is not None:
                 block.behind.before = rest
             block.num_bytes, block.behind = size, rest
@@ -53,7 +53,7 @@ class CachingAllocator:
         self.allocated_bytes += block.num_bytes
         return block
 
-    def give(self, block: _Block) -> None:
+    def give(self, block: Block) -> None:
         """Frees a block; it joins free neighbours of its segment."""
         self.allocated_bytes -= block.num_bytes
         for other in (block.before, block.behind):
@@ -70,14 +70,14 @@ class CachingAllocator:
                         block.behind.before = block
         self._keep(block)
 
-    def _best(self, size: int, is_small: bool) -> _Block | None:
+    def _best(self, size: int, is_small: bool) -> Block | None:
         free = self._free[is_small]
         place = bisect_left(free, (size, -1))
         if place == len(free):
             return None
         return free.pop(place)[2]
 
-    def _segment(self, size: int, is_small: bool) -> _Block:
+    def _segment(self, size: int, is_small: bool) -> Block:
         if is_small:
             num_bytes = SMALL_SEGMENT_BYTES
         elif size < OWN_SEGMENT_BYTES:
@@ -85,14 +85,14 @@ class CachingAllocator:
         else:
             num_bytes = _rounded(size, OWN_SEGMENT_STEP_BYTES)
         self.reserved_bytes += num_bytes
-        return _Block(num_bytes, is_small)
+        return Block(num_bytes, is_small)
 
-    def _keep(self, block: _Block) -> None:
+    def _keep(self, block: Block) -> None:
         block.is_free = True
         self._number += 1
         insort(self._free[block.is_small], (block.num_bytes, self._number, block))
 
-    def _forget(self, block: _Block) -> None:
+    def _forget(self, block: Block) -> None:
         free = self._free[block.is_small]
         place = bisect_left(free, (block.num_bytes, -1))
         while free[place][2] is not block:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
 
 Held = tuple[int, int]  # (direction, stage)
@@ -58,79 +58,110 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     return tuple(walk.found)
 
 
+class Crossings:
+    """Counts what a rank holds while its list is played, stage by stage: `counts` has the fields of `Counts`.
+
+    Here are the tensors that cross between stages and the images; what stages keep is counted by who asks. `begin` is
+    called before a compute action is played, `end` behind it, `post` for transfers. Of a stage in segments the first one
+    reads and hands back what is outside the stage, and the last one makes and is given it.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._schedule = schedule
+        self.held = schedule.placement.stages_on(rank)
+        directions = schedule.directions()
+        self.counts = {held: dict.fromkeys(Counts.__dataclass_fields__, 0) for held in self.held}
+        for direction, stage in self.held:
+            if stage == 0:
+                self.counts[direction, 0]["images"] = sum(d == direction for d in directions.values())
+
+    def post(self, action: Action) -> None:
+        """Counts what a receive allocates, or a send still holds."""
+        self.counts[action.direction, action.stage][_CROSSING[action.kind]] += 1
+
+    def begin(self, action: Action) -> None:
+        """Takes the gradient that a backward was given into what that backward needs."""
+        if action.kind in (Kind.B, Kind.I) and self._is_at_end(action):
+            mine = self.counts[action.direction, action.stage]
+            mine["gradients"] -= action.stage < self._schedule.num_stages - 1
+
+    def end(self, action: Action) -> None:
+        """Counts what an action leaves to its neighbours, and what it has read for the last time."""
+        self.settle()
+        kind, stage, _, direction, segment = action
+        mine = self.counts[direction, stage]
+        if self._is_at_end(action):
+            if kind is Kind.F:
+                self._hand((direction, stage + 1), "inputs")
+            elif stage < self._schedule.num_stages - 1:
+                mine["gradients"] += kind is Kind.I
+                mine["gradients"] -= kind is Kind.W
+        if not segment:
+            if kind in (Kind.B, Kind.I):
+                self._hand((direction, stage - 1), "gradients")
+            if kind in (Kind.B, Kind.W):
+                mine["inputs"] -= stage > 0
+
+    def settle(self) -> None:
+        """Counts what was sent before the last action as gone."""
+        for counts in self.counts.values():
+            counts["outputs"] = counts["input_gradients"] = 0
+
+    def _hand(self, held: Held, what: str) -> None:
+        """Counts what a neighbour on this rank takes without a message."""
+        if held in self.counts:
+            self.counts[held][what] += 1
+
+    def _is_at_end(self, action: Action) -> bool:
+        return action.segment == self._schedule.last_segment(action.stage)
+
+
+_CROSSING = {
+    Kind.RECV_F: "inputs", Kind.RECV_B: "gradients", Kind.SEND_F: "outputs", Kind.SEND_B: "input_gradients",
+}  # fmt: skip
+
+
 class _Walk:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._schedule = schedule
-        self._rank = rank
-        self._held = schedule.placement.stages_on(rank)
-        directions = schedule.directions()
-        self._counts = {held: dict.fromkeys(Counts.__dataclass_fields__, 0) for held in self._held}
-        for direction, stage in self._held:
-            if stage == 0:
-                self._counts[direction, 0]["images"] = sum(d == direction for d in directions.values())
+        self._crossings = Crossings(schedule, rank)
         self._seen: set[Moment] = set()
         self.found: list[Moment] = []
 
     def play(self, action: Action) -> None:
         kind, held = action.kind, (action.direction, action.stage)
         if kind in (Kind.REDUCE_GRAD, Kind.STEP):
-            self._settle()
+            self._crossings.settle()
             self._record(None, Kind.STEP)
-            return
-        mine = self._counts[held]
-        if kind is Kind.RECV_F:
-            mine["inputs"] += 1
-        elif kind is Kind.RECV_B:
-            mine["gradients"] += 1
-        elif kind is Kind.SEND_F:
-            mine["outputs"] += 1
-        elif kind is Kind.SEND_B:
-            mine["input_gradients"] += 1
+        elif kind in _CROSSING:
+            self._crossings.post(action)
         elif kind is Kind.OFFLOAD:
-            mine["stashes"] -= 1
+            self._crossings.counts[held]["stashes"] -= 1
         elif kind is Kind.PREFETCH:
-            mine["stashes"] += 1
-        else:
-            self._compute(action, held, mine)
+            self._crossings.counts[held]["stashes"] += 1
+        elif kind in COMPUTE_KINDS:
+            self._compute(action, held)
 
-    def _compute(self, action: Action, held: Held, mine: dict[str, int]) -> None:
-        kind, (direction, stage) = action.kind, held
-        is_last = stage == self._schedule.num_stages - 1
+    def _compute(self, action: Action, held: Held) -> None:
+        kind, mine = action.kind, self._crossings.counts[held]
         if kind in (Kind.B, Kind.I):
             mine["stashes"] -= 1
-            mine["gradients"] -= not is_last
+        self._crossings.begin(action)
         self._record(held, kind)
-        self._settle()
+        self._crossings.end(action)
         if kind in (Kind.F, Kind.R):
             again = self._schedule.has_any(Kind.R) and self._schedule.has(
-                Kind.R, stage, action.micro_batch, direction
+                Kind.R, action.stage, action.micro_batch, action.direction
             )
             mine["stashes"] += not again or kind is Kind.R
-            if kind is Kind.F:
-                self._hand((direction, stage + 1), "inputs")
-        if kind is Kind.I:
-            mine["weights"] += 1
-            mine["gradients"] += not is_last
-        if kind in (Kind.B, Kind.I):
-            self._hand((direction, stage - 1), "gradients")
-        if kind is Kind.W:
-            mine["weights"] -= 1
-            mine["gradients"] -= not is_last
-        if kind in (Kind.B, Kind.W):
-            mine["inputs"] -= stage > 0
-
-    def _hand(self, held: Held, what: str) -> None:
-        """Counts what a neighbour on this rank takes without a message."""
-        if held in self._counts:
-            self._counts[held][what] += 1
-
-    def _settle(self) -> None:
-        """Counts what was sent before the last action as gone."""
-        for counts in self._counts.values():
-            counts["outputs"] = counts["input_gradients"] = 0
+        mine["weights"] += (kind is Kind.I) - (kind is Kind.W)
 
     def _record(self, active: Held | None, kind: Kind) -> None:
-        moment = Moment(tuple((held, Counts(**self._counts[held])) for held in self._held), active, kind)
+        moment = Moment(
+            tuple((held, Counts(**self._crossings.counts[held])) for held in self._crossings.held),
+            active,
+            kind,
+        )
         if moment in self._seen:
             return
         self._seen.add(moment)

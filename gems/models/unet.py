@@ -28,13 +28,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     Level 1 is that of the image; up1 comes last. Raises ConfigError for a depth, norm or width that it cannot have.
     """
     check_classifier(model)
-    if not _LEAST_LEVELS <= model.depth <= _MOST_LEVELS:
-        raise ConfigError(
-            "model.depth",
-            model.depth,
-            f"a U-Net has {_LEAST_LEVELS} to {_MOST_LEVELS} levels",
-            "published: 5",
-        )
+    _check_levels(model)
     channels = [model.width << level for level in range(model.depth)]
     skips: tuple[str, ...] = ()
     out: list[Layer] = []
@@ -59,8 +53,19 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 2^(levels - 1), that of the lowest level."""
+    """Gives 2^(levels - 1), that of the lowest level; raises ConfigError for a depth that it cannot have."""
+    _check_levels(model)
     return 1 << (model.depth - 1)
+
+
+def _check_levels(model: ModelConfig) -> None:
+    if not _LEAST_LEVELS <= model.depth <= _MOST_LEVELS:
+        raise ConfigError(
+            "model.depth",
+            model.depth,
+            f"a U-Net has {_LEAST_LEVELS} to {_MOST_LEVELS} levels",
+            "published: 5",
+        )
 
 
 def _double(

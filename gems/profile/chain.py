@@ -20,6 +20,7 @@ from gems.models import Layer
 from gems.profile.ends import Loss, training_loss
 from gems.profile.meter import BackwardMeter, LayerMeter
 from gems.profile.model_profile import LayerProfile
+from gems.profile.saved import Saved, counted, product_bytes_of, stash_of
 from gems.profile.slots import Gradient
 
 Gradients = tuple[Gradient | None, ...]
@@ -34,6 +35,7 @@ class Times:
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
     recompute_s: float = 0.0
+    cheap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,16 @@ class Instruments:
 class _Storage:
     num_bytes: int
     maker: int
-    saver: int | None = None
+    savers: list[int] = field(default_factory=list)
+    last_use: int = 0
+    is_product: bool = False
+    weight_readers: list[int] = field(default_factory=list)
+
+    def seen_from_its_maker(self) -> Saved:
+        savers, readers = (
+            tuple(layer - self.maker for layer in layers) for layers in (self.savers, self.weight_readers)
+        )
+        return Saved(self.num_bytes, savers, self.last_use - self.maker, 1, self.is_product, readers)
 
 
 @dataclass(slots=True)
@@ -139,21 +150,22 @@ def profile_chain(
 
 
 class _Joined:
-    """What layers share: who saves first what another one made, and what is given but not yet saved."""
+    """What layers share: who saves what another one made, and what is given but not yet saved."""
 
     def __init__(self) -> None:
-        self.saved_later: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self.handed_on: dict[int, list[_Storage]] = defaultdict(list)
         self.unsaved: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def add(self, index: int, slots: Sequence[_Slot], meter: LayerMeter) -> list[_Slot]:
         """Puts a layer behind those before, and gives what it hands on."""
         for storage in _unique(slot.storage for slot in slots):
-            if storage.saver is None and storage.maker != _DATA:
+            storage.last_use = index
+            if not storage.savers and storage.maker != _DATA:
                 self.unsaved[index][index - storage.maker] += storage.num_bytes
         for storage in _unique(slots[number].storage for number in meter.saved_inputs):
-            if storage.saver is None and storage.maker != _DATA:
-                self.saved_later[storage.maker][index - storage.maker] += storage.num_bytes
-            storage.saver = index if storage.saver is None else storage.saver
+            storage.savers.append(index)
+        for storage in _unique(slots[number].storage for number in meter.held_inputs):
+            storage.weight_readers.append(index)
         made: dict[int, _Storage] = {}
         names: dict[int, object] = {}
         handed = []
@@ -162,8 +174,13 @@ class _Joined:
                 assert output.given is not None
                 storage = slots[output.given].storage
             else:
-                saver = index if output.is_saved else None
-                storage = made.setdefault(output.made, _Storage(output.storage_bytes, index, saver))
+                if output.made not in made:
+                    savers = [index] if output.is_saved else []
+                    made[output.made] = _Storage(
+                        output.storage_bytes, index, savers, index, output.is_product
+                    )
+                    self.handed_on[index].append(made[output.made])
+                storage = made[output.made]
             slot = _Slot(output.shape, output.strides, output.offset, output.dtype, storage)
             if output.same_as is not None:
                 slot.name = slots[output.same_as].name
@@ -171,6 +188,12 @@ class _Joined:
                 slot.name = names.setdefault(output.number, slot.name)
             handed.append(slot)
         return handed
+
+    def storages(self, index: int, meter: LayerMeter) -> tuple[Saved, ...]:
+        """Gives the memory that a layer makes and that is saved or used beyond it."""
+        handed = [storage.seen_from_its_maker() for storage in self.handed_on[index] if storage.num_bytes]
+        kept = (storage for storage in handed if storage.savers or storage.last_use or storage.is_product)
+        return counted((*meter.inner, *kept))
 
 
 @dataclass(slots=True)
@@ -212,7 +235,9 @@ def _layer_profile(
     layer: Layer, kind: _Kind, joined: _Joined, index: int, backward: _Backward
 ) -> LayerProfile:
     meter, times, peaks = kind.meter, kind.times, backward.peaks
-    later, unsaved = joined.saved_later[index], joined.unsaved[index]
+    unsaved, storages = joined.unsaved[index], joined.storages(index, meter)
+    saved = tuple(storage for storage in storages if storage.savers)
+    _, saved_later = stash_of(saved)
     grad_bytes = sum(output.grad_bytes for output in meter.outputs)
     usual = peaks[max(peaks)] + (grad_bytes if len(peaks) == 1 else 0)
     rare = {end - index - 1: peak for end, peak in sorted(peaks.items()) if end == index + 1 or peak != usual}
@@ -223,10 +248,11 @@ def _layer_profile(
         input_grad_s=times.input_grad_s,
         weight_grad_s=times.weight_grad_s,
         recompute_s=times.recompute_s,
+        cheap_s=times.cheap_s,
         param_bytes=meter.param_bytes,
         buffer_bytes=meter.buffer_bytes,
         stash_bytes=meter.stash_bytes,
-        saved_later=tuple(sorted(later.items())),
+        saved_later=saved_later,
         output_bytes=sum(output.num_bytes for output in meter.outputs),
         output_grad_bytes=grad_bytes,
         unsaved_input_bytes=sum(unsaved.values()),
@@ -239,6 +265,12 @@ def _layer_profile(
         held_for_weights_bytes=meter.held_for_weights_bytes,
         held_input_bytes=meter.held_input_bytes,
         held_output_grad_bytes=meter.held_output_grad_bytes,
+        cheap_bytes=product_bytes_of(storages),
+        plain_peak_bytes=meter.plain_peak_bytes,
+        cheap_first_peak_bytes=meter.cheap_first_peak_bytes,
+        cheap_peak_bytes=meter.cheap_peak_bytes,
+        saved=saved,
+        passing=tuple(storage for storage in storages if not storage.savers),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import h5py
 import numpy as np
 
 from gems.profile.model_profile import SCHEMA, ModelProfile
+from gems.profile.saved import Saved
 
 COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("forward_s", "f8", "s", "forward of one micro-batch"),
     ("input_grad_s", "f8", "s", "input gradient of one micro-batch"),
     ("weight_grad_s", "f8", "s", "weight gradient of one micro-batch"),
     ("recompute_s", "f8", "s", "forward again, before backward"),
+    ("cheap_s", "f8", "s", "forward again without convolutions and matrix products"),
     ("param_bytes", "i8", "byte", "parameters"),
     ("buffer_bytes", "i8", "byte", "buffers, such as running statistics"),
     ("stash_bytes", "i8", "byte", "made and saved by the layer itself"),
@@ -33,6 +36,10 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
         "byte",
         "gradients of outputs among what is kept for the weight gradient",
     ),
+    ("plain_peak_bytes", "i8", "byte", "most made at once in a forward that keeps nothing"),
+    ("cheap_bytes", "i8", "byte", "given by convolutions and matrix products"),
+    ("cheap_first_peak_bytes", "i8", "byte", "most made at once in a forward that keeps only those"),
+    ("cheap_peak_bytes", "i8", "byte", "most made at once in a second forward that is given those"),
 )
 PAIRS: tuple[tuple[str, str], ...] = (
     ("saved_later", "made here, and saved first by the layer so many further on"),
@@ -40,13 +47,18 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("backward_peak_at", "most in backward where the stage ends so many layers further on"),
     ("passed_at", "passed on as it is by a stage that begins here and ends so many layers further on"),
 )
+STORAGES: tuple[tuple[str, str], ...] = (
+    ("saved", "made here and saved for backward"),
+    ("passing", "made here and saved by nobody"),
+)
 ROOT = ("model", "height_px", "width_px", "micro_batch_size", "dtype", "device", "source", "input_bytes")
 
 
 def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
     """Writes a profile into an empty group: attributes of the whole, and columns with an entry a layer.
 
-    Pairs stand in tables of three columns: layer, how many layers away, bytes.
+    Pairs stand in tables of three columns: layer, how many layers away, bytes. Storages do in tables of five, and who
+    saves or reads them in one of three.
     """
     group.attrs["schema"] = SCHEMA
     for name in ROOT:
@@ -61,8 +73,9 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
         _write(group, name, values, units, long_name)
     for name, long_name in PAIRS:
         rows = [(index, *pair) for index, layer in enumerate(profile.layers) for pair in getattr(layer, name)]
-        table = np.array(rows, dtype="i8").reshape(-1, 3)
-        _write(group, name, table, "1, 1, byte", f"{long_name}: layer, layers away, bytes")
+        _write(group, name, _table(rows, 3), "1, 1, byte", f"{long_name}: layer, layers away, bytes")
+    for name, long_name in STORAGES:
+        _write_storages(group, name, long_name, [getattr(layer, name) for layer in profile.layers])
 
 
 def add_to_trace(path: Path, profile: ModelProfile) -> None:
@@ -79,16 +92,18 @@ def read_profile(group: h5py.Group) -> ModelProfile:
     """
     names = [text.decode() for text in group["name"][:]]
     kinds = [text.decode() for text in group["kind"][:]]
-    columns = {name: group[name][:].tolist() for name, *_ in COLUMNS}
+    columns = {name: group[name][:].tolist() for name, *_ in COLUMNS if name in group}
     pairs: dict[str, list[list[tuple[int, int]]]] = {name: [[] for _ in names] for name, _ in PAIRS}
     for name, _ in PAIRS:
         for layer, away, num_bytes in group[name][:].tolist():
             pairs[name][layer].append((away, num_bytes))
+    storages = {name: _read_storages(group, name, len(names)) for name, _ in STORAGES}
     layers = [
         {
             "name": names[index], "kind": kinds[index],
             **{name: values[index] for name, values in columns.items()},
             **{name: rows[index] for name, rows in pairs.items()},
+            **{name: rows[index] for name, rows in storages.items()},
         }
         for index in range(len(names))
     ]  # fmt: skip
@@ -97,6 +112,51 @@ def read_profile(group: h5py.Group) -> ModelProfile:
     return ModelProfile.from_json(
         {"schema": _plain(group.attrs["schema"]), **root, **more, "layers": layers}, group.name
     )
+
+
+def _write_storages(group: h5py.Group, name: str, long_name: str, layers: Sequence[Sequence[Saved]]) -> None:
+    rows = [
+        (index, one.num_bytes, one.last_use, one.count, one.is_product)
+        for index, storages in enumerate(layers)
+        for one in storages
+    ]
+    savers = [
+        (row, layer, part)
+        for row, one in enumerate(one for storages in layers for one in storages)
+        for part, layers_of_part in enumerate((one.savers, one.weight_readers))
+        for layer in layers_of_part
+    ]
+    told = "layer, bytes of one, layer of the last use, how many, whether a product gave it"
+    _write(group, name, _table(rows, 5), "1, byte, 1, 1, 1", f"{long_name}: {told}")
+    _write(
+        group,
+        f"{name}_by",
+        _table(savers, 3),
+        "1, 1, 1",
+        f"{long_name}, by whom: row of the storage, layers away, 0 for who saves it and 1 for whose weight gradient reads it",
+    )
+
+
+def _read_storages(group: h5py.Group, name: str, num_layers: int) -> list[list[dict[str, Any]]]:
+    """Gives the storages of each layer; none where the file is older than the tables."""
+    found: list[list[dict[str, Any]]] = [[] for _ in range(num_layers)]
+    if name not in group:
+        return found
+    by: dict[tuple[int, int], list[int]] = {}
+    for row, layer, part in group[f"{name}_by"][:].tolist():
+        by.setdefault((row, part), []).append(layer)
+    for row, (layer, num_bytes, last_use, count, is_product) in enumerate(group[name][:].tolist()):
+        found[layer].append(
+            {
+                "num_bytes": num_bytes, "savers": by.get((row, 0), []), "last_use": last_use, "count": count,
+                "is_product": is_product, "weight_readers": by.get((row, 1), []),
+            }
+        )  # fmt: skip
+    return found
+
+
+def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
+    return np.array(rows, dtype="i8").reshape(-1, width)
 
 
 def _write(group: h5py.Group, name: str, values: np.ndarray, units: str, long_name: str) -> None:

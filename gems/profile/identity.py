@@ -12,7 +12,7 @@ import gems
 from gems.config import DataConfig, ModelConfig, RunSpec
 from gems.models.imported import source_of
 
-PROFILER = 1  # another number for profilers that would give other figures
+PROFILER = 7  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 _UNSEEN = ("name", "path", "field_px", "train_images", "validation_images", "augment", "prefetch_steps")
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gems.engine.deferred import Deferred
+from gems.engine.rerun.layer_state import RandomState
+from gems.engine.rerun.products import KeepProducts, Products, UseProducts
 from gems.engine.split import SplitLayers
 from gems.profile.ends import Loss, Run, fresh_gradients, give_gradients, given_memory, static_tensors
 from gems.profile.kernels import Workspace
 from gems.profile.live import LiveBytes, storage_of, unique_bytes
+from gems.profile.saved import Saved, counted
 from gems.profile.slots import Gradient, Output
 
 
@@ -21,7 +25,8 @@ from gems.profile.slots import Gradient, Output
 class LayerMeter:
     """What a layer costs in bytes whatever stands before and behind it; fields as in `LayerProfile`.
 
-    `saved_inputs` are the inputs whose memory it saves. `left_bytes` is what its forward leaves: stash and outputs.
+    `saved_inputs` are the inputs whose memory it saves, `held_inputs` those that its weight gradients read. `left_bytes` is what its forward leaves: stash and outputs.
+    `inner` is the memory that it makes and does not hand on: what it saves, and what products gave.
     """
 
     param_bytes: int
@@ -32,8 +37,13 @@ class LayerMeter:
     left_bytes: int
     forward_peak_bytes: int
     held_for_weights_bytes: int
+    held_inputs: tuple[int, ...]
     held_input_bytes: int
     held_output_grad_bytes: int
+    plain_peak_bytes: int = 0
+    cheap_first_peak_bytes: int = 0
+    cheap_peak_bytes: int = 0
+    inner: tuple[Saved, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,12 @@ def meter(
         if not output.is_saved and output.made is not None
     }
     stash = sum(num_bytes for name, num_bytes in saved.items() if name not in names)
-    held, held_input, held_gradient = _held_for_weights(module, inputs, is_first, loss)
+    inner, handed_products = _inner(module, inputs, is_first, loss)
+    described = tuple(
+        replace(output, is_product=output.made in handed_products) if output.made is not None else output
+        for output in described
+    )
+    held, held_inputs, held_gradient = _held_for_weights(module, inputs, is_first, loss)
     return LayerMeter(
         param_bytes=unique_bytes(module.parameters()),
         buffer_bytes=unique_bytes(module.buffers()),
@@ -90,8 +105,20 @@ def meter(
         left_bytes=stash + sum(unsaved.values()),
         forward_peak_bytes=max(forward_peak, sum(made.values())),
         held_for_weights_bytes=held,
-        held_input_bytes=held_input,
+        held_inputs=held_inputs,
+        held_input_bytes=unique_bytes(inputs[number] for number in held_inputs),
         held_output_grad_bytes=held_gradient,
+        plain_peak_bytes=_first_run_peak_bytes(module, inputs, is_first, loss, workspace, nullcontext()),
+        cheap_first_peak_bytes=_first_run_peak_bytes(
+            module,
+            inputs,
+            is_first,
+            loss,
+            workspace,
+            KeepProducts(Products(), RandomState(module, inputs[0].device)),
+        ),
+        cheap_peak_bytes=_cheap_peak_bytes(module, inputs, is_first, loss, workspace),
+        inner=inner,
     )
 
 
@@ -161,13 +188,74 @@ def _describe(
     return tuple(found)
 
 
+def _inner(
+    module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None
+) -> tuple[tuple[Saved, ...], set[int | None]]:
+    """Gives the memory that a layer makes and keeps to itself, and which memory that it hands on products gave."""
+    static = {storage_of(tensor) for tensor in (*inputs, *static_tensors(module))}
+    run = Run(module, inputs, is_first)
+    saved: dict[int, int] = {}
+    products = Products()
+    with KeepProducts(products, RandomState(module, inputs[0].device)), _noting(saved):
+        outputs = run.forward(loss)
+    given = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in products.tensors()}
+    made = {
+        storage_of(tensor): output.made
+        for tensor, output in zip(outputs, _describe(outputs, run.values, saved), strict=True)
+    }
+    inner = [
+        Saved(num_bytes, (0,) if name in saved else (), is_product=name in given)
+        for name, num_bytes in (saved | given).items()
+        if num_bytes and name not in static and name not in made
+    ]
+    return counted(inner), {made[name] for name in given if name in made}
+
+
+def _first_run_peak_bytes(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    is_first: bool,
+    loss: Loss | None,
+    workspace: Workspace | None,
+    keeping: AbstractContextManager[object],
+) -> int:
+    """Gives the most that a forward makes at once of which nothing is kept but by `keeping`: it will be run again."""
+
+    def drop(_: Tensor) -> Any:
+        return None
+
+    run = Run(module, inputs, is_first)
+    live = LiveBytes([*inputs, *static_tensors(module)], workspace)
+    with live, torch.autograd.graph.saved_tensors_hooks(drop, drop), keeping:
+        run.forward(loss)
+    return live.peak_bytes
+
+
+def _cheap_peak_bytes(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    is_first: bool,
+    loss: Loss | None,
+    workspace: Workspace | None,
+) -> int:
+    """Gives the most that a cheap second run makes at once, beside what the first one kept for it."""
+    run = Run(module, inputs, is_first)
+    products, random = Products(), RandomState(module, inputs[0].device)
+    with KeepProducts(products, random):
+        run.forward(loss)
+    live = LiveBytes([*inputs, *static_tensors(module), *products.tensors()], workspace)
+    with live, UseProducts(products, random):
+        run.forward(loss)
+    return live.peak_bytes
+
+
 def _held_for_weights(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None
-) -> tuple[int, int, int]:
+) -> tuple[int, tuple[int, ...], int]:
     """Gives what the engine's split backward keeps of the layer between I and W, by running its I.
 
     Returns:
-        Bytes of all that is kept, and of it the inputs and the gradients of the outputs.
+        Bytes of all that is kept, which inputs are among it, and bytes of the gradients of the outputs among it.
     """
     later = Deferred()
     with SplitLayers(nn.ModuleList([module])).into(later):
@@ -182,7 +270,6 @@ def _held_for_weights(
     kept = [tensor for tensor in later.tensors() if storage_of(tensor) not in static]
     names = {storage_of(tensor) for tensor in kept}
 
-    def of(tensors: Iterable[Tensor]) -> int:
-        return unique_bytes(tensor for tensor in tensors if storage_of(tensor) in names)
-
-    return unique_bytes(kept), of(inputs), of(memory.values())
+    held_inputs = tuple(number for number, tensor in enumerate(inputs) if storage_of(tensor) in names)
+    held_gradient = unique_bytes(tensor for tensor in memory.values() if storage_of(tensor) in names)
+    return unique_bytes(kept), held_inputs, held_gradient

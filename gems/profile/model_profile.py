@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gems.errors import ConfigError
+from gems.profile.saved import Saved, product_bytes_of, saved_from, stash_of
 
 SCHEMA = "gems.profile/1"
 SOURCES = ("measured", "fake", "incremental", "analytic")
@@ -32,6 +34,16 @@ class LayerProfile:
     larger of what forward and backward use and let go within the layer. `held_for_weights_bytes` is what a split
     backward keeps of a layer between I and W; of that `held_input_bytes` are its inputs and `held_output_grad_bytes` the
     gradients of its outputs, which the stage counts itself where they are its own.
+
+    `saved` has the storages behind `stash_bytes` and `saved_later` one by one, with all that save them, so that parts of a
+    stage can keep different ones; where it is not given it is made from those two. `passing` has those that nobody saves
+    and that a segment keeps that is run again: what is handed on, and what a convolution or a matrix product gave.
+    `cheap_bytes` is what such operations gave, saved or not, which a cheap second run keeps from the first.
+    `plain_peak_bytes` is the most that a forward makes at once that keeps nothing, because it will be run again,
+    `cheap_first_peak_bytes` that of one that keeps what such operations gave, and `cheap_peak_bytes` the most that the second run makes at once beside what was kept, and `cheap_s` its time.
+
+    Raises:
+        ValueError: `saved` and `passing` do not add up to `stash_bytes`, `saved_later` and `cheap_bytes`.
     """
 
     name: str
@@ -40,6 +52,7 @@ class LayerProfile:
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
     recompute_s: float = 0.0
+    cheap_s: float = 0.0
     param_bytes: int = 0
     buffer_bytes: int = 0
     stash_bytes: int = 0
@@ -56,6 +69,25 @@ class LayerProfile:
     held_for_weights_bytes: int = 0
     held_input_bytes: int = 0
     held_output_grad_bytes: int = 0
+    plain_peak_bytes: int = 0
+    cheap_bytes: int = 0
+    cheap_first_peak_bytes: int = 0
+    cheap_peak_bytes: int = 0
+    saved: tuple[Saved, ...] = ()
+    passing: tuple[Saved, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.saved:
+            object.__setattr__(
+                self, "saved", saved_from(self.stash_bytes, self.saved_later, self.cheap_bytes)
+            )
+            return
+        told = (self.stash_bytes, tuple(pair for pair in self.saved_later if pair[1]), self.cheap_bytes)
+        found = (*stash_of(self.saved), product_bytes_of((*self.saved, *self.passing)))
+        if told != found:
+            raise ValueError(
+                f"layer {self.name}: stash_bytes, saved_later and cheap_bytes are {told}, its storages say {found}"
+            )
 
     @property
     def kept_bytes(self) -> int:
@@ -113,8 +145,9 @@ class ModelProfile:
         try:
             layers = tuple(_layer(entry) for entry in document["layers"])
             values = {f.name: document[f.name] for f in fields(cls) if f.name in document}
+            _check_fields(cls, values)
             profile = cls(**(values | {"layers": layers}))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 "profile.path",
                 path,
@@ -128,9 +161,35 @@ class ModelProfile:
         return profile
 
 
+def _check_fields(kind: type, values: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError for a field that is not of its type, or a number that is no time and no size."""
+    takes = {
+        "str": str,
+        "int": int,
+        "float": int | float,
+        "Mapping[str, str]": Mapping,
+        "Mapping[str, Any]": Mapping,
+    }
+    for each in fields(kind):
+        wanted, value = takes.get(str(each.type)), values.get(each.name)
+        if wanted is None or each.name not in values:
+            continue
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise TypeError(f"{each.name} is {value!r}, no {each.type}")
+        if isinstance(value, int | float) and not 0 <= value < math.inf:
+            raise ValueError(f"{each.name} is {value!r}, no size or time")
+
+
 def _layer(entry: Mapping[str, Any]) -> LayerProfile:
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"a layer is {entry!r}, no mapping")
+    _check_fields(LayerProfile, entry)
     pairs = {
         name: tuple((int(layers), int(num_bytes)) for layers, num_bytes in entry.get(name, ()))
         for name in ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
     }
-    return LayerProfile(**(dict(entry) | pairs))
+    storages = {
+        name: tuple(Saved.from_json(storage) for storage in entry.get(name, ()))
+        for name in ("saved", "passing")
+    }
+    return LayerProfile(**(dict(entry) | pairs | storages))

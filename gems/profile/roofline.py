@@ -21,6 +21,7 @@ from gems.errors import ConfigError
 from gems.profile.chain import Times
 from gems.profile.ends import Loss, Run
 from gems.profile.live import tensors_in
+from gems.profile.products import is_product
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
 
@@ -57,7 +58,7 @@ def rates_of(machine: MachineConfig, dtype: torch.dtype) -> Rates:
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what the operations inside a `with` block take: flops, bytes moved, seconds."""
+    """Adds up what the operations inside a `with` block take: flops, bytes moved, seconds, and those of products."""
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,6 +66,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.moved_bytes = 0
         self.seconds = 0.0
+        self.product_seconds = 0.0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,13 +81,17 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(flops, moved)
             return result
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        self._add(flops, _moved_bytes([args, *kwargs.values(), result]))
+        seconds = self._add(flops, _moved_bytes([args, *kwargs.values(), result]))
+        if is_product(func):
+            self.product_seconds += seconds
         return result
 
-    def _add(self, flops: int, moved_bytes: int) -> None:
+    def _add(self, flops: int, moved_bytes: int) -> float:
+        seconds = self._rates.seconds(flops, moved_bytes)
         self.flops += flops
         self.moved_bytes += moved_bytes
-        self.seconds += self._rates.seconds(flops, moved_bytes)
+        self.seconds += seconds
+        return seconds
 
 
 def roofline_times(
@@ -95,27 +101,29 @@ def roofline_times(
 
     The weight gradient's is what the whole backward takes beyond that of a layer whose parameters need none.
     """
-    forward_s, backward_s = _both(module, inputs, is_first, loss, rates)
+    forward, backward_s = _both(module, inputs, is_first, loss, rates)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.requires_grad_(False)
-    input_grad_s = _both(module, inputs, is_first, loss, rates)[1]
+    _, input_grad_s = _both(module, inputs, is_first, loss, rates)
     for parameter in parameters:
         parameter.requires_grad_(True)
-    return Times(forward_s, input_grad_s, max(0.0, backward_s - input_grad_s), forward_s)
+    weight_grad_s = max(0.0, backward_s - input_grad_s)
+    cheap_s = forward.seconds - forward.product_seconds
+    return Times(forward.seconds, input_grad_s, weight_grad_s, forward.seconds, cheap_s)
 
 
 def _both(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, rates: Rates
-) -> tuple[float, float]:
-    """Gives the seconds of forward and of backward."""
+) -> tuple[Roofline, float]:
+    """Gives the operations of forward, and the seconds of backward."""
     run = Run(module, inputs, is_first)
     with Roofline(rates) as forward:
         outputs = run.forward(loss)
     end = run.take(outputs)
     with Roofline(rates) as backward:
         run.backward(end)
-    return forward.seconds, backward.seconds
+    return forward, backward.seconds
 
 
 def _conv_backward_parts(args: tuple[Any, ...], result: Sequence[Tensor | None]) -> Iterator[tuple[int, int]]:

@@ -10,12 +10,15 @@ from numpy.typing import NDArray
 
 from gems.errors import ConfigError
 from gems.profile.model_profile import LayerProfile, ModelProfile
+from gems.profile.saved import product_bytes_of, stash_of
 
-TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s")
+TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "cheap_s")
 SIZES = (
     "param_bytes", "buffer_bytes", "stash_bytes", "output_bytes", "output_grad_bytes", "unsaved_input_bytes",
     "workspace_bytes", "forward_peak_bytes", "backward_peak_bytes", "held_for_weights_bytes", "held_input_bytes", "held_output_grad_bytes",
+    "plain_peak_bytes", "cheap_bytes", "cheap_first_peak_bytes", "cheap_peak_bytes",
 )  # fmt: skip
+STORAGES = ("saved", "passing")
 PAIRS = ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
 Vector = NDArray[np.float64]
 
@@ -68,7 +71,27 @@ def _fit(
                 (ahead, round(value(lambda one, n=name, k=ahead: float(dict(getattr(one, n))[k]), index)))  # type: ignore[misc]
                 for ahead, _ in getattr(base, name)
             )
-        return replace(base, **fitted)  # type: ignore[arg-type]
+        return replace(base, **(fitted | storages(index, fitted)))  # type: ignore[arg-type]
+
+    def storages(index: int, fitted: dict[str, object]) -> dict[str, object]:
+        """Gives the storages, and the sums that follow from them; only the sums where points do not agree on them."""
+        if not all(_structure(point.layers[index]) == _structure(first.layers[index]) for point in points):
+            return {"saved": (), "passing": ()}
+        found = {
+            name: tuple(
+                replace(
+                    one,
+                    num_bytes=round(
+                        value(lambda other, n=name, k=place: float(getattr(other, n)[k].num_bytes), index)  # type: ignore[misc]
+                    ),
+                )
+                for place, one in enumerate(getattr(first.layers[index], name))
+            )
+            for name in STORAGES
+        }
+        stash, later = stash_of(found["saved"])
+        cheap = product_bytes_of((*found["saved"], *found["passing"]))
+        return {**found, "stash_bytes": stash, "saved_later": later, "cheap_bytes": cheap}
 
     given = np.array([point.input_bytes for point in points], dtype=float)
     return replace(
@@ -117,6 +140,10 @@ def _have_same_layers(one: ModelProfile, other: ModelProfile) -> bool:
         ]
 
     return shape(one) == shape(other)
+
+
+def _structure(layer: LayerProfile) -> list[list[tuple[object, ...]]]:
+    return [[one.structure for one in getattr(layer, name)] for name in STORAGES]
 
 
 def _pixels(profile: ModelProfile) -> int:

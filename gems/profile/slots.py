@@ -16,7 +16,7 @@ class Output:
     `number` tells its tensors apart: a tensor that it hands on twice has one. `same_as` is the input that it is itself,
     `given` the input whose memory it lies in; with None the layer made that memory, which `made` numbers.
     `storage_bytes` is the size of that memory, and the tensor begins `offset` elements into it. `is_saved` says that
-    the layer itself saves it.
+    the layer itself saves it, `is_product` that a convolution or a matrix product gave it.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +30,7 @@ class Output:
     made: int | None
     storage_bytes: int
     is_saved: bool
+    is_product: bool = False
 
     @property
     def num_bytes(self) -> int:

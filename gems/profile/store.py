@@ -56,7 +56,7 @@ def read_document(path: Path) -> ModelProfile:
         if path.suffix == ".h5":
             return _read_hdf5(path)
         document = json.loads(path.read_text())
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError("profile.path", path, f"holds no profile ({error})", advice) from error
     if not isinstance(document, dict):
         raise ConfigError("profile.path", path, "holds no profile", advice)

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
 from gems.schedule.action import Action, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCosts:
+    """One micro-batch on one segment of a stage, in the units of `StageCosts`.
+
+    `activation` is what its forward keeps (or its second run, where it is recomputed), `boundary` what the first run of
+    a recomputed one keeps, `moved` what its copy to host memory carries, `copy_out` and `copy_in` the times of it.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    activation: float
+    recompute: float = 0.0
+    held_for_weights: float = 0.0
+    boundary: float = 0.0
+    moved: float = 0.0
+    copy_out: float = 0.0
+    copy_in: float = 0.0
+
+    def time(self, kind: Kind) -> float:
+        """Gives the time of an action on its rank or copy engine."""
+        if kind is Kind.B:
+            return self.input_grad + self.weight_grad
+        return float(getattr(self, _TIME_OF[kind])) if kind in _TIME_OF else 0.0
+
+
+_TIME_OF = {
+    Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.R: "recompute",
+    Kind.OFFLOAD: "copy_out", Kind.PREFETCH: "copy_in",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +49,8 @@ class StageCosts:
     `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]`
     what stage s hands to stage s + 1 (and gets back as gradient), `copy` the time of moving the stage's activations
     one way between device and host memory, `boundary` the part of `activation` that a recomputed stage keeps. `reduce`
-    and `step` are the times of the rank-wide actions, found by the lowest stage of the rank.
+    and `step` are the times of the rank-wide actions, found by the lowest stage of the rank. `segments` has the parts
+    of each stage that runs in segments.
     """
 
     forward: tuple[float, ...]
@@ -31,6 +64,7 @@ class StageCosts:
     boundary_bytes: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
     step: tuple[float, ...] = ()
+    segments: tuple[tuple[SegmentCosts, ...], ...] = ()
 
     def __post_init__(self) -> None:
         none = (0.0,) * len(self.forward)
@@ -46,9 +80,30 @@ class StageCosts:
         """Number of stages."""
         return len(self.forward)
 
+    def in_segments(self, counts: Sequence[int]) -> StageCosts:
+        """Gives the same with each stage in so many equal segments."""
+        return replace(
+            self, segments=tuple((self._part(stage, count),) * count for stage, count in enumerate(counts))
+        )
+
+    def _part(self, stage: int, count: int) -> SegmentCosts:
+        return SegmentCosts(
+            forward=self.forward[stage] / count,
+            input_grad=self.input_grad[stage] / count,
+            weight_grad=self.weight_grad[stage] / count,
+            activation=self.activation[stage] / count,
+            recompute=self.recompute[stage] / count,
+            held_for_weights=self.held_for_weights[stage] / count,
+            moved=self.activation[stage] / count,
+            copy_out=self.copy[stage] / count,
+            copy_in=self.copy[stage] / count,
+        )
+
     def time(self, action: Action) -> float:
         """Gives the time of an action on its rank or copy engine; transfers take none here."""
         kind, stage = action.kind, action.stage
+        if action.segment is not None:
+            return self.segments[stage][action.segment].time(kind)
         if kind is Kind.F:
             return self.forward[stage]
         if kind is Kind.B:
@@ -64,6 +119,16 @@ class StageCosts:
         if kind is Kind.REDUCE_GRAD:
             return self.reduce[stage]
         return self.step[stage] if kind is Kind.STEP else 0.0
+
+    def held(self, what: str, action: Action) -> float:
+        """Gives `activation`, `held_for_weights` or `boundary` of an action's stage or segment."""
+        if action.segment is not None:
+            return float(getattr(self.segments[action.stage][action.segment], what))
+        return float(getattr(self, what)[action.stage])
+
+    def moved(self, action: Action) -> float:
+        """Gives the size that a copy carries: of a whole stage all its activations."""
+        return self.held("activation" if action.segment is None else "moved", action)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ BRINGING_KINDS = frozenset({Kind.F, Kind.R, Kind.PREFETCH})
 class Ledger:
     """Counts activations held, in the unit of `StageCosts.activation`, and their peak.
 
-    F brings a stage's activations (only its boundary where R follows), R the rest of them, PREFETCH what OFFLOAD
-    took; I leaves what W needs, W and B leave nothing. Under a cap, what brings activations waits until copies that
+    F brings the activations of a stage or segment (only its boundary where R follows), R the rest of them, PREFETCH what
+    OFFLOAD took; I leaves what W needs, W and B leave nothing. What OFFLOAD took is let go by FREE where that is in the
+    list, and otherwise when the copy has ended. Under a cap, what brings activations waits until copies that
     are under way have made room; room is given in the order of the list.
     """
 
@@ -69,35 +70,51 @@ class Ledger:
 
     def give_at(self, action: Action, time: float) -> None:
         """Counts what a copy to host memory lets go when it ends."""
-        heapq.heappush(self._leaving, (time, self._costs.activation[action.stage]))
+        if not self._waits_for(action):
+            heapq.heappush(self._leaving, (time, self._costs.moved(action)))
 
     def brings(self, action: Action) -> float:
         """Gives the size that must be free before an action starts."""
-        kind, stage, micro_batch, direction, _ = action
+        kind, stage, micro_batch, direction, segment = action
+        costs = self._costs
         if kind is Kind.F:
             if self._schedule.forward_only:
                 return 0.0
-            if self._has_recompute and self._schedule.has(Kind.R, stage, micro_batch, direction):
-                return self._costs.boundary[stage]
-            return self._costs.activation[stage]
+            if self._has_recompute and self._schedule.has(Kind.R, stage, micro_batch, direction, segment):
+                return costs.held("boundary", action)
+            return costs.held("activation", action)
         if kind is Kind.R:
-            return self._costs.activation[stage] - self._costs.boundary[stage]
-        return self._costs.activation[stage] if kind is Kind.PREFETCH else 0.0
+            return costs.held("activation", action) - costs.held("boundary", action)
+        return costs.moved(action) if kind is Kind.PREFETCH else 0.0
 
     def leaves(self, action: Action) -> float:
-        """Gives the size that is free once a compute action has ended."""
-        stage = action.stage
+        """Gives the size that is free once an action of the rank has ended."""
+        costs = self._costs
         if action.kind is Kind.B:
-            return self._costs.activation[stage]
+            return costs.held("activation", action)
         if action.kind is Kind.I:
-            return self._costs.activation[stage] - self._costs.held_for_weights[stage]
-        return self._costs.held_for_weights[stage] if action.kind is Kind.W else 0.0
+            return costs.held("activation", action) - costs.held("held_for_weights", action)
+        if action.kind is Kind.FREE:
+            return costs.moved(action)
+        return costs.held("held_for_weights", action) if action.kind is Kind.W else 0.0
+
+    def _waits_for(self, copy: Action) -> bool:
+        _, stage, micro_batch, direction, segment = copy
+        return self._schedule.has_any(Kind.FREE) and self._schedule.has(
+            Kind.FREE, stage, micro_batch, direction, segment
+        )
+
+    def leaves_at_once(self, action: Action) -> float:
+        """Gives what is counted as gone behind an action, in the order of the list alone."""
+        if action.kind is Kind.OFFLOAD:
+            return 0.0 if self._waits_for(action) else self._costs.moved(action)
+        return self.leaves(action)
 
 
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     """Gives the most activations that each rank holds, from the order of its list alone.
 
-    Exact without copies to host memory; with them, what is under way counts as gone.
+    Exact where each copy out is waited for (FREE), or there is none; one that is not counts as gone when it is posted.
     """
     found = []
     for row in schedule.rows:
@@ -106,7 +123,7 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
         for action in row:
             held += ledger.brings(action)
             peak = max(peak, held)
-            held -= costs.activation[action.stage] if action.kind is Kind.OFFLOAD else ledger.leaves(action)
+            held -= ledger.leaves_at_once(action)
             peak = max(peak, held)
         found.append(peak)
     return tuple(found)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.schedule import Schedule
 
 RECEIVES_AHEAD = 1
-MADE_KINDS = COMPUTE_KINDS | COPY_KINDS
+MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 
 
 def add_transfers(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Schedule:
@@ -67,6 +67,6 @@ def lower(schedule: Schedule) -> Schedule:
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """Takes out again what lowering put in: all but the compute actions and the copies to host memory."""
+    """Takes out again what lowering put in: all but the compute actions and what copies to host memory."""
     rows = tuple(tuple(a for a in row if a.kind in MADE_KINDS) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=())

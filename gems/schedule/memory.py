@@ -100,15 +100,18 @@ def _changes(
             arriving[action] = costs.boundary_bytes[stage - 1 if kind is Kind.RECV_F else stage]
             changes.append((start, BOUNDARIES, arriving[action]))
         elif kind is Kind.OFFLOAD:
-            size = costs.activation[stage] * activation_bytes
-            changes += [(end, ACTIVATIONS, -size), (end, HOST, size)]
+            size = costs.moved(action) * activation_bytes
+            changes += [
+                (end, ACTIVATIONS, -ledger.leaves_at_once(action) * activation_bytes),
+                (end, HOST, size),
+            ]
         else:
             if kind in COMPUTE_KINDS:
                 for need in dependencies(action, schedule):
                     if need in arriving:
                         changes.append((end, BOUNDARIES, -arriving.pop(need)))
             if kind is Kind.PREFETCH:
-                changes.append((end, HOST, -costs.activation[stage] * activation_bytes))
+                changes.append((end, HOST, -costs.moved(action) * activation_bytes))
             changes.append((start, ACTIVATIONS, ledger.brings(action) * activation_bytes))
             changes.append((end, ACTIVATIONS, -ledger.leaves(action) * activation_bytes))
     return changes

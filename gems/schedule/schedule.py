@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement
 
-_MARKS = (Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH)
-Place = tuple[int, int | None, int]
+_MARKS = (Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE, Kind.AWAIT)
+Place = tuple[int, int | None, int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Schedule:
 
     `num_micro_batches` counts all of a step over both directions; a micro-batch runs in one direction.
     `passes` names what has been done to the compute-only list that a generator made. `num_stages` is the stages that
-    the model is cut into, `has_transfers` says whether transfers are in the list, so that data of other ranks comes
+    the model is cut into, `num_segments` those of each stage (None where a stage runs whole), `has_transfers` says whether transfers are in the list, so that data of other ranks comes
     only through them, and `needs` keeps what `gems.schedule.dependencies` has answered for this schedule.
     """
 
@@ -30,32 +30,60 @@ class Schedule:
     passes: tuple[str, ...] = ()
     forward_only: bool = False
     num_stages: int = field(init=False, repr=False, compare=False)
+    num_segments: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     has_transfers: bool = field(init=False, repr=False, compare=False)
     needs: dict[Action, tuple[Action, ...]] = field(init=False, repr=False, compare=False)
     _marks: dict[Kind, frozenset[Place]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         marks: dict[Kind, set[Place]] = {kind: set() for kind in _MARKS}
+        last: dict[int, int] = {}
+        in_segments: set[int] = set()
         for row in self.rows:
             for kind, stage, micro_batch, direction, segment in row:
-                if kind in marks and segment is None:
-                    marks[kind].add((stage, micro_batch, direction))
+                if kind in marks:
+                    marks[kind].add((stage, micro_batch, direction, segment))
+                if segment is not None:
+                    last[stage] = max(segment, last.get(stage, 0))
+                    if segment == 0:
+                        in_segments.add(stage)
         object.__setattr__(self, "_marks", {kind: frozenset(found) for kind, found in marks.items()})
         object.__setattr__(self, "num_stages", self.placement.num_stages)
+        segments = tuple(
+            last[stage] + 1 if stage in in_segments else None for stage in range(self.num_stages)
+        )
+        object.__setattr__(self, "num_segments", segments)
         object.__setattr__(self, "has_transfers", "add_transfers" in self.passes)
         object.__setattr__(self, "needs", {})
 
-    def has(self, kind: Kind, stage: int, micro_batch: int | None, direction: int) -> bool:
-        """Whether an I, R, OFFLOAD or PREFETCH of this stage, micro-batch and direction is in the list."""
-        return (stage, micro_batch, direction) in self._marks[kind]
+    def has(
+        self, kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None
+    ) -> bool:
+        """Whether an I, R or action of a copy of this stage (or segment), micro-batch and direction is in the list."""
+        return (stage, micro_batch, direction, segment) in self._marks[kind]
 
     def has_any(self, kind: Kind) -> bool:
-        """Whether any I, R, OFFLOAD or PREFETCH is in the list."""
+        """Whether any I, R or action of a copy of that kind is in the list."""
         return bool(self._marks[kind])
 
     def backward_kind(self, stage: int, micro_batch: int | None, direction: int) -> Kind:
         """Gives the kind that makes the input gradient: I where the backward is split, otherwise B."""
-        return Kind.I if (stage, micro_batch, direction) in self._marks[Kind.I] else Kind.B
+        segment = self.first_segment(stage)
+        return Kind.I if (stage, micro_batch, direction, segment) in self._marks[Kind.I] else Kind.B
+
+    def first_segment(self, stage: int) -> int | None:
+        """Gives the segment that reads what a stage is given; None where the stage runs whole."""
+        return None if self.num_segments[stage] is None else 0
+
+    def last_segment(self, stage: int) -> int | None:
+        """Gives the segment that makes what a stage hands on; None where the stage runs whole."""
+        count = self.num_segments[stage]
+        return None if count is None else count - 1
+
+    def segments_of(self, stage: int) -> tuple[int | None, ...]:
+        """Gives the segments of a stage in order; the one None where it runs whole."""
+        count = self.num_segments[stage]
+        return (None,) if count is None else tuple(range(count))
 
     @property
     def has_split_backward(self) -> bool:

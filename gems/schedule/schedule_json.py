@@ -13,7 +13,10 @@ SCHEMA = "gems.schedule/1"
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """Gives the dictionary of schema gems.schedule/1; an action is [kind, stage, direction, micro_batch]."""
+    """Gives the dictionary of schema gems.schedule/1; an action is [kind, stage, direction, micro_batch].
+
+    One of a segment has the segment behind that.
+    """
     return {
         "schema": SCHEMA,
         "name": schedule.name,
@@ -23,10 +26,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "directions": schedule.num_directions,
         "placement": [list(row) for row in schedule.placement.ranks],
         "passes": list(schedule.passes),
-        "actions": [
-            [[action.kind.value, action.stage, action.direction, action.micro_batch] for action in row]
-            for row in schedule.rows
-        ],
+        "actions": [[_words(action) for action in row] for row in schedule.rows],
     }
 
 
@@ -51,7 +51,7 @@ def from_json(document: dict[str, Any]) -> Schedule:
         )
         if len(rows) != schedule.num_ranks:
             raise ValueError(f"{len(rows)} lists of actions for {schedule.num_ranks} ranks")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError("schedule", "json", f"not of schema {SCHEMA} ({error!r})") from error
     return schedule
 
@@ -66,7 +66,15 @@ def _placement(document: dict[str, Any]) -> Placement:
     return placement
 
 
-def _action(kind: str, stage: int, direction: int, micro_batch: int | None) -> Action:
-    if not all(isinstance(number, int) for number in (stage, direction, micro_batch or 0)):
-        raise TypeError(f"no whole numbers in {[kind, stage, direction, micro_batch]}")
-    return Action(Kind(kind), stage, micro_batch, direction)
+def _words(action: Action) -> list[str | int | None]:
+    kind, stage, micro_batch, direction, segment = action
+    words = [kind.value, stage, direction, micro_batch]
+    return words if segment is None else [*words, segment]
+
+
+def _action(
+    kind: str, stage: int, direction: int, micro_batch: int | None, segment: int | None = None
+) -> Action:
+    if not all(isinstance(number, int) for number in (stage, direction, micro_batch or 0, segment or 0)):
+        raise TypeError(f"no whole numbers in {[kind, stage, direction, micro_batch, segment]}")
+    return Action(Kind(kind), stage, micro_batch, direction, segment)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gems.errors import ScheduleError
-from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import dependencies
 from gems.schedule.ledger import Ledger
@@ -130,7 +130,7 @@ class _Player:
         self.start[rank].append(begin)
         self.end[rank].append(finish)
         if kind is not Kind.STEP:
-            if kind is not Kind.R:
+            if kind is not Kind.R and kind not in WAIT_KINDS:
                 self.busy[rank] += time
             self.finish(action, finish)
         return True

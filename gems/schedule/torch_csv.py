@@ -22,7 +22,8 @@ def to_torch_csv(schedule: Schedule) -> str:
     Transfers, the reduction and the step are left out: torch puts its own there.
 
     Raises:
-        ConfigError: the schedule says what that format cannot: two directions, recomputation or copies to host memory.
+        ConfigError: the schedule says what that format cannot: two directions, segments of a stage, recomputation or copies to host
+            memory.
     """
     if schedule.num_directions > 1:
         raise ConfigError(
@@ -34,6 +35,13 @@ def to_torch_csv(schedule: Schedule) -> str:
             raise ConfigError(
                 "format", "torch", f"cannot say schedule {schedule.name}: it {what}", "use --json"
             )
+    if any(schedule.num_segments):
+        raise ConfigError(
+            "format",
+            "torch",
+            f"cannot say schedule {schedule.name}: its stages run in segments",
+            "use --json",
+        )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in schedule.rows:

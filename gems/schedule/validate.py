@@ -11,6 +11,7 @@ from gems.schedule.action import (
     RANK_KINDS,
     RECV_KINDS,
     SEND_KINDS,
+    WAIT_KINDS,
     Action,
     Kind,
 )  # fmt: skip
@@ -19,7 +20,7 @@ from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 
-_MADE_KINDS = COMPUTE_KINDS | COPY_KINDS
+_MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 _TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
 
 
@@ -39,11 +40,17 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
     """
     try:
         _check(schedule)
-        simulate(schedule, costs or uniform(schedule.num_ranks, schedule.num_stages), cap=cap)
+        simulate(schedule, costs or _equal_costs(schedule), cap=cap)
     except ScheduleError as error:
         error.schedule = schedule
         raise
     return schedule
+
+
+def _equal_costs(schedule: Schedule) -> StageCosts:
+    """Gives equal costs of the stages, and of the segments of each."""
+    stages = uniform(schedule.num_ranks, schedule.num_stages)
+    return stages.in_segments([count or 1 for count in schedule.num_segments])
 
 
 def _check(schedule: Schedule) -> None:
@@ -104,26 +111,31 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
         if m not in directions:
             raise ScheduleError(schedule.placement.rank_of(0, 0), Action(Kind.F, 0, m), "is missing")
         for stage in range(schedule.num_stages):
-            for kind in _kinds_of(schedule, stage, m, directions[m]):
-                expected = Action(kind, stage, m, directions[m])
-                if expected not in left:
-                    raise ScheduleError(schedule.rank_of(expected), expected, "is missing")
-                left.discard(expected)
+            for segment in schedule.segments_of(stage):
+                for kind in _kinds_of(schedule, stage, m, directions[m], segment):
+                    expected = Action(kind, stage, m, directions[m], segment)
+                    if expected not in left:
+                        raise ScheduleError(schedule.rank_of(expected), expected, "is missing")
+                    left.discard(expected)
     for action in sorted(left):
         raise ScheduleError(schedule.rank_of(action), action, "has no place in this step")
 
 
-def _kinds_of(schedule: Schedule, stage: int, micro_batch: int, direction: int) -> tuple[Kind, ...]:
-    """Gives the actions that one stage and micro-batch needs, seen from those that are there."""
+def _kinds_of(
+    schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
+) -> tuple[Kind, ...]:
+    """Gives the actions that one stage (or segment) and micro-batch needs, seen from those that are there."""
     if schedule.forward_only:
         return (Kind.F,)
     kind = schedule.backward_kind(stage, micro_batch, direction)
-    backward = (Kind.F, Kind.I, Kind.W) if kind is Kind.I else (Kind.F, Kind.B)
-    if schedule.has(Kind.R, stage, micro_batch, direction):
-        return (*backward, Kind.R)
-    if any(schedule.has(copy, stage, micro_batch, direction) for copy in COPY_KINDS):
-        return (*backward, Kind.OFFLOAD, Kind.PREFETCH)
-    return backward
+    found = [Kind.F, Kind.I, Kind.W] if kind is Kind.I else [Kind.F, Kind.B]
+    place = (stage, micro_batch, direction, segment)
+    if schedule.has(Kind.R, *place):
+        return (*found, Kind.R)
+    found += [kind for kind in (Kind.FREE, Kind.AWAIT) if schedule.has(kind, *place)]
+    if any(schedule.has(copy, *place) for copy in (*COPY_KINDS, *WAIT_KINDS)):
+        found += [Kind.OFFLOAD, Kind.PREFETCH]
+    return tuple(found)
 
 
 def _check_transfers(schedule: Schedule) -> None:

@@ -6,10 +6,11 @@ runs, every rank has a part of its own.
 
 from __future__ import annotations
 
+from gems.trace.attempts import join_attempts
 from gems.trace.hdf5 import open_trace
 from gems.trace.layout import COLUMNS, DTYPES, KINDS, SCHEMA_VERSION, SOURCES, STREAMS, Trace, root_attributes
 from gems.trace.part import PART_TABLES, TracePart, merge_parts, part_path, read_part
-from gems.trace.whole import read_trace, write_trace
+from gems.trace.whole import read_column, read_trace, write_trace
 
 __all__ = [
     "COLUMNS",
@@ -21,9 +22,11 @@ __all__ = [
     "STREAMS",
     "Trace",
     "TracePart",
+    "join_attempts",
     "merge_parts",
     "open_trace",
     "part_path",
+    "read_column",
     "read_part",
     "read_trace",
     "root_attributes",

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 SOURCES = ("measured", "emulated", "simulated")
 KINDS = (
     "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "STEP", "I", "W", "R", "OFFLOAD", "PREFETCH",
+    "FREE", "AWAIT",
 )  # fmt: skip
 STREAMS = ("compute", "link", "copy_out", "copy_in")
 
@@ -38,6 +39,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("images", "i8", "1", "images of all directions and replicas"),
         ("loss", "f8", "1", "mean training loss over all images of the step"),
         ("is_warmup", "i1", "1", "1 for a step left out of figures"),
+        ("attempt", "i4", "1", "attempt that ran the step, from 1"),
     ),
     "rank_steps": (
         ("rank", "i4", "1", "world rank"),
@@ -57,6 +59,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("utilisation", "f8", "1", "share of time in which the device computed, NaN without a GPU"),
     ),
 }
+# What a column says in a file of a minor version that had it not yet.
+DEFAULTS = {("steps", "attempt"): 1}
 DTYPES = {
     name: np.dtype([(column, kind) for column, kind, _, _ in columns]) for name, columns in COLUMNS.items()
 }
@@ -64,7 +68,11 @@ DTYPES = {
 
 @dataclass(slots=True)
 class Trace:
-    """A trace in memory: structured arrays of the tables in `COLUMNS`, the root attributes and the texts."""
+    """A trace in memory: structured arrays of the tables in `COLUMNS`, the root attributes and the texts.
+
+    `memory_plan` is the JSON of what became of activations and what that was predicted to take; empty where they were
+    kept.
+    """
 
     attributes: dict[str, Any]
     events: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["events"]))
@@ -75,6 +83,7 @@ class Trace:
     schedule_rows: tuple[str, ...] = ()
     schedule_sha256: str = ""
     boundaries: tuple[int, ...] = ()
+    memory_plan: str = ""
 
     @property
     def source(self) -> str:

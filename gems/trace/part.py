@@ -115,7 +115,11 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
         "clock_end_at_ns",
     ):
         merged.pop(gone, None)
-    return Trace(attributes=merged, steps=_whole_steps(tables["rank_steps"], world_size), **tables)
+    return Trace(
+        attributes=merged,
+        steps=_whole_steps(tables["rank_steps"], world_size, int(parts[0].attributes.get("attempt", 1))),
+        **tables,
+    )
 
 
 def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarray:
@@ -139,7 +143,7 @@ def _by_rank(parts: Sequence[Trace], world_size: int, name: str, unknown: Any) -
     return [known.get(rank, unknown) for rank in range(world_size)]
 
 
-def _whole_steps(rank_steps: np.ndarray, world_size: int) -> np.ndarray:
+def _whole_steps(rank_steps: np.ndarray, world_size: int, attempt: int) -> np.ndarray:
     rows = []
     for step in np.unique(rank_steps["step"]):
         mine = rank_steps[rank_steps["step"] == step]
@@ -155,6 +159,7 @@ def _whole_steps(rank_steps: np.ndarray, world_size: int) -> np.ndarray:
                 mine["images"].max(),
                 loss,
                 mine["is_warmup"].max(),
+                attempt,
             )
         )
     return np.array(rows, DTYPES["steps"])

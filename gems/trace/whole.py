@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 
 from gems.trace.hdf5 import get_attributes, open_trace, set_attributes
-from gems.trace.layout import COLUMNS, DTYPES, KINDS, SCHEMA_VERSION, STREAMS, Trace
+from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, SCHEMA_VERSION, STREAMS, Trace
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -43,12 +43,28 @@ def write_trace(path: Path, trace: Trace) -> None:
                 "actions of each rank of a pipeline, in order",
             ),
             (
+                file.create_dataset("memory_plan", data=trace.memory_plan, dtype=text),
+                "segments of each stage and their policies, JSON; empty where activations are kept",
+            ),
+            (
                 file.create_dataset("partition/boundaries", data=np.array(trace.boundaries, dtype="i8")),
                 "first layer of each stage, and the number of layers",
             ),
         ):
             dataset.attrs["units"], dataset.attrs["long_name"] = "1", long_name
     partial.replace(path)
+
+
+def read_column(file: h5py.File, table: str, column: str) -> Any:
+    """Reads a column of an open trace, or what it stands for in an older one that lacks it.
+
+    Raises:
+        KeyError: the trace has no such column, and never had to.
+    """
+    default = DEFAULTS.get((table, column))
+    if default is not None and column not in file[table]:
+        return default
+    return file[table][column][()]
 
 
 def read_trace(path: Path) -> Trace:
@@ -62,7 +78,7 @@ def read_trace(path: Path) -> Trace:
         for name, columns in COLUMNS.items():
             table = np.empty(len(file[name][columns[0][0]]), DTYPES[name])
             for column, *_ in columns:
-                table[column] = file[name][column][()]
+                table[column] = read_column(file, name, column)
             tables[name] = table
         return Trace(
             attributes=get_attributes(file),
@@ -70,5 +86,6 @@ def read_trace(path: Path) -> Trace:
             schedule_rows=tuple(file["schedule/rows"].asstr()[()]),
             schedule_sha256=str(file["schedule"].attrs["sha256"]),
             boundaries=tuple(int(b) for b in file["partition/boundaries"][()]),
+            memory_plan=file["memory_plan"].asstr()[()] if "memory_plan" in file else "",
             **tables,
         )

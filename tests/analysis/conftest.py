@@ -83,6 +83,7 @@ class Simulated:
                 self.images_per_step,
                 2.0 / (k + 1),
                 int(k < self.warmup_steps),
+                1,
             )
             for k in range(self.steps)
         ]
@@ -166,7 +167,7 @@ def _write_parts(
                 event["start_ns"] += ahead_ns
                 event["end_ns"] += ahead_ns
                 part.add("events", tuple(event))
-            step, start_ns, end_ns, images, loss, is_warmup = row.item()
+            step, start_ns, end_ns, images, loss, is_warmup, _ = row.item()
             known = loss if rank == trace.world_size - 1 else float("nan")
             part.add(
                 "rank_steps", (rank, step, start_ns + ahead_ns, end_ns + ahead_ns, images, known, is_warmup)

@@ -79,7 +79,7 @@ def by_hand(rows: Sequence[tuple[float, ...]], events: Sequence[tuple[int, ...]]
     full = [(*event, 0, 0, 0) for event in events]
     return Trace(
         attributes=root_attributes("measured", "x", 2),
-        steps=np.array(rows, DTYPES["steps"]),
+        steps=np.array([(*row, 1)[:7] for row in rows], DTYPES["steps"]),
         events=np.array(full, DTYPES["events"]),
     )
 
@@ -115,13 +115,24 @@ def test_images_per_s_counts_gaps_between_steps_and_step_time_does_not() -> None
     assert metrics.step_median_s == pytest.approx(0.1)
 
 
+def test_the_time_between_attempts_is_of_no_step() -> None:
+    rows = [
+        (0, 0, 100 * MS, 10, 1.0, 0, 1),
+        (1, 110 * MS, 200 * MS, 10, 1.0, 0, 1),
+        (2, 5000 * MS, 5100 * MS, 10, 1.0, 0, 3),
+    ]
+    metrics = metrics_of(by_hand(rows))
+    assert metrics.time_s == pytest.approx(0.3) and metrics.images_per_s == pytest.approx(100)
+    assert metrics.step_p95_s == pytest.approx(0.1)
+
+
 def test_times_of_overlapping_steps_add_up_to_the_whole() -> None:
     rows = [
         (0, 0, 100 * MS, 1, 1.0, 0),
         (1, 60 * MS, 180 * MS, 1, 1.0, 0),
         (2, 150 * MS, 290 * MS, 1, 1.0, 0),
     ]
-    times_s = step_times_s(np.array(rows, DTYPES["steps"]))
+    times_s = step_times_s(by_hand(rows).steps)
     assert times_s == pytest.approx([0.100, 0.080, 0.110])
     metrics = metrics_of(by_hand(rows))
     assert metrics.time_s == pytest.approx(times_s.sum())

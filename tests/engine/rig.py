@@ -15,6 +15,7 @@ from gems.engine.recorder import Recorder
 from gems.engine.routes import tag_of
 from gems.engine.stage import Stage
 from gems.engine.staging import Direct
+from gems.engine.store.segments import needs_store, open_segments
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
@@ -98,9 +99,23 @@ class LateTransport:
 
 
 class Rig:
-    """One rank's executor with its own ledger and events, and a late network where it has neighbours."""
+    """One rank's executor with its own ledger and events, and a late network where it has neighbours.
 
-    def __init__(self, schedule, rank, modules, boundaries=(), source=None, at_once=False, **options) -> None:
+    With a memory plan, or copies in the schedule, saved tensors are in a store (`segments`).
+    """
+
+    def __init__(
+        self,
+        schedule,
+        rank,
+        modules,
+        boundaries=(),
+        source=None,
+        at_once=False,
+        plan=None,
+        host_limit_bytes=None,
+        **options,
+    ) -> None:
         self.part = ListPart(rank)
         self.ledger = Ledger(CPU)
         self.recorder = Recorder(self.part, self.ledger, CPU)
@@ -112,7 +127,14 @@ class Rig:
         self.stages = {
             held: Stage(nn.ModuleList(kept), held[1] == 0, links.poll) for held, kept in modules.items()
         }
-        self.executor = Executor(schedule, rank, self.stages, links, self.recorder, **options)
+        self.segments = None
+        if needs_store(schedule):
+            self.segments = open_segments(
+                schedule, rank, self.stages, plan, self.recorder, CPU, links.poll, 0, host_limit_bytes
+            )
+        self.executor = Executor(
+            schedule, rank, self.stages, links, self.recorder, segments=self.segments, **options
+        )
 
     def run(self, batch: Batch, step: int = 0):
         score = self.executor.run(step, batch)

@@ -94,7 +94,7 @@ def test_activations_of_a_split_backward_are_what_the_schedule_says(family, num_
     images, labels = images_and_labels(n)
     for step in range(2):
         rig.run(Batch(images, labels), step)
-        assert rig.executor.activations.held_bytes == rig.executor.handed_over.held_bytes == 0
+        assert rig.executor.activations.held_bytes == rig.executor.handing.handed_over.held_bytes == 0
         assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
         assert rig.ledger.held_bytes == 0, "bytes return to where they started"
     sizes: dict[int, tuple[int, int]] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gems.engine import checkpoint
+from gems.engine.checkpoint import weights
 from gems.engine.pipeline import Pipeline
 from gems.errors import ConfigError
 from gems.models import layers_of
@@ -51,10 +51,10 @@ def scramble(pipeline) -> None:
 def test_another_cut_and_both_directions_read_it(tmp_path):
     saved = share([0, 2, 5])
     scramble(saved)
-    checkpoint.save(saved, tmp_path)
+    weights.save(saved, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stage0000.pt", "stage0001.pt"]
     other = share([0, 1, 3, 4, 5], num_directions=2, seed=7)
-    checkpoint.restore(other, checkpoint.load(tmp_path))
+    weights.restore(other, weights.load(tmp_path))
     for direction in (0, 1):
         restored = values_of(other, direction)
         assert len(restored) == len(values_of(saved)) > 20
@@ -62,21 +62,21 @@ def test_another_cut_and_both_directions_read_it(tmp_path):
 
 
 def test_one_copy_of_the_model_is_written(tmp_path):
-    checkpoint.save(share([0, 2, 5], replica=1), tmp_path / "replica")
+    weights.save(share([0, 2, 5], replica=1), tmp_path / "replica")
     assert not (tmp_path / "replica").exists()
     both = share([0, 5], num_directions=2)
     scramble(both)
     assert not torch.equal(values_of(both, 0)[0], values_of(both, 1)[0])
-    checkpoint.save(both, tmp_path)
+    weights.save(both, tmp_path)
     other = share([0, 5])
-    checkpoint.restore(other, checkpoint.load(tmp_path))
+    weights.restore(other, weights.load(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(values_of(other), values_of(both, 0), strict=True))
 
 
 def test_a_run_folder_serves_as_well(tmp_path):
     saved = share([0, 5])
-    checkpoint.save(saved, RunFolder(tmp_path).checkpoint)
-    assert checkpoint.load(tmp_path).keys() == checkpoint.load(RunFolder(tmp_path).checkpoint).keys()
+    weights.save(saved, RunFolder(tmp_path).checkpoint)
+    assert weights.load(tmp_path).keys() == weights.load(RunFolder(tmp_path).checkpoint).keys()
 
 
 @pytest.mark.parametrize(
@@ -88,25 +88,25 @@ def test_a_run_folder_serves_as_well(tmp_path):
     ],
 )
 def test_another_model_is_refused_in_one_line(tmp_path, changes, layer):
-    checkpoint.save(share([0, 5]), tmp_path)
+    weights.save(share([0, 5]), tmp_path)
     num_layers = 8 if "model__depth" in changes else 5
     other = share([0, num_layers], train__initial_checkpoint=str(tmp_path), **changes)
     with pytest.raises(ConfigError, match=rf"does not fit this model at layer {layer}") as caught:
-        checkpoint.restore(other, checkpoint.load(tmp_path))
+        weights.restore(other, weights.load(tmp_path))
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 def test_a_deeper_model_is_refused_although_all_layers_would_fit(tmp_path):
-    checkpoint.save(share([0, 8], model__depth=14), tmp_path)
+    weights.save(share([0, 8], model__depth=14), tmp_path)
     with pytest.raises(ConfigError, match=r"does not fit this model at layer stage1\.block2"):
-        checkpoint.restore(share([0, 5]), checkpoint.load(tmp_path))
+        weights.restore(share([0, 5]), weights.load(tmp_path))
 
 
 def test_a_stage_that_is_missing_is_noticed(tmp_path):
-    checkpoint.save(share([0, 2, 5]), tmp_path)
+    weights.save(share([0, 2, 5]), tmp_path)
     (tmp_path / "stage0000.pt").unlink()
     with pytest.raises(ConfigError, match=r"at layer stage1\.block1"):
-        checkpoint.restore(share([0, 5]), checkpoint.load(tmp_path))
+        weights.restore(share([0, 5]), weights.load(tmp_path))
 
 
 def test_nothing_but_tensors_is_unpickled(tmp_path):
@@ -116,20 +116,20 @@ def test_nothing_but_tensors_is_unpickled(tmp_path):
 
     torch.save({"stem": {"weight": Evil()}}, tmp_path / "stage0000.pt")
     with pytest.raises(ConfigError, match="cannot be read"):
-        checkpoint.load(tmp_path)
+        weights.load(tmp_path)
     (tmp_path / "stage0000.pt").write_bytes(pickle.dumps({"stem": Evil()}, protocol=2))
     with pytest.raises(ConfigError, match="cannot be read"):
-        checkpoint.load(tmp_path)
+        weights.load(tmp_path)
 
 
 def test_a_folder_without_a_checkpoint_and_a_truncated_file_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"train\.initial_checkpoint=.*holds no checkpoint"):
-        checkpoint.load(tmp_path)
+        weights.load(tmp_path)
     with pytest.raises(ConfigError, match="holds no checkpoint"):
-        checkpoint.load(tmp_path / "missing")
-    checkpoint.save(share([0, 5]), tmp_path)
+        weights.load(tmp_path / "missing")
+    weights.save(share([0, 5]), tmp_path)
     path = tmp_path / "stage0000.pt"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="cannot be read") as caught:
-        checkpoint.load(tmp_path)
+        weights.load(tmp_path)
     assert "\n" not in str(caught.value)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gems.config import MachineConfig
-from gems.engine.device import LOCAL_RANK_VARIABLES, local_rank, open_device
+from gems.engine.device import open_device
+from gems.engine.local_rank import LOCAL_RANK_VARIABLES, local_rank
 from gems.errors import ConfigError
 
 
@@ -58,6 +59,27 @@ def test_the_one_gpu_that_is_bound_to_the_rank_is_taken(gpus, monkeypatch):
     gpus(1)
     monkeypatch.setenv("SLURM_LOCALID", "3")
     assert open_device(MachineConfig()) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("local", "index"), [(0, 3), (1, 2), (3, 0), (4, 3)])
+def test_the_sites_order_of_gpus(gpus, monkeypatch, local, index):
+    gpus(4)
+    monkeypatch.setenv("SLURM_LOCALID", str(local))
+    assert open_device(MachineConfig(), [3, 2, 1, 0]) == torch.device("cuda", index)
+
+
+def test_an_order_does_not_count_where_the_gpu_is_bound(gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    assert open_device(MachineConfig(), [3, 2, 1, 0]) == torch.device("cuda", 0)
+
+
+def test_an_order_of_more_gpus_than_are_seen(gpus):
+    gpus(2)
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.device_order=\[3, 2, 1, 0\]: names 4 GPUs, and this rank sees 2; "
+    ):
+        open_device(MachineConfig(), [3, 2, 1, 0])
 
 
 def test_no_gpu(gpus):

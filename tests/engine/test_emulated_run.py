@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from gems.heartbeat import read_beat
+from gems.json_files import read_json
+from gems.preparation import prepare
 from gems.ranks import mpiexec_argv, rank_environment, run_ranks
-from gems.runfolder import RunFolder, prepare, read_json
+from gems.runfolder import RunFolder
 from gems.trace import KINDS, SOURCES, part_path, read_part
 from tests.engine.toys import make_spec
 

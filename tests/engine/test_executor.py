@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from gems.engine.executor import NO_LABEL, Batch
+from gems.engine.executor import Batch
+from gems.engine.score import NO_LABEL
 from gems.heartbeat import Heartbeat, read_beat
 from gems.models.build import TensorSpec, as_tuple
 from gems.schedule import generate

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 import threading
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from gems.engine.monitor import Monitor, rss_bytes
+from gems.engine.host_memory import rss_bytes
+from gems.engine.monitor import Monitor
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
@@ -44,6 +45,7 @@ def driver(asked: list[str], **failing: bool) -> SimpleNamespace:
         "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=7_000_000_001),
         "nvmlDeviceGetPowerUsage": 250_500,
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=40),
+        "nvmlDeviceGetTotalEnergyConsumption": 5_000_000,
     }
     return SimpleNamespace(
         NVMLError=NVMLError, **{name: answer(name, value) for name, value in values.items()}
@@ -52,7 +54,8 @@ def driver(asked: list[str], **failing: bool) -> SimpleNamespace:
 
 @pytest.fixture
 def open_on_gpu(monkeypatch):
-    def open_monitor(**failing: bool) -> Monitor:
+    def open_monitor(at_ns=time.perf_counter_ns, **failing: bool) -> Monitor:
+        monkeypatch.setattr("gems.engine.monitor.time", SimpleNamespace(perf_counter_ns=at_ns))
         monkeypatch.setitem(sys.modules, "pynvml", driver([], **failing))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
         return Monitor(GPU, 1000.0)
@@ -78,10 +81,11 @@ def test_a_process_is_sampled_until_it_is_closed():
 
 
 def test_resident_memory_grows_with_what_is_touched():
-    before = rss_bytes()
-    block = np.ones(50_000_000, dtype=np.uint8)
-    assert rss_bytes() - before > 40_000_000
-    assert block[-1] == 1
+    with mmap.mmap(-1, 50_000_000) as block:  # of its own: the heap may hold this much already
+        before = rss_bytes()
+        for first in range(0, len(block), mmap.PAGESIZE):
+            block[first] = 1
+        assert rss_bytes() - before > 40_000_000
 
 
 def test_a_short_run_has_a_sample_at_its_beginning_and_end():
@@ -111,3 +115,31 @@ def test_a_driver_without_samples_does_not_end_the_run(open_on_gpu, capsys, fail
     monitor.close()
     said = f"gems: no samples of the GPU's memory and power: {failing}: not supported\n"
     assert capsys.readouterr().err == said
+
+
+def test_energy_is_what_the_counter_went_on_by(open_on_gpu):
+    monitor = open_on_gpu()
+    sys.modules["pynvml"].nvmlDeviceGetTotalEnergyConsumption = lambda handle: 5_012_500
+    monitor.close()
+    assert monitor.energy_j() == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize("counted", ["missing", "set back"])
+def test_energy_is_the_integral_of_power_where_nothing_counts(open_on_gpu, monkeypatch, counted):
+    times_ns = iter([0, 2_000_000_000, 3_000_000_000])
+    monitor = open_on_gpu(
+        nvmlDeviceGetTotalEnergyConsumption=counted == "missing", at_ns=lambda: next(times_ns)
+    )
+    if counted == "set back":
+        sys.modules["pynvml"].nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1
+    sys.modules["pynvml"].nvmlDeviceGetPowerUsage = lambda handle: 350_500
+    monitor._sample()
+    monitor.close()
+    assert monitor.energy_j() == pytest.approx(2 * 300.5 + 1 * 350.5)
+
+
+def test_nobody_tells_the_energy_of_a_processor(open_on_gpu):
+    silent = open_on_gpu(nvmlDeviceGetTotalEnergyConsumption=True, nvmlDeviceGetPowerUsage=True)
+    for monitor in (Monitor(CPU, 1000.0), silent):
+        monitor.close()
+        assert monitor.energy_j() is None

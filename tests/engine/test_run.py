@@ -19,15 +19,20 @@ from PIL import Image
 
 from gems.errors import RankFailedError, StalledError
 from gems.heartbeat import Beat, read_beat
+from gems.json_files import read_json
+from gems.preparation import prepare
 from gems.ranks import Ended, mpiexec_argv, rank_environment, run_ranks
-from gems.runfolder import RunFolder, prepare, read_json
+from gems.runfolder import RunFolder
 from gems.shared_memory import remove_stale_shared_memory
 from gems.trace import part_path, read_part
 from tests.engine.toys import make_spec
 
 NUM_RANKS = 2
 LIMIT_S = 100.0
-RECORD = {"rank", "node", "pid", "step", "action", "cause", "exit_code", "utc"}
+RECORD = {
+    "rank", "node", "pid", "step", "action", "stage", "cause", "cause_class", "kind", "errno", "traceback", "waits_for",
+    "rss_bytes", "device_bytes", "device_reserved_bytes", "mpi", "exit_code", "utc",
+}  # fmt: skip
 NODE = os.uname().nodename
 
 
@@ -150,9 +155,16 @@ def test_a_rank_that_waits_too_long_says_for_what(tmp_path):
     ended = ranks.wait()
     assert not ended.timed_out and ended.returncode == StalledError.exit_code
     record = failure(folder, 0, StalledError.exit_code)
-    assert record["step"] >= 2 and re.fullmatch(r"rank 0 waited 5 s for .+", record["cause"])
+    assert record["step"] >= 2 and re.fullmatch(r"rank 0 waited \d+ s for .+", record["cause"])
     (line,) = lines_of(ended)
     assert f"in step {record['step']}, action {record['action']}: rank 0 waited" in line
+    stall = read_json(folder.stalled_json)
+    assert (stall["rank"], stall["step"], stall["action"]) == (0, record["step"], record["action"])
+    assert [(root["rank"], root["pid"], root["state"]) for root in stall["roots"]] == [
+        (1, stopped.pid, "is silent")
+    ]
+    assert record["waits_for"] == stall["waits_for"] and "of rank 1, which is silent" in line
+    assert "_wait_until" in folder.stacks(0).read_text() and folder.stacks(1).read_text() == ""
 
 
 @pytest.mark.timeout(150)

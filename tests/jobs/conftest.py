@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_slurm import FakeSlurm
 from job_helpers import ROOT
 
 from gems.compose import compose
 from gems.config import RunSpec
-from gems.runfolder import RunFolder, prepare
+from gems.preparation import prepare
+from gems.runfolder import RunFolder
+from jobs import launch as launch_module
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets launches start no probe of MPI before the ranks, which `test_probe.py` tests."""
+    monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: None)
+
 
 TINY_RANK = """
 import json, os, pathlib, signal, sys, time
@@ -25,7 +35,8 @@ if mode == "early" and os.environ["PMI_RANK"] == who:
     sys.exit("ImportError: no such library")
 from mpi4py import MPI
 from gems.heartbeat import Heartbeat, read_beat
-from gems.runfolder import RunFolder, write_json
+from gems.json_files import write_json
+from gems.runfolder import RunFolder
 
 folder, rank, size = RunFolder(pathlib.Path(sys.argv[-1])), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 heartbeat = Heartbeat(folder.heartbeat(rank))
@@ -47,8 +58,12 @@ if mode and str(rank) in who.split(","):
         os._exit(3)
     elif mode == "signal":
         os.kill(os.getpid(), signal.SIGSEGV)
-while mode:
+while mode and mode != "stop":
     MPI.COMM_WORLD.Barrier()
+while mode == "stop" and not MPI.COMM_WORLD.allreduce(folder.stop_json.exists()):
+    time.sleep(0.02)
+if mode == "stop" and rank == 0:
+    write_json(folder.stopped_json, {{"step": 13, "reason": json.loads(folder.stop_json.read_text())["reason"]}})
 heartbeat.close()
 """
 
@@ -105,3 +120,23 @@ def write_failed() -> Callable[..., None]:
         folder.failed_json(rank).write_text(json.dumps(record))
 
     return write
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """An empty PATH, for commands of a SLURM that a test gives words to."""
+    here = tmp_path / "slurm"
+    here.mkdir()
+    monkeypatch.setenv("PATH", str(here))
+    return FakeSlurm(here)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, resolved: Callable[..., RunSpec]) -> Callable[..., RunFolder]:
+    """Prepares runs below runs/ by the code itself, told apart by their names."""
+
+    def make(name: str = "one", *overrides: str) -> RunFolder:
+        spec = resolved("cluster=mini", *overrides)
+        return prepare(replace(spec, name=name, runs_dir=str(tmp_path / "runs")))
+
+    return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -168,3 +169,43 @@ def test_broken_records_are_passed_over(folder: RunFolder, write_failed: Callabl
     folder.heartbeat(1).write_bytes(b"x y z 1 2")
     write_failed(folder, 1, "2026", "true cause")
     assert blame(folder, heard(), ended()).rank == 1
+
+
+def old_beat(folder: RunFolder, rank: int, action: str, time_ns: int, step: int = 7) -> None:
+    beat(folder, rank, 100 + rank, f"n{rank}", step, action)
+    words = folder.heartbeat(rank).read_bytes().split()[:4]
+    folder.heartbeat(rank).write_bytes(b" ".join([*words, str(time_ns).encode()]).ljust(256))
+
+
+def test_a_stall_is_the_silent_ranks(folder: RunFolder, write_failed: Callable[..., None]) -> None:
+    for rank, (action, time_ns) in enumerate([("0RECV_B1", 1), ("1F3", 5), ("2F2", 9), ("finished", 0)]):
+        old_beat(folder, rank, action, time_ns)
+    write_failed(folder, 0, "2026", "waited 60 s for 0RECV_B1", 5, action="0RECV_B1", waited_s=60)
+    failure = blame(folder, heard(), ended(5))
+    assert (failure.rank, failure.node, failure.action, failure.exit_code) == (1, "n1", "1F3", 5)
+    assert failure.line() == (
+        "rank 1 on node n1 moved no more in step 7, action 1F3: rank 0 waited 60 s in step 3, action 0RECV_B1"
+    )
+
+
+def test_who_could_not_record_its_end_is_the_silent_one(
+    folder: RunFolder, write_failed: Callable[..., None]
+) -> None:
+    for rank, time_ns in enumerate([3, 2, 9, 1]):
+        old_beat(folder, rank, f"{rank}F1", time_ns)
+    for rank in (0, 1, 3):
+        write_failed(folder, rank, "2026", "ranks have stalled", 5)
+    assert blame(folder, heard("srun: error: n0: task 0: Exited with exit code 5"), ended(5)).rank == 2
+
+
+def test_who_found_the_stall_may_have_told(folder: RunFolder, write_failed: Callable[..., None]) -> None:
+    old_beat(folder, 0, "0F1", 1)
+    write_failed(folder, 0, "2026", "been in 0F1 for 9 s", 5)
+    root = {"rank": 3, "node": "n3", "pid": 33, "step": 7, "action": "3B1", "state": "is silent"}
+    document = {"rank": 0, "node": "n0", "step": 7, "action": "0F1", "waited_s": 9.0, "roots": [root]}
+    (folder.path / "STALLED.json").write_text(json.dumps(document))
+    failure = blame(folder, heard(), ended(5))
+    assert (failure.rank, failure.node, failure.rank_pid, failure.action) == (3, "n3", 33, "3B1")
+    for damaged in ([], [7], [{"rank": "x"}], "n3"):
+        (folder.path / "STALLED.json").write_text(json.dumps({**document, "roots": damaged}))
+        assert blame(folder, heard(), ended(5)).rank == 0

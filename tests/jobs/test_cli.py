@@ -13,7 +13,7 @@ from job_helpers import ROOT
 
 from gems.cli import main
 from gems.compose import compose
-from gems.runfolder import prepare
+from gems.preparation import prepare
 from jobs.__main__ import VERBS
 
 MASTER = ["experiment=gems_master", "data=synthetic"]
@@ -65,7 +65,8 @@ def test_runs_dir_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
     file.touch()
     for verb in ("submit", "prepare"):
         assert main("jobs", VERBS, [verb, *MASTER, f"runs_dir={file / 'runs'}"]) == 2
-        (line,) = capfd.readouterr().err.splitlines()
+        said = capfd.readouterr().err.splitlines()
+        (line,) = (line for line in said if "taking the profile" not in line)
         assert line.startswith(f"jobs: runs_dir={file / 'runs'}: cannot write there (Not a directory")
 
 
@@ -114,7 +115,7 @@ def test_unknown_command(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_of_every_verb() -> None:
-    for words in (["--help"], ["submit", "--help"], ["collect", "--help"]):
+    for words in (["--help"], ["submit", "--help"], ["collect", "--help"], ["status", "--help"]):
         ended = jobs(*words)
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout
@@ -125,7 +126,7 @@ def test_a_login_node_loads_nothing_heavy(work: str) -> None:
     words = ["submit", *MASTER, "cluster=mini", "--dry-run"] if work == "dry run" else ["submit", "--help"]
     program = f"""
 import runpy, sys
-import jobs.batch, jobs.launch, jobs.slurm, jobs.submit
+import jobs.batch, jobs.cancel, jobs.launch, jobs.logs, jobs.slurm, jobs.status, jobs.submit
 sys.argv = ["jobs", *{words!r}]
 try:
     runpy.run_module("jobs", run_name="__main__")

@@ -105,7 +105,7 @@ def test_ranks_that_die_without_a_word(
     assert line.startswith(f"jobs: rank 1 on node {os.uname().nodename} {text}")
 
 
-@pytest.mark.parametrize("code", [2, 4, 5])
+@pytest.mark.parametrize("code", [2, 4])
 def test_a_ranks_own_record_decides(
     tiny: Tiny, collected: list[RunFolder], capfd: pytest.CaptureFixture[str], code: int
 ) -> None:
@@ -225,7 +225,7 @@ def test_ranks_learn_whether_a_person_looks_on(tiny: Tiny, monkeypatch: pytest.M
     assert seen[0]["OMP_NUM_THREADS"] == "7"  # cluster.environment goes before our defaults
 
 
-def test_a_restarted_job_sweeps_every_node_first(
+def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
     tiny: Tiny, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = tiny()
@@ -236,12 +236,13 @@ def test_a_restarted_job_sweeps_every_node_first(
         return Ended(1, ())
 
     monkeypatch.setattr(launch_module, "run_ranks", note)
+    monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: started.append(["gems.engine.probe"]))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     launch(folder, resolved("cluster=mini"))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     launch(folder, resolved("cluster=mini"))
-    modules = [argv[argv.index("-m") + 1] for argv in started]
-    assert modules == ["gems.engine.run", "gems.shared_memory", "gems.engine.run"]
+    modules = [next(word for word in argv if word.startswith("gems.")) for argv in started]
+    assert modules == ["gems.engine.probe", "gems.engine.run", "gems.shared_memory", *modules[:2]]
     assert folder.read_status()["job_id"] == "7"
 
 

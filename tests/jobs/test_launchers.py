@@ -12,11 +12,14 @@ import pytest
 from gems import ranks
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder, prepare
+from gems.preparation import prepare
+from gems.runfolder import RunFolder
 from jobs.launchers import command, sweep_by_srun
 from jobs.spec import job_spec
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
+CODE_ZIP = "/runs/it's mine/provenance/code.zip"
+IN_JOB = [CODE_ZIP, "gems.engine.run", "/runs/it's mine"]
 PROGRAM = ["-m", "gems.engine.run", "/runs/it's mine"]
 
 
@@ -41,7 +44,7 @@ def test_srun_with_gpus(resolved: Callable[..., RunSpec]) -> None:
     assert command(job_spec(spec), FOLDER) == [
         "srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=8", "--mpi=pmix",
         "--kill-on-bad-exit=1", "--wait=60", "--label", "--unbuffered", "--gpus-per-node=4", "--gpu-bind=none",
-        "--cpu-bind=cores", "--network=a b", sys.executable, *PROGRAM,
+        "--cpu-bind=cores", "--network=a b", sys.executable, *IN_JOB,
     ]  # fmt: skip
 
 
@@ -51,15 +54,21 @@ def test_srun_without_gpus_and_without_an_mpi_plugin(resolved: Callable[..., Run
     )
     assert command(job_spec(spec), FOLDER) == [
         "srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=1", "--kill-on-bad-exit=1",
-        "--wait=60", "--label", "--unbuffered", "apptainer", "exec", "my image.sif", "python", *PROGRAM,
+        "--wait=60", "--label", "--unbuffered", "apptainer", "exec", "my image.sif", "python", *IN_JOB,
     ]  # fmt: skip
 
 
 def test_sweep_runs_once_a_node(resolved: Callable[..., RunSpec]) -> None:
-    assert sweep_by_srun(job_spec(resolved("cluster=mini"))) == [
+    assert sweep_by_srun(job_spec(resolved("cluster=mini")), FOLDER) == [
         "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none",
-        sys.executable, "-m", "gems.shared_memory",
+        sys.executable, CODE_ZIP, "gems.shared_memory",
     ]  # fmt: skip
+
+
+def test_without_a_snapshot_the_code_as_it_is(resolved: Callable[..., RunSpec]) -> None:
+    job = job_spec(resolved("cluster=mini", "cluster.snapshot=false"))
+    assert command(job, FOLDER)[-4:] == [sys.executable, *PROGRAM]
+    assert sweep_by_srun(job, FOLDER)[-3:] == [sys.executable, "-m", "gems.shared_memory"]
 
 
 def test_mpiexec(resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +97,16 @@ def test_the_folder_is_known_before_it_is_made(resolved: Callable[..., RunSpec],
     expected = RunFolder.of(spec)
     assert not expected.path.exists()
     assert prepare(spec) == expected
+
+
+def test_a_probe_starts_without_site_packages_and_knows_what_was_asked(
+    resolved: Callable[..., RunSpec],
+) -> None:
+    words = ["machine=probe", "cluster=mini", "cluster.gpus_per_node=4", "parallel.replicas=2"]
+    argv = command(job_spec(resolved(*words)), RunFolder(Path("/runs/one")))
+    code = "/runs/one/provenance/code.zip"
+    assert argv[argv.index("-I") :] == ["-I", "-S", code, "gems.probe_rank", "/runs/one", "8", "4", "4"]
+    argv = command(job_spec(resolved(*words, "cluster.snapshot=false")), RunFolder(Path("/runs/one")))
+    place = argv.index("-I")
+    assert argv[place : place + 2] == ["-I", "-S"] and argv[place + 2].endswith("/gems/probe_rank.py")
+    assert argv[place + 3 :] == ["/runs/one", "8", "4", "4"]

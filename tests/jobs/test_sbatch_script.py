@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,14 +26,20 @@ from jobs.submit import submit
 SBATCH = """#!{python}
 import json, os, pathlib, sys
 here = pathlib.Path({here!r})
+if "--test-only" in sys.argv:
+    (here / "tested").write_text(sys.stdin.read())
+    sys.exit(print("sbatch: Job 41 to start at 2026-01-01T00:00:00", file=sys.stderr))
 if (here / "refuse").exists():
     sys.exit("sbatch: error: Batch job submission failed: Invalid partition name specified")
 record = {{"argv": sys.argv[1:], "script": pathlib.Path(sys.argv[-1]).read_text(), "environment": dict(os.environ)}}
 (here / "submitted.json").write_text(json.dumps(record))
 print("Submitted batch job 41")
 """
+NOBODY = """#!/bin/sh
+echo "Unable to contact slurm controller (connect failure)" >&2; exit 1
+"""
 SQUEUE = """#!/bin/sh
-case "$*" in *--jobs=41) if [ -e {here}/running ]; then echo RUNNING; fi ;;
+case "$*" in *--jobs=41) if [ -e {here}/running ]; then echo '41|RUNNING|N/A|None|run'; fi ;;
 *) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;; esac
 """
 
@@ -42,7 +49,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which sbatch and squeue stand and leave what they were told."""
     here = tmp_path / "slurm"
     here.mkdir()
-    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+    silent = [(name, NOBODY) for name in ("scontrol", "sinfo", "sacctmgr")]
+    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE), *silent):
         path = here / name
         path.write_text(text.format(python=sys.executable, here=str(here)))
         path.chmod(0o755)
@@ -95,6 +103,8 @@ def test_whole_script(
         "#SBATCH --open-mode=append",
         f"#SBATCH --output={logs}/%j_0_log.out",
         "#SBATCH --qos=high",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=B:USR2@120",
         "#SBATCH --time=60",
         "",
         "# setup",
@@ -104,16 +114,22 @@ def test_whole_script(
         "",
         "# command",
         "export SUBMITIT_EXECUTOR=slurm",
-        f"exec {shlex.quote(sys.executable)} -u -m submitit.core._submit {logs}",
+        f"exec {shlex.quote(sys.executable)} -u {RunFolder.of(spec).code_zip} submitit.core._submit {logs}",
     ]
 
 
-def test_no_signal_unless_asked_for(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    """submitit's default would send USR2 to all ranks 90 s before the end: at once, in a job of a minute."""
-    script = script_of(on_slurm(resolved, tmp_path))
-    assert not any("signal" in line.partition("=")[0] for line in directives(script))
-    asked = script_of(on_slurm(resolved, tmp_path, sbatch={"signal": "B:TERM@60"}))
-    assert "--signal=B:TERM@60" in directives(asked)
+def test_the_batch_process_is_told_before_the_end(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    """Not the ranks, as submitit's own --signal=USR2@90 does; a user's own signal and habits go before ours."""
+
+    def ends(**cluster: Any) -> list[str]:
+        script = script_of(on_slurm(resolved, tmp_path, **cluster))
+        return [word for word in directives(script) if re.search("signal|requeue", word)]
+
+    assert ends() == ["--requeue", "--signal=B:USR2@120"]
+    assert ends(minutes=4, stop_before_s=120)[1:] == ["--signal=B:USR2@120"]
+    assert ends(minutes=3, stop_before_s=120) == ["--requeue"]  # it would come when the run has hardly begun
+    assert ends(stop_before_s=0, max_requeues=0) == []
+    assert ends(sbatch={"signal": "B:TERM@60", "no_requeue": True}) == ["--no-requeue", "--signal=B:TERM@60"]
 
 
 def test_account_of_the_users_environment_is_shown(
@@ -224,7 +240,8 @@ def test_submission(
     assert all(os.environ[name] == value for name, value in hidden.items())
     out = capsys.readouterr().out
     assert out.splitlines()[0].startswith("job     41: nodes 2, tasks 4")
-    assert f"tail -F {folder.logs}/ranks.log" in out and "squeue -j 41" in out
+    assert f"python -m jobs logs -f {folder.path}\n" in out
+    assert f"python -m jobs status {folder.path}\n" in out
     assert {path.name for path in folder.logs.iterdir() if path.is_file() and not path.is_symlink()} == {
         "41_submission.sh", "41_submitted.pkl"
     }  # fmt: skip
@@ -236,9 +253,9 @@ def test_submission_as_json(
     spec = on_slurm(resolved, tmp_path)
     assert submit(spec, Options(json=True)) == 0
     folder = RunFolder.of(spec)
-    assert json.loads(capsys.readouterr().out) == {
-        "job_id": "41", "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log")
-    }  # fmt: skip
+    document = json.loads(capsys.readouterr().out)
+    assert [row["check"] for row in document.pop("preflight") if row["ok"] is False] == []
+    assert document == {"job_id": "41", "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log")}
 
 
 def test_refused_job_is_one_line_and_leaves_no_litter(

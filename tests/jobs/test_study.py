@@ -14,16 +14,21 @@ from typing import Any
 
 import pytest
 import yaml
+from fake_slurm import FakeSlurm
 
 from gems.cli import main
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder, prepare
+from gems.preparation import prepare
+from gems.runfolder import RunFolder
+from jobs import rounds as rounds_module
 from jobs import study as study_module
 from jobs.__main__ import VERBS
+from jobs.condition import conditions
 from jobs.launchers import LAUNCHERS, command
-from jobs.spec import job_spec
-from jobs.study import draw, state_of
+from jobs.spec import JobSpec, job_spec
+from jobs.study import draw, is_due, state_of
+from jobs.submit import start
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
 WORDS = ("parallel.replicas=1", "parallel.replicas=2", "parallel.replicas=3")
@@ -61,7 +66,7 @@ class Stub:
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
     made = Stub(tmp_path / "runs")
-    monkeypatch.setattr(study_module, "start", made.start)
+    monkeypatch.setattr(rounds_module, "start", made.start)
     monkeypatch.setattr(study_module, "draw", made.draw)
     return made
 
@@ -238,37 +243,47 @@ def test_a_run_that_goes_on_is_left_alone_and_one_that_has_gone_runs_again(
     assert "3 points (1 failed, 1 finished, 1 running); 1 to run" in err
 
 
+def state(folder: RunFolder) -> str:
+    (found,) = conditions([folder]).runs
+    return state_of(found)
+
+
 @pytest.mark.parametrize(
-    ("is_queued", "state"), [(True, "submitted"), (None, "submitted"), (False, "failed")]
+    ("line", "expected"),
+    [("41|PENDING|N/A|Priority|run", "pending"), ("41|RUNNING|N/A|None|run", "starting"), (None, "failed")],
 )
-def test_a_job_is_left_alone_while_the_queue_may_have_it(
-    is_queued: bool | None, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_job_is_left_alone_while_the_queue_has_it(
+    line: str | None, expected: str, tmp_path: Path, slurm: FakeSlurm
 ) -> None:
-    asked: list[str] = []
-
-    def ask(job_id: str) -> bool | None:
-        asked.append(job_id)
-        return is_queued
-
-    monkeypatch.setattr(study_module, "is_queued", ask)
+    slurm.says("squeue", *([line] if line else []))
+    slurm.says("sacct", error="accounting storage is disabled", code=1)
     folder = RunFolder(tmp_path)
     folder.write_status("submitted", job_id="41")
-    assert (state_of(folder), asked) == (state, ["41"])
+    assert state(folder) == expected
+    assert is_due(expected) == (expected == "failed")
+
+
+def test_a_job_is_left_alone_where_the_queue_cannot_be_asked(tmp_path: Path, slurm: FakeSlurm) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_status("submitted", job_id="41")
+    assert (state(folder), is_due(state(folder))) == ("submitted", False)
 
 
 def test_states_by_status_alone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    assert state_of(folder) == "missing"
-    for state, fields, expected in (
+    assert state(folder) == "missing"
+    for word, fields, expected in (
         ("prepared", {}, "prepared"),
         ("finished", {"exit_code": 0, "collected": True}, "finished"),
         ("finished", {"exit_code": 2, "collected": False}, "failed"),
         ("failed", {"exit_code": 4}, "failed"),
-        ("running", {"pid": os.getppid(), "host": "elsewhere"}, "failed"),
+        ("stopped", {"exit_code": 0}, "stopped"),
         ("running", {"pid": os.getpid(), "host": os.uname().nodename}, "failed"),
+        ("running", {"pid": 2**22 + 1, "host": os.uname().nodename}, "failed"),
     ):
-        folder.write_status(state, **fields)
-        assert state_of(folder) == expected
+        folder.write_status(word, **fields)
+        assert state(folder) == expected
+        assert is_due(expected) == (expected != "finished")
 
 
 @pytest.mark.timeout(120)
@@ -309,13 +324,11 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from jobs.submit import start
-
     program = f"import sys; print('gems: it cannot be' if {code} else 'fine'); sys.exit({code})"
     monkeypatch.setitem(
         LAUNCHERS, "simulated", lambda job, folder: [*job.python, "-c", program, str(folder.path)]
     )
-    monkeypatch.setattr(study_module, "start", start)
+    monkeypatch.setattr(rounds_module, "start", start)
     assert study(points=("machine.kind=simulated",)) == code
     out, err = capfd.readouterr()
     assert out.split()[1] == state
@@ -346,21 +359,135 @@ def test_simulated_points_from_the_file_to_the_picture(
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
-def test_points_on_slurm_are_submitted_once(
-    study: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
+    """A SLURM that takes every job and keeps it waiting; gives the names of the folders, in the order of submission."""
     submitted: list[str] = []
-    monkeypatch.setattr("jobs.slurm.need_sbatch", lambda: None)
-    monkeypatch.setattr(
-        "jobs.slurm.submit_job", lambda spec, job, folder: submitted.append(folder.path.name) or "41"
-    )
-    monkeypatch.setattr(study_module, "is_queued", lambda job_id: True)
+    slurm.does("squeue", f"/bin/cat {slurm.here}/queue 2>/dev/null; exit 0")
+
+    def take(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
+        submitted.append(folder.path.name)
+        number = str(40 + len(submitted))
+        with (slurm.here / "queue").open("a") as queue:
+            queue.write(f"{number}|PENDING|N/A|Priority|mine\n")
+        return number
+
+    monkeypatch.setattr("jobs.slurm.need_sbatch", lambda job: None)
+    monkeypatch.setattr("jobs.slurm.submit_job", take)
+    return submitted
+
+
+def test_points_on_slurm_are_submitted_once_and_one_call_asks_for_all(
+    study: Callable[..., int], queued: list[str], slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert study("cluster=mini", points=WORDS[:2]) == 0
-    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["submitted", "submitted"]
-    assert len(set(submitted)) == 2
+    lines = [line.split()[1:3] for line in capfd.readouterr().out.splitlines()]
+    assert lines == [["pending", "41"], ["pending", "42"]]
+    assert len(set(queued)) == 2
+    before = len(slurm.asked())
     assert study("cluster=mini", points=WORDS[:2]) == 0
-    assert "2 points (2 submitted); nothing to run" in capfd.readouterr().err
-    assert len(submitted) == 2
+    assert "2 points (2 pending); nothing to run" in capfd.readouterr().err
+    assert len(queued) == 2
+    asked = slurm.asked()[before:]
+    assert all(line.endswith("--jobs=41,42") for line in asked) and len(asked) <= 2
+
+
+def test_what_the_queue_does_not_take_waits_for_the_next_call(
+    study: Callable[..., int], queued: list[str], slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("cluster=mini", "+cluster.limits=[{queued_jobs: 2}]")
+    assert study(*words) == 0
+    out, err = capfd.readouterr()
+    assert [line.split()[1] for line in out.splitlines()] == ["pending", "pending", "waiting"]
+    assert "the queue is full; 1 points wait for the next call (or --wait)" in err
+    assert len(queued) == 2
+    assert study(*words) == 0
+    assert "(1 missing, 2 pending); 1 to run" in capfd.readouterr().err
+    assert len(queued) == 2
+    (slurm.here / "queue").write_text("42|PENDING|N/A|Priority|mine\n")
+    folder = RunFolder(Path(out.splitlines()[0].split()[-1]))
+    folder.write_status("finished", exit_code=0, job_id="41")
+    study(*words)
+    assert len(queued) == 3
+
+
+def test_wait_submits_as_room_comes_and_ends_with_the_last_job(
+    study: Callable[..., int],
+    queued: list[str],
+    slurm: FakeSlurm,
+    stub: Stub,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """At each look the oldest job has ended, the second one with a failure."""
+    monkeypatch.setattr(rounds_module, "start", start)
+    ended: list[str] = []
+
+    class Looks:
+        def wait(self, seconds: float) -> None:
+            lines = (slurm.here / "queue").read_text().splitlines()
+            job = lines[0].partition("|")[0]
+            (slurm.here / "queue").write_text("".join(f"{line}\n" for line in lines[1:]))
+            folder = RunFolder(stub.runs / queued[int(job) - 41])
+            code = 4 if job == "42" else 0
+            folder.write_status("failed" if code else "finished", exit_code=code, job_id=job)
+            ended.append(job)
+
+    monkeypatch.setattr("jobs.rounds.threading.Event", Looks)
+    assert study("cluster=mini", "--wait", "+cluster.limits=[{queued_jobs: 1}]") == 4
+    out, err = capfd.readouterr()
+    assert ended == ["41", "42", "43"]
+    assert [line.split()[1] for line in out.splitlines()] == ["finished", "failed", "finished"]
+    assert "jobs: study mine: 2 missing, 1 pending, 2 of them wait for room in the queue\n" in err
+    assert len(stub.drawn) == 1 and len(stub.drawn[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("refusal", "others", "waiting", "code"),
+    [
+        (
+            "error: QOSMaxSubmitJobPerUserLimit Job violates accounting/QOS policy (job submit limit)",
+            "9",
+            2,
+            0,
+        ),
+        ("error: AssocMaxSubmitJobLimit Job violates accounting/QOS policy", "9", 2, 0),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "9", 2, 0),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "", 0, 2),
+        ("error: QOSMaxWallDurationPerJobLimit Job violates accounting/QOS policy", "9", 0, 2),
+        ("Invalid partition name specified", "9", 0, 2),
+    ],
+)
+def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
+    refusal: str, others: str, waiting: int, code: int, study: Callable[..., int], queued: list[str], slurm: FakeSlurm,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked: list[str] = []
+
+    def refuse(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
+        asked.append(folder.path.name)
+        raise ConfigError("cluster", "mini", f"sbatch refuses the job: {refusal}")
+
+    (slurm.here / "queue").write_text(f"{others}\n" if others else "")
+    monkeypatch.setattr("jobs.slurm.submit_job", refuse)
+    assert study("cluster=mini", points=WORDS[:2]) == code
+    out, err = capfd.readouterr()
+    assert [line.split()[1] for line in out.splitlines()].count("waiting") == waiting
+    assert err.count("cannot start: ") == 2 - waiting
+    assert len(asked) == (1 if waiting else 2)
+
+
+def test_stop_cancels_the_whole_study(
+    study: Callable[..., int], queued: list[str], slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study("cluster=mini")
+    capfd.readouterr()
+    slurm.does("scancel", f": > {slurm.here}/queue")
+    assert study("cluster=mini", "--stop") == 0
+    assert capfd.readouterr().out.count(": cancelled, job ") == 3
+    assert "scancel 41 42 43" in slurm.asked()
+    assert study("cluster=mini", "--dry-run") == 0
+    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["cancelled"] * 3
 
 
 def test_a_simulated_run_is_one_process_here_whatever_the_cluster(resolved: Callable[..., RunSpec]) -> None:

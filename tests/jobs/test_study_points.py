@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from gems.compose import CONF
 from gems.config import StudyConfig
 from gems.errors import ConfigError
+from gems.overrides import CONF
 from jobs.points import points_of, read_study, study_name
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
@@ -50,8 +51,8 @@ def test_without_axes_and_points_there_is_one_point() -> None:
 
 
 def test_null_takes_a_value_away() -> None:
-    with_none = StudyConfig([*BASE, "cluster.account=a"], {"cluster.account": [None, "b"]})
-    assert [point.spec.cluster.account for point in points_of(with_none, "mine")] == [None, "b"]
+    with_none = StudyConfig([*BASE, "cluster.partition=a"], {"cluster.partition": [None, "b"]})
+    assert [point.spec.cluster.partition for point in points_of(with_none, "mine")] == [None, "b"]
 
 
 def test_the_users_overrides_come_last_and_points_of_one_folder_count_once() -> None:
@@ -138,7 +139,7 @@ def test_the_studies_that_come_along_compose(path: Path) -> None:
     study = read_study(path.stem)
     study.axes = {key: choices[:1] for key, choices in study.axes.items()}
     points = points_of(study, path.stem)
-    assert len(points) == len(study.points)
+    assert len(points) == len(study.points) * study.repetitions
 
 
 def test_emulated_scaling_goes_from_4_to_1024_ranks_and_checks_its_prediction() -> None:
@@ -154,3 +155,29 @@ def test_emulated_scaling_goes_from_4_to_1024_ranks_and_checks_its_prediction() 
     assert {parallel.partitions * cost.unit_s for cost, parallel in costs} == {0.08}  # one model throughout
     assert {parallel.partitions * cost.param_bytes for cost, parallel in costs} == {8 << 20}
     assert {(parallel.micro_batches or 0) // parallel.partitions for _, parallel in costs} == {2}
+
+
+def test_repetitions_are_rounds_with_a_seed_of_their_own_and_no_point_follows_itself() -> None:
+    study = StudyConfig([*BASE, "seed=5"], {"train.steps": [5, 6, 7, 8]}, repetitions=3)
+    points = points_of(study, "mine")
+    steps = [point.spec.train.steps for point in points]
+    assert steps[:4] == [5, 6, 7, 8]
+    assert all(sorted(steps[first : first + 4]) == [5, 6, 7, 8] for first in (4, 8))
+    assert all(before != after for before, after in itertools.pairwise(steps))
+    assert len({tuple(steps[first : first + 4]) for first in (0, 4, 8)}) > 1
+    assert [point.spec.seed for point in points] == [5] * 4 + [6] * 4 + [7] * 4
+    assert points[-1].label.endswith(" seed=7") and len({point.folder.path for point in points}) == 12
+    assert [point.folder for point in points_of(study, "mine")] == [point.folder for point in points]
+
+
+def test_two_points_never_follow_themselves() -> None:
+    for number in (2, 3):
+        study = StudyConfig(BASE, {"train.steps": list(range(5, 5 + number))}, repetitions=8)
+        steps = [point.spec.train.steps for point in points_of(study, "mine")]
+        assert all(before != after for before, after in itertools.pairwise(steps))
+
+
+@pytest.mark.parametrize("repetitions", [0, "two", True])
+def test_repetitions_are_a_whole_number(repetitions: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^study\.repetitions="):
+        read_study(write(tmp_path, {"base": BASE, "repetitions": repetitions}))

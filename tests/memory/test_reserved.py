@@ -99,5 +99,6 @@ def _scaled(document: dict, factor: int) -> dict:
         for key, value in layer.items():
             if key.endswith("_bytes"):
                 layer[key] = value * factor
+        layer["saved"] = []
         layer["saved_later"] = [(ahead, size * factor) for ahead, size in layer["saved_later"]]
     return document | {"input_bytes": document["input_bytes"] * factor}

@@ -11,7 +11,8 @@ import pytest
 from gems.engine.emulated_run import emulate
 from gems.errors import ConfigError
 from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder, prepare
+from gems.preparation import prepare
+from gems.runfolder import RunFolder
 from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.schedule_json import to_json

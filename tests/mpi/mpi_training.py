@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 
 from gems.data import open_dataset
-from gems.engine import checkpoint
+from gems.engine.checkpoint import weights
 from gems.engine.compare import compare
 from gems.engine.feed import Feed
 from gems.engine.gradients import running_statistics
@@ -20,11 +20,12 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.reference import named_values
 from gems.engine.train import evaluate, train
 from gems.heartbeat import Heartbeat
+from gems.json_files import read_json
 from gems.models import layers_of
 from gems.models.build import build_layers
-from gems.program import cut_of, schedule_of
+from gems.planned import planned
 from gems.resolve import global_batch
-from gems.runfolder import RunFolder, read_json
+from gems.runfolder import RunFolder
 from gems.trace import KINDS, merge_parts, part_path, read_part
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
@@ -97,6 +98,34 @@ def check_equal(comm, spec) -> None:
     if part is not None:
         difference = compare(spec, part, CPU)
         assert difference.max_rel_error <= 1e-12, difference
+
+
+# --- what layers draw while they train -------------------------------------------------------------------------------
+
+
+def test_dropout_comes_from_the_seed_and_differs_between_replicas(comm):
+    """The weights at the start are those of a run without dropout, on every replica."""
+    part = sub_world(comm, 2)
+    if part is None:
+        return
+
+    def run(**changes):
+        spec = make_spec("1f1b", 1, 2, **({"model__dropout": 0.5} | changes))
+        pipeline = build_pipeline(spec, part, CPU)
+        weights = [parameter for module in pipeline.modules.values() for parameter in module.parameters()]
+        start = digest(weights)
+        masks = []
+        for module in pipeline.modules.values():
+            module[-1].register_forward_pre_hook(lambda *_: masks.append(torch.get_rng_state()))
+        take_steps(spec, pipeline)
+        return start, digest(masks), digest(weights)
+
+    start, masks, end = run()
+    assert run() == (start, masks, end)
+    assert len(set(part.allgather(start))) == len(set(part.allgather(end))) == 1
+    assert len(set(part.allgather(masks))) == 2
+    assert run(model__dropout=0.0)[0] == start
+    assert run(seed=1)[1] != masks
 
 
 # --- reduction over the copies of a stage ----------------------------------------------------------------------------
@@ -222,8 +251,9 @@ def run_training(comm, spec, path: Path) -> RunFolder:
     """Trains on all ranks into a folder that they share."""
     folder = RunFolder(comm.bcast(path))
     if comm.rank == 0:
-        folder.write_schedule(schedule_of(spec))
-        folder.write_boundaries(cut_of(spec, schedule_of(spec)))
+        made = planned(spec)
+        folder.write_schedule(made.schedule)
+        folder.write_boundaries(made.boundaries)
     comm.Barrier()
     heartbeat = Heartbeat(folder.heartbeat(comm.rank))
     train(spec, folder, comm, CPU, heartbeat)
@@ -306,7 +336,7 @@ def text_of(event) -> str:
 
 def boundary_bytes(spec) -> int:
     layers = layers_of(spec.model, spec.data)
-    modules = build_layers(layers, 0, cut_of(spec, schedule_of(spec))[1], 0)
+    modules = build_layers(layers, 0, planned(spec).boundaries[1], 0)
     images = torch.zeros(spec.parallel.micro_batch_size, 3, spec.data.height_px, spec.data.width_px)
     return torch.nn.Sequential(*modules)(images).nbytes
 
@@ -347,9 +377,9 @@ def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
     pipeline = build_pipeline(spec, comm, CPU)
     take_steps(spec, pipeline)
     folder = comm.bcast(tmp_path)
-    checkpoint.save(pipeline, folder)
+    weights.save(pipeline, folder)
     comm.barrier()
-    state = checkpoint.load(folder)
+    state = weights.load(folder)
     names = [layer.name for layer in layers_of(spec.model, spec.data)]
     assert list(state) == names
     cuts = pipeline.cuts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from gems.engine.stage import Stage
 from gems.models import Layer
-from gems.models.build import boundary_shapes, build_layers
+from gems.models.build import as_tuple, boundary_shapes, build_layers
 from gems.profile import ModelProfile
 from gems.profile.chain import Gradients, Instruments, Probe, Times, profile_chain
 from gems.profile.ends import (
@@ -28,6 +29,7 @@ torch.set_num_threads(1)  # small layers are slower on several
 
 SHAPE = (2, 3, 32, 32)
 HOST = torch.device("cpu")
+Parts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class ConvRelu(nn.Module):
@@ -183,3 +185,48 @@ def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int,
     stage.forward(0, inputs, loss, is_split=True)
     stage.backward_input(0, gradients)
     return Truth(stage.stash_bytes or 0, forward_peak, backward_peak, stage.held_for_weights_bytes or 0)
+
+
+def saved_by_parts(
+    layers: Sequence[Layer], cuts: Sequence[int], shape: tuple[int, ...] = SHAPE
+) -> dict[Parts, int]:
+    """Runs the parts of a model one behind the other, each with a graph of its own.
+
+    Gives the bytes of storages, but for parameters and images, by where they are seen: the parts that save them, and the
+    parts that hand them on.
+    """
+    modules = nn.ModuleList(build_layers(layers, 0, len(layers), seed=0))
+    values: tuple[Tensor, ...] = (torch.randn(shape),)
+    known = {
+        tensor.untyped_storage().data_ptr() for tensor in (*values, *modules.parameters(), *modules.buffers())
+    }
+    held: list[Tensor] = []  # so that no address is used twice
+    sizes: dict[int, int] = {}
+    saved: dict[int, set[int]] = {}
+    handed: dict[int, set[int]] = {}
+
+    def note(where: dict[int, set[int]], tensor: Tensor, part: int) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known and tensor.untyped_storage().nbytes():
+            held.append(tensor)
+            sizes[address] = tensor.untyped_storage().nbytes()
+            where.setdefault(address, set()).add(part)
+        return tensor
+
+    for part, (first, end) in enumerate(pairwise(cuts)):
+        values = tuple(
+            value.detach().requires_grad_(part > 0 and value.is_floating_point()) for value in values
+        )
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, part=part: note(saved, tensor, part), lambda kept: kept
+        ):
+            for module in modules[first:end]:
+                values = as_tuple(module(*values))
+            values = (training_loss(values[0]),) if end == len(layers) else values
+        for value in values if end < len(layers) else ():
+            note(handed, value, part)
+    found: dict[Parts, int] = {}
+    for address, num_bytes in sizes.items():
+        parts = (tuple(sorted(saved.get(address, ()))), tuple(sorted(handed.get(address, ()))))
+        found[parts] = found.get(parts, 0) + num_bytes
+    return found

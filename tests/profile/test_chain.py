@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+import json
+from dataclasses import astuple, replace
+from itertools import pairwise
 
 import pytest
-from profiled import celled, fake_chain, layer, skipping, viewed, whole_stage
+from profiled import celled, fake_chain, layer, saved_by_parts, skipping, viewed, whole_stage
 
 from gems.config import DataConfig, ModelConfig
 from gems.models import Layer, layers_of
 from gems.partition.spans import Spans
-from gems.profile import ModelProfile
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.saved import Saved
 
 CHAINS = {
     "skips": skipping(),
@@ -70,6 +73,35 @@ def test_a_storage_is_counted_where_it_was_made_and_by_who_saves_it_first() -> N
     assert down2.output_bytes == half + skip + 2 * 16 * 16 * 16 * 4
 
 
+@pytest.mark.parametrize("name", [*CHAINS, "cells"])
+def test_parts_of_a_model_save_and_hand_on_the_storages_that_it_lists(name: str) -> None:
+    layers = celled() if name == "cells" else CHAINS[name]
+    profile = fake_chain(layers)
+    for cuts in (
+        (0, len(layers)),
+        (0, 1, len(layers)),
+        (0, 1, 2, len(layers)),
+        tuple(range(len(layers) + 1)),
+    ):
+        part_of = [part for part, (first, end) in enumerate(pairwise(cuts)) for _ in range(first, end)]
+        told: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        for maker, one in enumerate(profile.layers):
+            for storage in (*one.saved, *one.passing):
+                savers = tuple(sorted({part_of[maker + ahead] for ahead in storage.savers}))
+                hands = tuple(range(part_of[maker], part_of[maker + storage.last_use]))
+                if savers or hands:
+                    told[savers, hands] = told.get((savers, hands), 0) + storage.total_bytes
+        assert told == saved_by_parts(layers, cuts), cuts
+
+
+def test_storages_add_up_to_the_sums() -> None:
+    for one in fake_chain(skipping()).layers:
+        with pytest.raises(ValueError, match=f"layer {one.name}: stash_bytes"):
+            replace(one, stash_bytes=one.stash_bytes + 1)
+    plain = LayerProfile("a", "x", stash_bytes=7, saved_later=((2, 5),), cheap_bytes=3)
+    assert plain.saved == (Saved(3, is_product=True), Saved(4), Saved(5, (2,), 2))
+
+
 def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import profiled
 
@@ -95,4 +127,17 @@ def test_an_error_names_the_layer_and_what_it_took() -> None:
 
 def test_json_keeps_every_field() -> None:
     profile = fake_chain(skipping())
-    assert ModelProfile.from_json(profile.to_json()) == profile
+    document = json.loads(json.dumps(profile.to_json()))
+    assert ModelProfile.from_json(document) == profile
+
+
+def test_an_older_document_is_read_and_its_storages_are_those_that_its_sums_allow() -> None:
+    profile = fake_chain(skipping())
+    document = profile.to_json()
+    for entry in document["layers"]:
+        for name in ("saved", "passing", "cheap_bytes", "cheap_s"):
+            del entry[name]
+    for old, new in zip(ModelProfile.from_json(document).layers, profile.layers, strict=True):
+        assert (old.stash_bytes, old.saved_later) == (new.stash_bytes, new.saved_later)
+        assert sum(one.total_bytes for one in old.saved) == new.kept_bytes
+        assert (old.cheap_bytes, old.passing) == (0, ())

@@ -15,7 +15,8 @@ from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.fake import fake_profile
 from gems.profile.hdf5 import COLUMNS, PAIRS, read_profile, write_profile
-from gems.profile.scaling import SIZES, TIMES, extrapolate
+from gems.profile.saved import stash_of
+from gems.profile.scaling import SIZES, STORAGES, TIMES, extrapolate
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
 CUDA = MachineConfig(device="cuda")  # no workspaces, whose size is not affine
@@ -80,6 +81,29 @@ class TestExtrapolation:
         with pytest.raises(ConfigError, match="two sizes or more"):
             extrapolate([points[0], points[0]], 64, 64, 1)
 
+    def test_storages_grow_with_the_image(self, points: list[ModelProfile]) -> None:
+        truth, guess = taken(512), extrapolate(points, 512, 512, 1)
+        for one, other in zip(guess.layers, truth.layers, strict=True):
+            for name in STORAGES:
+                assert [each.structure for each in getattr(one, name)] == [
+                    each.structure for each in getattr(other, name)
+                ]
+                assert [each.num_bytes for each in getattr(one, name)] == pytest.approx(
+                    [each.num_bytes for each in getattr(other, name)], rel=1e-6, abs=2
+                )
+
+    def test_layers_that_save_otherwise_at_another_size_keep_their_sums(
+        self, points: list[ModelProfile]
+    ) -> None:
+        def joined(profile: ModelProfile) -> ModelProfile:
+            layers = tuple(replace(layer, saved=(), passing=(), cheap_bytes=0) for layer in profile.layers)
+            return replace(profile, layers=layers)
+
+        guess = extrapolate([points[0], joined(points[1]), points[2]], 512, 512, 1)
+        for one, other in zip(guess.layers, taken(512).layers, strict=True):
+            assert one.kept_bytes == pytest.approx(other.kept_bytes, rel=1e-6, abs=4)
+            assert stash_of(one.saved)[0] == one.stash_bytes
+
     def test_it_fits_every_field_that_is_a_number(self) -> None:
         numbers = {
             name
@@ -103,7 +127,8 @@ class TestHdf5:
     def test_every_column_says_what_it_is(self, tmp_path: Path) -> None:
         with h5py.File(tmp_path / "trace.h5", "w") as file:
             write_profile(file.create_group("profile"), fake_chain(skipping()))
-            assert set(file["profile"]) == set(LayerProfile.__dataclass_fields__)
+            tables = {f"{name}_by" for name in STORAGES}
+            assert set(file["profile"]) == set(LayerProfile.__dataclass_fields__) | tables
             for dataset in file["profile"].values():
                 assert dataset.attrs["units"] and dataset.attrs["long_name"]
             assert file["profile/stash_bytes"].attrs["units"] == "byte"
@@ -117,5 +142,5 @@ class TestHdf5:
                 read_profile(file["profile"])
 
     def test_the_columns_are_the_fields(self) -> None:
-        columns = {name for name, *_ in COLUMNS} | {name for name, _ in PAIRS} | {"name", "kind"}
-        assert columns == set(LayerProfile.__dataclass_fields__)
+        columns = {name for name, *_ in COLUMNS} | {name for name, _ in PAIRS} | set(STORAGES)
+        assert columns | {"name", "kind"} == set(LayerProfile.__dataclass_fields__)

@@ -20,7 +20,7 @@ from gems.profile.roofline import Rates, Roofline, rates_of, roofline_times
 MODEL = ModelConfig(depth=8, version=2, block="basic")
 DATA = DataConfig(height_px=32, width_px=32)
 CPU = MachineConfig(device="cpu")
-TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s")
+TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "cheap_s")
 
 
 @pytest.fixture(scope="module")

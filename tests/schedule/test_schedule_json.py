@@ -93,7 +93,7 @@ def test_missing_field_is_named(missing: str) -> None:
         {"actions": [[["Q", 0, 0, 0]], []]},
         {"actions": [[["f", 0, 0, 0]], []]},
         {"actions": [[["F", 0, 0]], []]},
-        {"actions": [[["F", 0, 0, 0, 0]], []]},
+        {"actions": [[["F", 0, 0, 0, 0, 0]], []]},
         {"actions": [[["F", "0", 0, 0]], []]},
         {"actions": [[["F", 0, 0.5, 0]], []]},
         {"actions": [[["F", 0, 0, "a"]], []]},

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fault_table import ROWS, table
+from runs import no_job_is_left
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SLURM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])
+__all__ = ["no_job_is_left"]  # for pytest, which looks for fixtures here
 MAX_TMP_CHARS = 30  # the cluster's sockets lie below, and a socket's path has 107 characters at most
 
 
@@ -76,6 +79,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slurm: needs slurm-wlm and munge; starts a real SLURM here")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what became of the runs that faults befell."""
+    if ROWS:
+        terminalreporter.section("faults")
+        for line in table():
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def slurm_installed() -> None:
     """Skips where slurm-wlm is not installed; GEMS_REQUIRE_SLURM=1 makes that a failure."""
@@ -109,6 +120,19 @@ def mini_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
     assert down.returncode == 0, down.stderr
 
 
+@pytest.fixture(scope="session")
+def preempt_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
+    """Gives a cluster of 2 nodes x 4 CPUs with a partition whose jobs are preempted; its daemons may be ended."""
+    cluster = MiniSlurm(short_tmp / "preempt")
+    try:
+        up = cluster.script("up", "--nodes", "2", "--cpus", "4", "--preempt", "20")
+        assert up.returncode == 0, up.stderr
+        yield cluster
+    finally:
+        down = cluster.script("down")
+    assert down.returncode == 0, down.stderr
+
+
 @pytest.fixture
 def cluster_in() -> Callable[[Path], MiniSlurm]:
     """Gives the class, for a test that wants a cluster in a folder of its own choice and cleans up itself."""
@@ -130,5 +154,6 @@ def other_cluster(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]
 def _slurm_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in os.environ.keys() - clean_environment().keys():
         monkeypatch.delenv(key)
-    if "mini_slurm" in request.fixturenames:
-        monkeypatch.setenv("SLURM_CONF", str(request.getfixturevalue("mini_slurm").conf))
+    for name in ("mini_slurm", "preempt_slurm"):
+        if name in request.fixturenames:
+            monkeypatch.setenv("SLURM_CONF", str(request.getfixturevalue(name).conf))

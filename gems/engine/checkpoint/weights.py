@@ -1,4 +1,4 @@
-"""Checkpoints: weights by layer, so that any cut of the model can read them."""
+"""Weights by layer, as a finished run leaves them, so that any cut of the model can start from them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Layers whose forward is run a second time, with the same bits as once."""

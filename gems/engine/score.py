@@ -1,0 +1,54 @@
+"""The score of a step: the loss at the last stage, and sums of what it shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+NO_LABEL = -1  # a sample that only fills a micro-batch
+
+
+@dataclass(slots=True)
+class Score:
+    """Sums over the labels that a rank has seen at the last stage: one of an image, one of each token."""
+
+    loss_sum: float = 0.0
+    num_correct: int = 0
+    num_labels: int = 0
+
+
+@dataclass(slots=True)
+class Sums:
+    """Losses and hits as tensors: reading them at each micro-batch would make the host wait for a GPU."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    hits: list[Tensor] = field(default_factory=list)
+    labels: list[Tensor] = field(default_factory=list)
+
+    def add(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Gives the loss of a micro-batch, summed over its labels, and counts what it shows."""
+        loss = loss_of(logits, labels)
+        self.losses.append(loss.detach())
+        self.hits.append((logits.detach().argmax(1) == labels).sum())
+        self.labels.append((labels != NO_LABEL).sum())
+        return loss
+
+    def scale(self, labels_per_step: int) -> Tensor:
+        """Gives the gradient of a micro-batch's loss: that of the mean over all labels of the step."""
+        return torch.full_like(self.losses[-1], 1.0 / labels_per_step)
+
+    def read(self) -> Score:
+        """Gives the sums as numbers."""
+        if not self.losses:
+            return Score()
+        loss = float(torch.stack(self.losses).double().sum())
+        return Score(loss, int(torch.stack(self.hits).sum()), int(torch.stack(self.labels).sum()))
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Gives the loss, summed over the labels and in float32 at least."""
+    wide = logits.float() if logits.dtype is torch.bfloat16 else logits
+    return functional.cross_entropy(wide, labels, reduction="sum", ignore_index=NO_LABEL)

@@ -1,0 +1,283 @@
+"""The allocator of large model support by need: a caching allocator that pages out what is not in use.
+
+It plays the rules of IBM's large model support for PyTorch 1.5, whose counters it keeps under the same names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gems.memory.caching_allocator import BLOCK_BYTES, SMALL_BYTES, Block, CachingAllocator
+
+_HISTORY_MASK = (1 << 32) - 1
+SOURCES = (
+    "freelist", "cudamalloc", "reclaim_one", "reclaim_fragments", "reclaim_all", "cudamalloc_retry",
+)  # fmt: skip
+
+
+class OutOfMemoryError(Exception):
+    """Nothing is left to page out, and `num_bytes` more do not fit the limit."""
+
+    def __init__(self, num_bytes: int, reserved_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.reserved_bytes = reserved_bytes
+        super().__init__(f"{num_bytes} bytes more than {reserved_bytes}")
+
+
+@dataclass(slots=True, eq=False)
+class Paged:
+    """A storage that may be paged out while nothing has it pinned.
+
+    `block` is its memory on the device, None while it is in host memory only. `is_leaving` says that its copy out has been
+    started ahead, because it was reclaimed at this place in the last iteration.
+    """
+
+    num_bytes: int
+    block: Block | None = None
+    is_leaving: bool = False
+    identity: tuple[int, int, int] | None = None
+
+
+@dataclass(slots=True)
+class _History:
+    """What became of a storage each time it was not in use: a bit for each, 1 where it was reclaimed; and the iteration before's."""
+
+    bits: int = 0
+    count: int = 0
+    bits_before: int = 0
+    count_before: int = 0
+
+    def restart(self) -> None:
+        self.bits_before, self.count_before = self.bits, self.count
+        self.bits = self.count = 0
+
+    def record(self, is_reclaimed: bool) -> None:
+        self.bits = (self.bits << 1 | is_reclaimed) & _HISTORY_MASK
+        self.count += 1
+
+    def expects_reclaim(self) -> bool:
+        """Whether all went so far as in the iteration before, and there the storage was reclaimed next."""
+        left = self.count_before - self.count
+        if left <= 0 or self.bits_before >> left != self.bits:
+            return False
+        return bool(self.bits_before >> (left - 1) & 1)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What an allocator did in one iteration, under the original's names; `pinned` are peaks of what is no candidate to leave."""
+
+    reclaimed: int = 0
+    reclaimed_bytes: int = 0
+    pinned: int = 0
+    pinned_bytes: int = 0
+    alloc_distribution: Counter[str] = field(default_factory=Counter)
+    paged_in_bytes: int = 0
+    speculative: int = 0
+    speculative_missed: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """Gives the counters as torch's memory statistics name them, flat."""
+        names = (
+            "reclaimed", "reclaimed_bytes", "pinned", "pinned_bytes", "paged_in_bytes", "speculative", "speculative_missed",
+        )  # fmt: skip
+        counts = {name: int(getattr(self, name)) for name in names}
+        return counts | {
+            f"alloc_distribution.{source}": self.alloc_distribution[source] for source in SOURCES
+        }
+
+
+class LmsAllocator(CachingAllocator):
+    """Serves requests from free blocks, then from the device below the limit, then from what nobody has in use.
+
+    Unpinned storages queue up, the least recently used first. To reclaim: one of them that makes room with its free
+    neighbours (`reclaim` "first": the first in the queue; "size": the one that fits best); or all that lie in segments as
+    large as the request; or all. At last free segments are given back and the device is asked again.
+    """
+
+    def __init__(self, limit_bytes: int, reclaim: str = "first") -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self.counts = Counts()
+        self.reclaimed: list[Paged] = []  # by the last request
+        self._takes_first = reclaim == "first"
+        self._inactive: dict[Paged, None] = {}
+        self._inactive_bytes = 0
+        self._num_blocks = self._missing_bytes = 0
+        self._num_named = 0
+        self._histories: dict[tuple[int, int, int], _History] = {}
+        self._source = ""
+
+    def restart(self) -> Counts:
+        """Ends an iteration and gives its counts."""
+        counts, self.counts = self.counts, Counts()
+        return counts
+
+    def take(self, num_bytes: int) -> Block:
+        """Serves a request.
+
+        Raises:
+            OutOfMemoryError: everything that may leave has left, and the limit leaves no room.
+        """
+        self._source = "freelist"
+        self.reclaimed = []
+        block = super().take(num_bytes)
+        self.counts.alloc_distribution[self._source] += 1
+        self._num_blocks += 1
+        self._note_pinned()
+        return block
+
+    def give(self, block: Block) -> None:
+        """Frees a block."""
+        super().give(block)
+        self._num_blocks -= 1
+
+    def make(self, storage: Paged) -> list[Paged]:
+        """Allocates a new storage, pinned; gives what had to leave for it."""
+        storage.block = self.take(storage.num_bytes)
+        return self.reclaimed
+
+    def pin(self, storage: Paged) -> list[Paged]:
+        """Brings a storage to the device where it is not there, and holds it; gives what had to leave for it."""
+        if storage in self._inactive:
+            self._withdraw(storage, is_reclaimed=False)
+            self.counts.speculative_missed += storage.is_leaving
+            storage.is_leaving = False
+            self._note_pinned()
+            return []
+        if storage.block is not None:
+            return []
+        self.counts.paged_in_bytes += storage.num_bytes
+        return self.make(storage)
+
+    def unpin(self, storage: Paged) -> None:
+        """Queues a storage up; starts its copy out at once where the last iteration says that it will be reclaimed."""
+        assert storage.block is not None
+        self._inactive[storage] = None
+        self._inactive_bytes += storage.block.num_bytes
+        if storage.identity is None:
+            self._num_named += 1
+            storage.identity = (storage.block.num_bytes, self._num_named, len(self._inactive))
+            self._histories.setdefault(storage.identity, _History()).restart()
+        storage.is_leaving = self._histories[storage.identity].expects_reclaim()
+        self.counts.speculative += storage.is_leaving
+
+    def drop(self, storage: Paged) -> None:
+        """Frees a storage that nobody needs any more, wherever it is."""
+        if storage in self._inactive:
+            self._withdraw(storage, is_reclaimed=False)
+        if storage.identity is not None:
+            self._num_named -= 1
+        if storage.block is not None:
+            self.give(storage.block)
+            storage.block = None
+
+    def _segment(self, size: int, is_small: bool) -> Block:
+        block = self._from_device(size, is_small, "cudamalloc") or self._by_reclaim(size, is_small)
+        if block is None:
+            self._give_back_segments()
+            block = self._from_device(size, is_small, "cudamalloc_retry")
+        if block is None:
+            raise OutOfMemoryError(self._missing_bytes, self.reserved_bytes)
+        return block
+
+    def _from_device(self, size: int, is_small: bool, source: str) -> Block | None:
+        """Takes a segment from the device if the limit allows it."""
+        before = self.reserved_bytes
+        block = super()._segment(size, is_small)
+        if self.reserved_bytes > self.limit_bytes:
+            self._missing_bytes = self.reserved_bytes - before
+            self.reserved_bytes = before
+            return None
+        self._source = source
+        return block
+
+    def _by_reclaim(self, size: int, is_small: bool) -> Block | None:
+        while self._inactive:
+            one = self._suitable(size, is_small)
+            if one is not None:
+                chosen, source = [one], "reclaim_one"
+            else:
+                chosen = [storage for storage in self._of_pool(is_small) if _segment_bytes(storage) >= size]
+                source = "reclaim_fragments"
+            if not chosen:
+                chosen, source = list(self._inactive), "reclaim_all"
+            for storage in chosen:
+                self._reclaim(storage)
+            block = self._best(size, is_small)
+            if block is not None:
+                self._source = source
+                return block
+        return None
+
+    def _suitable(self, size: int, is_small: bool) -> Paged | None:
+        """Gives the storage whose leaving makes room by itself."""
+        best, best_bytes = None, 0
+        for storage in self._of_pool(is_small):
+            assert storage.block is not None
+            has = storage.block.num_bytes
+            if has < size and _room_around(storage.block) < size:
+                continue
+            if best is None or has < best_bytes:
+                best, best_bytes = storage, has
+                left = has - size
+                if self._takes_first or (left < BLOCK_BYTES if is_small else left <= SMALL_BYTES):
+                    break
+        return best
+
+    def _of_pool(self, is_small: bool) -> Iterator[Paged]:
+        return (
+            storage
+            for storage in self._inactive
+            if storage.block is not None and storage.block.is_small == is_small
+        )
+
+    def _reclaim(self, storage: Paged) -> None:
+        assert storage.block is not None
+        self._withdraw(storage, is_reclaimed=True)
+        self.counts.reclaimed += 1
+        self.counts.reclaimed_bytes += storage.num_bytes
+        self.reclaimed.append(storage)
+        self.give(storage.block)
+        storage.block, storage.is_leaving = None, False
+
+    def _withdraw(self, storage: Paged, is_reclaimed: bool) -> None:
+        assert storage.block is not None and storage.identity is not None
+        del self._inactive[storage]
+        self._inactive_bytes -= storage.block.num_bytes
+        self._histories[storage.identity].record(is_reclaimed)
+
+    def _give_back_segments(self) -> None:
+        """Gives segments that are free as a whole back to the device."""
+        for free in self._free.values():
+            whole = [entry[2] for entry in free if entry[2].before is None and entry[2].behind is None]
+            for block in whole:
+                self._forget(block)
+                self.reserved_bytes -= block.num_bytes
+
+    def _note_pinned(self) -> None:
+        counts = self.counts
+        counts.pinned = max(counts.pinned, self._num_blocks - len(self._inactive))
+        counts.pinned_bytes = max(counts.pinned_bytes, self.allocated_bytes - self._inactive_bytes)
+
+
+def _room_around(block: Block) -> int:
+    """Gives what a block would be once freed and joined with its free neighbours, in bytes."""
+    around = (other for other in (block.before, block.behind) if other is not None and other.is_free)
+    return block.num_bytes + sum(other.num_bytes for other in around)
+
+
+def _segment_bytes(storage: Paged) -> int:
+    """Gives the size of the segment that a storage lies in."""
+    block = storage.block
+    assert block is not None
+    while block.before is not None:
+        block = block.before
+    total = 0
+    place: Block | None = block
+    while place is not None:
+        total += place.num_bytes
+        place = place.behind
+    return total

@@ -1,0 +1,155 @@
+"""LMS by distance: a run's layers as a graph of operations, tuned as TFLMSv2 does, and its swaps as a memory plan.
+
+Le et al. 2018 (arXiv 1807.02037) and 2019 ("Automatic GPU memory management for large neural models in TensorFlow").
+An operation is the forward or the backward of a layer here, where theirs are kernels, and the graph is that of one
+micro-batch of each stage of a rank. Swapping is local to a rank: beside data parallelism it only leaves more room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Any
+
+from gems.errors import DoesNotFitError
+from gems.memory.case import MemoryCase, Outcome
+from gems.memory.lms.stages import RankGraph
+from gems.memory.lms.tuner import Parameters, Tuned, play, tune
+from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS
+from gems.memory.plan import MemoryPlan
+
+RATIO = 0.9
+RATIO_WITH_REPLICAS = 0.8
+_TRIES = 16
+_SHARE = 0.97  # of the room that a try leaves to the next at most
+_HELP = "lms swaps saved tensors only: use memory=plan, more partitions, or a smaller image or micro-batch"
+
+
+@dataclass(slots=True)
+class _Holder:
+    """Ranks that hold the same stages: what never leaves them, and the room that their graph is tuned under, in bytes."""
+
+    ranks: list[int]
+    layers: RankGraph
+    static_bytes: int
+    room_bytes: float
+    tuned: Tuned | None = None
+    is_least: bool = False
+
+    def tune(self, given: tuple[int | None, ...], is_last: bool) -> bool:
+        """Finds parameters, at last those that swap everything and wait for it; says whether any are left to try."""
+        self.tuned = None if is_last else tune(self.layers.graph, self.room_bytes, *given)
+        if self.tuned is None and not self.is_least:
+            _, ahead, groupby, _ = given
+            self.tuned, self.is_least = Tuned(Parameters(1, ahead or 1, groupby or 0, 3), True, 0), True
+        return self.tuned is not None
+
+    def tighten(self, limit_bytes: int, held_bytes: int) -> None:
+        """Asks for other parameters, whose memory is less in the proportion in which the ranks hold too much."""
+        assert self.tuned is not None
+        played = play(self.layers.graph, self.tuned.parameters, inf).peak_bytes
+        share = (limit_bytes - self.static_bytes) / max(1, held_bytes - self.static_bytes)
+        self.room_bytes = min(self.room_bytes, played) * max(0.0, min(_SHARE, share))
+        self.tuned = None
+
+
+def lms(
+    case: MemoryCase,
+    swapout_threshold: int | None = None,
+    swapin_ahead: int | None = None,
+    swapin_groupby: int | None = None,
+    sync_mode: int | None = None,
+    ratio: float | None = None,
+) -> MemoryPlan:
+    """Gives the plan of the parameters, of which those that are None are found by the tuner (`gems.memory.lms.tuner`).
+
+    Each rank is tuned under M = (limit - what never leaves it) x ratio, by default 0.9, and 0.8 with replicas. That sees
+    one micro-batch and no workspace; where a rank then holds more than its limit, it is tuned again under less, and where
+    the tuner finds nothing, everything is swapped and waited for. With a threshold that is given, or without a limit,
+    nothing is tuned again.
+
+    A layer is offloaded where most of the bytes that leave with it are swapped. Its memory is free one action behind the
+    one that the copy is posted behind, or at once where copies out are waited for; it comes back as many actions ahead as
+    the operation lies that sets it off. As in the original, one whose maker is nearer than the distance ahead comes back
+    on demand.
+
+    Raises:
+        DoesNotFitError: no parameters fit one of the ranks.
+    """
+    share = ratio if ratio is not None else RATIO_WITH_REPLICAS if case.num_replicas > 1 else RATIO
+    holders = _holders(case, share)
+    given = (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
+    outcome: Outcome | None = None
+    for tries in range(1, _TRIES + 1):
+        for holder in holders:
+            if holder.tuned is None and not holder.tune(given, is_last=tries == _TRIES):
+                raise _too_large(case, holder, outcome)
+        plan = _plan(case, holders, {"ratio": share, "tries": tries})
+        if case.limit_bytes is None or swapout_threshold is not None:
+            return plan
+        outcome = case.outcome(plan)
+        if max(outcome.peak_bytes) <= case.limit_bytes:
+            return plan
+        for holder in holders:
+            held = _held(holder, outcome)
+            if held > case.limit_bytes:
+                holder.tighten(case.limit_bytes, held)
+    raise _too_large(case, max(holders, key=lambda one: _held(one, outcome)), outcome)
+
+
+def static_bytes(case: MemoryCase, rank: int) -> int:
+    """Gives what a rank holds throughout: parameters, gradients, the optimizer's state, buffers, images of the step."""
+    copies = OPTIMIZERS[case.optimizer].copies
+    directions = list(case.schedule.directions().values())
+    total = 0
+    for direction, stage in case.schedule.placement.stages_on(rank):
+        for layer in case.profile.layers[case.boundaries[stage] : case.boundaries[stage + 1]]:
+            total += copies * layer.param_bytes + MESSAGE_COPIES * layer.buffer_bytes
+        if stage == 0:
+            total += directions.count(direction) * case.profile.input_bytes
+    return total
+
+
+def _holders(case: MemoryCase, share: float) -> list[_Holder]:
+    by_stages: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(case.schedule.num_ranks):
+        stages = tuple(sorted({stage for _, stage in case.schedule.placement.stages_on(rank)}))
+        by_stages.setdefault(stages, []).append(rank)
+    found = []
+    for ranks in by_stages.values():
+        static = max(static_bytes(case, rank) for rank in ranks)
+        room = inf if case.limit_bytes is None else (case.limit_bytes - static) * share
+        found.append(_Holder(ranks, RankGraph(case, ranks[0]), static, room))
+    return found
+
+
+def _plan(case: MemoryCase, holders: list[_Holder], counters: Mapping[str, Any]) -> MemoryPlan:
+    layers, ranks = {}, []
+    for holder in holders:
+        assert holder.tuned is not None
+        if holder.tuned.is_needed:
+            layers.update(holder.layers.segments(holder.tuned.parameters))
+        ranks.append(
+            {
+                "ranks": holder.ranks,
+                **asdict(holder.tuned.parameters),
+                "is_needed": holder.tuned.is_needed,
+                "num_levels": holder.layers.graph.num_levels,
+                "num_plays": holder.tuned.num_plays,
+                "room_bytes": None if holder.room_bytes == inf else int(holder.room_bytes),
+            }
+        )
+    plan = MemoryPlan.by_layer("lms", case.boundaries, layers)
+    return replace(plan, counters={**counters, "tuned": ranks})
+
+
+def _held(holder: _Holder, outcome: Outcome | None) -> int:
+    return max(outcome.peak_bytes[rank] for rank in holder.ranks) if outcome else 0
+
+
+def _too_large(case: MemoryCase, holder: _Holder, outcome: Outcome | None) -> DoesNotFitError:
+    """Says what a rank needs with everything swapped at once."""
+    assert outcome is not None and case.limit_bytes is not None
+    rank = max(holder.ranks, key=lambda rank: outcome.peak_bytes[rank])
+    return DoesNotFitError(f"rank {rank} under lms", outcome.peak_bytes[rank], case.limit_bytes, _HELP)

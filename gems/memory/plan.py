@@ -1,0 +1,120 @@
+"""A memory plan: what becomes of each layer's saved tensors between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+from gems.errors import ConfigError
+
+SCHEMA = "gems.memory/1"
+
+
+class Choice(StrEnum):
+    """The policy of a segment.
+
+    `KEEP` leaves what forward saved on the device. `OFFLOAD` copies it to host memory and back. `RECOMPUTE` keeps the
+    segment's inputs only and runs its forward again; `CHEAP` also keeps what convolutions and matrix products gave, so
+    that only normalisation, activation and pooling are run again.
+    """
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    CHEAP = "cheap"
+
+    @property
+    def is_run_again(self) -> bool:
+        """Whether the segment's forward is run a second time before its backward."""
+        return self in (Choice.RECOMPUTE, Choice.CHEAP)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring layers of a stage under one policy: `first` up to `end`, counted over the whole model.
+
+    Of an offloaded one, distances are counted in compute actions of the rank's list: `free_after` is how many may run
+    between the posting of the copy out and the waiting for its end, behind which the device memory is free (0: the
+    rank waits at once); `ahead` how many run between the posting of the copy back and the backward that needs it (0:
+    on demand). With `is_awaited` the rank waits for the end of the copy back behind the action that was posted next.
+    """
+
+    first: int
+    end: int
+    choice: Choice = Choice.KEEP
+    free_after: int = 1
+    ahead: int = 1
+    is_awaited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The segments of every stage, first layer to last; all micro-batches and directions of a stage are alike.
+
+    `policy` names who made the plan. `least_bytes` is the size from which a saved storage is moved at all. `counters`
+    are figures that the policy gives of itself, such as what LMS reclaims in a step.
+    """
+
+    policy: str
+    stages: tuple[tuple[Segment, ...], ...]
+    least_bytes: int = 0
+    counters: Mapping[str, Any] | None = None
+
+    @classmethod
+    def keeping(cls, boundaries: tuple[int, ...]) -> MemoryPlan:
+        """Gives the plan that keeps everything, each stage one segment."""
+        return cls.by_layer("keep", boundaries, {}).joined()
+
+    @classmethod
+    def by_layer(cls, policy: str, boundaries: tuple[int, ...], layers: Mapping[int, Segment]) -> MemoryPlan:
+        """Gives the plan in which each layer is a segment of its own, kept unless `layers` says otherwise."""
+        stages = tuple(
+            tuple(layers.get(layer, Segment(layer, layer + 1)) for layer in range(first, end))
+            for first, end in pairwise(boundaries)
+        )
+        return cls(policy, stages)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The cut that the plan stands on."""
+        return (*(stage[0].first for stage in self.stages), self.stages[-1][-1].end)
+
+    def joined(self) -> MemoryPlan:
+        """Gives the plan with neighbouring kept segments in one: fewer actions, and the same memory."""
+        stages = []
+        for stage in self.stages:
+            joined: list[Segment] = []
+            for segment in stage:
+                if joined and joined[-1].choice is segment.choice is Choice.KEEP:
+                    segment = replace(joined.pop(), end=segment.end)
+                joined.append(segment)
+            stages.append(tuple(joined))
+        return replace(self, stages=tuple(stages))
+
+    def to_json(self) -> dict[str, Any]:
+        """Gives the document that the run folder keeps."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> MemoryPlan:
+        """Reads what `to_json` gave.
+
+        Raises:
+            ConfigError: another schema, or no whole plan.
+        """
+        found = document.get("schema")
+        if found != SCHEMA:
+            raise ConfigError("memory plan", found, f"must be of schema {SCHEMA}")
+        try:
+            stages = tuple(
+                tuple(Segment(**(dict(entry) | {"choice": Choice(entry["choice"])})) for entry in stage)
+                for stage in document["stages"]
+            )
+            return cls(
+                str(document["policy"]), stages, int(document["least_bytes"]), document.get("counters")
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError("memory plan", "json", f"not of schema {SCHEMA} ({error!r})") from error

@@ -1,0 +1,186 @@
+"""The plan: per layer keep, offload or run again, so that every rank's peak fits and the step takes the least time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from gems.errors import DoesNotFitError
+from gems.memory.case import MemoryCase, Outcome
+from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.planner.model import PlanModel, Relaxed
+from gems.memory.planner.search import Cut, Plays, Search, Tried
+from gems.memory.planner.trim import trimmed
+from gems.memory.stage_storages import layers_of_profile
+
+POLICY = "plan"
+# For which limits and prices of copies the programme is solved beside: the share of the largest layer's saved bytes that is
+# left for copies under way, and what of a hidden copy's time counts as if it were exposed, where plans are alike.
+VARIANTS = ((0.0, 0.01), (0.25, 0.01))
+FLUID_VARIANTS = ((0.5, 0.1), (1.0, 0.1))
+# how far the mixed-integer programme is followed, and its looser end where only a plan is asked for
+NODES, GAP, LOOSE_GAP = 10, 0.01, 0.02
+GOOD = 0.001  # a plan this near to the bound is not improved further
+VARIABLES_PER_S = 600  # of a programme that HiGHS follows so far in a second
+SEARCH_SHARE = 0.5  # of the budget; the programmes have the rest
+PARTS = (0, 1, 2, 3, 4, 6, 8)  # in how many segments all of a stage is run again; 0: each layer by itself
+ADVICE = "give more memory, use more partitions or fewer micro-batches in flight, or a smaller image or micro-batch"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that fits, what it does, and how far it is from the least time, in seconds.
+
+    No plan under the limit takes less than `bound_s`: whatever each layer's choice, the cut into segments (those that are
+    run again have at most `longest_arc` layers, 24 where a stage has 25, or all of the stage) and the distances of the
+    copies; for this cut and order of the schedule, these links' rates, and bytes as the walk counts them. Where a rank has
+    more than one micro-batch, or the programme is too large for the budget, it counts copies as a fluid, so that part of a
+    tensor can leave. `gap` is the step over it, less 1. `method` says where the plan came from.
+    """
+
+    plan: MemoryPlan
+    outcome: Outcome
+    bound_s: float
+    gap: float
+    method: str
+
+
+def limit_of_saving(case: MemoryCase, saving: float) -> int:
+    """Gives the limit in bytes at which the rank with the most has saved a share of what comes and goes in a step.
+
+    Parameters, gradients, the optimizer's state and the step's images stay, whatever the plan.
+    """
+    limits = []
+    for rank in case.kept.ranks:
+        static = min(point.device_bytes for point in rank.points)
+        limits.append(static + (1.0 - saving) * (rank.peak_bytes - static))
+    return int(max(limits))
+
+
+def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[MemoryPlan] = ()) -> Planned:
+    """Finds a plan under which each rank holds at most `limit_bytes` and the simulated step takes the least time.
+
+    A mixed-integer programme (HiGHS) chooses for each layer under the prefix-bandwidth constraints; copies then get the
+    widest windows that the bytes allow, the plan is played, and a search changes single layers while `budget_s` lasts,
+    counted in actions and not in seconds, so that the same plan comes out everywhere. It is never worse than the best of
+    `rivals` that fit.
+
+    Raises:
+        DoesNotFitError: no plan fits that is known; names the layer that needs the most by itself, and the least bytes
+            that a plan reached.
+    """
+    plays = Plays(case, SEARCH_SHARE * budget_s)
+    search = Search(case, limit_bytes, plays)
+    kept = Tried(case.kept, limit_bytes)
+    if not kept.excess_bytes:
+        return _planned(case.kept, case.kept.step_s, "keep")
+    tried = [("all layers alike", search.judge(cut)) for cut in _simple(case)]
+    for rival in rivals:
+        tried.append((rival.policy, Tried(plays(rival), limit_bytes)))
+        tried.append((rival.policy, search.judge(rival.stages)))
+    bound_s = 0.0
+    for bound_s, cut in _by_programme(case, limit_bytes, budget_s):
+        search.good_s = (1.0 + GOOD) * bound_s
+        if cut is not None:
+            tried.append(("programme", search.judge(cut)))
+        if any(search.is_good(each) for _, each in tried):
+            break
+    method, best = min(tried, key=lambda each: each[1].cost)
+    found = search.improve([kept, *search.choose_way([each for _, each in tried])])
+    if found.excess_bytes:
+        raise _too_small(case, found.outcome, limit_bytes)
+    if found is not best:
+        method += ", improved by search"
+    return _planned(trimmed(search.joined(found).outcome, limit_bytes, plays), bound_s, method)
+
+
+def _planned(outcome: Outcome, bound_s: float, method: str) -> Planned:
+    made = replace(outcome.plan, policy=POLICY)
+    bound_s = min(bound_s, outcome.step_s)
+    return Planned(
+        made,
+        replace(outcome, plan=made),
+        bound_s,
+        outcome.step_s / bound_s - 1.0 if bound_s else float("inf"),
+        method,
+    )
+
+
+def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterator[tuple[float, Cut | None]]:
+    """Gives choices of the programme at the limit and below it, each with the bound so far below every plan's step, seconds.
+
+    Where the programme is too large for the budget its relaxation is rounded. Without any solution no plan can keep the
+    limit, and there is nothing to give.
+    """
+    is_chain = (
+        case.schedule.num_ranks == 1 and len({action.micro_batch for action in case.schedule.rows[0]}) == 1
+    )
+    model = PlanModel(case, limit_bytes, moves_all=is_chain)
+    relaxed = model.solve(is_whole=False)
+    if relaxed is None:
+        return
+    bound_s = relaxed.bound_s
+    yield bound_s, _rounded(case, relaxed)
+    is_small = model.program.num_variables <= budget_s * VARIABLES_PER_S
+    is_exact = is_small and is_chain
+    if is_exact:
+        whole = PlanModel(case, limit_bytes, is_whole_copies=True).solve(True, NODES, GAP)
+        if whole is not None:
+            bound_s = max(bound_s, whole.bound_s)
+            yield bound_s, _rounded(case, whole) if whole.weights else None
+    spans = layers_of_profile(case.profile).spans
+    largest = max(float(spans.stash[layer, layer + 1]) for layer in range(case.profile.num_layers))
+    for margin, copy_share in VARIANTS if is_exact else FLUID_VARIANTS[: 1 + is_chain]:
+        model = PlanModel(case, int(limit_bytes - margin * largest), is_whole_copies=is_exact)
+        found = model.solve(is_small, NODES if is_chain else 1, LOOSE_GAP, copy_share)
+        if found is not None and found.weights:
+            yield bound_s, _rounded(case, found)
+
+
+def _rounded(case: MemoryCase, relaxed: Relaxed) -> Cut:
+    """Gives the segments of a solution: of a relaxed one the way through each stage that has the most weight."""
+    stages = []
+    for (first, end), weights in zip(pairwise(case.boundaries), relaxed.weights, strict=True):
+        best: dict[int, tuple[float, tuple[Segment, ...]]] = {first: (0.0, ())}
+        for arc in sorted(weights, key=lambda arc: (arc.first, arc.end, arc.choice)):
+            if arc.first in best:
+                value = best[arc.first][0] + weights[arc] * (arc.end - arc.first)
+                if arc.end not in best or value > best[arc.end][0]:
+                    best[arc.end] = (value, (*best[arc.first][1], Segment(arc.first, arc.end, arc.choice)))
+        stages.append(best[end][1])
+    return tuple(stages)
+
+
+def _simple(case: MemoryCase) -> Iterator[Cut]:
+    """Gives the plans from which a search under a small limit may begin: all offloaded, or run again in equal parts."""
+    layers = range(case.boundaries[0], case.boundaries[-1])
+    offloaded = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in layers}
+    yield MemoryPlan.by_layer(POLICY, case.boundaries, offloaded).stages
+    for parts in PARTS:
+        stages = []
+        for first, end in pairwise(case.boundaries):
+            number = min(parts or end - first, end - first)
+            cuts = [first + round(part * (end - first) / number) for part in range(number + 1)]
+            stages.append(tuple(Segment(begin, stop, Choice.RECOMPUTE) for begin, stop in pairwise(cuts)))
+        yield tuple(stages)
+
+
+def _too_small(case: MemoryCase, least: Outcome, limit_bytes: int) -> DoesNotFitError:
+    """Words what stands in the way: the layer with which the best plan is above the limit, and what it holds by itself."""
+    spans = layers_of_profile(case.profile).spans
+    rank = least.fullest_rank
+    stages = {stage for _, stage in case.schedule.placement.stages_on(rank)}
+    held = [layer for stage in stages for layer in range(case.boundaries[stage], case.boundaries[stage + 1])]
+    alone = {
+        layer: int(max(spans.forward_peak[layer, layer + 1], spans.backward_peak[layer, layer + 1]))
+        for layer in held
+    }
+    largest = max(alone, key=lambda layer: alone[layer])
+    name = case.profile.layers[largest].name
+    return DoesNotFitError(
+        f"rank {rank} under the plan of least memory",
+        least.peak_bytes[rank],
+        limit_bytes,
+        f"its largest layer {name} needs {alone[largest]} bytes by itself; {ADVICE}",
+    )

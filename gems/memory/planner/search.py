@@ -1,0 +1,245 @@
+"""The search around a plan: one layer's choice changed, or the ends of a segment that is run again moved, and played."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from gems.memory.case import MemoryCase, Outcome
+from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.planner.windows import Way, with_windows
+
+ACTIONS_PER_S = 60_000  # actions of a list that a common core walks and simulates in a second
+ACTIONS_OF_A_LAYER = 10  # what finding out a layer's storages costs beside
+HOTTEST = 0.02  # the share of a step that annealing first gives away lightly
+STARTS = 3  # plans from which a descent begins
+MOST_ROUNDS = 20_000  # a case so small that all its plans are known soon must end too
+RUNS = (2, 3, 4, 6)  # lengths of segments that are run again as one change
+CHOICES = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.CHEAP)
+Cut = tuple[tuple[Segment, ...], ...]
+Move = Callable[[tuple[Segment, ...]], tuple[Segment, ...] | None]
+
+
+class Plays:
+    """Plays plans on a case and counts actions against a budget, so that a search is the same on every machine."""
+
+    def __init__(self, case: MemoryCase, budget_s: float) -> None:
+        self.case = case
+        self.left = budget_s * ACTIONS_PER_S
+
+    def __call__(self, plan: MemoryPlan) -> Outcome:
+        """Plays a plan and counts what that took."""
+        found = self.case.outcome(plan)
+        self.left -= sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
+        return found
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget is spent."""
+        return self.left <= 0
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A plan played; the better one has the lower `cost`: bytes above the limit first, seconds then."""
+
+    outcome: Outcome
+    limit_bytes: int
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes above the limit, of all ranks together: so each rank's change counts."""
+        return sum(max(0, peak - self.limit_bytes) for peak in self.outcome.peak_bytes)
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """What is to be made least."""
+        return (float(self.excess_bytes), self.outcome.step_s)
+
+
+class Search:
+    """Improves a plan under a limit by changes of one or two places, in an order drawn from a fixed seed.
+
+    It ends where a plan takes no more than `good_s`, seconds. Copies get their windows in one `way`.
+    """
+
+    def __init__(self, case: MemoryCase, limit_bytes: int, plays: Plays) -> None:
+        self.case, self.limit_bytes, self.plays = case, limit_bytes, plays
+        self.good_s = 0.0
+        self.way = Way.OUT_FIRST
+        self._tried: dict[tuple[Cut, Way], Tried] = {}
+        self._random = random.Random(0)
+
+    def judge(self, stages: Cut) -> Tried:
+        """Gives windows to the copies of a plan, and plays it; kept layers one by one, so that windows may end between them."""
+        key = (_bare(_by_layer(stages)), self.way)
+        if key not in self._tried:
+            outcome = with_windows(
+                self.case, MemoryPlan("plan", key[0]), self.limit_bytes, self.plays, (self.way,)
+            )
+            self._tried[key] = Tried(outcome, self.limit_bytes)
+        return self._tried[key]
+
+    def choose_way(self, starts: Sequence[Tried]) -> list[Tried]:
+        """Takes the way in which the best of the starts come out best, and gives all that was tried."""
+        found = {way: list(starts) for way in Way}
+        for start in sorted(starts, key=lambda each: each.cost)[:STARTS]:
+            for self.way in Way:
+                if not self.plays.is_spent:
+                    found[self.way].append(self.judge(start.outcome.plan.stages))
+        self.way = min(Way, key=lambda way: min(each.cost for each in found[way]))
+        return list(dict.fromkeys(each for tried in found.values() for each in tried))
+
+    def is_good(self, tried: Tried) -> bool:
+        """Whether a plan fits and is as fast as asked for."""
+        return not tried.excess_bytes and tried.outcome.step_s <= self.good_s
+
+    def improve(self, starts: Sequence[Tried]) -> Tried:
+        """Gives the best plan found: each stage from any of the starts, single changes while one helps, then annealing."""
+        starts = sorted(starts, key=lambda each: each.cost)
+        best = starts[0] if self.is_good(starts[0]) else self._mix(starts[0], starts[1:])
+        for start in (best, *starts[1:STARTS]):
+            if self.is_good(best):
+                return best
+            changed = self._descend(start)
+            while changed is not start:
+                start, changed = changed, self._descend(changed)
+            best = min(best, start, key=lambda each: each.cost)
+        return self._anneal(best)
+
+    def joined(self, best: Tried) -> Tried:
+        """Gives the plan with kept neighbours in one segment where that costs nothing: a shorter list."""
+        stages = MemoryPlan("plan", _bare(best.outcome.plan.stages)).joined().stages
+        found = Tried(
+            with_windows(self.case, MemoryPlan("plan", stages), self.limit_bytes, self.plays, tuple(Way)),
+            self.limit_bytes,
+        )
+        return found if found.cost <= (best.excess_bytes, best.outcome.step_s * (1 + 1e-9)) else best
+
+    def _mix(self, best: Tried, others: Sequence[Tried]) -> Tried:
+        """Takes single stages from other plans where that helps: what one rank needs is not what all need."""
+        for stage in range(len(self.case.boundaries) - 1):
+            for other in others:
+                stages = list(_bare(best.outcome.plan.stages))
+                stages[stage] = _bare(other.outcome.plan.stages)[stage]
+                if self.plays.is_spent:
+                    return best
+                found = self.judge(tuple(stages))
+                best = found if found.cost < best.cost else best
+        return best
+
+    def _descend(self, best: Tried) -> Tried:
+        """Tries every change once, in an order drawn anew, and takes those that help."""
+        stages = _by_layer(best.outcome.plan.stages)
+        moves = [(stage, move) for stage, cut in enumerate(stages) for move in _moves(cut)]
+        self._random.shuffle(moves)
+        for stage, move in moves:
+            found = None if self.is_good(best) else self._after(stages, stage, move)
+            if found is not None and found.cost < best.cost:
+                best, stages = found, _by_layer(found.outcome.plan.stages)
+        return best
+
+    def _anneal(self, best: Tried) -> Tried:
+        """Takes changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
+        now, whole, rounds = best, max(self.plays.left, 1.0), 0
+        while not self.plays.is_spent and not self.is_good(best) and rounds < MOST_ROUNDS:
+            rounds += 1
+            stages = _by_layer(now.outcome.plan.stages)
+            stage = self._random.randrange(len(stages))
+            move = self._random.choice(list(_moves(stages[stage])))
+            found = self._after(stages, stage, move)
+            if found is None or found.excess_bytes > now.excess_bytes:
+                continue
+            warmth = HOTTEST * best.outcome.step_s * self.plays.left / whole
+            worse_s = found.outcome.step_s - now.outcome.step_s
+            if worse_s <= 0 or (warmth > 0 and self._random.random() < math.exp(-worse_s / warmth)):
+                now = found
+                best = now if now.cost < best.cost else best
+        return best
+
+    def _after(self, stages: Cut, stage: int, move: Move) -> Tried | None:
+        """Gives what a change of one stage comes to; None where it changes nothing or the budget is spent."""
+        changed = move(stages[stage])
+        if changed is None or self.plays.is_spent:
+            return None
+        return self.judge((*stages[:stage], changed, *stages[stage + 1 :]))
+
+
+def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
+    """Gives the changes of a stage, by its layers, so that they mean something after other changes too."""
+    layers = range(cut[0].first, cut[-1].end)
+    for layer in layers:
+        for choice in CHOICES:
+            yield partial(_chosen, first=layer, end=layer + 1, choice=choice)
+        for length in RUNS:
+            if layer + length <= layers.stop:
+                for choice in (Choice.RECOMPUTE, Choice.CHEAP):
+                    yield partial(_chosen, first=layer, end=layer + length, choice=choice)
+        for step in (1, 2, 3):
+            yield partial(_swapped, layer=layer, other=layer + step)
+        if layer + 1 in layers:
+            yield partial(_toggled, layer=layer + 1)
+
+
+def _chosen(now: tuple[Segment, ...], first: int, end: int, choice: Choice) -> tuple[Segment, ...] | None:
+    """Makes layers one segment of a choice; what is left of the segments around them stays as it was."""
+    made = Segment(first, end, choice)
+    if any((each.first, each.end, each.choice) == (first, end, choice) for each in now):
+        return None
+    before = [replace(each, end=min(each.end, first)) for each in now if each.first < first]
+    behind = [replace(each, first=max(each.first, end)) for each in now if each.end > end]
+    return (*before, made, *behind)
+
+
+def _swapped(now: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment, ...] | None:
+    """Exchanges the choices of two layers."""
+    if other >= now[-1].end:
+        return None
+    one, two = (next(s.choice for s in now if s.first <= each < s.end) for each in (layer, other))
+    if one is two:
+        return None
+    changed = _chosen(now, layer, layer + 1, two)
+    return None if changed is None else _chosen(changed, other, other + 1, one)
+
+
+def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None:
+    """Parts a segment that is run again before a layer, or joins the two that meet there."""
+    for index, segment in enumerate(now):
+        if not segment.choice.is_run_again:
+            continue
+        if segment.first < layer < segment.end:
+            return (
+                *now[:index],
+                replace(segment, end=layer),
+                replace(segment, first=layer),
+                *now[index + 1 :],
+            )
+        if segment.first == layer and index and now[index - 1].choice is segment.choice:
+            return (*now[: index - 1], replace(segment, first=now[index - 1].first), *now[index + 1 :])
+    return None
+
+
+def _by_layer(stages: Sequence[tuple[Segment, ...]]) -> Cut:
+    """Gives kept segments layer by layer."""
+    return tuple(
+        tuple(
+            replace(segment, first=first, end=end)
+            for segment in cut
+            for first, end in (
+                [(segment.first, segment.end)]
+                if segment.choice is not Choice.KEEP
+                else [(layer, layer + 1) for layer in range(segment.first, segment.end)]
+            )
+        )
+        for cut in stages
+    )
+
+
+def _bare(stages: Sequence[tuple[Segment, ...]]) -> Cut:
+    """Gives segments without distances."""
+    return tuple(
+        tuple(Segment(segment.first, segment.end, segment.choice) for segment in cut) for cut in stages
+    )

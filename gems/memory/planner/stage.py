@@ -1,0 +1,305 @@
+"""One stage in the plan's linear programme: which segments it is cut into, and the bytes that each layer then holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gems.memory.layer_storages import Storage
+from gems.memory.plan import Choice
+from gems.memory.planner.program import Program, Terms
+from gems.memory.planner.storages import StageLayers
+
+MOST_ARCS = (
+    1200  # how many possible segments a stage may have, about; longer ones are left out where it has more
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """A possible segment: the layers `first` up to `end`, under one choice."""
+
+    first: int
+    end: int
+    choice: Choice
+
+    def covers(self, layer: int) -> bool:
+        """Whether a layer is in it."""
+        return self.first <= layer < self.end
+
+
+def longest_arc(num_layers: int) -> int:
+    """Gives how many layers of a stage may be run again together, in the programme; the stage as a whole may in any case."""
+    return max(2, MOST_ARCS // (2 * num_layers))
+
+
+def arcs_of(stage: StageLayers) -> list[Arc]:
+    """Gives the segments that a stage may be cut into: kept and offloaded ones of a layer, others of several.
+
+    Of long stages only those up to some length, and the stage as a whole.
+    """
+    first, end = stage.first, stage.end
+    longest = longest_arc(end - first)
+    arcs = []
+    for begin in range(first, end):
+        arcs += [Arc(begin, begin + 1, choice) for choice in (Choice.KEEP, Choice.OFFLOAD)]
+        ends = [stop for stop in range(begin + 1, end + 1) if stop - begin <= longest]
+        if begin == first and end - first > longest:
+            ends.append(end)
+        for stop in ends:
+            arcs.append(Arc(begin, stop, Choice.RECOMPUTE))
+            if any(layer.cheap_s < layer.recompute_s for layer in stage.layers[begin - first : stop - first]):
+                arcs.append(Arc(begin, stop, Choice.CHEAP))
+    return arcs
+
+
+class StageBlock:
+    """The variables of a stage: one for each arc, and bytes on the device and moved, in cumulative sums over its layers.
+
+    All expressions are bytes of one micro-batch, scaled by the programme.
+    """
+
+    def __init__(self, program: Program, stage: StageLayers) -> None:
+        self.program, self.stage = program, stage
+        self.arcs = arcs_of(stage)
+        self.at = {arc: program.variable(0.0, 1.0, is_whole=True) for arc in self.arcs}
+        self.covering: dict[int, list[Arc]] = {layer: [] for layer in range(stage.first, stage.end)}
+        for arc in self.arcs:
+            for layer in range(arc.first, arc.end):
+                self.covering[layer].append(arc)
+        self.value_kept: dict[int, float] = {
+            self.at[arc]: float(arc.choice is Choice.KEEP) for arc in self.arcs
+        }
+        self._path()
+        self.held = {each: self._held(each) for each in stage.shared}
+        self.moved = {each: self._moved(each) for each in stage.shared if each.savers}
+        self._kept_earlier: dict[int, Terms] = {}
+        self._brought: dict[tuple[int, Choice], dict[int, int]] = {}
+        self._sums()
+
+    def backward_bytes(self, layer: int) -> Terms:
+        """Gives what is on the device during a layer's backward beyond what the layer itself has saved.
+
+        That is what earlier layers keep, and what a segment run again has brought for layers before this one.
+        """
+        found = dict(self._earlier(layer))
+        for arc in self.covering[layer]:
+            if arc.choice.is_run_again and arc.first < layer:
+                size = self.program.scaled_bytes(self._brought_bytes(arc, layer))
+                found[self.at[arc]] = found.get(self.at[arc], 0.0) + size
+        return found
+
+    def again_bytes(self, layer: int) -> Terms:
+        """Gives what is on the device while a segment is run again right before the backward of its last layer."""
+        told, found = self.stage.told, dict(self._earlier(layer))
+        for arc in self.covering[layer]:
+            if arc.choice.is_run_again and arc.end == layer + 1:
+                is_cheap = arc.choice is Choice.CHEAP
+                size = (
+                    told.cheap_again_peak_bytes(arc.first, arc.end)
+                    if is_cheap
+                    else float(told.spans.forward_peak[arc.first, arc.end])
+                )
+                found[self.at[arc]] = found.get(self.at[arc], 0.0) + self.program.scaled_bytes(size)
+        return found
+
+    def _earlier(self, layer: int) -> Terms:
+        """Gives what earlier layers keep on the device at the backward of a layer."""
+        if layer not in self._kept_earlier:
+            found = _joined(self._before(self.kept_own, layer), self._before(self.kept_done, layer))
+            for each in self.stage.shared:
+                if each.maker < layer <= each.last_use and layer not in each.savers:
+                    found[self._rest(each, layer)] = self.program.scaled_bytes(each.total_bytes)
+            self._kept_earlier[layer] = found
+        return self._kept_earlier[layer]
+
+    def forward_bytes(self, layer: int) -> Terms:
+        """Gives what is on the device of earlier layers when the forward of a layer begins."""
+        return _joined(self._before(self.kept_own, layer), self._before(self.kept_made, layer))
+
+    def moved_before(self, layer: int, is_forward: bool) -> Terms:
+        """Gives the bytes that copies take of earlier layers: made by them, or in backward needed by them alone."""
+        shared = self.moved_made if is_forward else self.moved_done
+        return _joined(self._before(self.moved_own, layer), self._before(shared, layer))
+
+    def posted_before(self, layer: int) -> Terms:
+        """Gives the bytes whose copies may have been posted when the forward of a layer begins: saved by earlier ones."""
+        return _joined(self._before(self.moved_own, layer), self._before(self.moved_saved, layer))
+
+    def kept_all(self) -> Terms:
+        """Gives what stays on the device between forward and backward."""
+        return self.forward_bytes(self.stage.end)
+
+    def moved_all(self) -> Terms:
+        """Gives what copies take of a micro-batch."""
+        return self.moved_before(self.stage.end, is_forward=True)
+
+    def again_s(self, layer: int) -> Terms:
+        """Gives the time of the forward that is run again right before the backward of a layer, seconds scaled."""
+        return {
+            self.at[arc]: self.program.scaled_s(self.again_time_s(arc))
+            for arc in self.covering[layer]
+            if arc.choice.is_run_again and arc.end == layer + 1
+        }
+
+    def again_time_s(self, arc: Arc) -> float:
+        """Gives the seconds that it takes to run an arc's forward again."""
+        layers = [self.stage.layer(layer) for layer in range(arc.first, arc.end)]
+        return sum(layer.cheap_s if arc.choice is Choice.CHEAP else layer.recompute_s for layer in layers)
+
+    def worth_kept(self, terms: Terms) -> float:
+        """Gives the value of an expression where every layer is kept."""
+        return sum(factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items())
+
+    def _path(self) -> None:
+        """Holds that the chosen arcs are one way from the first layer to the last."""
+        for layer in range(self.stage.first, self.stage.end):
+            self.program.row({self.at[arc]: 1.0 for arc in self.covering[layer]}, low=1.0, high=1.0)
+            if layer > self.stage.first:
+                ending = {self.at[arc]: 1.0 for arc in self.covering[layer - 1] if arc.end == layer}
+                starting = {self.at[arc]: -1.0 for arc in self.covering[layer] if arc.first == layer}
+                self.program.row(ending | starting, low=0.0, high=0.0)
+
+    def _needs(self, each: Storage, arc: Arc, layer: int) -> bool:
+        """Whether an arc over a layer holds that a storage stays on the device between forward and backward."""
+        if arc.choice.is_run_again:
+            is_product = arc.choice is Choice.CHEAP and each.is_product and layer == each.maker
+            return is_product or each.is_input_of(arc.first)
+        if layer not in each.savers:
+            return False
+        return arc.choice is Choice.KEEP or not each.is_movable
+
+    def _held(self, each: Storage) -> int:
+        """Makes the variable of whether a storage stays: who needs it last decides, and takes it along if offloaded.
+
+        The arcs over one layer exclude each other, so their sum counts.
+        """
+        variable = self.program.variable(0.0, 1.0)
+        self.value_kept[variable] = float(bool(each.savers))
+        taken: Terms = {}
+        for layer in range(each.last_use, each.maker - 1, -1):
+            needing = self._needing(each, layer)
+            if needing:
+                self.program.row(_joined({variable: 1.0}, _negative(needing), taken), low=0.0)
+            taken = _joined(taken, self._taking(each, layer))
+        return variable
+
+    def _moved(self, each: Storage) -> int:
+        variable = self.program.variable(0.0, 1.0)
+        staying: Terms = {}
+        for layer in range(each.last_use, each.maker - 1, -1):
+            needing, taking = self._needing(each, layer), self._taking(each, layer)
+            for terms in (needing, taking):
+                if terms and each.is_movable:
+                    self.program.row(
+                        _joined({variable: 1.0, self.held[each]: 1.0}, _negative(terms)), low=0.0
+                    )
+            if taking:
+                self.program.row(_joined({variable: 1.0}, _negative(taking), staying), low=0.0)
+            staying = _joined(staying, needing)
+        return variable
+
+    def _needing(self, each: Storage, layer: int) -> Terms:
+        return {self.at[arc]: 1.0 for arc in self.covering[layer] if self._needs(each, arc, layer)}
+
+    def _taking(self, each: Storage, layer: int) -> Terms:
+        is_taken = each.is_movable and layer in each.savers
+        return self._chosen(layer, Choice.OFFLOAD) if is_taken else {}
+
+    def _rest(self, each: Storage, layer: int) -> int:
+        """Makes the variable of whether a storage that crosses a layer is there in its backward for earlier layers."""
+        variable = self.program.variable(0.0, 1.0)
+        earlier = [saver for saver in each.savers if saver < layer]
+        self.value_kept[variable] = float(bool(earlier))
+        for saver in earlier:
+            is_there = (Choice.KEEP, Choice.OFFLOAD) if each.savers[-1] > layer else (Choice.KEEP,)
+            self.program.row({variable: 1.0} | _negative(self._chosen(saver, *is_there)), low=0.0)
+        taking = [
+            arc for arc in self.covering[layer] if arc.choice.is_run_again and each.is_input_of(arc.first)
+        ]
+        self.program.row({variable: 1.0} | {self.at[arc]: -1.0 for arc in taking}, low=0.0)
+        return variable
+
+    def _chosen(self, layer: int, *choices: Choice) -> Terms:
+        return {self.at[arc]: 1.0 for arc in self.covering[layer] if arc.choice in choices}
+
+    def _sums(self) -> None:
+        """Makes the cumulative sums: of what one layer sees, and of shared storages by who makes and who sees them last."""
+        stage, own, moved = self.stage, {}, {}
+        for layer in range(stage.first, stage.end):
+            stays = stage.own_bytes[layer] - stage.own_movable_bytes[layer]
+            size = {
+                Choice.KEEP: stage.own_bytes[layer], Choice.OFFLOAD: stays, Choice.RECOMPUTE: 0,
+                Choice.CHEAP: stage.own_product_bytes[layer],
+            }  # fmt: skip
+            own[layer] = {
+                self.at[arc]: self.program.scaled_bytes(size[arc.choice]) for arc in self.covering[layer]
+            }
+            moves = self.program.scaled_bytes(stage.own_movable_bytes[layer])
+            moved[layer] = {at: moves for at in self._chosen(layer, Choice.OFFLOAD)}
+        self.kept_own, self.moved_own = self._cumulated(own), self._cumulated(moved)
+        made = {each: each.maker for each in stage.shared}
+        self.kept_made = self._by(made, self.held)
+        self.kept_done = self._by({each: each.last_use for each in stage.shared}, self.held)
+        self.moved_made = self._by({each: made[each] for each in self.moved}, self.moved)
+        self.moved_saved = self._by({each: each.savers[0] for each in self.moved}, self.moved)
+        self.moved_done = self._by({each: each.savers[-1] for each in self.moved}, self.moved)
+
+    def _by(self, places: dict[Storage, int], variables: dict[Storage, int]) -> dict[int, int]:
+        terms: dict[int, Terms] = {layer: {} for layer in range(self.stage.first, self.stage.end)}
+        for each, layer in places.items():
+            terms[layer][variables[each]] = self.program.scaled_bytes(each.total_bytes)
+        return self._cumulated(terms)
+
+    def _cumulated(self, terms: dict[int, Terms]) -> dict[int, int]:
+        """Makes for each layer the variable of a sum up to it."""
+        found: dict[int, int] = {}
+        total = 0.0
+        for layer in range(self.stage.first, self.stage.end):
+            found[layer] = self.program.variable(0.0)
+            before = {found[layer - 1]: -1.0} if layer - 1 in found else {}
+            self.program.row(_joined({found[layer]: 1.0}, before, _negative(terms[layer])), low=0.0, high=0.0)
+            total += self.worth_kept(terms[layer])
+            self.value_kept[found[layer]] = total
+        return found
+
+    def _before(self, sums: dict[int, int], layer: int) -> Terms:
+        return {sums[layer - 1]: 1.0} if layer - 1 in sums else {}
+
+    def _brought_bytes(self, arc: Arc, layer: int) -> int:
+        """Gives what the second run of an arc has brought for its layers before `layer` and still stands at its backward.
+
+        Of a cheap one without what the first run kept and the second has let go.
+        """
+        found = self._brought.get((layer, arc.choice))
+        if found is None:
+            stage, is_cheap = self.stage, arc.choice is Choice.CHEAP
+            at = dict.fromkeys(range(stage.first, layer), 0)
+            for each in stage.shared:
+                if each.last_use < layer:
+                    at[each.maker] += each.total_bytes * self._is_brought(each, is_cheap)
+            found, total = {}, 0
+            for before in range(layer - 1, stage.first - 1, -1):
+                own = stage.own_bytes[before]
+                if is_cheap:
+                    own = stage.own_cheap_bytes[before] - stage.own_let_go_bytes[before]
+                total += own + at[before]
+                found[before] = total
+            self._brought[layer, arc.choice] = found
+        return found[arc.first]
+
+    def _is_brought(self, each: Storage, is_cheap: bool) -> int:
+        if is_cheap and each.is_product:
+            return 0 if each.savers else -1
+        return 1 if each.savers else 0
+
+
+def _negative(terms: Terms) -> Terms:
+    return {variable: -factor for variable, factor in terms.items()}
+
+
+def _joined(*parts: Terms) -> Terms:
+    found: Terms = {}
+    for terms in parts:
+        for variable, factor in terms.items():
+            found[variable] = found.get(variable, 0.0) + factor
+    return found

@@ -1,0 +1,131 @@
+"""Recompute: what forward saves is let go, and forward is run again before backward.
+
+Chen et al. 2016 (arXiv 1604.06174, section 4.1): a chain of L layers in about the root of L segments holds the inputs of
+all segments, and all else of one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import isqrt
+
+from gems.errors import ConfigError, one_of
+from gems.memory import RECOMPUTES
+from gems.memory.case import MemoryCase
+from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.profile import LayerProfile
+
+POLICY = "recompute"
+
+
+def recompute(case: MemoryCase, how: str = "segment", segments: int | None = None) -> MemoryPlan:
+    """Gives the plan by what is run again: the whole stage, each of its segments, or what is cheap in each layer.
+
+    Args:
+        case: the run.
+        how: stage, segment or cheap.
+        segments: of each stage; None for the root of its layers, and with `cheap` for a segment a layer.
+
+    Raises:
+        ConfigError: no such way, or no such number of segments.
+    """
+    if how not in RECOMPUTES:
+        raise ConfigError("memory.recompute", how, one_of(RECOMPUTES))
+    if segments is not None and segments < 1:
+        raise ConfigError("memory.segments", segments, "must be at least 1")
+    if how == "stage":
+        return recompute_stages(case)
+    return recompute_cheap(case, segments) if how == "cheap" else recompute_segments(case, segments)
+
+
+def recompute_stages(case: MemoryCase) -> MemoryPlan:
+    """Runs every stage again as a whole; it keeps its inputs only."""
+    return _plan(case, [[(first, end)] for first, end in pairwise(case.boundaries)], Choice.RECOMPUTE)
+
+
+def recompute_segments(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
+    """Runs every segment of a stage again, cut so that the one that saves most saves least.
+
+    The last segment of a stage, whose backward comes first, is kept where that takes less time and no rank's peak grows:
+    on a stage whose backward follows its forward it would be run again at once.
+    """
+    spans = []
+    for first, end in pairwise(case.boundaries):
+        sizes = [layer.kept_bytes for layer in case.profile.layers[first:end]]
+        ends = least_largest(sizes, min(segments or _root(len(sizes)), len(sizes)))
+        spans.append([(first + low, first + high) for low, high in pairwise((0, *ends))])
+    plan = _plan(case, spans, Choice.RECOMPUTE)
+    best = case.outcome(plan)
+    for stage in reversed(range(len(plan.stages))):
+        kept = replace(plan.stages[stage][-1], choice=Choice.KEEP)
+        stages = (*plan.stages[:stage], (*plan.stages[stage][:-1], kept), *plan.stages[stage + 1 :])
+        outcome = case.outcome(replace(plan, stages=stages))
+        is_higher = any(new > old for new, old in zip(outcome.peak_bytes, best.peak_bytes, strict=True))
+        if not is_higher and outcome.step_s <= best.step_s:
+            plan, best = replace(plan, stages=stages), outcome
+    return plan
+
+
+def recompute_cheap(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
+    """Runs norms, activations and poolings again; what convolutions and matrix products gave is kept.
+
+    Each layer is a segment, and one that would let nothing go is kept. With `segments` a stage has that many, within which
+    what layers hand to each other is let go too.
+    """
+    if segments is not None:
+        plan = recompute_segments(case, segments)
+        stages = tuple(
+            tuple(replace(one, choice=Choice.CHEAP) if one.choice.is_run_again else one for one in stage)
+            for stage in plan.stages
+        )
+        return replace(plan, stages=stages)
+    chosen = {
+        index: Segment(index, index + 1, Choice.CHEAP)
+        for index, layer in enumerate(case.profile.layers)
+        if lets_go(layer)
+    }
+    return MemoryPlan.by_layer(POLICY, case.boundaries, chosen).joined()
+
+
+def lets_go(layer: LayerProfile) -> bool:
+    """Whether a cheap second run of a layer by itself frees anything: saved, not a product, and nobody else's input."""
+    return any(
+        storage.savers and not storage.is_product and storage.last_use == 0 and storage.num_bytes
+        for storage in layer.saved
+    )
+
+
+def least_largest(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Gives the ends of at most `parts` runs of neighbours, at least one, so that the largest sum is least."""
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_ends(sizes, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return _ends(sizes, low)
+
+
+def _ends(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
+    """Fills runs one after the other, each as far as the limit goes."""
+    ends, total = [], 0
+    for index, size in enumerate(sizes):
+        if total and total + size > limit:
+            ends.append(index)
+            total = 0
+        total += size
+    return (*ends, len(sizes))
+
+
+def _root(num_layers: int) -> int:
+    """Gives the root of a number of layers, rounded up."""
+    return isqrt(num_layers - 1) + 1
+
+
+def _plan(case: MemoryCase, spans: Sequence[Sequence[tuple[int, int]]], choice: Choice) -> MemoryPlan:
+    return MemoryPlan(
+        POLICY, tuple(tuple(Segment(first, end, choice) for first, end in stage) for stage in spans)
+    )

@@ -1,0 +1,217 @@
+"""vDNN: the layers' inputs leave for host memory behind forward and come back before backward (Rhu et al. 2016).
+
+arXiv 1602.08124, section III. vDNN offloads the input X of each feature extraction layer while the layer's forward
+runs, and brings it back while a later layer's backward runs. Here a layer's saved tensors are its X: each layer is a
+segment of its own, and a tensor that several layers save leaves with the last of them, as the paper's reference count
+has it. A copy is posted behind its layer's forward. It takes the layer's output too where the next layer is offloaded
+as well, which is then that layer's X, on its way while that layer runs.
+
+What counts as a convolution: a layer whose kind says so, and a composite with weights (a residual block, an inception
+module, a cell), since most of its time is in convolutions. Poolings, norms, activations and what belongs to sequences
+are none. The classifier (kinds linear and head) is left untouched, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from gems.errors import DoesNotFitError
+from gems.memory.case import MemoryCase
+from gems.memory.layer_storages import saved_storages
+from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.segment_costs import segment_costs
+from gems.memory.vdnn.window import prefetch_window
+from gems.profile import LayerProfile, ModelProfile
+from gems.schedule.action import Action, Kind
+from gems.schedule.costs import StageCosts
+
+_CLASSIFIERS = ("linear", "head")
+_NO_CONVOLUTIONS = (
+    "pool", "norm", "relu", "gelu", "activation", "dropout", "linear", "head", "flatten", "embedding", "lstm", "gru",
+    "attention",
+)  # fmt: skip
+_HELP = "vdnn moves saved tensors only: use memory=plan, more partitions, or a smaller image or micro-batch"
+
+
+def vdnn_all(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
+    """Offloads every feature extraction layer that saves anything.
+
+    As published, the rank waits at the end of each layer for the copies that ran beside it: a copy out has the next
+    action of the rank to hide behind, and a copy back the one layer of the paper's window. With `asynchronous` it waits
+    for a copy out only when, by the profile's times, it has ended, and for a copy back only when it is needed. Whether
+    the plan fits the device is not asked here.
+    """
+    return _plan(case, "vdnn_all", _saving(case), asynchronous)
+
+
+def vdnn_conv(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
+    """Offloads the layers with convolutions only, whose long forward hides the copy; else as `vdnn_all`."""
+    chosen = [
+        saves and is_conv(layer) for layer, saves in zip(case.profile.layers, _saving(case), strict=True)
+    ]
+    return _plan(case, "vdnn_conv", chosen, asynchronous)
+
+
+def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
+    """Takes the first that fits of the paper's trials (section III.C): none, conv, all; then conv and all with less workspace.
+
+    The paper tries its policies with the fastest convolution algorithms first, and then gives up speed for workspace,
+    convolution by convolution, down to the algorithm that needs none. torch lets nobody choose an algorithm: cuDNN's
+    benchmark switch, one for all layers, stands for the choice, and `counters` say under `cudnn_benchmark` how it is to
+    be set, and which trial it was. What the switch changes is known only as far as the profile tells: where it was
+    measured on a GPU, a convolution's `workspace_bytes` are taken to be the fast algorithm's and to be gone without it
+    (see `without_workspace`); elsewhere both settings have the same bytes. Times are the same under both.
+
+    Raises:
+        DoesNotFitError: not even all layers offloaded, with the least workspace, fit the device.
+    """
+    lean = replace(case, profile=without_workspace(case.profile))
+    keep = replace(_plan(case, "vdnn_dyn", [False] * case.profile.num_layers, False), counters=None)
+    conv, everything = vdnn_conv(case, asynchronous), vdnn_all(case, asynchronous)
+    limit = case.limit_bytes
+    counters = {"trial": "none", "cudnn_benchmark": True, "trials": 1}
+    if limit is None:
+        return replace(keep, counters=counters)
+    leanest = lean.outcome(everything)
+    least, rank = leanest.peak_bytes, leanest.fullest_rank
+    if least[rank] > limit:
+        raise DoesNotFitError(f"rank {rank} under vdnn_all", least[rank], limit, _HELP)
+    trials = (
+        ("none", keep, True), ("conv", conv, True), ("all", everything, True), ("conv", conv, False),
+    )  # fmt: skip
+    for number, (name, plan, is_fast) in enumerate(trials, 2):
+        peaks = (case if is_fast else lean).outcome(plan).peak_bytes
+        if max(peaks) <= limit:
+            return _tried(plan, name, is_fast, number, peaks)
+    return _tried(everything, "all", False, len(trials) + 2, least)
+
+
+def without_workspace(profile: ModelProfile) -> ModelProfile:
+    """Gives a profile as with convolutions that need no workspace; one not measured on a GPU as it is.
+
+    This is a lower bound: of a composite, what its other kernels let go goes too.
+    """
+    if profile.source != "measured" or profile.device == "cpu":
+        return profile
+    return replace(profile, layers=tuple(map(_lean, profile.layers)))
+
+
+def is_conv(layer: LayerProfile) -> bool:
+    """Whether a layer has a convolution, so that its time hides a copy."""
+    kind = layer.kind.lower()
+    if "conv" in kind:
+        return True
+    return layer.param_bytes > 0 and not any(word in kind for word in _NO_CONVOLUTIONS)
+
+
+def is_classifier(layer: LayerProfile) -> bool:
+    """Whether a layer belongs to the classifier, which vDNN leaves untouched."""
+    return layer.kind.lower() in _CLASSIFIERS
+
+
+def _saving(case: MemoryCase) -> list[bool]:
+    """Says of each layer whether it is one of feature extraction, and saves anything large enough to be moved."""
+    saving: set[int] = set()
+    for first, end in pairwise(case.boundaries):
+        for storage in saved_storages(case.profile, first, end, case.least_bytes):
+            if storage.is_movable:
+                saving.update(storage.savers)
+    return [index in saving and not is_classifier(layer) for index, layer in enumerate(case.profile.layers)]
+
+
+def _plan(case: MemoryCase, policy: str, chosen: Sequence[bool], asynchronous: bool) -> MemoryPlan:
+    convs = [is_conv(layer) for layer in case.profile.layers]
+    layers: dict[int, Segment] = {}
+    for first, end in pairwise(case.boundaries):
+        for place, back in enumerate(prefetch_window(convs[first:end], chosen[first:end])):
+            if back is not None:
+                layers[first + back] = _segment(first + back, place - back, not asynchronous)
+        if chosen[end - 1]:
+            layers[end - 1] = _segment(end - 1, 0, False)
+    plan = MemoryPlan.by_layer(policy, case.boundaries, layers)
+    if asynchronous:
+        plan = _without_waits(case, plan)
+    moved = sum(case.profile.layers[layer].kept_bytes for layer in layers)
+    return replace(plan, counters={"offloaded_layers": len(layers), "offloaded_layer_bytes": moved})
+
+
+def _segment(layer: int, ahead: int, is_awaited: bool) -> Segment:
+    return Segment(layer, layer + 1, Choice.OFFLOAD, ahead=ahead, is_awaited=is_awaited)
+
+
+def _tried(plan: MemoryPlan, trial: str, is_fast: bool, number: int, peak_bytes: Sequence[int]) -> MemoryPlan:
+    counters: Mapping[str, Any] = plan.counters or {}
+    return replace(
+        plan,
+        policy="vdnn_dyn",
+        counters={
+            **counters, "trial": trial, "cudnn_benchmark": is_fast, "trials": number, "peak_bytes": list(peak_bytes),
+        },
+    )  # fmt: skip
+
+
+def _lean(layer: LayerProfile) -> LayerProfile:
+    if not is_conv(layer):
+        return layer
+    spare = layer.workspace_bytes
+
+    def less(peak_bytes: int, at_least: int) -> int:
+        return max(min(peak_bytes, at_least), peak_bytes - spare)
+
+    return replace(
+        layer,
+        workspace_bytes=0,
+        forward_peak_bytes=less(layer.forward_peak_bytes, layer.kept_bytes),
+        backward_peak_bytes=less(layer.backward_peak_bytes, layer.output_grad_bytes),
+        backward_peak_at=tuple((ahead, less(peak, 0)) for ahead, peak in layer.backward_peak_at),
+    )
+
+
+def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
+    """Sets `free_after` to the actions that hide a copy out, counted in each rank's list with the profile's times."""
+    lowered = case.lowered(plan)
+    costs = segment_costs(case.profile, plan, lowered, case.d2h_bytes_per_s, case.h2d_bytes_per_s)
+    needed: dict[tuple[int, int], int] = {}
+    for row in lowered.rows:
+        _count_hiding(row, costs, needed)
+    stages = tuple(
+        tuple(
+            replace(segment, free_after=needed.get((stage, place), segment.free_after))
+            for place, segment in enumerate(segments)
+        )
+        for stage, segments in enumerate(plan.stages)
+    )
+    return replace(plan, stages=stages)
+
+
+def _count_hiding(row: Sequence[Action], costs: StageCosts, needed: dict[tuple[int, int], int]) -> None:
+    """Notes for each segment the fewest actions, over its micro-batches, that run until its copy out has ended.
+
+    No more than run until the stage's backward begins: there a later segment may bring back what this one has taken.
+    """
+    compute = [action for action in row if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+    ends: list[float] = []
+    turns: dict[tuple[int, int, int | None], int] = {}
+    for index, action in enumerate(compute):
+        ends.append((ends[-1] if ends else 0.0) + costs.time(action))
+        if action.kind in (Kind.B, Kind.I):
+            turns.setdefault((action.direction, action.stage, action.micro_batch), index)
+    place = {action: index for index, action in enumerate(compute)}
+    engine = 0.0
+    for action in row:
+        if action.kind is not Kind.OFFLOAD:
+            continue
+        assert action.segment is not None
+        made = place[action._replace(kind=Kind.F)]
+        engine = max(engine, ends[made]) + costs.time(action)
+        hiding = next((index for index in range(made + 1, len(ends)) if ends[index] >= engine), len(ends))
+        turn = turns[action.direction, action.stage, action.micro_batch]
+        back = next(
+            place[found] for kind in (Kind.B, Kind.I) if (found := action._replace(kind=kind)) in place
+        )
+        key = (action.stage, action.segment)
+        count = max(1, min(hiding, turn - 1, back - 2) - made)
+        needed[key] = min(needed.get(key, count), count)

@@ -1,0 +1,150 @@
+"""The walk: what a rank holds in bytes along its list under a memory plan, storage by storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gems.memory.micro_batch import OWN_KINDS, MicroBatch, Place, Script, State, scripts_of
+from gems.memory.model import MESSAGE_COPIES, Optimizer
+from gems.memory.moments import Crossings
+from gems.memory.plan import MemoryPlan
+from gems.memory.stage_storages import StageStorages, as_bytes, layers_of_profile, segments_of
+from gems.profile import ModelProfile
+from gems.schedule.action import COMPUTE_KINDS, RANK_KINDS, Action
+from gems.schedule.schedule import Schedule
+
+_NOTHING = State()
+# what crosses between stages, and the table of its bytes
+_CROSSING = (
+    ("inputs", "given"), ("images", "given"), ("gradients", "given_back"), ("outputs", "handed_on"),
+    ("input_gradients", "handed_back"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a rank holds while it runs an action (`during_bytes`, transients among it) and behind it, in bytes.
+
+    `activation_bytes` are the saved storages on the device behind the action, `moved_bytes` what a copy carries.
+    """
+
+    action: Action
+    during_bytes: int
+    device_bytes: int
+    activation_bytes: int
+    host_bytes: int
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """The points of one rank's list."""
+
+    points: tuple[Point, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most on the device at once."""
+        return max(point.during_bytes for point in self.points)
+
+    @property
+    def peak_activation_bytes(self) -> int:
+        """The most saved storages on the device at once."""
+        return max(point.activation_bytes for point in self.points)
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The most in host memory at once."""
+        return max(point.host_bytes for point in self.points)
+
+
+def walk(
+    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer
+) -> Walked:
+    """Plays the lowered list of a rank with `Holdings`, the rules that the engine's store follows.
+
+    Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors that cross between
+    stages, saved storages, values and gradients between segments, and the transients of each action. Where a copy out is
+    not waited for (no FREE in the list), what leaves counts as gone when the copy is posted.
+    """
+    rank_walk = _Walk(profile, plan, schedule, rank, optimizer)
+    return Walked(tuple(rank_walk.play(action) for action in schedule.rows[rank]))
+
+
+class _Walk:
+    def __init__(
+        self, profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer
+    ) -> None:
+        self._crossings = Crossings(schedule, rank)
+        self._states = _states(profile, plan, schedule, rank)
+        self._last: dict[Place, State] = {}
+        self._device_bytes = self._activation_bytes = self._host_bytes = 0
+        spans, cuts = layers_of_profile(profile).spans, plan.boundaries
+        self._static_bytes = 0
+        self._sizes = []
+        for held in self._crossings.held:
+            span = (cuts[held[1]], cuts[held[1] + 1])
+            self._static_bytes += optimizer.copies * as_bytes(spans.params[span])
+            self._static_bytes += MESSAGE_COPIES * as_bytes(spans.buffers[span])
+            for name, table in _CROSSING:
+                num_bytes = as_bytes(getattr(spans, table)[span])
+                self._sizes.append((self._crossings.counts[held], name, num_bytes))
+        self._crossing_bytes = self._count_crossings()
+
+    def play(self, action: Action) -> Point:
+        kind, stage, micro_batch, direction, _ = action
+        if kind in OWN_KINDS:
+            return self._play_own(action, (direction, stage, micro_batch))
+        if kind in RANK_KINDS:
+            self._crossings.settle()
+        else:
+            self._crossings.post(action)
+        self._crossing_bytes = self._count_crossings()
+        return self._point(action, self._outside_bytes + self._device_bytes)
+
+    def _play_own(self, action: Action, place: Place) -> Point:
+        """Plays an action on a micro-batch that is here; the tensors between stages change with a compute action."""
+        is_compute = action.kind in COMPUTE_KINDS
+        if is_compute:
+            self._crossings.begin(action)
+            self._crossing_bytes = self._count_crossings()
+        before, state = self._last.get(place, _NOTHING), next(self._states[place])
+        during = self._outside_bytes + self._device_bytes - before.device_bytes + state.during_bytes
+        self._last[place] = state
+        self._device_bytes += state.device_bytes - before.device_bytes
+        self._activation_bytes += state.activation_bytes - before.activation_bytes
+        self._host_bytes += state.host_bytes - before.host_bytes
+        if is_compute:
+            self._crossings.end(action)
+            self._crossing_bytes = self._count_crossings()
+        return self._point(action, during, state.moved_bytes)
+
+    @property
+    def _outside_bytes(self) -> int:
+        return self._static_bytes + self._crossing_bytes
+
+    def _count_crossings(self) -> int:
+        return sum(counts[name] * num_bytes for counts, name, num_bytes in self._sizes)
+
+    def _point(self, action: Action, during: int, moved_bytes: int = 0) -> Point:
+        device_bytes = self._outside_bytes + self._device_bytes
+        return Point(action, during, device_bytes, self._activation_bytes, self._host_bytes, moved_bytes)
+
+
+def _states(
+    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int
+) -> dict[Place, Iterator[State]]:
+    """Gives the states of each micro-batch on each stage of a rank; micro-batches whose actions are alike are played once."""
+    layers = layers_of_profile(profile)
+    storages: dict[int, StageStorages] = {}
+    played: dict[tuple[int, Script], tuple[State, ...]] = {}
+    found = {}
+    for place, script in scripts_of(schedule.rows[rank]).items():
+        stage = place[1]
+        if stage not in storages:
+            storages[stage] = StageStorages(layers, segments_of(plan, schedule, stage), plan.least_bytes)
+        if (stage, script) not in played:
+            played[stage, script] = MicroBatch(storages[stage], script).play()
+        found[place] = iter(played[stage, script])
+    return found

@@ -1,0 +1,183 @@
+"""Overrides: the words key=value of a command, which of them can be, and what is wrong with the others in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from gems.config import RunSpec
+from gems.errors import ConfigError, nearest, one_of
+from gems.presets import AUTO, choose_preset
+from gems.presets import GROUP as CLUSTER
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+IN_CONF = "(in conf/)"
+FILE, PACKAGE = "file://", "pkg://"
+UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+SIZE = re.compile(
+    r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?"
+)
+FREE = re.compile(
+    r"(cluster\.(environment|sbatch)|model\.kwargs)\."
+)  # mappings whose keys are the user's own
+KWARGS = re.compile(r"model\.kwargs[.=]")
+
+
+def rewritten(words: Sequence[str]) -> list[str]:
+    """Gives overrides as Hydra takes them: plain numbers of bytes, keys that may be added, this machine's preset."""
+    words = [opened(in_bytes(word)) for word in words]
+    chosen = [number for number, word in enumerate(words) if word.startswith(f"{CLUSTER}=")]
+    if not chosen or words[chosen[-1]] != f"{CLUSTER}={AUTO}":
+        return [word for word in words if word != f"{CLUSTER}={AUTO}"]
+    folders = [CONF, *search_path(parsed([word for word in words if word.startswith("hydra.searchpath=")]))]
+    return [word if word != f"{CLUSTER}={AUTO}" else f"{CLUSTER}={choose_preset(folders)}" for word in words]
+
+
+def opened(override: str) -> str:
+    """Gives an override that may add keys, where they are keyword arguments of the user's own network."""
+    return f"++{override}" if KWARGS.match(override) else override
+
+
+def in_bytes(override: str) -> str:
+    """Gives an override of a key in bytes with a plain number: machine.device_bytes=16GB is 16000000000, GiB 2^30."""
+    found = SIZE.fullmatch(override)
+    if found is None:
+        return override
+    return f"{found['key']}={round(float(found['number']) * UNITS[found['unit']])}"
+
+
+def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:
+    """Gives the options of a configuration group in `folders`, or nothing where there is no such group."""
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
+    """Gives every key that an override may name: groups in `folders`, and fields of the schema with their dots."""
+    for folder in folders:
+        groups = (path.name for path in folder.iterdir() if path.is_dir())
+        yield from (group for group in groups if options_of(group, [folder]))
+    for field in dataclasses.fields(RunSpec):
+        inner = field.default_factory
+        if inner is dataclasses.MISSING:
+            yield field.name
+            continue
+        for name in getattr(inner, "__dataclass_fields__", {}):
+            yield f"{field.name}.{name}"
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuses overrides whose key or option does not exist.
+
+    Raises:
+        ConfigError: with the nearest valid keys or options.
+    """
+    given = parsed(overrides)
+    folders = [CONF, *search_path(given)]
+    keys = list(valid_keys(folders))
+    for override in given:
+        _check_override(override, keys, folders)
+
+
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """Reads overrides in Hydra's grammar.
+
+    Raises:
+        ConfigError: one is not of the form key=value.
+    """
+    parser = OverridesParser.create()
+    found: list[Override] = []
+    for text in overrides:
+        if any("\ud800" <= char <= "\udfff" for char in text):  # bytes of the command line that are no UTF-8
+            raise ConfigError("override", ascii(text), "is no text in UTF-8")
+        try:
+            found += parser.parse_overrides([text])
+        except HydraException as error:
+            raise ConfigError(
+                "override", text, "not of the form key=value", "quote special characters: 'key=\"a b\"'"
+            ) from error
+    return found
+
+
+def search_path(given: Sequence[Override]) -> Iterator[Path]:
+    """Gives the user's own configuration folders, that hydra.searchpath names."""
+    for override in given:
+        values = override.value() if override.key_or_group == "hydra.searchpath" else None
+        for entry in values if isinstance(values, list) else ():
+            path = Path(str(entry).removeprefix(FILE))
+            if str(entry).startswith(FILE) and not path.is_dir():
+                raise ConfigError("--config-dir", path, "is not a folder")
+            if str(entry).startswith(PACKAGE) and not _is_package(str(entry).removeprefix(PACKAGE)):
+                raise ConfigError("hydra.searchpath", entry, "is no package of Python's")
+            if path.is_dir():
+                yield path
+
+
+def _is_package(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name.replace("/", ".")) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _check_override(override: Override, keys: Sequence[str], folders: Sequence[Path]) -> None:
+    key = str(override.key_or_group)
+    if key.startswith("hydra"):
+        return
+    if key == "study":
+        value = override.get_value_element_as_str()
+        raise ConfigError(
+            key, value, "names many runs, and this is one", f"python -m jobs study study={value}"
+        )
+    if override.is_delete():
+        raise ConfigError(f"~{key}", "", "a key cannot be taken away", f"set it instead: {key}=...")
+    if key not in keys and not FREE.match(key):
+        raise ConfigError(
+            key, override.get_value_element_as_str(), "unknown key; nearest: " + ", ".join(nearest(key, keys))
+        )
+    options = options_of(key, folders) + ([AUTO] if key == CLUSTER else [])
+    if options and override.value() == []:
+        raise ConfigError(key, "[]", one_of(options), "name at least one")
+    for option in _options_in(override) if options else ():
+        if option not in options:
+            shown = "null" if option is None else str(option)
+            raise ConfigError(key, shown, one_of(options), f"nearest: {nearest(shown, options, 1)[0]}")
+
+
+def _options_in(override: Override) -> list[object]:
+    """Gives the options of a group that an override names: one, a list, or the choices of a sweep."""
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return [getattr(choice, "text", choice) for choice in value.list]
+    if override.is_sweep_override() or isinstance(value, dict):
+        return []  # a pattern of options, or keys of the group
+    return list(value) if isinstance(value, list) else [value]
+
+
+def translate(error: Exception, words: Sequence[str]) -> ConfigError:
+    """Makes one line of what Hydra, OmegaConf or YAML says in several."""
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return ConfigError("file", error.filename, f"cannot be read or written ({error.strerror})")
+    if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
+        return ConfigError("file", "a file of the configuration", f"is no YAML ({error})")
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    text = str(cause).strip() or type(cause).__name__
+    first = text.splitlines()[0]
+    named = re.search(r"full_key: (\S+)", text) or re.search(r"'\+{0,2}([\w./]+)=", first)
+    key = named[1] if named else "configuration"
+    given = [word.partition("=")[2] for word in words if word.partition("=")[0].lstrip("+") == key]
+    wrong = re.search(r"Value '(.*?)' of type", first)
+    value = wrong[1] if wrong else given[-1] if given else IN_CONF
+    if "is not in struct" in text or "not in '" in first:
+        if FREE.match(key):
+            return ConfigError(key, value, "is not there yet", f"add it with a plus: +{key}=...")
+        return ConfigError(key, value, "unknown key; nearest: " + ", ".join(nearest(key, valid_keys())))
+    return ConfigError(key, value, first)

@@ -1,0 +1,79 @@
+"""Policies by name: from the configuration of a run's memory to the plan that its policy makes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from gems.config import MemoryConfig
+from gems.errors import DoesNotFitError
+from gems.memory import RECOMPUTES
+from gems.memory.case import MemoryCase
+from gems.memory.lms.distance import lms
+from gems.memory.lms.limit import lms_limit
+from gems.memory.plan import MemoryPlan
+from gems.memory.planner.optimal import limit_of_saving, plan
+from gems.memory.recompute import recompute
+from gems.memory.vdnn.policies import vdnn_all, vdnn_conv, vdnn_dyn
+
+Maker = Callable[[MemoryConfig, MemoryCase], MemoryPlan]
+
+
+def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
+    """Gives the plan of the configured policy.
+
+    Raises:
+        ConfigError: a policy that needs a limit and has none.
+        DoesNotFitError: nothing that the policy can do keeps the limit.
+    """
+    return MAKERS[memory.name](memory, case)
+
+
+def rivals_of(case: MemoryCase) -> list[MemoryPlan]:
+    """Gives the plans of the published policies that can be had under the case's limit."""
+    makers: list[Callable[[], MemoryPlan]] = [
+        partial(vdnn_dyn, case), partial(vdnn_dyn, case, asynchronous=True), partial(lms, case), partial(lms_limit, case),
+        *(partial(recompute, case, how) for how in RECOMPUTES),
+    ]  # fmt: skip
+    plans = []
+    for make in makers:
+        with suppress(DoesNotFitError):
+            plans.append(make())
+    return plans
+
+
+def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
+    """Gives the optimal plan under the limit, or under that of the saving, whichever is less."""
+    limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
+    if memory.saving is not None:
+        limit = min(limit, limit_of_saving(case, memory.saving))
+    limited = replace(case, limit_bytes=limit)
+    found = plan(limited, limit, memory.budget_s, rivals_of(limited))
+    counters = {"limit_bytes": limit, "bound_s": found.bound_s, "gap": found.gap, "method": found.method}
+    return replace(found.plan, policy="plan", counters=counters)
+
+
+def _lms(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
+    return lms(
+        case,
+        memory.swapout_threshold,
+        memory.swapin_ahead,
+        memory.swapin_groupby,
+        memory.sync_mode,
+        memory.ratio,
+    )
+
+
+MAKERS: dict[str, Maker] = {
+    "keep": lambda memory, case: MemoryPlan.keeping(case.boundaries),
+    "vdnn_all": lambda memory, case: vdnn_all(case, memory.asynchronous),
+    "vdnn_conv": lambda memory, case: vdnn_conv(case, memory.asynchronous),
+    "vdnn_dyn": lambda memory, case: vdnn_dyn(case, memory.asynchronous),
+    "lms": _lms,
+    "lms_limit": lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim),
+    "recompute": lambda memory, case: recompute(case, memory.recompute, memory.segments),
+    "plan": _plan,
+}  # fmt: skip

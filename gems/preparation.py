@@ -1,0 +1,84 @@
+"""Preparation: a resolved run becomes a run folder with all that its ranks read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import yaml
+
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.json_files import write_json
+from gems.planned import planned
+from gems.provenance import write_bundle
+from gems.runfolder import RunFolder
+from gems.signature import signature
+from gems.snapshot import hash_of
+
+
+def prepare(spec: RunSpec) -> RunFolder:
+    """Makes the folder of a resolved run and writes what its ranks read: configuration, schedule, cut, memory plan.
+
+    A folder that already holds this configuration is used again: what the earlier attempt left moves to
+    attempts/<number>/, so nothing recorded is lost.
+
+    Raises:
+        ConfigError: no permission, another configuration in the folder, a run that is still going on there, or a
+            schedule that cannot be made or does not suit the model.
+    """
+    folder = RunFolder.of(spec)
+    made = planned(spec)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if folder.run_yaml.exists():
+            _check_same(folder, spec)
+            _refuse_running(folder)
+            folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
+        partial = folder.path / "run.yaml.partial"
+        partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
+        partial.replace(folder.run_yaml)
+        folder.write_schedule(made.schedule)
+        folder.write_boundaries(made.boundaries)
+        if made.profile is not None:
+            write_json(folder.profile_json, made.profile.to_json(), indent=None)
+        if made.memory is not None:
+            write_json(folder.memory_json, made.memory.plan.to_json() | {"predicted": made.memory.to_json()})
+        folder.logs.mkdir(exist_ok=True)
+        folder.heartbeat(0).parent.mkdir(exist_ok=True)
+        summary = write_bundle(folder.provenance, spec)
+        write_json(folder.provenance_json, {**summary, "run_yaml_blake2b": hash_of(folder.run_yaml)})
+        folder.write_status("prepared")
+    except OSError as error:
+        raise ConfigError(
+            "runs_dir", spec.runs_dir, f"cannot write there ({error.strerror}: {error.filename})",
+            "give runs_dir= a folder of yours",
+        ) from error  # fmt: skip
+    return folder
+
+
+def _check_same(folder: RunFolder, spec: RunSpec) -> None:
+    held = folder.read_spec()
+    if signature(held) != signature(spec):
+        raise ConfigError(
+            "run folder", folder.path, f"holds another configuration ({signature(held)}, not {signature(spec)})",
+            "choose another name= or runs_dir=, or move that folder away",
+        )  # fmt: skip
+
+
+def _refuse_running(folder: RunFolder) -> None:
+    status = folder.read_status()
+    if status.get("state") in ("submitted", "requeued"):
+        raise ConfigError(
+            "run folder", folder.path, f"is that of job {status.get('job_id')}, which has not ended",
+            "cancel it, or change name=",
+        )  # fmt: skip
+    pid = status.get("pid")
+    if status.get("state") == "running" and status.get("host") == os.uname().nodename and _alive(pid):
+        raise ConfigError(
+            "run folder", folder.path, f"a run goes on there (process {pid})", "wait for it, or change name="
+        )
+
+
+def _alive(pid: object) -> bool:
+    return isinstance(pid, int) and Path(f"/proc/{pid}").exists() and pid != os.getpid()

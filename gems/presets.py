@@ -1,0 +1,82 @@
+"""The cluster preset of this machine: found by the patterns of login host names that presets carry."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import yaml
+
+from gems.errors import ConfigError
+
+GROUP = "cluster"
+AUTO = "auto"
+
+
+def choose_preset(folders: Sequence[Path]) -> str:
+    """Gives the preset of `folders` whose host patterns fit this machine, and says it on stderr, once a process.
+
+    Raises:
+        ConfigError: none fits, or several do.
+    """
+    return _choose(tuple(folders), host_names())
+
+
+def host_names() -> tuple[str, ...]:
+    """Gives the names of this machine: as it calls itself, and with its domain where that is known."""
+    names = dict.fromkeys(name.lower() for name in (socket.gethostname(), socket.getfqdn()) if name)
+    return tuple(name for name in names if not name.startswith("localhost")) or tuple(names)
+
+
+def matching(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
+    """Gives the presets of `folders` that fit one of `names`, each with that name.
+
+    Raises:
+        ConfigError: a preset's file that is no YAML.
+    """
+    found: dict[str, str] = {}
+    for path in (path for folder in folders for path in sorted((folder / GROUP).glob("*.yaml"))):
+        for pattern in _hosts(path):
+            fitting = [name for name in names if fnmatchcase(name, str(pattern).lower())]
+            if fitting:
+                found[path.stem] = fitting[0]
+    return found
+
+
+@functools.cache
+def _choose(folders: tuple[Path, ...], names: tuple[str, ...]) -> str:
+    found = matching(folders, names)
+    here = " or ".join(names)
+    if not found:
+        raise ConfigError(
+            GROUP, AUTO, f"no preset knows the host {here}",
+            "give cluster=local to run here, cluster=NAME for a known machine, or draft a preset of this one: "
+            "python -m jobs discover",
+        )  # fmt: skip
+    if len(found) > 1:
+        raise ConfigError(
+            GROUP,
+            AUTO,
+            f"the host {here} fits several presets: {', '.join(sorted(found))}",
+            "give cluster=NAME",
+        )
+    ((preset, name),) = found.items()
+    print(
+        f"gems: cluster={preset}, by the host name {name}; cluster=NAME overrides it",
+        file=sys.stderr,
+        flush=True,
+    )
+    return preset
+
+
+def _hosts(path: Path) -> list[object]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(GROUP, path, f"cannot be read ({' '.join(str(error).split())})") from error
+    hosts = values.get("hosts") if isinstance(values, dict) else None
+    return hosts if isinstance(hosts, list) else []

@@ -1,0 +1,139 @@
+"""Provenance: which code, packages and environment made a run. `provenance/` in its folder, and a summary beside it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gems.config import RunSpec
+from gems.json_files import write_json
+from gems.models.imported import source_of
+from gems.snapshot import CODE_ZIP, PACKAGES, code_root, hash_of, take_snapshot
+
+ENVIRONMENT_JSON = "environment.json"
+GIT_LIMIT_S = 10
+MAX_DIFF_BYTES = 4 << 20
+# What bears on how a run runs. Nothing else of the environment is kept: it may hold what is nobody's business.
+VARIABLES = re.compile(
+    r"(SLURM|SRUN|SBATCH|MPI|MPICH|OMPI|PRTE|PMIX|PMI|MV2|UCX|FI|OMP|KMP|MKL|OPENBLAS|NCCL|RCCL|GEMS|PYTORCH|TORCH|HSA"
+    r"|MIOPEN|HDF5|I_MPI)_.*"
+    r"|(CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_DEVICE_MAX_CONNECTIONS|ROCR_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES)"
+    r"|(PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX|LOADEDMODULES|PE_ENV|MODULEPATH)"
+)
+# Words in a variable's name that make it a secret, or a person.
+PRIVATE = re.compile(r"JWT|TOKEN|SECRET|PASS|KEY|CRED|AUTH|_USER$|_UID$|_GID$|MAIL", re.IGNORECASE)
+
+
+def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
+    """Writes what is known of a run when it is prepared to `folder`, and gives the summary.
+
+    That are `code.zip`, the code itself; `code.diff`, what it differs by from its commit (none outside of a checkout);
+    `packages.txt`; and `environment.json`. A user's own network is not in the archive: the hash of its files is noted.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    code_hash = take_snapshot(folder / CODE_ZIP, spec.cache_dir)
+    diff = code_diff(code_root())
+    if diff is not None:
+        (folder / "code.diff").write_bytes(diff)
+    (folder / "packages.txt").write_text(packages())
+    write_json(folder / ENVIRONMENT_JSON, {"prepared": environment()})
+    summary: dict[str, Any] = {
+        "git_commit": commit(code_root()),
+        "code_blake2b": code_hash,
+        "is_code_changed": None if diff is None else bool(diff),
+        "prepared_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    if spec.model.target is not None:
+        summary["model_code_sha256"] = source_of(spec.model.target, spec.model.path)
+    return summary
+
+
+def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
+    """Compares the archive in a bundle with its summary; gives what is wrong, or None."""
+    expected = summary.get("code_blake2b")
+    try:
+        found = hash_of(folder / CODE_ZIP)
+    except OSError as error:
+        return f"{folder / CODE_ZIP} cannot be read ({error.strerror})"
+    if expected is not None and found != expected:
+        return f"{folder / CODE_ZIP} is not what was prepared (BLAKE2b {found[:16]}, not {expected[:16]})"
+    return None
+
+
+def commit(root: Path) -> str:
+    """Gives the commit of a checkout, with "-dirty" where files differ from it; "unknown" where it is none."""
+    said = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return said.decode(errors="replace").strip() if said else "unknown"
+
+
+def code_diff(root: Path) -> bytes | None:
+    """Gives what our packages in a checkout differ by from its commit, new files too; None where it is no checkout.
+
+    `git apply` takes it, unless it was longer than MAX_DIFF_BYTES: then its last line says so.
+    """
+    diff = _git(root, "diff", "--no-color", "--no-ext-diff", "--binary", "HEAD", "--", *PACKAGES)
+    new = _git(
+        root, "ls-files", "-z", "--others", "--exclude-standard", "--", *(f"{name}/*.py" for name in PACKAGES)
+    )
+    if diff is None or new is None:
+        return None
+    for name in filter(None, new.decode(errors="surrogateescape").split("\0")):
+        if len(diff) > MAX_DIFF_BYTES:
+            break
+        words = ("diff", "--no-color", "--no-ext-diff", "--no-index", "--", "/dev/null", name)
+        diff += _git(root, *words, fine=(0, 1)) or b""
+    if len(diff) > MAX_DIFF_BYTES:
+        diff = diff[:MAX_DIFF_BYTES].rpartition(b"\n")[0] + b"\n# cut here: the code itself is in code.zip\n"
+    return diff
+
+
+def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
+    """Gives what git says of a checkout at `root`, not of one around it; None where it has nothing to say."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        said = subprocess.run(
+            ["git", "-C", str(root), *words], stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_LIMIT_S
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout if said.returncode in fine else None
+
+
+@functools.cache
+def packages() -> str:
+    """Gives the installed packages with their versions, one a line, as a requirements file."""
+    found = set()
+    for package in importlib.metadata.distributions():
+        name, version = package.metadata["Name"], package.metadata["Version"]
+        if name and version:
+            found.add(f"{name}=={version}\n")
+    return "".join(sorted(found, key=str.lower))
+
+
+def environment() -> dict[str, Any]:
+    """Gives this process's interpreter, node, loaded modules and the variables that bear on a run, without secrets."""
+    modules = os.environ.get("LOADEDMODULES", "")
+    return {
+        "hostname": os.uname().nodename,
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "modules": [name for name in modules.split(":") if name],
+        "variables": {
+            name: value for name, value in sorted(os.environ.items())
+            if VARIABLES.fullmatch(name) and not PRIVATE.search(name)
+        },
+    }  # fmt: skip

@@ -1,0 +1,134 @@
+"""The code snapshot: one archive of this code, which a job runs, whatever becomes of the files it was made from.
+
+A rank opens one file where it would open hundreds, which counts when a thousand ranks start at once, and a byte-code
+file beside each source spares them the compiling. The archive is the same to the byte for the same code and version of
+Python, so that runs of the same code share one file by hard links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import marshal
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import gems
+from gems.cache import cache_folder
+
+CODE_ZIP = "code.zip"
+PACKAGES = ("gems", "jobs", "analysis", "conf")
+SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt")
+MAIN = "gems/snapshot_main.py"  # the archive's own __main__.py
+UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: byte-code that is never compared with its source
+WITHOUT_REFERENCES = (
+    2  # version of marshal: later ones note how often an object is in use, which differs by process
+)
+EPOCH = (1980, 1, 1, 0, 0, 0)
+MODE = 0o644
+
+
+def code_root() -> Path:
+    """Gives the folder that holds our packages, or the archive that this process runs from."""
+    return Path(gems.__file__).resolve().parents[1]
+
+
+def from_snapshot(code_zip: Path, module: str) -> list[str]:
+    """Gives the words that, behind an interpreter's, run a module from a snapshot."""
+    return [str(code_zip), module]
+
+
+def take_snapshot(target: Path, cache_dir: str | None = None) -> str:
+    """Puts an archive of this code at `target` and gives its BLAKE2b hash.
+
+    An archive of the same code that is in the cache is linked to, or copied where the file system cannot link.
+
+    Raises:
+        OSError: the target cannot be written.
+    """
+    root = code_root()
+    if root.is_file():  # we run from a snapshot: what we prepare runs from the same
+        _share(root, target)
+        return hash_of(target)
+    sources = list(_sources(root))
+    kept = cache_folder(cache_dir).absolute() / "code" / f"{_key(sources)}.zip"
+    try:
+        if not zipfile.is_zipfile(kept):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            _write(kept, _archive(sources))
+        _share(kept, target)
+    except OSError:  # a cache that cannot be written is passed over
+        _write(target, _archive(sources))
+    return hash_of(target)
+
+
+def hash_of(path: Path) -> str:
+    """Gives the BLAKE2b hash of a file's bytes, 64 hexadecimal digits; `b2sum --length=256` gives the same."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in SUFFIXES and "__pycache__" not in path.parts and path.is_file():
+                yield path.relative_to(root).as_posix(), path.read_bytes()
+
+
+def _key(sources: Sequence[tuple[str, bytes]]) -> str:
+    digest = hashlib.blake2b(importlib.util.MAGIC_NUMBER, digest_size=16)
+    for name, data in sources:
+        digest.update(f"{name}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
+    """Gives the bytes of the archive. Stored, not packed: packed bytes would differ with the version of zlib."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in sources:
+            _add(archive, name, data)
+            if name == MAIN:
+                _add(archive, "__main__.py", data)
+    return buffer.getvalue()
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    entries = [(name, data)]
+    if name.endswith(".py"):
+        entries.append((f"{name}c", _byte_code(name, data)))
+    for entry, content in entries:
+        info = zipfile.ZipInfo(entry, EPOCH)
+        info.external_attr = MODE << 16
+        info.create_system = 3  # Unix, wherever it is made
+        archive.writestr(info, content)
+
+
+def _byte_code(name: str, source: bytes) -> bytes:
+    """Gives a module's byte-code file. Its file name is within the archive: no file in a job's folder is taken for it."""
+    code = compile(source, f"{CODE_ZIP}/{name}", "exec", dont_inherit=True, optimize=0)
+    header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(source)
+    return header + marshal.dumps(code, WITHOUT_REFERENCES)
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(data)
+    partial.chmod(0o444)  # other runs share it
+    partial.replace(path)
+
+
+def _share(kept: Path, target: Path) -> None:
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(kept, partial)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(kept, partial)
+    partial.replace(target)
+    partial.unlink(missing_ok=True)  # a link in the place of one to the same file is no change, says POSIX

@@ -1,0 +1,153 @@
+"""The plan's simulated step over each named policy's at that policy's own peak, and its gap to the bound.
+
+Every CNN of conf/model at 512 x 512 and 2048 x 2048 px, one image a micro-batch, on one rank (a chain: one micro-batch) and
+on four (1f1b, eight micro-batches); fake profiles on the machine given. For each rival the limit is the rival's own peak, and
+the ratio the plan's step over the rival's: never above 1. A rival that no memory can serve, or that is the plan that keeps
+all, is left out. Chains are those of one rank; `gap` is the plan's step over the proven bound, less 1.
+
+`--json` prints one object; `--only WORD` takes the models whose name has it; `--budget S` is that of each plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gems.compose import compose
+from gems.errors import DoesNotFitError
+from gems.memory.case import MemoryCase
+from gems.memory.lms.distance import lms
+from gems.memory.plan import Choice, MemoryPlan
+from gems.memory.planner.optimal import plan
+from gems.memory.recompute import recompute
+from gems.memory.vdnn.policies import vdnn_dyn
+from gems.overrides import options_of
+from gems.partition.even import even
+from gems.profile.store import profile_of
+from gems.schedule.families.one_f_one_b import one_f_one_b
+from scripts.spread import spread
+
+SIDES_PX = (512, 2048)
+SHAPES = ((1, 1), (4, 8))
+SEQUENCES = ("gnmt", "biglstm")
+DEEP = ("1001", "216", "316", "416")  # as the shallower ones of their family, and ten times the time
+NUM_CLASSES = 10
+LIMITED = 0.6  # of what comes and goes, what vDNN's dyn and LMS are allowed
+CHAIN_GAP = 0.05
+
+
+def cases(only: str, machine: str) -> Iterator[tuple[dict[str, Any], MemoryCase]]:
+    """Gives the cases with what names them."""
+    for model in options_of("model"):
+        if only not in model or model in SEQUENCES or any(word in model for word in DEEP):
+            continue
+        for side_px in SIDES_PX:
+            spec = compose([
+                f"model={model}", "data=synthetic", f"data.height_px={side_px}", f"data.width_px={side_px}",
+                f"data.num_classes={NUM_CLASSES}", f"machine={machine}", "schedule=1f1b", "parallel.partitions=1",
+                "parallel.micro_batches=1",
+            ])  # fmt: skip
+            profile = profile_of(spec)
+            for ranks, micro_batches in SHAPES:
+                if profile.num_layers < 2 * ranks:
+                    continue
+                yield (
+                    {"model": model, "side_px": side_px, "ranks": ranks, "micro_batches": micro_batches},
+                    MemoryCase(
+                        profile, one_f_one_b(ranks, micro_batches), tuple(even(profile.num_layers, ranks)),
+                        d2h_bytes_per_s=spec.machine.d2h_bytes_per_s, h2d_bytes_per_s=spec.machine.h2d_bytes_per_s,
+                        least_bytes=spec.memory.least_bytes,
+                    ),
+                )  # fmt: skip
+
+
+def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
+    """Gives the plans of the named policies; those that plan under a limit get one that asks something of them."""
+    kept = max(case.kept.peak_bytes)
+    static = max(min(point.device_bytes for point in rank.points) for rank in case.kept.ranks)
+    limited = replace(case, limit_bytes=int(static + LIMITED * (kept - static)))
+    for name, policy in (
+        ("vdnn_dyn", lambda: vdnn_dyn(limited)), ("vdnn_dyn_async", lambda: vdnn_dyn(limited, asynchronous=True)),
+        ("lms", lambda: lms(limited)), ("recompute", lambda: recompute(case)), ("cheap", lambda: recompute(case, "cheap")),
+    ):  # fmt: skip
+        try:
+            found = policy()
+        except DoesNotFitError:
+            continue
+        if any(segment.choice is not Choice.KEEP for stage in found.stages for segment in stage):
+            yield name, found
+
+
+def row_of(
+    named: dict[str, Any], case: MemoryCase, rival: str, other: MemoryPlan, budget_s: float
+) -> dict[str, Any]:
+    """Compares the plan with one rival at the rival's peak."""
+    theirs = case.outcome(other)
+    limit = max(theirs.peak_bytes)
+    found = plan(case, limit, budget_s, [other])
+    return {
+        **named, "rival": rival, "limit_bytes": limit, "kept_bytes": max(case.kept.peak_bytes), "kept_s": case.kept.step_s,
+        "rival_s": theirs.step_s, "plan_s": found.outcome.step_s, "ratio": found.outcome.step_s / theirs.step_s,
+        "bound_s": found.bound_s, "gap": found.gap, "method": found.method,
+    }  # fmt: skip
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """Prints one comparison on stderr as it is found."""
+    print(
+        f"{row['model']:<15}{row['side_px']:>5}{row['ranks']:>3} {row['rival']:<15}"
+        f"{row['limit_bytes'] / row['kept_bytes']:>7.3f}{row['rival_s'] / row['kept_s']:>9.3f}"
+        f"{row['plan_s'] / row['kept_s']:>9.3f}{row['ratio']:>8.3f}{100 * row['gap']:>8.2f} %  {row['method']}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Gives the ratios by rival, and the gaps of the chains."""
+    answer: dict[str, Any] = {}
+    for rival in sorted({row["rival"] for row in found}):
+        ratios = [row["ratio"] for row in found if row["rival"] == rival]
+        answer[rival] = spread(ratios)
+    gaps = [row["gap"] for row in found if row["ranks"] == 1]
+    if gaps:
+        within = sum(gap <= CHAIN_GAP for gap in gaps)
+        answer["chains"] = {
+            "median_gap": statistics.median(gaps), "most_gap": max(gaps), "within_5_percent": within, "cases": len(gaps),
+        }  # fmt: skip
+    return answer
+
+
+def main() -> int:
+    """Runs the comparison; exit code 1 where a rival is faster at its own peak."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--machine", default="h200")
+    parser.add_argument("--budget", type=float, default=10.0)
+    options = parser.parse_args()
+    print(
+        f"{'model':<15}{'px':>5}{'':>3} {'rival':<15}{'of kept':>7}{'rival/kept':>9}{'plan/kept':>9}{'ratio':>8}{'gap':>8}",
+        file=sys.stderr,
+    )
+    found = []
+    for named, case in cases(options.only, options.machine):
+        for rival, other in rivals(case):
+            row = row_of(named, case, rival, other, options.budget)
+            print_row(row)
+            found.append(row)
+    answer = {"source": "simulated", "machine": options.machine, "rows": found, "summary": summary(found)}
+    if options.json:
+        json.dump(answer, sys.stdout)
+    else:
+        for name, figures in answer["summary"].items():
+            print(f"{name:<16}" + "  ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+    return 0 if all(row["ratio"] <= 1 + 1e-9 for row in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

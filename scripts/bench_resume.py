@@ -1,0 +1,178 @@
+"""Resume against an undisturbed run: a rank is killed at random moments again and again, and the ends are compared.
+
+A small run is started by `python -m jobs submit` and killed by SIGKILL in a random rank, in a random step and at a random
+moment of it, as often as `kills=20` says; each time the same command goes on from the newest checkpoint. Its losses and
+weights are compared with those of a run that nobody disturbed, bit by bit. Then a run with another number of partitions and
+replicas goes on from the middle of the undisturbed one, and the largest relative differences of losses and parameters are
+told. Takes `kills=`, `seed=` and Hydra overrides. Prints a table on stderr and JSON on stdout; exit code 1 where bits differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STEPS, MIDDLE = 96, 48
+LIMIT_S = 240.0
+LOOK_S = 0.001
+REL_LIMIT = 1e-6
+OVERRIDES = [
+    "model=resnet20_v2", "model.width=4", "model.norm=group", "data=synthetic", "data.height_px=32", "data.width_px=32",
+    "data.train_images=256", "data.validation_images=8", "parallel.partitions=2", "parallel.micro_batch_size=2",
+    "parallel.replications=2", "parallel.parts=1", "schedule=gems_master", "machine.device=cpu", "train.optimizer=adam",
+    "train.learning_rate=0.001", f"train.steps={STEPS}", "train.checkpoint_steps=2", "cluster=local",
+]  # fmt: skip
+# as many images a step: two pipelines of one rank each, without GEMS's second direction
+OTHER = [
+    "parallel.partitions=1", "parallel.replicas=2", "schedule=1f1b", "parallel.replications=null", "parallel.parts=null",
+    "parallel.micro_batches=1",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """What ended an attempt: the rank, the step it was in and its action there."""
+
+    rank: int
+    step: int
+    action: str
+
+
+def main(words: list[str]) -> int:
+    """Runs all and gives 1 where a bit differs, or another cut by more than REL_LIMIT."""
+    own = dict(word.split("=", 1) for word in words if word.startswith(("kills=", "seed=")))
+    overrides = [*OVERRIDES, *(word for word in words if not word.startswith(("kills=", "seed=")))]
+    kills, chance = int(own.get("kills", 20)), random.Random(int(own.get("seed", 0)))
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = Path(scratch)
+        begin_s = time.monotonic()
+        whole = run(runs, [*overrides, "name=whole", f"train.keep_checkpoints={STEPS}"])
+        print(f"undisturbed: {STEPS} steps, {time.monotonic() - begin_s:.1f} s", file=sys.stderr)
+        made: list[Kill] = []
+        while (
+            len(made) < kills
+            and (kill := run_and_kill(runs, [*overrides, "name=killed"], chance)) is not None
+        ):
+            made.append(kill)
+            print(f"kill {len(made):>2}: rank {kill.rank}, step {kill.step}, {kill.action}", file=sys.stderr)
+        ended = [path.parent for path in runs.glob("killed-*/result.json")]  # before it could be killed again
+        killed = ended[0] if ended else run(runs, [*overrides, "name=killed"])
+        result: dict[str, Any] = {
+            "kills": len(made),
+            "attempts": 1 + len(list((killed / "attempts").iterdir())),
+            **bits(whole, killed),
+        }
+        print(result, file=sys.stderr)
+        # one that was due while another was being written was taken a step later
+        taken = [path.parent for path in (whole / "checkpoints").glob("step*/manifest.json")]
+        middle = min(taken, key=lambda path: abs(_step(path) - MIDDLE))
+        other = run(runs, [*overrides, *OTHER, "name=other", f"train.resume={middle}"])
+        result |= {
+            f"other_cut_{key}": value for key, value in differences(whole, other, _step(middle)).items()
+        }
+    print(json.dumps(result))
+    is_good = result["equal_losses"] and result["equal_weights"] and result["other_cut_losses"] <= REL_LIMIT
+    for key, value in result.items():
+        print(f"{key:<22}{value}", file=sys.stderr)
+    return int(not is_good)
+
+
+def command(runs: Path, overrides: list[str]) -> list[str]:
+    """Gives the command line of a run."""
+    return [sys.executable, "-m", "jobs", "submit", "--json", f"runs_dir={runs}", *overrides]
+
+
+def run(runs: Path, overrides: list[str]) -> Path:
+    """Starts a run, or goes on with it, waits for its end and gives its folder."""
+    ended = subprocess.run(command(runs, overrides), capture_output=True, text=True, timeout=LIMIT_S)
+    if ended.returncode:
+        raise SystemExit(f"exit code {ended.returncode}\n{ended.stderr[-3000:]}")
+    return Path(json.loads(ended.stdout)["run_folder"])
+
+
+def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> Kill | None:
+    """Goes on with a run and kills a rank of it some steps later; gives None where the run ended before."""
+    from gems.heartbeat import read_beat
+
+    before = {path: read_beat(path) for path in runs.glob("killed-*/heartbeat/rank*")}
+    old = {beat.pid for beat in before.values() if beat is not None}
+    process = subprocess.Popen(command(runs, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    rank, wait, victim = chance.randrange(2), chance.randrange(1, 5), None
+    moment_s = chance.random() * 0.2
+    goal: int | None = None
+    deadline_s = time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        beats = [read_beat(path) for path in runs.glob(f"killed-*/heartbeat/rank{rank:04d}")]
+        beat = beats[0] if beats else None
+        if beat is not None and beat.pid not in old and beat.step >= 0:
+            goal = beat.step + wait if goal is None else goal
+            if beat.step >= goal:
+                time.sleep(moment_s)
+                victim = read_beat(next(runs.glob(f"killed-*/heartbeat/rank{rank:04d}")))
+                break
+        time.sleep(LOOK_S)
+    if victim is None or victim.step < 0:
+        process.wait(LIMIT_S)
+        return None
+    os.kill(victim.pid, signal.SIGKILL)
+    process.wait(LIMIT_S)
+    return Kill(rank, victim.step, victim.action)
+
+
+def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
+    """Tells whether two runs have the same losses and the same weights to the bit."""
+    import torch
+
+    from analysis.load import load_trace
+    from gems.engine.checkpoint import weights
+
+    curves = [load_trace(folder).trace.steps for folder in (whole, killed)]
+    states = [weights.load(folder) for folder in (whole, killed)]
+    same_names = [list(layer) for layer in states[0].values()] == [
+        list(layer) for layer in states[1].values()
+    ]
+    return {
+        "equal_losses": curves[0]["loss"].tobytes() == curves[1]["loss"].tobytes()
+        and len(curves[0]) == steps,
+        "equal_weights": same_names
+        and all(
+            torch.equal(value, states[1][name][key])
+            for name, layer in states[0].items()
+            for key, value in layer.items()
+        ),
+        "attempts_in_curve": len(set(curves[1]["attempt"].tolist())),
+    }
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step"))
+
+
+def differences(whole: Path, other: Path, begin: int) -> dict[str, float]:
+    """Gives the largest relative differences from step `begin` on: of the losses, and of layers' weights in the maximum norm."""
+    from analysis.load import load_trace
+    from gems.engine.checkpoint import weights
+
+    curves = [load_trace(folder).trace.steps for folder in (whole, other)]
+    first, second = (curve["loss"][curve["step"] >= begin] for curve in curves)
+    states = [weights.load(folder) for folder in (whole, other)]
+    of_weights = [
+        float((value - states[1][name][key]).abs().max() / value.abs().max())
+        for name, layer in states[0].items()
+        for key, value in layer.items()
+        if value.is_floating_point() and float(value.abs().max())
+    ]
+    return {"losses": float(abs(second / first - 1).max()), "weights": max(of_weights)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

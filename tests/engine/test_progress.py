@@ -1,0 +1,44 @@
+"""The progress that rank 0 leaves for those who look from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from gems.engine import progress
+from gems.engine.progress import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that a test turns."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_the_note_tells_the_last_step_at_most_every_two_seconds(tmp_path: Path, clock: list[float]) -> None:
+    path = tmp_path / "progress.json"
+    shown = Progress("one", 10, 8, path)
+    steps = []
+    for step in range(1, 11):
+        clock[0] += 0.5
+        shown.show(step, 1.0 / step)
+        steps.append(json.loads(path.read_text())["step"])
+    assert steps == [1, 1, 1, 1, 1, 6, 6, 6, 6, 10]
+    note = json.loads(path.read_text())
+    assert (note["steps"], note["loss"], note["images_per_s"]) == (10, 0.1, pytest.approx(16.0))
+
+
+def test_a_loss_that_is_none_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    Progress("one", 10, 8, path).show(1, math.nan)
+    assert json.loads(path.read_text())["loss"] is None
+
+
+def test_a_file_system_that_is_gone_does_not_stop_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    Progress("one", 10, 8, tmp_path / "file" / "progress.json").show(1, 0.5)

@@ -1,0 +1,465 @@
+"""`python -m jobs diagnose`: the cause, the rank and what to change, from run folders as each fault leaves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from gems.cli import main
+from gems.heartbeat import Heartbeat
+from gems.json_files import write_json
+from gems.runfolder import RunFolder
+from jobs.__main__ import VERBS
+from jobs.bad_nodes import BadNodes
+from jobs.causes import Cause
+from jobs.diagnosis import Diagnosis, diagnose_run
+from jobs.study_record import StudyRecord
+
+Prepared = Callable[..., RunFolder]
+WriteFailed = Callable[..., None]
+START = datetime(2026, 11, 21, 12, tzinfo=UTC)
+STEPD = "slurmstepd: error: *** JOB 41 ON n1 CANCELLED AT {at}{why} ***"
+STOPPED = {
+    "exit_code": 143,
+    "signal": 15,
+    "cause": "was stopped by SIGTERM: cancelled, preempted or out of time",
+}
+
+
+def utc(after_s: float) -> str:
+    return (START + timedelta(seconds=after_s)).isoformat(timespec="milliseconds")
+
+
+def local(after_s: float) -> str:
+    return f"{(START + timedelta(seconds=after_s)).astimezone():%Y-%m-%dT%H:%M:%S}"
+
+
+def failed(folder: RunFolder, *log: str, batch: str = "", state: str = "failed", **more: Any) -> RunFolder:
+    """Leaves what a job leaves that has failed: its state, its ranks' log and SLURM's own."""
+    facts = {"job_id": "41", "started_utc": utc(0), "exit_code": 4, "cause": "the run ended with exit code 1"}
+    folder.write_status(state, **{**facts, **more})
+    folder.logs.joinpath("ranks.log").write_text("".join(f"{line}\n" for line in log))
+    folder.logs.joinpath("41_log.out").write_text(batch)
+    return folder
+
+
+def beat(
+    folder: RunFolder, rank: int, step: int, action: str, after_s: float = 0.0, node: str = "n1"
+) -> None:
+    heartbeat = Heartbeat(folder.heartbeat(rank))
+    heartbeat._head = f"{100 + rank} {node}"
+    heartbeat.beat(step, action)
+    path = folder.heartbeat(rank)
+    words = path.read_bytes().split()
+    words[4] = str(int((START.timestamp() + after_s) * 1e9)).encode()
+    path.write_bytes(b" ".join(words[:5]).ljust(256))
+
+
+def of(folder: RunFolder) -> Diagnosis:
+    return diagnose_run(folder, with_trace=False)
+
+
+@pytest.fixture
+def prepared(prepared: Prepared) -> Prepared:
+    """Prepares runs that need no profile."""
+    return lambda name="one": prepared(name, "partition=even")
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(slurm: FakeSlurm) -> FakeSlurm:
+    """No command of SLURM's, unless a test gives one."""
+    return slurm
+
+
+@pytest.fixture
+def diagnose(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """Runs the command on runs/ of the test and gives what it printed on stdout and stderr."""
+
+    def run(*words: str, code: int = 0) -> tuple[str, str]:
+        capfd.readouterr()
+        got = main("jobs", VERBS, ["diagnose", f"runs_dir={tmp_path / 'runs'}", *words])
+        out, err = capfd.readouterr()
+        assert got == code, out + err
+        return out, err
+
+    return run
+
+
+def test_device_memory_names_rank_stage_and_bytes(prepared: Prepared, write_failed: WriteFailed) -> None:
+    folder = failed(prepared(), "1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    write_failed(folder, 0, utc(2), "Exception: Other MPI error, error stack: ...")
+    cause = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    write_failed(folder, 1, utc(3), cause, step=12, action="1F3", node="n2", device_bytes=3 * 2**33, rss_bytes=2**30,
+                 kind="OutOfMemoryError")  # fmt: skip
+    told = of(folder)
+    assert (told.cause, told.rank, told.node, told.stages, told.step) == (
+        Cause.DEVICE_MEMORY,
+        1,
+        "n2",
+        (1,),
+        12,
+    )
+    assert told.paragraph().startswith(
+        f"{folder.path.name}: out of memory on device. Rank 1 on node n2 (stage 1) in step 12, action 1F3: {cause} "
+        "[FAILED.rank0001.json]. It held 1.00 GiB of host memory and 24.00 GiB on the device."
+    )
+    assert "memory=plan" in told.paragraph() and "parallel.partitions" in told.paragraph()
+
+
+def test_the_kernels_words_go_before_the_signal_that_it_sent(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated",
+                    batch="slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. Some of the step tasks have been OOM "
+                    "Killed.\n")  # fmt: skip
+    beat(folder, 0, 7, "0F1")
+    beat(folder, 1, 7, "1B0", node="n2")
+    write_failed(folder, 0, utc(9), "nothing came from rank 1", 5)
+    told = of(folder)
+    assert (told.cause, told.rank, told.node, told.step, told.action) == (
+        Cause.HOST_MEMORY,
+        1,
+        "n2",
+        7,
+        "1B0",
+    )
+    assert told.source == "logs/41_log.out" and "+cluster.sbatch.mem" in told.advice[0]
+    assert {each.cause for each in told.evidence} >= {Cause.HOST_MEMORY, Cause.KILLED}
+
+
+@pytest.mark.parametrize(
+    ("cause", "more", "expected"),
+    [
+        ("ValueError: no such thing", {"kind": "ValueError"}, Cause.EXCEPTION),
+        ("MemoryError: ", {"kind": "MemoryError"}, Cause.HOST_MEMORY),
+        ("OSError: [Errno 122] Disk quota exceeded", {"kind": "OSError"}, Cause.FILE_SYSTEM),
+        ("OSError: it is gone", {"cause_class": "file system"}, Cause.FILE_SYSTEM),
+        ("data.path=/x: does not exist", {"exit_code": 2}, Cause.CONFIGURATION),
+        (
+            "cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks",
+            {"exit_code": 2},
+            Cause.WRONG_MPI,
+        ),
+        ("rank 1 needs 5 bytes, above machine.device_bytes=4", {"exit_code": 3}, Cause.DOES_NOT_FIT),
+        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", {}, Cause.DEVICE),
+        ("ModuleNotFoundError: No module named 'gems'", {}, Cause.EXCEPTION),
+    ],
+)
+def test_what_a_rank_recorded(
+    prepared: Prepared, write_failed: WriteFailed, cause: str, more: dict[str, Any], expected: Cause
+) -> None:
+    folder = failed(prepared())
+    write_failed(folder, 1, utc(3), cause, more.pop("exit_code", 4), **more)
+    told = of(folder)
+    assert (told.cause, told.rank, told.text) == (expected, 1, " ".join(cause.split()))
+    assert told.advice
+
+
+def test_a_rank_that_was_killed(prepared: Prepared) -> None:
+    folder = failed(prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated")
+    beat(folder, 1, 7, "1F3", node="n2")
+    told = of(folder)
+    assert (told.cause, told.rank, told.node, told.stages) == (Cause.KILLED, 1, "n2", (1,))
+    assert told.line() == ("killed, rank 1 on node n2 (stage 1): was killed by signal 9 (SIGKILL)")
+
+
+def test_a_stall_blames_the_silent_rank(prepared: Prepared, write_failed: WriteFailed) -> None:
+    folder = failed(prepared(), "srun: error: n1: task 0: Exited with exit code 5", "srun: error: n2: task 1: Killed",
+                    exit_code=5)  # fmt: skip
+    beat(folder, 0, 7, "0B0", 40)
+    beat(folder, 1, 7, "1F3", 1, node="n2")
+    write_json(folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "waited_s": 60,
+                                              "utc": utc(70), "waits_for": "rank 0 waits for 1SEND_B0 of rank 1, which is silent"})  # fmt: skip
+    write_failed(folder, 0, utc(71), "waited 60 s for 1SEND_B0", 5)
+    told = of(folder)
+    assert (told.cause, told.rank, told.node, told.action, told.source) == (
+        Cause.STALLED,
+        1,
+        "n2",
+        "1F3",
+        "STALLED.json",
+    )
+    assert "rank 0 waited 60 s in step 7, action 0B0" in told.text
+    assert "rank 0 waits for 1SEND_B0 of rank 1, which is silent." in told.paragraph()
+    assert "cluster.exclude=[n2]" in told.paragraph()
+
+
+@pytest.mark.parametrize(
+    ("why", "cause"),
+    [
+        (" DUE TO TIME LIMIT", Cause.TIME_LIMIT), (" DUE TO PREEMPTION", Cause.PREEMPTED), ("", Cause.CANCELLED),
+        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", Cause.NODE),
+    ],
+)  # fmt: skip
+def test_an_order_of_the_scheduler(
+    prepared: Prepared, write_failed: WriteFailed, why: str, cause: Cause
+) -> None:
+    folder = failed(prepared(), batch=STEPD.format(at=local(60), why=why) + "\n", **STOPPED)
+    write_failed(folder, 0, utc(61), "RuntimeError: interrupted")
+    assert of(folder).cause is cause
+    write_failed(folder, 1, utc(1), "ValueError: a minute before")
+    told = of(folder)
+    assert (told.cause, told.rank) == (Cause.EXCEPTION, 1)
+
+
+def test_without_a_word_of_slurms_the_minutes_tell(prepared: Prepared) -> None:
+    folder = failed(prepared(), **STOPPED)
+    status = folder.read_status()
+    for ran_s, cause in ((9.5 * 60, Cause.TIME_LIMIT), (4 * 60, Cause.KILLED)):
+        write_json(folder.status_json, {**status, "updated_utc": utc(ran_s)})
+        told = of(folder)
+        assert told.cause is cause
+    write_json(folder.cancelled_json, {"uid": 7, "host": "login1", "utc": utc(4 * 60)})
+    told = of(folder)
+    assert (told.cause, told.text) == (Cause.CANCELLED, "cancelled by user 7 on login1")
+
+
+def test_a_failed_node_is_named_and_left_out(
+    prepared: Prepared, slurm: FakeSlurm, diagnose: Callable[..., tuple[str, str]]
+) -> None:
+    slurm.says("sacct", f"41|NODE_FAIL|0:0|None|n[1-2]|{local(600)}|00:10:00|00:10:00|")
+    folder = prepared()
+    failed(folder, "srun: error: Node failure on n2", state="running")  # nobody was left to note its end
+    write_json(
+        folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "utc": utc(20)}
+    )
+    out, err = diagnose("one")
+    assert f"{folder.path.name}: node failed. Node n2:" in out and "leave node n2 out" in out
+    assert "node n2 of mini has failed once" in err and "14 days" in err
+    diagnose("one")
+    (entry,) = BadNodes(folder.path.parent).entries()
+    assert (entry.node, entry.cluster, entry.count, entry.run) == (
+        "n2",
+        "mini",
+        1,
+        f"{folder.path.name} attempt 1",
+    )
+    out, err = diagnose("--forget", "n2")
+    assert "forgotten: node n2" in out and BadNodes(folder.path.parent).entries() == ()
+    _, err = diagnose("--forget", "n2", code=2)
+    assert "no bad node is noted" in err
+
+
+def test_no_node_is_blamed_for_a_full_quota(prepared: Prepared, write_failed: WriteFailed) -> None:
+    folder = failed(prepared())
+    write_failed(folder, 0, utc(1), "OSError: [Errno 122] Disk quota exceeded")
+    assert of(folder).blamed_node is None
+    write_failed(folder, 0, utc(1), "OSError: [Errno 116] Stale file handle")
+    assert of(folder).blamed_node == "n1"
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "cause"),
+    [
+        ("prepared", {}, Cause.WAITING),
+        ("finished", {"exit_code": 0}, Cause.FINISHED),
+        ("stopped", {"exit_code": 0}, Cause.STOPPED),
+        ("failed", {"exit_code": 2, "cause": "machine.device=cuda: there is no GPU"}, Cause.CONFIGURATION),
+        (
+            "failed",
+            {"exit_code": 1, "cause": "OSError: [Errno 28] No space left on device"},
+            Cause.FILE_SYSTEM,
+        ),
+        ("cancelled", {"exit_code": 143}, Cause.CANCELLED),
+        ("running", {"pid": 2**22 + 1, "host": os.uname().nodename}, Cause.KILLED),
+        ("running", {"pid": os.getpid(), "host": os.uname().nodename}, Cause.RUNNING),
+    ],
+)
+def test_from_the_status_alone(prepared: Prepared, state: str, more: dict[str, Any], cause: Cause) -> None:
+    folder = prepared()
+    folder.write_status(state, **more)
+    told = of(folder)
+    assert told.cause is cause
+    assert told.paragraph().startswith(f"{folder.path.name}: {cause}.")
+
+
+def test_records_of_others_at_the_same_time_go_by_the_clock(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(
+        prepared(), "0: Traceback (most recent call last):", "0: KeyError: 'late'", "1: ValueError: bad"
+    )
+    write_failed(folder, 0, utc(4), "KeyError: 'late'")
+    write_failed(folder, 1, utc(3), "ValueError: bad")
+    assert of(folder).rank == 1
+
+
+def test_an_exception_before_the_ranks_began(prepared: Prepared) -> None:
+    folder = failed(prepared(), "0: Traceback (most recent call last):", "0: ModuleNotFoundError: No module named 'torch'",
+                    "srun: error: n1: task 0: Exited with exit code 1")  # fmt: skip
+    told = of(folder)
+    assert (told.cause, told.rank) == (Cause.EXCEPTION, 0)
+    assert "cluster.modules" in told.advice[0]
+
+
+def test_a_job_that_never_started(prepared: Prepared, slurm: FakeSlurm) -> None:
+    folder = prepared()
+    folder.write_status("submitted", job_id="41")
+    slurm.says("squeue", "41|FAILED|N/A|JobLaunchFailure|one")
+    slurm.says("sacct", error="Slurm accounting storage is disabled", code=1)
+    slurm.says(
+        "scontrol", f"JobId=41 JobState=FAILED Reason=JobLaunchFailure ExitCode=0:53 EndTime={local(1)}"
+    )
+    told = of(folder)
+    assert (told.cause, told.source) == (Cause.LAUNCHER, "scontrol")
+
+
+def test_everything_damaged_is_still_told(prepared: Prepared) -> None:
+    folder = failed(prepared(), cause="", exit_code=None)
+    for name in (
+        "FAILED.rank0000.json",
+        "STALLED.json",
+        "stop.json",
+        "schedule.json",
+        "run.yaml",
+        "cancelled.json",
+    ):
+        folder.path.joinpath(name).write_text("\x00{")
+    folder.heartbeat(0).write_bytes(b"\xff\xfe a b c d")
+    folder.path.joinpath("FAILED.rank0001.json").write_text(
+        '{"rank": [1], "node": {}, "step": "x", "action": 7, "cause": ["a"], "utc": 3, "exit_code": "4", "kind": []}'
+    )
+    told = of(folder)
+    assert told.cause is Cause.EXCEPTION and told.rank is None
+    assert json.loads(json.dumps(told.to_dict()))["schema"] == "gems.diagnosis/1"
+
+
+def test_strange_words_stay_on_their_line(prepared: Prepared, write_failed: WriteFailed) -> None:
+    folder = failed(prepared("a 'b' \"c\" $(touch owned)"))
+    write_failed(folder, 0, utc(1), "ValueError: \x1b[31m`ls`\nnew $(touch owned)", node="n1\x1b[2J;ls")
+    paragraph = of(folder).paragraph()
+    assert paragraph.isprintable() and "$(touch owned)" in paragraph
+    assert of(folder).blamed_node is None and not Path("owned").exists()
+
+
+def test_json_and_the_file_hold_the_same(
+    prepared: Prepared, write_failed: WriteFailed, diagnose: Callable[..., tuple[str, str]]
+) -> None:
+    folder = failed(prepared())
+    write_failed(folder, 1, utc(3), "ValueError: bad")
+    checkpoint = folder.path / "checkpoints" / "step00000010"
+    checkpoint.mkdir(parents=True)
+    (folder.path / "checkpoints" / "step00000020").mkdir()  # without a manifest it is none
+    (checkpoint / "manifest.json").write_text("{}")
+    printed = json.loads(diagnose("one", "--json")[0])
+    kept = json.loads((folder.path / "diagnosis.json").read_text())
+    assert kept.pop("utc") and kept == printed
+    assert (printed["cause"], printed["rank"], printed["resume_step"]) == ("exception", 1, 10)
+    assert printed["evidence"][0] == {
+        "source": "FAILED.rank0001.json",
+        "cause": "exception",
+        "text": "ValueError: bad",
+    }
+    assert {"sacct is not on PATH", "scontrol is not on PATH"} <= set(printed["not_asked"])
+
+
+def test_a_prepared_folder_is_left_as_it_is(
+    prepared: Prepared, diagnose: Callable[..., tuple[str, str]]
+) -> None:
+    folder = prepared()
+    before = sorted(path.name for path in folder.path.iterdir())
+    diagnose("one")
+    assert sorted(path.name for path in folder.path.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_written_is_told_all_the_same(
+    prepared: Prepared, diagnose: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = failed(
+        prepared(),
+        "NVRM: Xid (PCI:0000:c1:00): 79, GPU has fallen off the bus",
+        "srun: error: n2: task 1: Killed",
+    )
+
+    def refuse(*words: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("jobs.diagnose.write_json", refuse)
+    monkeypatch.setattr("jobs.bad_nodes.write_json", refuse)
+    out, err = diagnose("one")
+    assert "device failed" in out
+    assert f"diagnosis.json is not kept: {folder.path} cannot be written (Permission denied)" in err
+
+
+def test_the_trace_is_read_as_far_as_it_goes(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = failed(prepared())
+    assert diagnose_run(folder).trace_steps is None
+    folder.trace_h5.write_text("no trace")
+    assert diagnose_run(folder).trace_steps is None
+
+
+def test_a_study_is_told_point_by_point(
+    tmp_path: Path, prepared: Prepared, write_failed: WriteFailed, diagnose: Callable[..., tuple[str, str]]
+) -> None:
+    folders = [failed(prepared(name)) for name in ("a", "b", "c")]
+    write_failed(folders[0], 1, utc(3), "ValueError: bad")
+    write_failed(folders[1], 0, utc(3), "OSError: [Errno 122] Disk quota exceeded")
+    write_failed(folders[2], 0, utc(3), "KeyError: 'x'")
+    good = prepared("d")
+    good.write_status("finished", exit_code=0)
+    points = [(f"point={each.path.name[0]}", each.path) for each in (*folders, good)]
+    StudyRecord(tmp_path / "runs" / "grid").begin(points)
+    lines = diagnose("grid")[0].splitlines()
+    assert lines[0] == "study grid: 3 points have failed" and lines[1] == "exception (2)"
+    assert [line.split(",")[0].strip() for line in lines if line.startswith("  point")] == [
+        "point=a",
+        "point=c",
+        "point=b",
+    ]
+    (study,) = json.loads(diagnose("grid", "--json")[0])["studies"]
+    assert [row["cause"] for row in study["failed"]] == ["exception", "exception", "file system"]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, diagnose: Callable[..., tuple[str, str]]) -> None:
+    (tmp_path / "runs").mkdir()
+    assert "is no run and no study" in diagnose("nothing", code=2)[1]
+    assert "name a run or a study" in diagnose(code=2)[1]
+
+
+def test_slurm_that_hangs_costs_a_bounded_time(
+    prepared: Prepared, slurm: FakeSlurm, write_failed: WriteFailed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.scheduler.ASK_LIMIT_S", 0.2)
+    for name in ("squeue", "sacct", "scontrol"):
+        slurm.hangs(name)
+    folder = failed(prepared())
+    write_failed(folder, 1, utc(3), "ValueError: bad")
+    start_s = time.monotonic()
+    told = of(folder)
+    assert told.cause is Cause.EXCEPTION and time.monotonic() - start_s < 20
+    assert any("did not answer" in trouble for trouble in told.not_asked)
+
+
+def test_a_node_without_a_word_is_named_where_the_others_lost_their_messages(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(prepared())
+    for rank, node in enumerate(("n1", "n1", "n2", "n2")):
+        beat(folder, rank, 7, f"{rank}F3", node=node)
+    write_failed(folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3")
+    told = of(folder)
+    assert (told.cause, told.rank, told.node) == (Cause.KILLED, 2, "n2")
+    assert "no rank of this node left a word" in told.text
+    write_failed(folder, 2, utc(2), "ValueError: out of bounds", step=7, action="2F3", node="n2")
+    assert (of(folder).cause, of(folder).rank) == (Cause.EXCEPTION, 2)
+
+
+def test_a_killed_rank_goes_before_those_whose_messages_failed(
+    prepared: Prepared, write_failed: WriteFailed
+) -> None:
+    folder = failed(
+        prepared(), "srun: error: n2: tasks 2-3: Killed", "srun: error: n1: task 1: Exited with exit code 4"
+    )
+    for rank, node in enumerate(("n1", "n1", "n2", "n2")):
+        beat(folder, rank, 7, f"{rank}F3", node=node)
+    write_failed(folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3")
+    told = of(folder)
+    assert (told.cause, told.rank, told.node) == (Cause.KILLED, 2, "n2")

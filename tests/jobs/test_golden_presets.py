@@ -1,0 +1,55 @@
+"""The script of every cluster preset for one paper configuration, as it was when someone last read it.
+
+After a wanted change: GEMS_RENEW_GOLDEN=1 python -m pytest tests/jobs/test_golden_presets.py, then read `git diff tests/golden`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+
+import pytest
+from job_helpers import ROOT
+
+from gems.config import RunSpec
+from gems.overrides import options_of
+from gems.runfolder import RunFolder
+from jobs.launchers import command
+from jobs.limits import check_limits
+from jobs.slurm import executor
+from jobs.spec import job_spec
+
+GOLDEN = ROOT / "tests" / "golden"
+RENEW = "GEMS_RENEW_GOLDEN"
+PAPER = ["experiment=pathology_1024", "parallel.replicas=4", "cluster.account=project"]
+PRESETS = [name for name in options_of("cluster") if name != "local"]
+
+
+def shown(spec: RunSpec) -> str:
+    """Gives what `jobs submit --dry-run` shows of a run, with this machine's paths by name."""
+    job, folder = job_spec(spec), RunFolder.of(spec)
+    check_limits(spec, job)
+    script = executor(spec, job, folder).script()
+    text = f"{script}\n# {job.summary()}\n# the script runs:\n# {shlex.join(command(job, folder))}\n"
+    for path, name in ((str(folder.path), "RUN_FOLDER"), (sys.executable, "PYTHON"), (str(ROOT), "CODE")):
+        text = text.replace(path, name)
+    return text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_script(name: str, resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    overrides = ["cluster.nodes=4"] if name == "mini" else []
+    text = shown(resolved(*PAPER, f"cluster={name}", *overrides))
+    path = GOLDEN / f"submit_{name}.sh"
+    if os.environ.get(RENEW):
+        path.write_text(text)
+    assert text == path.read_text(), f"if that is wanted: {RENEW}=1, and read the difference"
+
+
+def test_every_golden_file_is_of_a_preset() -> None:
+    assert sorted(path.name for path in GOLDEN.glob("submit_*")) == sorted(
+        f"submit_{name}.sh" for name in PRESETS
+    )

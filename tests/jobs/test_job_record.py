@@ -1,0 +1,71 @@
+"""SLURM's record of one job, from sacct, from scontrol, or from neither."""
+
+from __future__ import annotations
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from jobs import scheduler
+from jobs.job_record import ask_record, of_sacct
+
+ROWS = (
+    "41|NODE_FAIL|0:0|None|n[1-2]|2026-11-21T10:00:00|00:10:00|01:00:00|",
+    "41|OUT_OF_MEMORY|0:125|None|n[1-2]|2026-11-21T12:00:00|00:20:00|01:00:00|",
+    "41.batch|OUT_OF_MEMORY|0:125||n1|2026-11-21T12:00:00|00:20:00||2048K",
+    "41.0|CANCELLED by 1000|0:9||n[1-2]|2026-11-21T12:00:00|00:19:00||1.50G",
+)
+SCONTROL = (
+    "JobId=41 JobName=a name with=signs UserId=x(0) JobState=TIMEOUT Reason=TimeLimit Dependency=(null) ExitCode=0:15 "
+    "RunTime=01:00:12 TimeLimit=01:00:00 EndTime=2026-11-21T12:00:00 NodeList=n[1-2] BatchHost=n1"
+)
+
+
+def test_the_last_start_counts_and_its_steps_give_memory(slurm: FakeSlurm) -> None:
+    slurm.says("sacct", *ROWS)
+    record, troubles = ask_record("41")
+    assert troubles == () and record is not None
+    assert (record.source, record.state, record.nodes) == ("sacct", "OUT_OF_MEMORY", "n[1-2]")
+    assert record.max_rss_bytes == 3 * 2**29
+    assert record.step_states == ("OUT_OF_MEMORY", "CANCELLED")
+    assert record.line() == (
+        "state OUT_OF_MEMORY, exit code 0:125, nodes n[1-2], elapsed 00:20:00, time limit 01:00:00"
+    )
+    assert "--jobs=41" in slurm.asked()[0]
+
+
+def test_without_accounting_scontrol_answers(slurm: FakeSlurm) -> None:
+    slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
+    slurm.says("scontrol", SCONTROL)
+    record, troubles = ask_record("41")
+    assert record is not None and (record.source, record.state, record.reason) == (
+        "scontrol",
+        "TIMEOUT",
+        "TimeLimit",
+    )
+    assert (record.time_limit, record.elapsed, record.exit_code) == ("01:00:00", "01:00:12", "0:15")
+    assert troubles == ("sacct said: Slurm accounting storage is disabled",)
+
+
+def test_without_slurm_there_is_no_record(slurm: FakeSlurm) -> None:
+    assert ask_record("41") == (None, ("sacct is not on PATH", "scontrol is not on PATH"))
+
+
+def test_what_is_no_number_is_never_asked(slurm: FakeSlurm) -> None:
+    slurm.says("sacct", *ROWS)
+    assert ask_record("41; touch owned") == (None, ())
+    assert slurm.asked() == []
+
+
+def test_a_command_that_hangs_is_left(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "ASK_LIMIT_S", 0.2)
+    slurm.hangs("sacct")
+    slurm.hangs("scontrol")
+    record, troubles = ask_record("41")
+    assert record is None and troubles == tuple(
+        f"{name} did not answer within 0.2 s" for name in ("sacct", "scontrol")
+    )
+
+
+def test_another_jobs_rows_are_not_taken() -> None:
+    assert of_sacct("4", ROWS) is None
+    assert of_sacct("41", ("41|FAILED",)) is None

@@ -1,0 +1,166 @@
+"""What a site allows, refused before anything is queued, with the limit named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gems.cli import Options
+from gems.cluster import QueueLimit
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from jobs.limits import check_limits, check_queue, limit_of
+from jobs.scheduler import num_queued
+from jobs.spec import job_spec
+from jobs.submit import submit
+
+LIMITS = [
+    QueueLimit(qos="debug", minutes=30, queued_jobs=1),
+    QueueLimit("normal", max_nodes=2, minutes=60),
+    QueueLimit("normal", min_nodes=3, max_nodes=8, minutes=120),
+    QueueLimit("large", min_nodes=9),
+]
+
+
+def on(resolved: Callable[..., RunSpec], **more: Any) -> RunSpec:
+    """Gives a run on one node of 4 ranks, with a preset's values."""
+    spec = resolved("cluster=slurm")
+    return replace(spec, cluster=replace(spec.cluster, **{"partition": "normal", "limits": LIMITS} | more))
+
+
+def check(spec: RunSpec) -> None:
+    check_limits(spec, job_spec(spec))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "partition", "qos", "row"),
+    [(1, "normal", None, 1), (2, "normal", None, 1), (3, "normal", None, 2), (8, "normal", "high", 2), (9, "large", None, 3),
+     (900, "large", None, 3), (5, "normal", "debug", 0), (700, None, "debug", 0)],
+)  # fmt: skip
+def test_the_first_limit_that_fits(
+    resolved: Callable[..., RunSpec], nodes: int, partition: str | None, qos: str | None, row: int
+) -> None:
+    cluster = on(resolved, partition=partition, sbatch={"qos": qos} if qos else {}).cluster
+    assert limit_of(cluster, nodes) is LIMITS[row]
+
+
+def test_where_nothing_is_known_everything_is_allowed(resolved: Callable[..., RunSpec]) -> None:
+    assert limit_of(on(resolved, partition="other").cluster, 5000) is None
+    check(on(resolved, limits=[], minutes=10**6))
+
+
+def test_too_many_minutes_for_so_many_nodes(resolved: Callable[..., RunSpec]) -> None:
+    check(on(resolved, minutes=60))
+    with pytest.raises(ConfigError) as caught:
+        check(on(resolved, minutes=61))
+    assert str(caught.value) == (
+        "cluster.minutes=61: cluster slurm allows at most 60 to 1 to 2 nodes of partition normal; "
+        "ask for less; where the site has changed it, set cluster.limits=[]"
+    )
+    with pytest.raises(ConfigError, match="at most 30 to 1 or more nodes of qos debug"):
+        check(on(resolved, minutes=31, sbatch={"qos": "debug"}))
+
+
+@pytest.mark.parametrize(("partition", "nodes"), [("normal", 9), ("large", 8)])
+def test_nodes_that_no_limit_of_the_partition_has(
+    resolved: Callable[..., RunSpec], partition: str, nodes: int
+) -> None:
+    spec = resolved("cluster=slurm", f"parallel.replicas={nodes}")
+    spec = replace(spec, cluster=replace(spec.cluster, partition=partition, limits=LIMITS))
+    with pytest.raises(
+        ConfigError, match=rf"^cluster\.nodes={nodes}: cluster slurm allows .* of partition {partition}; "
+    ):
+        check(spec)
+
+
+def test_more_cpus_than_a_node_has_for_jobs(resolved: Callable[..., RunSpec]) -> None:
+    check(on(resolved, usable_cpus_per_node=32))
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.cpus_per_rank=8: times 4 ranks a node is 32, and jobs may use 28 CPUs .*at most 7,"
+    ):  # fmt: skip
+        check(on(resolved, usable_cpus_per_node=28))
+    with pytest.raises(
+        ConfigError, match=r"jobs may use 3 CPUs of a node; use fewer cluster\.ranks_per_node$"
+    ):
+        check(on(resolved, usable_cpus_per_node=3))
+
+
+def test_ranks_that_a_list_of_cpus_has_no_place_for(resolved: Callable[..., RunSpec]) -> None:
+    check(on(resolved, cpu_bind="map_cpu:0,8,16,24"))
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.cpu_bind=map_cpu:0,8: names 2 places for 4 ranks of a node"
+    ):
+        check(on(resolved, cpu_bind="map_cpu:0,8"))
+
+
+def test_more_host_memory_than_a_node_has(resolved: Callable[..., RunSpec]) -> None:
+    spec = on(resolved, node_memory_bytes=100)
+    check(replace(spec, machine=replace(spec.machine, host_bytes=100)))
+    with pytest.raises(
+        ConfigError, match=r"^machine\.host_bytes=101: must be at most cluster\.node_memory_bytes=100"
+    ):
+        check(replace(spec, machine=replace(spec.machine, host_bytes=101)))
+
+
+def test_a_run_that_is_no_job_has_no_limits(resolved: Callable[..., RunSpec]) -> None:
+    for overrides in (["cluster=local"], ["cluster=slurm", "machine=simulated"]):
+        spec = resolved(*overrides)
+        check(replace(spec, cluster=replace(spec.cluster, limits=[QueueLimit(minutes=1)])))
+
+
+@pytest.mark.parametrize("flags", [frozenset(), frozenset({"--dry-run"})])
+def test_nothing_is_prepared_of_what_is_refused(
+    resolved: Callable[..., RunSpec], tmp_path: Path, flags: frozenset[str]
+) -> None:
+    spec = replace(on(resolved, minutes=600), runs_dir=str(tmp_path / "runs"))
+    with pytest.raises(ConfigError, match=r"^cluster\.minutes=600: ") as caught:
+        submit(spec, Options(flags=flags))
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An squeue that keeps its words, and prints what the file `jobs` holds."""
+    path = tmp_path / "squeue"
+    path.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\ncat {tmp_path}/jobs\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path
+
+
+def test_a_full_queue(resolved: Callable[..., RunSpec], queue: Path) -> None:
+    spec = on(resolved, sbatch={"qos": "debug"})
+    (queue / "jobs").write_text("")
+    check_queue(spec, job_spec(spec))
+    words = (queue / "words").read_text().split()
+    assert words == ["--noheader", "--format=%i", f"--user={os.getuid()}", "--qos=debug"]
+    (queue / "jobs").write_text("17\n")
+    with pytest.raises(
+        ConfigError, match=r"^cluster=slurm: 1 jobs are queued, and 1 are allowed to .* of qos debug; wait"
+    ):
+        check_queue(spec, job_spec(spec))
+
+
+def test_a_queue_without_a_limit_is_not_asked(resolved: Callable[..., RunSpec], queue: Path) -> None:
+    spec = on(resolved)
+    check_queue(spec, job_spec(spec))
+    assert not (queue / "words").exists()
+
+
+def test_a_queue_that_does_not_answer(queue: Path) -> None:
+    assert num_queued("normal") is None
+
+
+def test_what_a_job_costs(resolved: Callable[..., RunSpec]) -> None:
+    def charge(**more: Any) -> str:
+        return job_spec(on(resolved, minutes=90, **more)).summary().partition("GPU-hours 6")[2]
+
+    assert charge() == ""
+    assert charge(charge_per="gpu-hour", charge_rate=2.0) == ", charge 12"
+    assert charge(charge_per="node-hour", charge_rate=2.0, charge_unit="SU") == ", charge 3 SU"

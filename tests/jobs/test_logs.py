@@ -1,0 +1,174 @@
+"""`python -m jobs logs`: the last lines, one rank's, and following to the end of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_slurm import FakeSlurm
+from job_helpers import ROOT, wait_until
+
+from gems.cli import main
+from gems.process_family import start_time
+from gems.runfolder import RunFolder
+from jobs.__main__ import VERBS
+from jobs.logs import Tail
+
+Prepared = Callable[..., RunFolder]
+HERE = {"pid": os.getpid(), "host": os.uname().nodename, "pid_started": start_time(os.getpid())}
+
+
+def logs(*words: str | Path, code: int = 0) -> None:
+    assert main("jobs", VERBS, ["logs", *map(str, words)]) == code
+
+
+def write(folder: RunFolder, text: str) -> None:
+    with (folder.logs / "ranks.log").open("a") as file:
+        file.write(text)
+
+
+def test_the_last_lines(prepared: Prepared, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = prepared()
+    folder.write_status("finished", exit_code=0)
+    write(folder, "".join(f"{number}\n" for number in range(300000)) + "an end without a break")
+    logs(folder.path)
+    out = capfd.readouterr().out.splitlines()
+    assert (len(out), out[0], out[-1]) == (101, "299900", "an end without a break")
+    logs(folder.path, "--lines", "2")
+    assert capfd.readouterr().out == "299998\n299999\nan end without a break"
+    logs(folder.path, "--lines", "all")
+    assert capfd.readouterr().out.startswith("0\n1\n2\n")
+
+
+def test_one_rank(prepared: Prepared, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = prepared()
+    folder.write_status("finished", exit_code=0)
+    write(folder, "0: a\n1: b\n10: x\nsrun: error: n1: task 1: Killed\n01: c\n1: d")
+    logs(folder.path, "--rank", "1")
+    assert capfd.readouterr().out == "1: b\n01: c\n1: d"
+    logs(folder.path, "--rank", "4", code=2)
+    assert "--rank=4: must be a rank of the run: 0 to 3" in capfd.readouterr().err
+    logs(folder.path, "--lines", "-1", code=2)
+    logs(folder.path, "--lines", "many", code=2)
+    assert "--lines=many: must be a number of lines, or all" in capfd.readouterr().err
+    here = prepared("here", "cluster=local")
+    logs(here.path, "--rank", "1", code=2)
+    assert "mpiexec does not label lines" in capfd.readouterr().err
+
+
+def test_no_log_yet(prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]) -> None:
+    slurm.says("squeue", "41|PENDING|2030-01-02T03:04:05|Resources|one")
+    folder = prepared()
+    folder.write_status("submitted", job_id="41")
+    logs(folder.path)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert (
+        err == f"jobs: no log yet: {folder.path.name} is pending: Resources, starts about 2030-01-02 03:04\n"
+    )
+
+
+def test_a_run_whose_ranks_never_started_shows_the_batch_scripts_log(
+    prepared: Prepared, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = prepared()
+    folder.write_status("failed", exit_code=2, cause="no srun")
+    (folder.logs / "41_0_log.out").write_text("jobs: no srun\n")
+    for words in ([], ["-f"]):
+        logs(folder.path, *words)
+        assert capfd.readouterr().out == "jobs: no srun\n"
+
+
+def test_following_to_the_end(
+    prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Pending, starting, a log that is replaced by a second one, and an end; nothing is lost and nothing comes twice."""
+    slurm.says("squeue", "41|PENDING|N/A|Priority|one")
+    folder = prepared()
+    folder.write_status("submitted", job_id="41")
+    thread = threading.Thread(target=logs, args=(folder.path, "-f"))
+    thread.start()
+    said = {"out": "", "err": ""}
+
+    def has(stream: str, text: str) -> bool:
+        out, err = capfd.readouterr()
+        said["out"] += out
+        said["err"] += err
+        return text in said[stream]
+
+    wait_until(lambda: has("err", "is pending: Priority\n"))
+    slurm.says("squeue", "41|RUNNING|N/A|None|one")
+    write(folder, "first\nhal")
+    folder.write_status("running", job_id="41")
+    wait_until(lambda: has("out", "first\nhal"))
+    write(folder, "f\n")
+    (folder.logs / "ranks.log").rename(folder.path / "old.log")
+    write(folder, "second\n")
+    wait_until(lambda: has("out", "second\n"))
+    assert thread.is_alive()
+    write(folder, "the end\n")
+    folder.write_status("finished", job_id="41", exit_code=0)
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert has("err", f"jobs: {folder.path.name} is finished\n")
+    assert said["out"] == "first\nhalf\nsecond\nthe end\n"
+
+
+def test_following_a_run_that_is_killed_without_a_word(
+    prepared: Prepared, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.logs.ASK_EVERY_S", 0.1)
+    folder = prepared()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    folder.write_status("running", **HERE | {"pid": process.pid, "pid_started": start_time(process.pid)})
+    write(folder, "a\n")
+    thread = threading.Thread(target=logs, args=(folder.path, "-f"))
+    thread.start()
+    process.kill()
+    process.communicate()
+    thread.join(timeout=30)
+    out, err = capfd.readouterr()
+    assert out == "a\n" and f"is lost: its process {process.pid} has gone" in err
+
+
+def test_an_interrupt_is_a_clean_end(prepared: Prepared) -> None:
+    folder = prepared()
+    folder.write_status("running", **HERE)
+    write(folder, "a\nb")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jobs", "logs", "-f", str(folder.path)],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.read(3) == b"a\nb"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (out, err, process.returncode) == (b"", b"", 0)
+
+
+def test_a_tail_sees_a_file_that_comes_later_and_drains_one_that_goes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with Tail(path) as tail:
+        assert (tail.read(), tail.was_there) == (b"", False)
+        path.write_text("one")
+        assert (tail.read(), tail.read(), tail.was_there) == (b"one", b"", True)
+        with path.open("a") as file:
+            file.write(" more")
+        path.rename(tmp_path / "old")
+        path.write_text("two")
+        assert (tail.read(), tail.read(), tail.read()) == (b" more", b"two", b"")
+
+
+def test_status_json_is_what_ends_it(prepared: Prepared) -> None:
+    """A failed run that SLURM does not start again has ended, too."""
+    folder = prepared()
+    folder.write_status("failed", exit_code=4, cause="x")
+    assert json.loads(folder.status_json.read_text())["state"] == "failed"
+    logs(folder.path, "-f")

@@ -1,0 +1,115 @@
+"""Several points of a study in one job: which go together, what the job asks for, and what it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from gems.config import RunSpec
+from gems.runfolder import RunFolder
+from jobs import pack as pack_module
+from jobs.pack import PackedJob, packed, packs_of
+from jobs.points import Point
+
+CLUSTER = ("cluster=mini", "cluster.nodes=1", "cluster.minutes=10")
+
+
+@pytest.fixture
+def point(resolved: Callable[..., RunSpec]) -> Callable[..., Point]:
+    def make(*words: str, size: int = 3) -> Point:
+        return Point(words, resolved(*CLUSTER, f"cluster.points_per_job={size}", *words))
+
+    return make
+
+
+def test_a_job_takes_so_many_points_in_their_order(point: Callable[..., Point]) -> None:
+    points = [point(f"seed={seed}") for seed in range(7)]
+    assert packs_of(points) == [tuple(points[:3]), tuple(points[3:6]), tuple(points[6:])]
+    alone = [point(f"seed={seed}", size=1) for seed in range(2)]
+    assert packs_of(alone) == [(alone[0],), (alone[1],)]
+
+
+def test_points_of_several_nodes_or_other_settings_or_of_this_machine_go_alone(
+    point: Callable[..., Point],
+) -> None:
+    first, two, other, here, last = (
+        point("seed=0"), point("cluster.nodes=2"), point("cluster.partition=high"), point("cluster=local", "cluster.nodes=1"),
+        point("parallel.partitions=2"),
+    )  # fmt: skip
+    assert packs_of([first, two, other, here, last]) == [(first, last), (two,), (other,), (here,)]
+
+
+def test_the_job_serves_each_and_lasts_as_long_as_all(point: Callable[..., Point]) -> None:
+    job = packed([
+        point("parallel.partitions=2", "cluster.cpus_per_rank=5", "cluster.gpus_per_node=2", "cluster.minutes=7"),
+        point("parallel.partitions=4", "cluster.cpus_per_rank=2", "cluster.gpus_per_node=4"),
+    ])  # fmt: skip
+    assert (job.nodes, job.tasks, job.tasks_per_node, job.cpus_per_task) == (
+        1,
+        4,
+        4,
+        3,
+    )  # 2 x 5 and 4 x 2 CPUs
+    assert (job.gpus_per_node, job.minutes) == (4, 17)
+
+
+def test_the_minutes_of_a_pack_stay_within_the_sites(point: Callable[..., Point]) -> None:
+    limited = [point(f"seed={seed}", "+cluster.limits=[{minutes: 20}]") for seed in range(3)]
+    assert packs_of(limited) == [tuple(limited[:2]), (limited[2],)]
+
+
+class Batch:
+    """Stands for the launch of each run, by the folder's name: what its status says, and its exit code."""
+
+    ends: ClassVar[dict[str, tuple[str, int]]]
+    ran: ClassVar[list[str]]
+
+    def __init__(self, run_folder: str) -> None:
+        self.path = Path(run_folder)
+
+    def __call__(self) -> None:
+        state, code = self.ends[self.path.name]
+        self.ran.append(self.path.name)
+        RunFolder(self.path).write_status(state, exit_code=code, job_id="7")
+        if code:
+            raise SystemExit(code)
+
+
+@pytest.mark.parametrize(
+    ("ends", "ran", "code"),
+    [
+        ([("finished", 0), ("finished", 0), ("finished", 0)], 3, None),
+        ([("failed", 4), ("finished", 0), ("failed", 3)], 3, 4),
+        ([("finished", 0), ("failed", 143), ("finished", 0)], 2, 143),
+        ([("requeued", 0), ("finished", 0), ("finished", 0)], 1, None),
+    ],
+)
+def test_a_failure_ends_no_other_and_an_end_of_the_job_ends_all(
+    ends: list[tuple[str, int]], ran: int, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_module, "BatchJob", Batch)
+    monkeypatch.setattr(Batch, "ends", dict(zip("abc", ends, strict=True)), raising=False)
+    monkeypatch.setattr(Batch, "ran", [], raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job = PackedJob(tuple(str(tmp_path / name) for name in "abc"))
+    for name in "abc":
+        RunFolder(tmp_path / name).write_status("submitted", job_id="7")
+    if code is None:
+        job()
+    else:
+        with pytest.raises(SystemExit) as ended:
+            job()
+        assert ended.value.code == code
+    assert list("abc")[:ran] == Batch.ran
+    unfinished = [
+        name
+        for name, (state, _) in zip("abc", ends, strict=True)
+        if state != "finished" or name not in Batch.ran
+    ]
+    monkeypatch.setattr(Batch, "ran", [])
+    monkeypatch.setattr(Batch, "ends", dict.fromkeys("abc", ("finished", 0)))
+    job()  # as SLURM starts it again
+    assert Batch.ran == unfinished

@@ -1,0 +1,302 @@
+"""The preflight: one list of checks before anything is queued, shown by a dry run too, and a question before dear jobs."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from gems.cli import Options
+from gems.config import RunSpec
+from gems.errors import ConfigError, DoesNotFitError
+from gems.planned import planned
+from gems.runfolder import RunFolder
+from jobs.ask import UnansweredError
+from jobs.cost import cost_words, is_agreed
+from jobs.prediction import check_host, peak_of, steps_s
+from jobs.preflight import is_at_home
+from jobs.room import check_room, place_of
+from jobs.spec import job_spec
+from jobs.submit import start, submit
+from jobs.test_only import read_estimate, try_script
+
+SEEN = "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition debug"
+DRY = Options(flags=frozenset({"--dry-run"}))
+PARTITION = "PartitionName=debug Default=YES MaxNodes=UNLIMITED MaxTime=60 State=UP TotalNodes=2"
+
+
+@pytest.fixture
+def site(slurm: FakeSlurm) -> FakeSlurm:
+    """A SLURM that takes jobs: sbatch keeps what it is given, and tells a start when it is only asked."""
+    slurm.says("scontrol", PARTITION)
+    slurm.says("sinfo", "debug*|2|4|9000|gpu:2|idle")
+    slurm.says("sacctmgr", error="Slurm accounting storage is disabled", code=1)
+    slurm.says("squeue")
+    slurm.does(
+        "sbatch",
+        f"""
+case "$*" in
+--test-only) /bin/cat > {slurm.here}/tested; echo '{SEEN}' >&2 ;;
+*) echo "Submitted batch job 41" ;;
+esac""",
+    )
+    return slurm
+
+
+def on(resolved: Callable[..., RunSpec], tmp_path: Path, *overrides: str, **more: Any) -> RunSpec:
+    spec = resolved("cluster=mini", *overrides)
+    return replace(spec, runs_dir=str(tmp_path / "runs"), cluster=replace(spec.cluster, **more))
+
+
+def rows(text: str) -> dict[str, dict[str, Any]]:
+    return {row["check"]: row for row in json.loads(text)["preflight"]}
+
+
+def test_every_check_has_a_row(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = on(resolved, tmp_path)
+    assert submit(spec, replace(DRY, json=True)) == 0
+    out = capsys.readouterr().out
+    found = rows(out)
+    assert list(found) == [
+        "configuration", "folder", "limits", "partition", "account", "sbatch", "cost", "probe", "memory", "room", "time"
+    ]  # fmt: skip
+    assert all(row.keys() == {"check", "ok", "said"} for row in found.values())
+    assert (found["partition"]["ok"], found["account"]["ok"], found["sbatch"]["ok"]) == (True, None, True)
+    assert "to start in about" in found["sbatch"]["said"] and "on n[1-2]" in found["sbatch"]["said"]
+    assert (site.here / "tested").read_text() == json.loads(out)["script"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_table_of_a_submission(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = on(resolved, tmp_path)
+    assert submit(spec, Options()) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("job     41: ")
+    lines = err.splitlines()
+    assert len(lines) == 11 and all(line.startswith(("jobs: ok ", "jobs: -- ")) for line in lines)
+    assert any(line.startswith("jobs: ok   partition     debug: 2 of 2 nodes up, 2 idle") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"partition": "no"}, r"^cluster\.partition=no: "),
+        ({"minutes": 61}, r"^cluster\.minutes=61: partition debug allows at most 60"),
+        ({"gpus_per_node": 3, "ranks_per_node": 2}, r"^cluster\.gpus_per_node=3: "),
+        ({"cpus_per_rank": 3}, r"^cluster\.cpus_per_rank=3: "),
+    ],
+)
+def test_nothing_is_submitted_of_what_is_refused(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, more: dict[str, Any], says: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    spec = on(resolved, tmp_path, **more)
+    with pytest.raises(ConfigError, match=says):
+        submit(spec, Options())
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(ConfigError, match=says):
+        start(spec)
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ConfigError, match=says):
+        submit(spec, DRY)
+    assert capfd.readouterr() == ("", "")
+    assert all("--test-only" in words for words in site.asked() if words.startswith("sbatch"))
+
+
+def test_a_script_that_sbatch_refuses(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    site.says("sbatch", error="allocation failure: Requested node configuration is not available\n", code=1)
+    with pytest.raises(
+        ConfigError, match=r"^cluster=mini: sbatch refuses the job: Requested node configuration is not available; see"
+    ):  # fmt: skip
+        submit(on(resolved, tmp_path), Options())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_memory_than_the_device_has_is_exit_code_3(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = on(resolved, tmp_path, "machine.device_bytes=100000")
+    for options in (Options(), DRY):
+        with pytest.raises(DoesNotFitError, match=r"above machine\.device_bytes=100000") as caught:
+            submit(spec, options)
+        assert caught.value.exit_code == 3
+    assert capfd.readouterr().out == ""
+    assert not (tmp_path / "runs").exists()
+    assert [
+        words for words in site.asked() if words.startswith("sbatch") and "--test-only" not in words
+    ] == []
+
+
+def test_predicted_memory_beside_the_device(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(on(resolved, tmp_path, "machine.device_bytes=4294967296"), replace(DRY, json=True))
+    row = rows(capsys.readouterr().out)["memory"]
+    assert row["ok"] is True and row["said"].endswith(" of 4.00 GiB")
+
+
+def test_more_host_memory_than_a_node_has(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    spec = on(resolved, tmp_path, "memory=vdnn_all")
+    peak = peak_of(spec, planned(spec))
+    assert peak is not None and peak.host_bytes > 0
+    check_host(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes)), peak)
+    with pytest.raises(DoesNotFitError, match=r"above cluster\.node_memory_bytes="):
+        check_host(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes - 1)), peak)
+
+
+def test_steps_that_take_longer_than_the_minutes(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten hours of timed waits in ten minutes: a warning, for a prediction may be wrong."""
+    spec = on(resolved, tmp_path, "machine=emulated", "cost.unit_s=10", "train.steps=600")
+    seconds = steps_s(spec, planned(spec))
+    assert seconds is not None and seconds > 600
+    assert submit(spec, replace(DRY, json=True)) == 0
+    row = rows(capsys.readouterr().out)["time"]
+    assert row["ok"] is False and "would not finish" in row["said"]
+
+
+def test_rates_of_a_processor_tell_nothing_of_a_gpu(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    spec = on(resolved, tmp_path)
+    made = planned(spec)
+    assert made.profile is not None and (steps_s(spec, made) or 0) > 0
+    assert steps_s(replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)), made) is None
+
+
+def test_a_preset_of_elsewhere_is_not_asked_here(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = on(resolved, tmp_path, hosts=["login*.far.away"], partition="theirs")
+    assert not is_at_home(spec)
+    assert submit(spec, replace(DRY, json=True)) == 0
+    found = rows(capsys.readouterr().out)
+    assert {found[name]["ok"] for name in ("partition", "account", "sbatch")} == {None}
+    assert site.asked() == []
+    with pytest.raises(ConfigError, match=r"cluster.partition=theirs"):
+        submit(spec, Options())  # what is really sent is sent to this one
+
+
+def test_without_any_slurm_a_dry_run_goes_on(
+    slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(on(resolved, tmp_path), replace(DRY, json=True)) == 0
+    found = rows(capsys.readouterr().out)
+    assert found["sbatch"] == {"check": "sbatch", "ok": None, "said": "not asked: sbatch is not on PATH"}
+
+
+@pytest.mark.parametrize(
+    ("said", "start", "words"),
+    [
+        (
+            SEEN,
+            datetime(2030, 1, 2, 3, 4, 5),
+            "sbatch takes it, to start in about 3.0 h (2030-01-02 03:04) on n[1-2]",
+        ),
+        (
+            SEEN.replace("2030", "2029"),
+            datetime(2029, 1, 2, 3, 4, 5),
+            "sbatch takes it, to start at once on n[1-2]",
+        ),
+        ("sbatch: Job 7 to start at Unknown", None, "sbatch takes it, and says no start"),
+        ("", None, "sbatch takes it, and says no start"),
+    ],
+)
+def test_the_estimate_of_a_start(said: str, start: datetime | None, words: str) -> None:
+    found = read_estimate(said)
+    assert found.start == start
+    assert found.words(datetime(2030, 1, 2, 0, 4, 5)) == words
+
+
+def test_sbatch_that_reaches_nobody(slurm: FakeSlurm) -> None:
+    slurm.says(
+        "sbatch", error="allocation failure: Unable to contact slurm controller (connect failure)", code=1
+    )
+    with pytest.raises(UnansweredError):
+        try_script("mini", "#!/bin/sh\n")
+
+
+def test_cost_in_words(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    one = job_spec(
+        on(resolved, tmp_path, gpus_per_node=4, minutes=90, charge_per="gpu-hour", charge_rate=2.0)
+    )
+    assert cost_words([one]) == "12 GPU-hours (8 GPUs for 90 min, charge 24 gpu-hour)"
+    assert cost_words([one, one]) == "24 GPU-hours (2 jobs, charge 48 gpu-hour)"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("answer", "agreed"), [("y\n", True), ("YES\n", True), ("\n", False), ("", False), ("no\n", False)]
+)
+def test_a_question_on_the_terminal(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, answer: str, agreed: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, ask_above_gpu_hours=3.9)
+    assert submit(spec, Options()) == (0 if agreed else 1)
+    out, err = capsys.readouterr()
+    assert "4 GPU-hours (4 GPUs for 60 min), above cluster.ask_above_gpu_hours=3.9: submit? [y/N] " in err
+    assert RunFolder.of(spec).path.exists() == agreed == out.startswith("job     41")
+    assert ("nothing is submitted" in err) != agreed
+
+
+def test_nobody_is_there_to_ask(
+    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, ask_above_gpu_hours=0)
+    with pytest.raises(
+        ConfigError,
+        match=r"^cluster\.ask_above_gpu_hours=0: 4 GPU-hours .* nobody is there to ask; add --yes$",
+    ):
+        submit(spec, Options())
+    with pytest.raises(ConfigError, match=r"nobody is there to ask"):
+        start(spec)
+    assert not (tmp_path / "runs").exists()
+    assert start(spec, Options(flags=frozenset({"--yes"}))) == 0
+
+
+def test_no_question_below_the_limit(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    job = job_spec(on(resolved, tmp_path, gpus_per_node=2, minutes=60))
+    assert is_agreed([job], None, Options()) and is_agreed([job], 4.0, Options())
+    assert is_agreed([job_spec(resolved())], 0.0, Options())
+
+
+def test_a_folder_that_cannot_be_written(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(
+        ConfigError, match=r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"
+    ):
+        place_of(on(resolved, tmp_path))
+
+
+def test_room(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    spec = on(resolved, tmp_path)
+    place = place_of(spec)
+    assert place.path == tmp_path and place.kind != "unknown"
+    check_room(spec, replace(place, free_bytes=1 << 30), 1 << 30)
+    for poor in (replace(place, free_bytes=1 << 20), replace(place, files=3)):
+        with pytest.raises(ConfigError, match=r"^runs_dir="):
+            check_room(spec, poor)
+    with pytest.raises(ConfigError, match=r"1.00 GiB are free there, and the run leaves 2.00 GiB"):
+        check_room(spec, replace(place, free_bytes=1 << 30), 2 << 30)
+    kinds = ("tmpfs", "nfs4", "lustre", "fuse.beegfs", "ext4")
+    assert [replace(place, kind=kind).is_shared for kind in kinds] == [False, True, True, True, None]

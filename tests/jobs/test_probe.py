@@ -1,0 +1,259 @@
+"""The probe: what it depends on, how long it counts, how it is started, and what a failed one says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from gems.cache import keep_cached
+from gems.cli import Options
+from gems.config import RunSpec
+from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
+from gems.json_files import write_json
+from gems.ranks import Ended
+from gems.runfolder import RunFolder
+from jobs.probe import (
+    KIND,
+    judge,
+    key_of,
+    known_probe,
+    needs_probe,
+    probe_argv,
+    probe_in_job,
+    probe_json,
+    summary,
+)
+from jobs.probe_verb import probe, table
+from jobs.spec import job_spec
+
+HOST = {"latency_s": 2e-6, "bytes_per_s": 5e9, "message_bytes": 4194304}
+FOUND: dict[str, Any] = {
+    "schema": "gems.probe/1", "mpi": "MPICH Version:      5.0.2", "threads": "serialized", "world_size": 2,
+    "ranks": [{"node": name, "gpu": None, "sees_folder": True} for name in ("n1", "n2")],
+    "takes_device_memory": False, "device_message": "no GPU", "host": HOST, "device": None, "wall_s": 1.0, "nodes": 2,
+}  # fmt: skip
+
+
+def on(resolved: Callable[..., RunSpec], tmp_path: Path, **more: Any) -> RunSpec:
+    spec = resolved("cluster=mini")
+    return replace(spec, cache_dir=str(tmp_path / "cache"), cluster=replace(spec.cluster, **more))
+
+
+def keep(spec: RunSpec, age: timedelta = timedelta(), **more: Any) -> None:
+    found = {**FOUND, "utc": (datetime.now(UTC) - age).isoformat(timespec="seconds"), **more}
+    keep_cached(spec.cache_dir, KIND, key_of(spec, job_spec(spec)), found)
+
+
+def is_known(spec: RunSpec) -> bool:
+    return known_probe(spec, job_spec(spec)) is not None
+
+
+def test_an_answer_counts_for_thirty_days(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    spec = on(resolved, tmp_path)
+    assert not is_known(spec) and needs_probe(spec, job_spec(spec))
+    keep(spec, timedelta(days=29))
+    assert is_known(spec) and not needs_probe(spec, job_spec(spec))
+    keep(spec, timedelta(days=31))
+    assert not is_known(spec)
+    keep(spec, utc="yesterday")
+    assert not is_known(spec)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"mpi": "pmix"}, {"environment": {"A": "1"}}, {"modules": ["gcc"]}, {"setup": ["true"]}, {"srun": ["--network=x"]},
+     {"container": "apptainer", "container_image": "a.sif"}, {"partition": "other"}, {"python": "other"}, {"name": "other"},
+     {"gpus_per_node": 2}],
+)  # fmt: skip
+def test_an_answer_is_of_one_environment(
+    resolved: Callable[..., RunSpec], tmp_path: Path, more: dict[str, Any]
+) -> None:
+    keep(on(resolved, tmp_path))
+    assert not is_known(on(resolved, tmp_path, **more))
+
+
+def test_modules_loaded_by_hand_count_where_the_preset_loads_none(
+    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADEDMODULES", "openmpi/4")
+    bare, full = on(resolved, tmp_path), on(resolved, tmp_path, modules=["gcc"])
+    keep(bare)
+    keep(full)
+    monkeypatch.setenv("LOADEDMODULES", "openmpi/5")
+    assert (is_known(bare), is_known(full)) == (False, True)
+
+
+def test_minutes_and_size_change_no_answer(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    keep(on(resolved, tmp_path))
+    assert is_known(on(resolved, tmp_path, minutes=99, nodes=1, ranks_per_node=4))
+
+
+def test_an_answer_of_one_node_says_nothing_of_two(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    one = [{**rank, "node": "n1"} for rank in FOUND["ranks"]]
+    keep(on(resolved, tmp_path), ranks=one, nodes=1)
+    assert not is_known(on(resolved, tmp_path))
+    assert is_known(on(resolved, tmp_path, nodes=1, ranks_per_node=4))
+    keep(on(resolved, tmp_path), ranks=one, nodes=2)  # two nodes under one host name
+    assert is_known(on(resolved, tmp_path))
+
+
+def test_runs_that_need_none(resolved: Callable[..., RunSpec]) -> None:
+    for overrides in (["cluster=local"], ["cluster=slurm", "machine=simulated"]):
+        spec = resolved(*overrides)
+        assert not needs_probe(spec, job_spec(spec))
+
+
+def test_two_ranks_start_as_all_would(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    spec = on(resolved, tmp_path, gpus_per_node=2, device_order=[1, 0], python="py", srun=["--network=x"])
+    folder = RunFolder(tmp_path)
+    argv = probe_argv(spec, job_spec(spec), folder)
+    assert argv[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    assert {"--mpi=pmi2", "--gpus-per-node=2", "--gpu-bind=none", "--network=x"} < set(argv)
+    assert argv[-6:] == [
+        "py",
+        str(folder.code_zip),
+        "gems.engine.probe",
+        str(probe_json(folder)),
+        "auto",
+        "1,0",
+    ]
+    one = on(resolved, tmp_path, nodes=1, ranks_per_node=4)
+    assert probe_argv(one, job_spec(one), folder)[1:4] == ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2"]
+    site = on(resolved, tmp_path, launcher="ibrun", python="py")
+    assert probe_argv(site, job_spec(site), folder)[:4] == ["ibrun", "-n", "2", "py"]
+
+
+def ended(*tail: str, code: int = 1, timed_out: bool = False) -> Ended:
+    return Ended(code, tail, timed_out=timed_out)
+
+
+@pytest.mark.parametrize(
+    ("left", "how", "error", "says"),
+    [
+        ({"error": "x", "config_error": ["cluster.mpi", "default", "MPI sees a world of 1", "give pmi2"], "exit_code": 2},
+         ended(), ConfigError, r"^cluster\.mpi=pmi2: MPI sees a world of 1; give pmi2$"),
+        ({"error": "ImportError: libmpi.so", "config_error": [], "exit_code": 4}, ended(), RankFailedError, "ImportError: libmpi"),
+        (None, ended("OMPI was not built with SLURM's PMI support", "srun: error: n1: task 0: Exited with exit code 1"),
+         RankFailedError, "ended with code 1 before MPI had started, with cluster.mpi=pmi2: OMPI was not built .*; MPICH takes"),
+        (None, ended("waiting", timed_out=True), StalledError, "did not end within 180 s: waiting; MPICH takes cluster.mpi=pmi2"),
+        ({**FOUND, "wall_s": None, "device_message": "trying"} | {"takes_device_memory": True}, ended("Segmentation fault"),
+         ConfigError, r"^machine\.transport=auto: MPI says that it takes .* when it got some: Segmentation fault; use"),
+        ({**FOUND, "ranks": [FOUND["ranks"][0], {**FOUND["ranks"][1], "sees_folder": False}]}, ended(code=0), ConfigError,
+         r"^runs_dir=.*: node n2 does not see it; use a folder that all nodes share$"),
+        (FOUND, ended("Aborted", code=134), RankFailedError, "the probe's two ranks ended with code 134: Aborted"),
+    ],
+)  # fmt: skip
+def test_what_a_failed_probe_says(
+    resolved: Callable[..., RunSpec], tmp_path: Path, left: dict[str, Any] | None, how: Ended,
+    error: type[GemsError], says: str,
+) -> None:  # fmt: skip
+    result = tmp_path / "probe.json"
+    if left is not None:
+        write_json(
+            result, {key: value for key, value in left.items() if value is not None or key != "wall_s"}
+        )
+    with pytest.raises(error, match=says):
+        judge(on(resolved, tmp_path), how, result)
+
+
+def test_what_was_found_in_one_line() -> None:
+    assert summary(FOUND) == "MPICH Version: 5.0.2; 2 ranks on n1, n2; 2.0 us and 5.00 GB/s; no GPU"
+    gpu = {
+        **FOUND,
+        "takes_device_memory": True,
+        "device_message": "passed",
+        "device": {**HOST, "bytes_per_s": 2e10},
+    }
+    assert summary(gpu).endswith("; MPI takes device memory, 2.0 us and 20.00 GB/s")
+    staged = {**gpu, "device_message": "not taken"}
+    assert summary(staged).endswith("; device memory goes through the host: though MPI says that it takes it")
+    shown = "\n".join(table({**gpu, "cluster": "mini"}))
+    assert "GPU to GPU" in shown and "machine.link_bytes_per_s=5e+09" in shown
+
+
+SRUN = """
+result=
+for word; do case "$word" in *probe.json) result=$word ;; esac; done
+/bin/cat {found} > "$result"
+exit {code}"""
+
+
+def test_a_job_probes_once(
+    slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, folder = on(resolved, tmp_path), RunFolder(tmp_path / "run")
+    folder.logs.mkdir(parents=True)
+    probe_json(folder).write_text("of an earlier attempt")
+    found = tmp_path / "found.json"
+    found.write_text(json.dumps({**FOUND, "utc": datetime.now(UTC).isoformat()}))
+    slurm.does("srun", SRUN.format(found=found, code=0))
+    environment = {"PATH": str(slurm.here)}
+    for _ in range(2):
+        probe_in_job(spec, job_spec(spec), folder, environment)
+    assert len(slurm.asked()) == 1
+    assert capsys.readouterr().err == f"jobs: probe: {summary(FOUND)}\n"
+    assert is_known(spec) and json.loads(probe_json(folder).read_text())["mpi"] == FOUND["mpi"]
+
+
+def test_a_failed_probe_is_not_kept(
+    slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
+) -> None:
+    spec, folder = on(resolved, tmp_path), RunFolder(tmp_path / "run")
+    folder.logs.mkdir(parents=True)
+    slurm.does("srun", "echo no PMI here; exit 1")
+    for _ in range(2):
+        with pytest.raises(RankFailedError, match="no PMI here"):
+            probe_in_job(spec, job_spec(spec), folder, {"PATH": str(slurm.here)})
+    assert len(slurm.asked()) == 2 and not is_known(spec)
+
+
+def test_the_probes_own_job(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in runs the very script, whose srun leaves an answer; its job has left the queue then."""
+    monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path / "cache"))
+    found = tmp_path / "found.json"
+    found.write_text(json.dumps({**FOUND, "utc": datetime.now(UTC).isoformat()}))
+    slurm.does("srun", SRUN.format(found=found, code=0))
+    slurm.does("sbatch", 'for word; do :; done; /bin/sh "$word" && echo "7;mini"')
+    slurm.says("squeue", error="slurm_load_jobs error: Invalid job id specified", code=1)
+    words = ["cluster=mini", f"runs_dir='{tmp_path / 'my runs'}'"]
+    assert probe(words, Options(json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["nodes"] == 2
+    (line,) = [line for line in slurm.asked() if line.startswith("srun")]
+    assert "--ntasks=2 --ntasks-per-node=1" in line and "gems.engine.probe" in line
+    (script,) = tmp_path.glob("my runs/probe-mini-*/job.sh")
+    assert "#SBATCH --time=5\n" in script.read_text() and "#SBATCH --nodes=2\n" in script.read_text()
+
+
+def test_a_job_that_does_not_start_is_cancelled(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.probe_verb.POLL_S", 0.01)
+    monkeypatch.setattr("jobs.probe_verb._minutes", lambda options: 0.005)
+    slurm.says("sbatch", "7")
+    slurm.says("squeue", "7|PENDING|N/A|Resources|probe")
+    slurm.says("scancel")
+    with pytest.raises(
+        StalledError, match=r"job 7 has not ended within 0\.005 min \(PENDING Resources\), and is cancelled"
+    ):
+        probe(["cluster=mini", f"runs_dir={tmp_path}"], Options())
+    assert slurm.asked()[-1] == "scancel 7"
+
+
+@pytest.mark.parametrize("limit", ["0", "x", "1.5"])
+def test_a_limit_that_is_none(limit: str, slurm: FakeSlurm, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^--limit={limit}: "):
+        probe(["cluster=mini", f"runs_dir={tmp_path}"], Options(chosen={"--limit": limit}))
+
+
+def test_a_simulated_machine_has_no_ranks() -> None:
+    with pytest.raises(ConfigError, match="has no ranks to probe"):
+        probe(["machine=simulated"], Options())

@@ -1,0 +1,234 @@
+"""`python -m jobs resubmit`: what is sent again, from where, without which nodes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_slurm import FakeSlurm
+
+from gems.cli import main
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.preparation import prepare
+from gems.runfolder import RunFolder
+from jobs.__main__ import VERBS
+from jobs.bad_nodes import BadNodes
+from jobs.study_record import StudyRecord
+
+Prepared = Callable[..., RunFolder]
+Resubmit = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def prepared(prepared: Prepared, slurm: FakeSlurm) -> Prepared:
+    """Prepares runs that need no profile, where there is no SLURM; then they fail, unless another state is given."""
+
+    def make(name: str = "one", state: str = "failed", **more: Any) -> RunFolder:
+        folder = prepared(name, "partition=even")
+        folder.write_status(state, **{"job_id": "41", "cause": "ValueError: bad", "exit_code": 4, **more})
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
+    """Puts a note in the place of SLURM: the run is prepared as it would be, and gets a job's number."""
+    seen: list[RunSpec] = []
+
+    def note(spec: RunSpec) -> int:
+        seen.append(spec)
+        folder = prepare(spec)
+        folder.write_status("submitted", job_id=str(41 + len(seen)))
+        return 0
+
+    monkeypatch.setattr("jobs.resubmit.start", note)
+    return seen
+
+
+@pytest.fixture
+def resubmit(tmp_path: Path, capfd: pytest.CaptureFixture[str], sent: list[RunSpec]) -> Resubmit:
+    """Runs the command on runs/ of the test and gives what it printed on stdout and stderr."""
+
+    def run(*words: str, code: int = 0) -> tuple[str, str]:
+        capfd.readouterr()
+        got = main("jobs", VERBS, ["resubmit", f"runs_dir={tmp_path / 'runs'}", *words])
+        out, err = capfd.readouterr()
+        assert got == code, out + err
+        return out, err
+
+    return run
+
+
+def checkpoint(folder: RunFolder, step: int) -> None:
+    path = folder.path / "checkpoints" / f"step{step:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+
+
+def test_it_goes_on_in_its_folder_with_more_time(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], tmp_path: Path
+) -> None:
+    folder = prepared()
+    checkpoint(folder, 120)
+    out, _ = resubmit("one", "cluster.minutes=30")
+    assert out == f"{folder.path.name}: submitted, job 42, from step 120\n"
+    (spec,) = sent
+    assert (spec.cluster.minutes, RunFolder.of(spec), spec.name) == (30, folder, "one")
+    assert folder.read_spec().cluster.minutes == 30
+
+
+def test_bad_nodes_of_its_cluster_are_left_out(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
+    folder = prepared()
+    nodes = BadNodes(folder.path.parent)
+    now = folder.read_status()["updated_utc"]
+    nodes.add("mini", "n2", "device failed", "x", now)
+    nodes.add("frontier", "n7", "device failed", "x", now)
+    out, _ = resubmit("one", "cluster.exclude=[n5]")
+    assert out.endswith("without nodes n5, n2, from its start\n")
+    assert sent[0].cluster.exclude == ["n5", "n2"] and RunFolder.of(sent[0]) == folder
+
+
+def test_a_node_that_has_just_failed_is_noted_on_the_way(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
+    folder = prepared()
+    folder.logs.joinpath("ranks.log").write_text("srun: error: Node failure on n1\n")
+    out, err = resubmit("one")
+    assert "without node n1" in out and sent[0].cluster.exclude == ["n1"] and "has failed once" in err
+
+
+def test_keys_that_are_part_of_the_run_give_it_a_new_folder(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
+    folder = prepared()
+    out, _ = resubmit("one", "train.steps=7")
+    assert sent[0].train.steps == 7 and RunFolder.of(sent[0]) != folder
+    assert f"in {RunFolder.of(sent[0]).path}, for these keys are part of the run" in out
+
+
+def test_a_new_folder_resumes_from_the_old_one(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
+    folder = prepared()
+    checkpoint(folder, 3)
+    resubmit("one", "train.steps=7")
+    assert sent[0].to_dict()["train"]["resume"] == str(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "says"),
+    [
+        ("finished", {"exit_code": 0}, "it has finished; --again runs it anew"),
+        ("submitted", {}, "it is submitted"),
+        (
+            "failed",
+            {"cause": "data.path=/x: does not exist", "exit_code": 2},
+            "it would fail again, first: change the key",
+        ),
+        ("failed", {"cause": "rank 0 needs 5 bytes", "exit_code": 3}, "memory=plan"),
+        ("failed", {"cause": "OutOfMemoryError: CUDA out of memory"}, "memory=plan"),
+        ("failed", {"cause": "cluster.mpi=x: MPI sees a world of 1"}, "wrong MPI"),
+    ],
+)
+def test_what_is_refused(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], state: str, more: dict[str, Any], says: str
+) -> None:
+    prepared("one", state, **more)
+    out, _ = resubmit("one", code=1)
+    assert says in out and ": refused, " in out and len(out.splitlines()) == 1
+    assert sent == []
+
+
+def test_it_is_sent_all_the_same_when_one_insists(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
+    prepared("a", "failed", cause="data.path=/x: does not exist", exit_code=2)
+    prepared("b", "finished", exit_code=0)
+    prepared("c", "failed", cause="cluster.mpi=x: MPI sees a world of 1", exit_code=2)
+    resubmit("a", "--yes")
+    resubmit("b", "--again")
+    resubmit("c", "cluster.mpi=pmi2")
+    assert [spec.name for spec in sent] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("one", "parallel.partitions=2"), "would make another run"),
+        (("one", "name=two"), "would make another run"),
+        (("one", "cluster.minuets=2"), "cluster.minutes"),
+        ((), "name runs or studies"),
+        (("none",), "is no run and no study"),
+    ],
+)
+def test_wrong_words_are_one_line(
+    prepared: Prepared, resubmit: Resubmit, words: tuple[str, ...], says: str
+) -> None:
+    prepared()
+    out, err = resubmit(*words, code=2)
+    assert says in out + err and len((out + err).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "word", ["cluster.exclude=['$(touch owned)']", "cluster.exclude=['-n1']", "cluster.minutes=x"]
+)
+def test_a_value_that_cannot_be_is_refused(
+    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], word: str
+) -> None:
+    prepared()
+    out, _ = resubmit("one", word, code=2)
+    assert ": refused, cluster." in out and sent == [] and not Path("owned").exists()
+
+
+def test_of_a_study_the_failed_points_are_sent(
+    tmp_path: Path, prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
+    folders = [
+        prepared("a"),
+        prepared("b", "finished", exit_code=0),
+        prepared("c"),
+        prepared("d", "submitted"),
+    ]
+    StudyRecord(tmp_path / "runs" / "grid").begin([(each.path.name, each.path) for each in folders])
+    rows = json.loads(resubmit("grid", "--json")[0])["runs"]
+    assert [spec.name for spec in sent] == ["a", "c"]
+    assert [(row["outcome"], row["job_id"]) for row in rows] == [("submitted", "42"), ("submitted", "43")]
+
+
+def test_a_refused_submission_is_told_and_the_others_go_on(
+    prepared: Prepared, resubmit: Resubmit, monkeypatch: pytest.MonkeyPatch, sent: list[RunSpec]
+) -> None:
+    prepared("a")
+    prepared("b")
+
+    def refuse(spec: RunSpec) -> int:
+        sent.append(spec)
+        raise ConfigError("cluster", "mini", "sbatch refuses the job")
+
+    monkeypatch.setattr("jobs.resubmit.start", refuse)
+    out, _ = resubmit("a", "b", code=2)
+    assert [line.partition(": ")[2] for line in out.splitlines()] == [
+        "refused, cluster=mini: sbatch refuses the job"
+    ] * 2
+    assert len(sent) == 2
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(
+    tmp_path: Path, prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
+) -> None:
+    folder = prepared('a "b" $(touch owned)')
+    spec = folder.read_spec()
+    assert RunFolder.of(replace(spec, runs_dir="elsewhere")) != folder
+    moved = tmp_path / "other" / folder.path.name
+    moved.parent.mkdir()
+    folder.path.rename(moved)
+    resubmit(str(moved))
+    assert RunFolder.of(sent[0]).path == moved and not Path("owned").exists()

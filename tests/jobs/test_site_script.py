@@ -1,0 +1,195 @@
+"""What a preset makes of the script and of srun's line: requests, bindings, modules, containers, ibrun."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_helpers import ROOT
+
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.ranks import Ended
+from gems.runfolder import RunFolder
+from jobs import launch as launch_module
+from jobs.launchers import command, sweep_by_srun
+from jobs.slurm import executor
+from jobs.spec import job_spec
+
+FOLDER = RunFolder(Path("/runs/it's mine"))
+CODE_ZIP = "/runs/it's mine/provenance/code.zip"
+IN_JOB = [CODE_ZIP, "gems.engine.run", "/runs/it's mine"]
+
+
+def on(resolved: Callable[..., RunSpec], **more: Any) -> RunSpec:
+    spec = resolved("cluster=slurm", "parallel.replicas=2")
+    return replace(spec, cluster=replace(spec.cluster, **more))
+
+
+def script(spec: RunSpec) -> list[str]:
+    return executor(spec, job_spec(spec), RunFolder.of(spec)).script().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("values", "asked", "bound"),
+    [
+        ({}, "--gpus-per-node=4", ["--gpu-bind=none"]),
+        ({"gpu_request": "gres", "gpu_bind": "closest"}, "--gres=gpu:4", ["--gpu-bind=closest"]),
+        ({"gpu_request": "gpus-per-task", "gpu_bind": None}, "--gpus-per-task=1", []),
+        ({"gpu_request": "none"}, None, []),
+    ],
+)
+def test_gpus_are_asked_for_once_and_alike(
+    resolved: Callable[..., RunSpec], values: dict[str, Any], asked: str | None, bound: list[str]
+) -> None:
+    spec = on(resolved, **values)
+    wanted = [asked] if asked else []
+    assert [line for line in script(spec) if "gpu:" in line or "--gpus" in line] == [
+        f"#SBATCH {word}" for word in wanted
+    ]
+    argv = command(job_spec(spec), FOLDER)
+    assert [word for word in argv if word.startswith(("--gpu", "--gres"))] == [*wanted, *bound]
+    assert job_spec(spec).gpus == 8, "what is charged does not depend on how it is asked for"
+
+
+def test_cpu_binding_stands_before_free_options(resolved: Callable[..., RunSpec]) -> None:
+    argv = command(job_spec(on(resolved, cpu_bind="map_cpu:1,2,3,4", srun=["--network=a b"])), FOLDER)
+    assert argv[argv.index("--gpu-bind=none") + 1 :] == [
+        "--cpu-bind=map_cpu:1,2,3,4",
+        "--network=a b",
+        sys.executable,
+        *IN_JOB,
+    ]
+
+
+def test_modules_are_loaded_first_or_the_job_ends(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    lines = script(on(resolved, modules=["LUMI/25.03", "gcc"], setup=["ulimit -c 0"]))
+    start = lines.index("# setup")
+    assert lines[start + 1 : start + 4] == [
+        "module load LUMI/25.03 gcc || exit 2", "ulimit -c 0", "export SRUN_CPUS_PER_TASK=8"
+    ]  # fmt: skip
+    for code in (0, 1):
+        text = f"module() {{ echo $* >> loaded; return {code}; }}\n{lines[start + 1]}\nexit 7"
+        assert subprocess.run(["bash", "-c", text], cwd=tmp_path).returncode == (2 if code else 7)
+    assert (tmp_path / "loaded").read_text() == "load LUMI/25.03 gcc\n" * 2
+
+
+def test_account_with_the_sites_suffix(resolved: Callable[..., RunSpec]) -> None:
+    assert "#SBATCH --account=m1_g" in script(on(resolved, account="m1", account_suffix="_g"))
+
+
+@pytest.mark.parametrize("option", ["mem", "mem_per_cpu", "--mem-per-gpu"])
+def test_a_site_that_refuses_options_of_memory(resolved: Callable[..., RunSpec], option: str) -> None:
+    assert any("--mem" in line for line in script(on(resolved, sbatch={option: "1G"})))
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.sbatch\.mem.*=1G: cluster slurm refuses options of memory; "
+    ):
+        script(on(resolved, sbatch={option: "1G"}, no_mem=True))
+
+
+def test_gpus_by_hand_beside_the_presets_own(resolved: Callable[..., RunSpec]) -> None:
+    assert "#SBATCH --gres=gpu:a100:2" in script(
+        on(resolved, gpu_request="none", sbatch={"gres": "gpu:a100:2"})
+    )
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.sbatch\.gres=nvme: stands beside cluster\.gpu_request=gres"
+    ):
+        script(on(resolved, gpu_request="gres", sbatch={"gres": "nvme"}))
+
+
+def test_ibrun(resolved: Callable[..., RunSpec]) -> None:
+    spec = on(resolved, launcher="ibrun", gpus_per_node=0)
+    assert command(job_spec(spec), FOLDER) == ["ibrun", sys.executable, *IN_JOB]
+    lines = script(spec)
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks=8", "#SBATCH --ntasks-per-node=4"} <= set(lines)
+    assert not any(line.startswith("#SBATCH --ntasks=") for line in script(on(resolved)))
+
+
+@pytest.mark.parametrize(("launcher", "kept"), [("srun", True), ("ibrun", False)])
+def test_ranks_of_ibrun_do_not_take_the_batch_scripts_place(
+    resolved: Callable[..., RunSpec], tiny: Callable[..., tuple[RunFolder, RunSpec]],
+    monkeypatch: pytest.MonkeyPatch, launcher: str, kept: bool,
+) -> None:  # fmt: skip
+    folder, _ = tiny()
+    seen: list[dict[str, str]] = []
+
+    def note(argv: list[str], environment: dict[str, str], *words: Any, **more: Any) -> Ended:
+        seen.append(environment)
+        return Ended(1, ())
+
+    monkeypatch.setattr(launch_module, "run_ranks", note)
+    for name, value in {"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    launch_module.launch(folder, on(resolved, launcher=launcher))
+    assert ("SLURM_LOCALID" in seen[0], "SLURM_PROCID" in seen[0]) == (kept, kept)
+    assert (seen[0]["SLURM_JOB_ID"], seen[0]["SLURM_EXPORT_ENV"]) == ("7", "ALL")
+    assert folder.read_status()["job_id"] == "7"
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "singularity"])
+def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
+    image = {"container": runtime, "container_image": "my image.sif", "container_options": ["--nv"]}
+    argv = command(job_spec(on(resolved, **image)), FOLDER)
+    assert argv[argv.index("--gpu-bind=none") + 1 :] == [
+        runtime, "exec", "--bind=/runs/it's mine", "--pwd=/runs/it's mine", "--nv", "my image.sif", "python3", *IN_JOB,
+    ]  # fmt: skip
+    sweep = sweep_by_srun(job_spec(on(resolved, **image, python="python3.12")), FOLDER)
+    assert sweep[sweep.index(runtime) :] == [
+        runtime, "exec", "--bind=/runs/it's mine", "--pwd=/runs/it's mine", "--nv", "my image.sif", "python3.12", CODE_ZIP,
+        "gems.shared_memory",
+    ]  # fmt: skip
+    live = command(job_spec(on(resolved, **image, snapshot=False)), FOLDER)
+    assert live[live.index("exec") + 1 :] == [
+        f"--bind={ROOT}", "--bind=/runs/it's mine", f"--pwd={ROOT}", "--nv", "my image.sif", "python3", "-m", *IN_JOB[1:],
+    ]  # fmt: skip
+
+
+def test_pyxis(resolved: Callable[..., RunSpec]) -> None:
+    image = {
+        "container": "pyxis",
+        "container_image": "site/image:1",
+        "container_options": ["--no-container-mount-home"],
+    }
+    argv = command(job_spec(on(resolved, **image)), FOLDER)
+    assert argv[argv.index("--gpu-bind=none") + 1 :] == [
+        "--container-image=site/image:1", "--container-mounts=/runs/it's mine:/runs/it's mine",
+        "--container-workdir=/runs/it's mine", "--no-container-mount-home", "python3", *IN_JOB,
+    ]  # fmt: skip
+    live = command(job_spec(on(resolved, **image, snapshot=False)), FOLDER)
+    assert live[live.index("--gpu-bind=none") + 2 :] == [
+        f"--container-mounts={ROOT}:{ROOT},/runs/it's mine:/runs/it's mine", f"--container-workdir={ROOT}",
+        "--no-container-mount-home", "python3", "-m", *IN_JOB[1:],
+    ]  # fmt: skip
+
+
+def test_a_runtime_without_an_image_is_not_used(resolved: Callable[..., RunSpec]) -> None:
+    spec = on(resolved, container="apptainer", container_options=["--nv"])
+    assert command(job_spec(spec), FOLDER) == command(job_spec(on(resolved)), FOLDER)
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+@pytest.mark.parametrize("path", ["/runs/a:b", "/runs/a,b"])
+def test_a_path_that_a_container_would_take_apart(
+    resolved: Callable[..., RunSpec], runtime: str, path: str
+) -> None:
+    spec = on(resolved, container=runtime, container_image="i")
+    with pytest.raises(ConfigError, match=r"^runs_dir=.*: must have no ',', ':'"):
+        command(job_spec(spec), RunFolder(Path(path)))
+
+
+def test_no_value_of_a_preset_is_read_by_a_shell(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+    odd = "$(touch owned) `touch owned`; touch owned"
+    spec = on(resolved, account=odd, account_suffix=odd, partition=odd, environment={"ODD": odd})
+    lines = [line for line in script(replace(spec, runs_dir=str(tmp_path))) if not line.startswith("exec ")]
+    shown = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, 'printf %s "$ODD"'])], cwd=tmp_path, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert shown.stdout == odd and list(tmp_path.iterdir()) == []
+    (line,) = (line for line in lines if "--partition" in line)
+    assert shlex.split(line.removeprefix("#SBATCH ")) == [f"--partition={odd}"]

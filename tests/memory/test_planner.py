@@ -1,0 +1,250 @@
+"""The plan: against every choice by brute force, against its rivals, and its bound below all of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from gems.errors import DoesNotFitError
+from gems.memory.case import MemoryCase, Outcome
+from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.planner.model import PlanModel
+from gems.memory.planner.optimal import limit_of_saving, plan
+from gems.memory.planner.windows import Way, with_windows
+from gems.memory.recompute import recompute
+from gems.memory.vdnn.policies import vdnn_all
+from gems.schedule.action import Kind
+from gems.schedule.validate import validate
+from tests.memory.policy_cases import SCHEDULES, case_of, network, random_network
+
+DISTANCES = ((0, 0), (1, 1), (2, 2))
+PLAIN = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE)
+CHAINS = (("ccbp", 1e9, tuple(Choice)), ("bbcp", 8e9, PLAIN), ("bbbbb", 20e9, PLAIN))
+
+
+def every_plan(case: MemoryCase, allowed: tuple[Choice, ...]) -> Iterator[MemoryPlan]:
+    """Every choice of every layer, copies at a few distances, layers that are run again apart or together."""
+    for choices in itertools.product(allowed, repeat=case.profile.num_layers):
+        distances = DISTANCES if Choice.OFFLOAD in choices else DISTANCES[:1]
+        for free_after, ahead in distances:
+            layers = [Segment(i, i + 1, choice, free_after, ahead) for i, choice in enumerate(choices)]
+            yield MemoryPlan("brute", (tuple(layers),))
+        joined = [
+            (first, choice)
+            for first, choice in enumerate(choices)
+            if not first or choice is not choices[first - 1] or not choice.is_run_again
+        ]
+        if len(joined) < len(choices):
+            ends = [*(first for first, _ in joined[1:]), len(choices)]
+            yield MemoryPlan(
+                "brute",
+                (tuple(Segment(first, end, c, 1, 1) for (first, c), end in zip(joined, ends, strict=True)),),
+            )
+
+
+def random_plan(case: MemoryCase, seed: int) -> MemoryPlan:
+    """Segments, choices and distances at random."""
+    rng = random.Random(seed)
+    stages = []
+    for first, end in itertools.pairwise(case.boundaries):
+        inner = [first, *(layer for layer in range(first + 1, end) if rng.random() < 0.7), end]
+        stages.append(
+            tuple(
+                Segment(begin, stop, rng.choice(list(Choice)), rng.randint(0, 6), rng.randint(0, 6))
+                for begin, stop in itertools.pairwise(inner)
+            )
+        )
+    return MemoryPlan("random", tuple(stages))
+
+
+@pytest.mark.parametrize(("kinds", "rate", "allowed"), CHAINS)
+def test_no_choice_by_brute_force_is_faster_and_the_bound_is_below_all(
+    kinds: str, rate: float, allowed: tuple[Choice, ...]
+) -> None:
+    case = case_of(network(kinds), rate=rate)
+    outcomes = [case.outcome(each) for each in every_plan(case, allowed)]
+    least, most = min(max(each.peak_bytes) for each in outcomes), max(case.kept.peak_bytes)
+    for share in (0.05, 0.4):
+        limit = int(least + share * (most - least))
+        fitting = [each.step_s for each in outcomes if max(each.peak_bytes) <= limit]
+        found = plan(case, limit, 1.0)
+        assert max(found.outcome.peak_bytes) <= limit
+        assert found.outcome.step_s <= min(fitting) * (1 + 1e-9)
+        assert found.bound_s <= min(fitting) * (1 + 1e-9)
+        assert found.gap == pytest.approx(found.outcome.step_s / found.bound_s - 1)
+
+
+@pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
+def test_the_bound_is_below_every_plan_that_fits(name: str, ranks: int, micro_batches: int) -> None:
+    case = case_of(random_network(ranks), name, ranks, micro_batches, rate=2e9)
+    outcomes = [case.outcome(random_plan(case, seed)) for seed in range(40)]
+    limit = sorted(max(each.peak_bytes) for each in outcomes)[len(outcomes) // 3]
+    found = plan(case, limit, 2.0)
+    fitting = [each.step_s for each in outcomes if max(each.peak_bytes) <= limit]
+    assert found.bound_s <= min(fitting) * (1 + 1e-9)
+    assert found.outcome.step_s <= min(fitting) * (1 + 1e-9)
+    assert max(found.outcome.peak_bytes) <= limit
+    validate(found.outcome.schedule)
+
+
+def settled(outcome: Outcome) -> list[Segment]:
+    """The segments of a chain's plan, with those kept that no copy takes."""
+    moved = {action.segment for action in outcome.schedule.rows[0] if action.kind is Kind.OFFLOAD}
+    return [
+        Segment(each.first, each.end)
+        if each.choice is Choice.OFFLOAD and index not in moved
+        else Segment(each.first, each.end, each.choice)
+        for index, each in enumerate(outcome.plan.stages[0])
+    ]
+
+
+@pytest.mark.parametrize("is_whole_copies", [False, True], ids=["fluid", "whole"])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(
+    seed: int, is_whole_copies: bool
+) -> None:
+    case = case_of(random_network(seed, letters="cupb"), rate=3e9)
+    compared = 0
+    for number in range(8):
+        made = random_plan(case, 100 * seed + number)
+        apart = [
+            replace(each, first=first, end=first + 1)
+            for each in made.stages[0]
+            for first in range(each.first, each.end)
+        ]
+        cut = [each for each in made.stages[0] if each.choice.is_run_again]
+        single = [each for each in apart if not each.choice.is_run_again]
+        stage = tuple(sorted([*cut, *single], key=lambda each: each.first))
+        outcome = case.outcome(MemoryPlan("random", (stage,)))
+        model = PlanModel(case, max(outcome.peak_bytes), is_whole_copies=is_whole_copies)
+        chosen = {(each.first, each.end, each.choice) for each in settled(outcome)}
+        arcs = {(arc.first, arc.end, arc.choice): at for arc, at in model.blocks[0].at.items()}
+        if not chosen <= arcs.keys():
+            continue
+        for arc, at in arcs.items():
+            model.program.row({at: 1.0}, low=float(arc in chosen), high=float(arc in chosen))
+        found = model.solve(is_whole=True, node_limit=50)
+        assert found is not None, "a plan that is there fits"
+        assert found.bound_s <= outcome.step_s * (1 + 1e-6)
+        compared += 1
+    assert compared > 2
+
+
+@pytest.mark.parametrize("way", Way)
+def test_windows_keep_the_limit_and_take_no_time(way: Way) -> None:
+    case = case_of(network("ccccccccl"), rate=4e9)
+    layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
+    bare = MemoryPlan.by_layer("test", case.boundaries, layers)
+    tight = with_windows(case, bare, 0, case.outcome)
+    assert not any(each.free_after or each.ahead for each in tight.plan.stages[0]), (
+        "nothing fits: as tight as can be"
+    )
+    for share in (0.1, 0.4, 0.8):
+        limit = int(max(tight.peak_bytes) * (1 - share) + max(case.kept.peak_bytes) * share)
+        found = with_windows(case, bare, limit, case.outcome, [way])
+        assert max(found.peak_bytes) <= limit
+        assert found.step_s < tight.step_s
+
+
+def test_copies_out_are_waited_for_in_the_order_in_which_they_leave() -> None:
+    case = case_of(network("ccccccccl"), rate=4e9)
+    layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
+    bare = MemoryPlan.by_layer("test", case.boundaries, layers)
+    row = with_windows(case, bare, limit_of_saving(case, 0.4), case.outcome).schedule.rows[0]
+    for one, other in itertools.pairwise(action for action in row if action.kind is Kind.FREE):
+        left = [row.index(action._replace(kind=Kind.OFFLOAD)) for action in (one, other)]
+        between = row[row.index(one) : row.index(other)]
+        assert left[0] < left[1] or all(action.kind is Kind.FREE for action in between)
+
+
+@pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES[:3])
+def test_the_plan_is_never_slower_than_its_rivals_at_their_own_peak(
+    name: str, ranks: int, micro_batches: int
+) -> None:
+    case = case_of(random_network(7), name, ranks, micro_batches, rate=3e9)
+    for rival in (vdnn_all(case), vdnn_all(case, asynchronous=True), recompute(case)):
+        outcome = case.outcome(rival)
+        limit = max(outcome.peak_bytes)
+        found = plan(case, limit, 0.2, [rival])
+        assert found.outcome.step_s <= outcome.step_s
+        assert max(found.outcome.peak_bytes) <= limit
+
+
+def test_the_outcome_is_that_of_the_plan() -> None:
+    case = case_of(random_network(3), rate=2e9)
+    limit = limit_of_saving(case, 0.4)
+    found = plan(case, limit, 0.3)
+    again = case.outcome(found.plan)
+    assert (again.step_s, again.peak_bytes) == (found.outcome.step_s, found.outcome.peak_bytes)
+    assert found.plan.policy == found.outcome.plan.policy == "plan"
+
+
+def test_what_fits_is_kept() -> None:
+    case = case_of(random_network(1))
+    found = plan(case, max(case.kept.peak_bytes), 1.0)
+    assert found.outcome.step_s == case.kept.step_s
+    assert found.gap == 0.0
+    assert {segment.choice for segment in found.plan.stages[0]} == {Choice.KEEP}
+
+
+def test_a_fast_link_hides_every_copy() -> None:
+    case = case_of(network("ccccccccl"), rate=1e12)
+    found = plan(case, limit_of_saving(case, 0.5), 1.0)
+    assert found.outcome.step_s == pytest.approx(case.kept.step_s, rel=2e-3)
+    assert found.outcome.schedule.has_any(Kind.OFFLOAD)
+    assert not found.outcome.schedule.has_any(Kind.R)
+
+
+def test_without_a_link_worth_the_name_layers_are_run_again() -> None:
+    case = case_of(network("bbbbbbbbl"), rate=1e6)
+    found = plan(case, limit_of_saving(case, 0.5), 1.0)
+    assert found.outcome.schedule.has_any(Kind.R)
+    assert not found.outcome.schedule.has_any(Kind.OFFLOAD)
+
+
+def test_windows_hold_nothing_longer_than_their_copies_last() -> None:
+    case = case_of(network("ccccccccl"), rate=1e12)
+    found = plan(case, limit_of_saving(case, 0.3), 1.0)
+    offloaded = [segment for segment in found.plan.stages[0] if segment.choice is Choice.OFFLOAD]
+    assert offloaded
+    assert all(segment.free_after <= 1 and segment.ahead <= 2 for segment in offloaded)
+    moved = {action.segment for action in found.outcome.schedule.rows[0] if action.kind is Kind.OFFLOAD}
+    assert len(moved) == len(offloaded), "what no copy takes is kept"
+
+
+def test_the_same_plan_comes_out_again() -> None:
+    found = [
+        plan(case, limit_of_saving(case, 0.4), 0.5) for case in [case_of(random_network(5), rate=2e9)] * 2
+    ]
+    assert found[0].plan == found[1].plan
+    assert found[0].bound_s == found[1].bound_s
+
+
+def test_a_chain_is_within_5_percent_of_its_bound() -> None:
+    for rate in (2e9, 8e9):
+        case = case_of(
+            network("ccpccpcccpcccl", [64, 64, 32, 64, 64, 32, 48, 48, 48, 24, 24, 24, 24, 16]), rate=rate
+        )
+        assert plan(case, limit_of_saving(case, 0.4), 2.0).gap < 0.05
+
+
+def test_a_saving_is_of_what_comes_and_goes() -> None:
+    case = case_of(network("ccccl"))
+    kept = max(case.kept.peak_bytes)
+    static = min(point.device_bytes for point in case.kept.ranks[0].points)
+    assert limit_of_saving(case, 0.0) == kept
+    assert limit_of_saving(case, 1.0) == static
+    assert limit_of_saving(case, 0.5) == (kept + static) // 2
+
+
+def test_a_limit_below_the_largest_layer_is_refused_with_its_name() -> None:
+    case = case_of(network("cccbcl", [8, 8, 8, 256, 8, 8]))
+    with pytest.raises(DoesNotFitError, match="largest layer b3 needs") as found:
+        plan(case, limit_of_saving(case, 0.95), 0.5)
+    least = [case.outcome(replace(each, policy="x")) for each in (vdnn_all(case), recompute(case))]
+    assert found.value.needed_bytes <= min(max(each.peak_bytes) for each in least)
+    assert found.value.needed_bytes > found.value.limit_bytes

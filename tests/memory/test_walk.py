@@ -1,0 +1,310 @@
+"""gems.memory.walk: bytes along a rank's list, against the memory model, figures by hand and brute-force counting."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import pairwise
+
+import pytest
+
+from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.memory.actions import add_memory
+from gems.memory.model import OPTIMIZERS, MemoryModel
+from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.segment_costs import segment_costs
+from gems.memory.walk import Walked, walk
+from gems.partition.spans import Spans
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.fake import fake_profile
+from gems.profile.saved import Saved
+from gems.schedule import generate
+from gems.schedule.action import Kind
+from gems.schedule.lower import lower
+from gems.schedule.schedule import Schedule
+from tests.partition.profiles import profile, random_profile
+
+SGD = OPTIMIZERS["sgd"]
+SCHEDULES = (
+    ("layer_parallel", 1, 3), ("1f1b", 3, 6), ("gpipe", 2, 4), ("gems_master", 3, 4), ("gems_master", 2, 4),
+    ("zb_h1", 2, 6), ("zb_v", 2, 6), ("chimera", 2, 4), ("interleaved_1f1b", 2, 4), ("zb_h2", 2, 4),
+)  # fmt: skip
+ZOO = {
+    "resnet": ModelConfig(depth=11, version=2),
+    "unet": ModelConfig(name="unet", depth=3, width=8),
+    "vgg": ModelConfig(name="vgg", depth=16),
+}
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, ModelProfile]:
+    """Made-up ones, and three networks of the zoo."""
+    data, machine = DataConfig(height_px=32, width_px=32), MachineConfig(device="cuda")
+    taken = {name: fake_profile(model, data, 2, "float32", machine) for name, model in ZOO.items()}
+    return taken | {f"random{seed}": random_profile(16, seed, decay=0.9) for seed in range(3)}
+
+
+def even_cuts(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
+    return tuple(round(profile.num_layers * stage / num_stages) for stage in range(num_stages + 1))
+
+
+@pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
+def test_what_is_kept_in_whole_stages_is_what_the_memory_model_says(
+    profiles: dict[str, ModelProfile], name: str, ranks: int, micro_batches: int
+) -> None:
+    compute = generate(name, ranks, micro_batches)
+    for made in profiles.values():
+        if made.num_layers < compute.num_stages:
+            continue
+        cuts = even_cuts(made, compute.num_stages)
+        plan = MemoryPlan.by_layer("keep", cuts, {}).joined()
+        expected = MemoryModel(Spans(made), SGD).peak_bytes(lower(compute), cuts)
+        for schedule in (lower(compute), lower(add_memory(compute, plan))):
+            walks = [walk(made, plan, schedule, rank, SGD) for rank in range(ranks)]
+            assert tuple(walked.peak_bytes for walked in walks) == expected
+            assert not any(walked.peak_host_bytes for walked in walks)
+
+
+# a layer's own 100, an output of 40 that the next saves and, but for the last, hands on; half of its own are products
+def _layer(name: str, ahead: tuple[int, ...] = (1,)) -> LayerProfile:
+    saved = (Saved(60, is_product=True), Saved(40), *((Saved(50, ahead, ahead[-1]),) if ahead else ()))
+    return LayerProfile(
+        name, "x", 1.0, 2.0, 3.0, 1.0, 0.25, stash_bytes=100, saved_later=((1, 50),) if ahead else (),
+        output_bytes=50, output_grad_bytes=50, unsaved_input_bytes=50, forward_peak_bytes=150,
+        backward_peak_bytes=70, cheap_bytes=60, plain_peak_bytes=90, cheap_peak_bytes=80, saved=saved,
+    )  # fmt: skip
+
+
+CHAIN = profile([_layer("a"), _layer("b", (1, 2)), _layer("c"), _layer("d", ())], input_bytes=30)
+
+
+def walked_of(*choices: Choice, micro_batches: int = 1, least_bytes: int = 0) -> Walked:
+    segments = tuple(Segment(at, at + 1, choice) for at, choice in enumerate(choices))
+    plan = MemoryPlan("test", (segments,), least_bytes)
+    return walk(CHAIN, plan, lower(add_memory(generate("layer_parallel", 1, micro_batches), plan)), 0, SGD)
+
+
+def along(walked: Walked, what: str) -> dict[str, int]:
+    return {str(point.action): getattr(point, what) for point in walked.points}
+
+
+KEEP, OFFLOAD, RECOMPUTE, CHEAP = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.CHEAP
+
+
+def test_kept_by_hand() -> None:
+    """Each F adds 100 and the 50 of the layer before; each B lets go what its layer was the first to save."""
+    held = along(walked_of(KEEP, KEEP, KEEP, KEEP), "activation_bytes")
+    assert [held[f"0.{layer}F0"] for layer in range(4)] == [100, 250, 400, 550]
+    assert [held[f"0.{layer}B0"] for layer in (3, 2, 1, 0)] == [400, 250, 100, 0]
+
+
+def test_offloaded_by_hand() -> None:
+    """Of a and b all but what c, which stays, saves too: b's output."""
+    walked = walked_of(OFFLOAD, OFFLOAD, KEEP, KEEP)
+    moved, host = along(walked, "moved_bytes"), along(walked, "host_bytes")
+    held = along(walked, "activation_bytes")
+    assert (moved["0.0OFFLOAD0"], moved["0.1OFFLOAD0"]) == (100, 150)
+    assert (moved["0.1PREFETCH0"], moved["0.0PREFETCH0"]) == (150, 100)
+    assert walked.peak_host_bytes == 250 and host["0.0B0"] == 0
+    assert held["0.0FREE0"] == 250 - 100 and held["0.1FREE0"] == 400 - 250
+    assert held["0.0B0"] == 0
+
+
+def test_small_storages_stay() -> None:
+    moved = along(walked_of(OFFLOAD, OFFLOAD, KEEP, KEEP, least_bytes=45), "moved_bytes")
+    assert (moved["0.0OFFLOAD0"], moved["0.1OFFLOAD0"]) == (60, 110)
+
+
+def test_recomputed_by_hand() -> None:
+    """A layer that is run again keeps its inputs: b and c 50 each, and d 100 with the output of b that it is given."""
+    walked = walked_of(RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP)
+    held, during = along(walked, "activation_bytes"), along(walked, "during_bytes")
+    assert [held[f"0.{layer}F0"] for layer in range(4)] == [0, 50, 100, 100 + 50 + 100]
+    assert [held[f"0.{layer}R0"] for layer in (2, 1, 0)] == [200, 150, 100]
+    still = walked.points[-1].device_bytes
+    assert during["0.0F0"] - still == 90, "a forward that keeps nothing needs less"
+    assert during["0.2F0"] - still == 50 + 50 + 90, "a's output is kept, b's is passed on"
+    assert along(walked, "device_bytes")["0.1F0"] - still == 50 + 50
+
+
+def test_cheap_by_hand() -> None:
+    held = along(walked_of(CHEAP, CHEAP, KEEP, KEEP), "activation_bytes")
+    assert [held[f"0.{layer}F0"] for layer in range(2)] == [60, 60 + 50 + 60], "products, and b's input"
+    assert held["0.1R0"] == held["0.1F0"] + 40, "the rest of b"
+    during = along(walked_of(CHEAP, CHEAP, KEEP, KEEP), "during_bytes")
+    still = walked_of(CHEAP, CHEAP, KEEP, KEEP).points[-1].device_bytes
+    assert during["0.0R0"] - still == 60 + 80 + 50, (
+        "products, what the second run makes, and the gradient that waits"
+    )
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_any_plan_against_counting_storage_by_storage(profiles: dict[str, ModelProfile], seed: int) -> None:
+    draw = random.Random(seed)
+    made = profiles[sorted(ZOO)[seed % 3]]
+    compute = generate(*draw.choice([("layer_parallel", 1, 2), ("1f1b", 2, 4), ("gems_master", 2, 4)]))
+    cuts = even_cuts(made, compute.num_stages)
+    plan = random_plan(cuts, draw)
+    schedule = lower(add_memory(compute, plan))
+    for rank in range(schedule.num_ranks):
+        points = walk(made, plan, schedule, rank, SGD).points
+        assert [point.activation_bytes for point in points] == list(counted(made, plan, schedule, rank))
+        assert not points[-1].activation_bytes and not points[-1].host_bytes
+        out, back = (
+            sum(p.moved_bytes for p in points if p.action.kind is kind)
+            for kind in (Kind.OFFLOAD, Kind.PREFETCH)
+        )
+        assert back <= out
+        assert all(point.during_bytes >= point.activation_bytes for point in points)
+
+
+def random_plan(cuts: tuple[int, ...], draw: random.Random) -> MemoryPlan:
+    stages = []
+    for first, end in pairwise(cuts):
+        marks = sorted({first, end, *(draw.randint(first, end) for _ in range(4))})
+        stages.append(
+            tuple(
+                Segment(begin, stop, draw.choice(list(Choice)), draw.randint(0, 2), draw.randint(0, 2))
+                for begin, stop in pairwise(marks)
+            )
+        )
+    return MemoryPlan("random", tuple(stages), draw.choice([0, 200]))
+
+
+def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int):
+    """Follows every storage of every micro-batch by itself, by the words of the policies and not by `Holdings`."""
+    held: dict[tuple, set[int]] = {}  # storage -> segments whose backward will read it
+    away: set[tuple] = set()
+    leaving: dict[tuple, list[tuple]] = {}
+    taken: set[tuple] = set()
+    size: dict[tuple, int] = {}
+    for action in schedule.rows[rank]:
+        kind, stage, micro_batch, direction, segment = action
+        if segment is None:
+            yield sum(size[key] for key in held if key not in away)
+            continue
+        segments = plan.stages[stage]
+        part_of = {layer: n for n, one in enumerate(segments) for layer in range(one.first, one.end)}
+        place = (direction, stage, micro_batch)
+
+        def has(kind: Kind, number: int, place=place) -> bool:
+            return schedule.has(kind, place[1], place[2], place[0], number)
+
+        storages = {}
+        for maker in part_of:
+            for number, one in enumerate((*made.layers[maker].saved, *made.layers[maker].passing)):
+                key = (*place, maker, number)
+                size[key] = one.total_bytes
+                storages[key] = (maker, one)
+
+        def saved_by(number: int, storages=storages, part_of=part_of) -> list[tuple]:
+            return [
+                key for key, (maker, one) in storages.items()
+                if number in {part_of.get(maker + ahead) for ahead in one.savers}
+            ]  # fmt: skip
+
+        def given_to(number: int, storages=storages, part_of=part_of, segments=segments) -> list[tuple]:
+            first = segments[number].first if number < len(segments) else segments[-1].end
+            return [
+                key for key, (maker, one) in storages.items() if maker < first <= maker + one.last_use
+            ]  # fmt: skip
+
+        new: list[tuple] = []
+        if kind is Kind.F and has(Kind.R, segment):
+            new = given_to(segment)
+            if segments[segment].choice is Choice.CHEAP:
+                new += [
+                    key
+                    for key, (maker, one) in storages.items()
+                    if part_of[maker] == segment and one.is_product
+                ]
+        elif kind in (Kind.F, Kind.R):
+            new = saved_by(segment)
+        for key in new:
+            held.setdefault(key, set()).add(segment)
+            if not has(Kind.OFFLOAD, segment):
+                away.discard(key)
+        if kind is Kind.OFFLOAD:
+            stays = (
+                []
+                if segment + 1 < len(segments) and has(Kind.OFFLOAD, segment + 1)
+                else given_to(segment + 1)
+            )
+            leaving[*place, segment] = [
+                key for key in storages
+                if key in held and key not in taken and key not in stays and has(Kind.OFFLOAD, max(held[key]))
+                and storages[key][1].num_bytes >= plan.least_bytes
+            ]  # fmt: skip
+            taken.update(leaving[*place, segment])
+        if kind is Kind.FREE:
+            gone = [
+                key
+                for key in leaving[*place, segment]
+                if all(has(Kind.OFFLOAD, number) for number in held[key] if number > segment)
+            ]
+            away.update(gone)
+            # one that stayed for a segment between leaves with the last that saves it
+            later = [
+                key
+                for taker in range(segment)
+                for key in leaving.get((*place, taker), ())
+                if key in held
+                and max(held[key]) == segment
+                and not all(has(Kind.OFFLOAD, number) for number in held[key] if number > taker)
+            ]
+            away.update(later)
+        if kind is Kind.PREFETCH:
+            away.difference_update(key for key in saved_by(segment))
+        if kind is Kind.B:
+            for key in [key for key in held if key[:3] == place]:
+                held[key].discard(segment)
+                if not held[key]:
+                    del held[key]
+        yield sum(size[key] for key in held if key not in away)
+
+
+def test_costs_of_segments() -> None:
+    plan = MemoryPlan(
+        "test", ((Segment(0, 1, OFFLOAD), Segment(1, 2, CHEAP), Segment(2, 3, RECOMPUTE), Segment(3, 4)),)
+    )
+    schedule = lower(add_memory(generate("layer_parallel", 1, 3), plan))
+    costs = segment_costs(CHAIN, plan, schedule, 10.0, 20.0)
+    first, second, third, last = costs.segments[0]
+    assert [one.forward for one in costs.segments[0]] == [1.0] * 4
+    assert (first.moved, first.copy_out, first.copy_in) == (100.0, 10.0, 5.0)
+    assert (second.recompute, third.recompute) == (0.25, 1.0)
+    assert first.activation == 100.0 + 30.0, "and the stage's input"
+    assert (second.boundary, second.activation) == (50.0 + 60.0, 50.0 + 100.0)
+    assert (third.boundary, third.activation) == (50.0, 150.0), "b's output; what c makes is the rest"
+    assert last.activation == 50.0 + 100.0
+    assert costs.forward == (4.0,) and costs.boundary_bytes == (50.0,)
+
+
+def test_whole_stages_that_are_run_again_or_leave() -> None:
+    """As the scheduler with a cap makes them: no segments, and no FREE."""
+    plan = MemoryPlan.by_layer("keep", (0, 4), {}).joined()
+    compute = generate("layer_parallel", 1, 1)
+    (row,) = compute.rows
+    forward, backward = row
+    for kinds, after in (
+        ((Kind.R,), {"0F0": 0, "0R0": 550, "0B0": 0}),
+        ((Kind.OFFLOAD, Kind.PREFETCH), {"0F0": 550, "0OFFLOAD0": 0, "0PREFETCH0": 550, "0B0": 0}),
+    ):
+        more = tuple(forward._replace(kind=kind) for kind in kinds)
+        schedule = Schedule("test", 1, compute.placement, ((forward, *more, backward),))
+        walked = walk(CHAIN, plan, lower(schedule), 0, SGD)
+        held = along(walked, "activation_bytes")
+        assert {name: held[name] for name in after} == after
+        assert walked.peak_host_bytes == (550 if Kind.OFFLOAD in kinds else 0)
+
+
+def test_it_is_quick() -> None:
+    """Policies walk in loops."""
+    made, cuts = random_profile(110), tuple(round(110 * stage / 4) for stage in range(5))
+    plan = MemoryPlan.by_layer("test", cuts, {at: Segment(at, at + 1, OFFLOAD) for at in range(110)})
+    schedule = lower(add_memory(generate("1f1b", 4, 8), plan))
+    walk(made, plan, schedule, 0, SGD)
+    begin = time.process_time()
+    for rank in range(4):
+        walk(made, plan, schedule, rank, SGD)
+    assert (time.process_time() - begin) / 4 < 0.1

@@ -1,0 +1,185 @@
+"""Memory policies on real networks: the bits of a run that keeps its activations, and the bytes that were predicted."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from contextlib import suppress
+from dataclasses import replace
+from itertools import cycle, product
+
+import pytest
+import torch
+
+import gems.cutting
+import gems.planned
+from gems.config import DataConfig, MemoryConfig, ModelConfig, RunSpec
+from gems.data import open_dataset
+from gems.engine.feed import Feed
+from gems.engine.pipeline import Pipeline, build_pipeline
+from gems.engine.reference import collect_values
+from gems.errors import DoesNotFitError
+from gems.planned import RunPlan, memory_case, planned
+from gems.profile import ModelProfile
+from gems.profile.fake import fake_profile
+from gems.program import compute_schedule_of
+from tests.engine import toys
+from tests.mpi.conftest import sub_world
+
+CPU = torch.device("cpu")
+STEPS, MIB = 2, 2**20
+IMAGES = {"name": "synthetic", "num_classes": 3, "train_images": 64}
+NETWORKS = {
+    "resnet": {"depth": 20, "version": 2, "width": 4},
+    "vgg": {"depth": 16, "width": 8, "norm": "none", "dropout": 0.5},
+    "googlenet": {"width": 8, "norm": "none"},
+    "amoebanet": {"depth": 3, "width": 8},
+    "unet": {"depth": 3, "width": 4},
+}
+FULL_NETWORKS = {
+    "resnet": {"depth": 110, "version": 2},
+    "vgg": {"depth": 16, "width": 64, "norm": "none", "dropout": 0.5},
+    "googlenet": {"width": 64, "norm": "none"},
+    "amoebanet": {"depth": 18, "width": 256},
+    "unet": {"depth": 5, "width": 64, "norm": "none"},
+}
+SIDE_PX, LEARNING_RATE = 32, 0.05
+if "GEMS_FULL_NETWORKS" in os.environ:
+    # AmoebaNet-D comes to nothing finite from images and steps of the others' size
+    NETWORKS, SIDE_PX, LEARNING_RATE = FULL_NETWORKS, 64, 1e-4
+SCHEDULES = ("1f1b", "gems_master", "layer_parallel")
+POLICIES = {
+    "vdnn_all": MemoryConfig("vdnn_all"),
+    "vdnn_all asynchronous": MemoryConfig("vdnn_all", asynchronous=True),
+    "vdnn_conv": MemoryConfig("vdnn_conv"),
+    "vdnn_dyn": MemoryConfig("vdnn_dyn"),
+    "lms": MemoryConfig("lms"),
+    "lms of given parameters": MemoryConfig("lms", False, 2, 2, 1, 0),
+    "lms_limit": MemoryConfig("lms_limit"),
+    "recompute of stages": MemoryConfig("recompute", recompute="stage"),
+    "recompute": MemoryConfig("recompute"),
+    "recompute of what is cheap": MemoryConfig("recompute", recompute="cheap"),
+    "plan": MemoryConfig("plan", budget_s=0.5),
+}
+# each network under each schedule, and each policy at least once; with GEMS_ALL_CASES=1 all three together, and with
+# GEMS_FULL_NETWORKS=1 on the published sizes
+QUICK = [policy for policy in POLICIES if policy != "lms_limit"]  # it needs larger images, see below
+CASES = [(*pair, policy) for pair, policy in zip(product(NETWORKS, SCHEDULES), cycle(QUICK), strict=False)]
+if "GEMS_ALL_CASES" in os.environ:
+    CASES = list(product(NETWORKS, SCHEDULES, POLICIES))
+
+
+@functools.cache
+def taken(run: str, micro_batch_size: int) -> ModelProfile:
+    spec = RunSpec.from_dict(json.loads(run))
+    return fake_profile(spec.model, spec.data, micro_batch_size, spec.train.dtype, spec.machine)
+
+
+@pytest.fixture(autouse=True)
+def profiles_of_this_process(monkeypatch):
+    """Takes fake profiles here, where torch is loaded already, and not in a child process."""
+
+    def profile_of(spec: RunSpec) -> ModelProfile:
+        alike = RunSpec(model=spec.model, data=spec.data)
+        return taken(json.dumps(alike.to_dict()), spec.parallel.micro_batch_size)
+
+    for module in (gems.cutting, gems.planned):
+        monkeypatch.setattr(module, "profile_of", profile_of)
+
+
+def spec_of(
+    network: str, schedule: str, memory: MemoryConfig, partitions: int = 2, replicas: int = 1
+) -> RunSpec:
+    """Small images, but for a policy that counts in the segments of an allocator, of 2 and 20 MiB."""
+    side_px = 320 if memory.name == "lms_limit" else SIDE_PX
+    spec = toys.make_spec(
+        schedule, partitions, replicas, model=ModelConfig(name=network, **NETWORKS[network]), data=DataConfig(height_px=side_px, width_px=side_px, **IMAGES),
+        partition__name="even", train__learning_rate=LEARNING_RATE,
+    )  # fmt: skip
+    return replace(spec, memory=replace(memory, least_bytes=0))
+
+
+def played(spec: RunSpec, comm, given: RunPlan) -> tuple[Pipeline, list[torch.Tensor]]:
+    """Runs two steps from the same random state, and gives what the rank then has, in the order of its layers."""
+    pipeline = build_pipeline(
+        spec, comm, CPU, schedule=given.schedule, cuts=given.boundaries, plan=given.memory_plan
+    )
+    dataset = open_dataset(spec.data, spec.seed)
+    feed = Feed(spec, dataset, pipeline.replica, pipeline.images_of, pipeline.labels_of, torch.float32, CPU)
+    pipeline.set_training(True)
+    torch.manual_seed(comm.rank)
+    for step in range(STEPS):
+        pipeline.train.run(step, feed.batch(step))
+    feed.close()
+    found = [collect_values(pipeline.named_layers(held)) for held in sorted(pipeline.modules)]
+    return pipeline, [value for kinds in found for values in kinds for value in values.values()]
+
+
+_last_kept: dict[str, list[torch.Tensor]] = {}
+
+
+def played_keeping(spec: RunSpec, comm) -> list[torch.Tensor]:
+    """Plays a run that keeps its activations, once for the policies of one network and schedule that follow."""
+    kept = replace(spec, memory=MemoryConfig())
+    key = json.dumps(kept.to_dict())
+    if key not in _last_kept:  # the same on every rank
+        _last_kept.clear()
+        _last_kept[key] = played(kept, comm, comm.bcast(planned(kept) if comm.rank == 0 else None))[1]
+    return _last_kept[key]
+
+
+def limited(spec: RunSpec, comm) -> RunPlan:
+    """Plans on the first rank, which tells the others, under a limit that a run cannot keep that keeps everything."""
+    return comm.bcast(_limited(spec) if comm.rank == 0 else None)
+
+
+def _limited(spec: RunSpec) -> RunPlan:
+    vdnn = planned(replace(spec, memory=MemoryConfig("vdnn_all", asynchronous=True, least_bytes=0)))
+    assert vdnn.memory is not None
+    least = max(vdnn.memory.peak_bytes)
+    case = memory_case(spec, compute_schedule_of(spec), vdnn.boundaries)
+    most = max(case.kept.peak_bytes)
+    limits = [most - (most - least) * 2 // 3]
+    if spec.memory.name == "lms_limit":  # its allocator takes whole segments
+        limits = [max(20 * MIB, most * share // 10) for share in (*range(6, 16), 20, 30)]
+    for limit in limits:
+        with suppress(DoesNotFitError):
+            return planned(replace(spec, memory=replace(spec.memory, limit_bytes=limit)))
+    raise AssertionError(f"{spec.memory.name} finds no plan between {least} and {most} bytes")
+
+
+@pytest.mark.parametrize(("network", "schedule", "policy"), CASES)
+def test_bits_and_bytes(comm, network, schedule, policy):
+    part = sub_world(comm, 2)
+    if part is None:
+        return
+    spec = spec_of(network, schedule, POLICIES[policy])
+    made = limited(spec, part)
+    wanted = played_keeping(spec, part)
+    pipeline, found = played(spec, part, made)
+    assert len(found) == len(wanted) and found
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(value.isfinite().all() for value in wanted)
+    train = pipeline.train
+    assert made.memory is not None
+    assert train.activations.peak_bytes == made.memory.ranks[pipeline.rank].peak_activation_bytes
+    assert train.activations.held_bytes == 0
+    if made.schedule.has_copies:
+        assert pipeline.segments is not None
+        counters = pipeline.segments.store.counters
+        assert counters.prefetched_bytes <= counters.offloaded_bytes <= counters.saved_bytes
+
+
+@pytest.mark.parametrize("policy", ["lms", "lms_limit"])
+def test_each_rank_of_data_parallelism_swaps_its_own(comm, policy):
+    part = sub_world(comm, 2)
+    if part is None:
+        return
+    spec = spec_of("resnet", "layer_parallel", POLICIES[policy], partitions=1, replicas=2)
+    made, wanted = limited(spec, part), played_keeping(spec, part)
+    pipeline, found = played(spec, part, made)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert pipeline.segments is not None
+    swapped = part.allgather(pipeline.segments.store.counters.offloaded_bytes)
+    assert min(swapped) > 0 and swapped[0] == swapped[1]

@@ -1,0 +1,290 @@
+"""Resumed training on four ranks: the same to the bit after a kill, and the same numbers on another cut."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gems.engine.checkpoint import weights
+from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders
+from gems.engine.checkpoint.shard import shard_name
+from gems.engine.emulated_run import emulate
+from gems.engine.train import train
+from gems.errors import ConfigError
+from gems.heartbeat import Heartbeat
+from gems.json_files import read_json
+from gems.models import FAMILIES, Family, Layer, register
+from gems.planned import planned
+from gems.preparation import prepare
+from gems.runfolder import RunFolder
+from gems.trace import part_path, read_part
+from tests.engine.toys import make_spec
+from tests.mpi.conftest import sub_world
+
+CPU = torch.device("cpu")
+STEPS = 7
+
+
+def _drop_layers(model, data):
+    """Batch norm, whose statistics and counter move, and dropout, which draws random numbers."""
+    flat = 4 * data.height_px * data.width_px
+    return (
+        Layer("conv", "toy", "torch.nn:Conv2d", (("in_channels", 3), ("out_channels", 4), ("kernel_size", 3), ("padding", 1))),
+        Layer("norm", "toy", "torch.nn:BatchNorm2d", (("num_features", 4), ("momentum", None))),
+        Layer("drop", "toy", "torch.nn:Dropout", (("p", 0.3),)),
+        Layer("flatten", "toy", "torch.nn:Flatten", ()),
+        Layer("linear", "toy", "torch.nn:Linear", (("in_features", flat), ("out_features", data.num_classes))),
+    )  # fmt: skip
+
+
+if "toy_drop" not in FAMILIES:
+    register("toy_drop", Family(_drop_layers, lambda model: 1))
+
+
+class KilledError(Exception):
+    """Ends all ranks of an attempt at once, as SIGKILL does."""
+
+
+class Fatal(Heartbeat):
+    """A heartbeat that ends the rank where an action of a step begins."""
+
+    def __init__(self, path: Path, step: int = -9, action: str = "") -> None:
+        self._fatal = (step, action)
+        super().__init__(path)
+
+    def beat(self, step: int, action: str) -> None:
+        super().beat(step, action)
+        if step == self._fatal[0] and self._fatal[1] in action:
+            raise KilledError
+
+
+class Asked:
+    """Wants the run to stop, on one rank, once asked as often as it said."""
+
+    def __init__(self, calls: int) -> None:
+        self._left = calls
+
+    def reason(self) -> str | None:
+        self._left -= 1
+        return "the test wants it" if self._left < 0 else None
+
+
+def attempt(
+    comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), stop=None, seed: int = 0
+) -> None:
+    """Runs one attempt in a folder, as a process of its own would: random states are those of a fresh one."""
+    if comm.rank == 0:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.archive()
+        made = planned(spec)
+        folder.write_schedule(made.schedule)
+        folder.write_boundaries(made.boundaries)
+    comm.Barrier()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    heartbeat = Fatal(folder.heartbeat(comm.rank), *kill)
+    try:
+        train(spec, folder, comm, CPU, heartbeat, stop)
+        assert kill[0] < 0, "nothing was killed"
+    except KilledError:
+        pass
+    comm.Barrier()
+
+
+def last_manifest(folder: RunFolder, step: int = STEPS) -> Manifest:
+    return Manifest.read(checkpoint_folder(folder.checkpoints, step))
+
+
+def base(schedule: str, partitions: int, replicas: int, **changes):
+    changes = {"train__steps": STEPS, "train__checkpoint_steps": 2, "train__learning_rate": 0.01} | changes
+    return make_spec(schedule, partitions, replicas, **changes)
+
+
+CASES = {
+    "1f1b": base("1f1b", 4, 1),
+    "gems_master": base("gems_master", 4, 1, parallel__parts=2),
+    "odd_gems": base("gems_master", 3, 1),
+    "replicas": base("gems_mast", 2, 2, train__optimizer="adam"),
+    "split": base("zb_h1", 4, 1),
+    "dropout": base("1f1b", 2, 2, model__name="toy_drop", train__optimizer="adam"),
+    "gems_dropout": base("gems_master", 2, 2, model__name="toy_drop", parallel__micro_batches=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "action"),
+    [*((case, "REDUCE_GRAD") for case in CASES), ("gems_master", "load"), ("dropout", "load")],
+)
+def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
+    """All shards' checksums are compared: weights, optimizer, statistics, counters, random states and losses."""
+    spec = CASES[case]
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    path = part.bcast(tmp_path)
+    whole, broken = RunFolder(path / "whole"), RunFolder(path / "broken")
+    attempt(part, spec, whole)
+    attempt(part, spec, broken, stop=Asked(1))
+    step = random.Random(f"{case} {action}").randrange(2, STEPS)
+    attempt(part, spec, broken, kill=(step, action), seed=part.rank + 33)
+    assert not broken.result_json.exists()
+    attempt(part, spec, broken, seed=part.rank + 77)
+    first_step = read_part(part_path(broken.path, part.rank)).attributes["first_step"]
+    assert (
+        2 <= first_step <= step and read_part(part_path(whole.path, part.rank)).attributes["first_step"] == 0
+    )
+    assert last_manifest(broken).files == last_manifest(whole).files
+    assert len(last_manifest(whole).files) == part.size
+    results = [read_json(folder.result_json) for folder in (whole, broken)]
+    assert results[0] == results[1] and results[0]["num_steps"] == STEPS
+    states = [weights.load(folder.path) for folder in (whole, broken)]
+    assert [*states[0]] == [*states[1]]
+    for name, layer in states[0].items():
+        assert all(torch.equal(value, states[1][name][key]) for key, value in layer.items())
+
+
+def test_another_cut_and_number_of_replicas_go_on_with_the_same_numbers(comm, tmp_path):
+    """Float32, the same global batch; group norm, for batch norm's statistics are those of a micro-batch."""
+    same = {"model__norm": "group", "train__evaluate": True, "train__optimizer": "adam"}
+    path = comm.bcast(tmp_path)
+    whole, first = RunFolder(path / "whole"), RunFolder(path / "first")
+    spec = base("gems_master", 4, 1, parallel__parts=2, **same)
+    attempt(comm, spec, whole)
+    attempt(comm, spec, first, stop=Asked(3))
+    for number, other in enumerate((
+        base("1f1b", 2, 2, parallel__micro_batches=spec.parallel.micro_batches // 2, **same),
+        base("gpipe", 1, 4, parallel__micro_batches=spec.parallel.micro_batches // 4, **same),
+        base("zb_h1", 2, 1, parallel__micro_batches=spec.parallel.micro_batches, **same),
+    )):  # fmt: skip
+        part = sub_world(comm, other.world_size)
+        if part is None:
+            continue
+        folder = RunFolder(path / f"other{number}")
+        attempt(part, replace(other, train=replace(other.train, resume=str(first.path))), folder, seed=9)
+        assert read_part(part_path(folder.path, part.rank)).attributes["first_step"] == 4
+        results = [read_json(run.result_json) for run in (whole, folder)]
+        for key in ("first_loss", "last_loss", "validation_loss"):
+            assert results[1][key] == pytest.approx(results[0][key], rel=1e-6), key
+        assert results[1]["num_steps"] == STEPS
+        states = [weights.load(run.path) for run in (whole, folder)]
+        for name, layer in states[0].items():
+            for key, value in layer.items():
+                size = value.abs().max().item() if value.numel() else 0.0
+                torch.testing.assert_close(states[1][name][key], value, rtol=1e-6, atol=1e-6 * size)
+        fresh = RunFolder(path / f"fresh{number}")
+        attempt(part, replace(other, seed=1), fresh)
+        assert read_json(fresh.result_json)["last_loss"] != pytest.approx(results[0]["last_loss"], rel=1e-3)
+    comm.Barrier()
+
+
+def test_one_rank_that_is_asked_stops_all_behind_the_same_step(comm, tmp_path):
+    spec = base("gems_master", 4, 1, train__checkpoint_steps=None)
+    path = comm.bcast(tmp_path)
+    whole, stopped = RunFolder(path / "whole"), RunFolder(path / "stopped")
+    attempt(comm, spec, whole)
+    assert not whole.checkpoints.exists(), "nobody asked for checkpoints"
+    attempt(comm, spec, stopped, stop=Asked(3 if comm.rank == 2 else 99))
+    note = read_json(stopped.stopped_json)
+    assert (note["step"], note["reason"]) == (4, "the test wants it")
+    assert not stopped.result_json.exists() and not (stopped.path / "checkpoint").exists()
+    assert read_part(part_path(stopped.path, comm.rank)).rank_steps["step"].tolist() == [0, 1, 2, 3]
+    comm.Barrier()
+    attempt(comm, spec, stopped, stop=Asked(99))
+    assert read_part(part_path(stopped.path, comm.rank)).rank_steps["step"].tolist() == [4, 5, 6]
+    assert read_json(stopped.result_json) == read_json(whole.result_json)
+    states = [weights.load(folder.path) for folder in (whole, stopped)]
+    assert all(
+        torch.equal(v, states[1][name][key]) for name, layer in states[0].items() for key, v in layer.items()
+    )
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(comm, tmp_path, capfd):
+    spec = base("1f1b", 2, 2)
+    path = comm.bcast(tmp_path)
+    whole, broken = RunFolder(path / "whole"), RunFolder(path / "broken")
+    attempt(comm, spec, whole)
+    attempt(comm, spec, broken, stop=Asked(3))
+    newest = checkpoint_folder(broken.checkpoints, 4)
+    assert [folder.name for folder in checkpoint_folders(broken.checkpoints)] == [
+        "step00000004",
+        "step00000002",
+    ]
+    if comm.rank == 0:
+        shard = newest / shard_name(3)
+        content = bytearray(shard.read_bytes())
+        content[-5] ^= 1
+        shard.write_bytes(content)
+    comm.Barrier()
+    capfd.readouterr()
+    attempt(comm, spec, broken)
+    said = capfd.readouterr().err
+    if comm.rank == 0:
+        assert f"checkpoint {newest} is damaged: {shard_name(3)} has another checksum" in said
+    assert read_part(part_path(broken.path, comm.rank)).attributes["first_step"] == 2
+    assert last_manifest(broken).files == last_manifest(whole).files
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model__width", 8, "another model.width"),
+        ("seed", 3, "another seed"),
+        ("train__optimizer", "adam", "another train.optimizer"),
+        ("parallel__micro_batch_size", 4, "another global batch"),
+        ("train__steps", 2, "train.steps=2"),
+    ],
+)
+def test_what_does_not_suit_is_refused_in_one_line(comm, tmp_path, key, value, said):
+    path = comm.bcast(tmp_path)
+    first = RunFolder(path / "first")
+    part = sub_world(comm, 2)
+    if part is None:
+        return
+    attempt(part, base("1f1b", 2, 1, train__steps=2), first)
+    other = base("1f1b", 2, 1, train__resume=str(first.path), **{key: value})
+    with pytest.raises(ConfigError, match=said) as refused:
+        attempt(part, other, RunFolder(path / "second"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_finished_run_can_be_made_longer(comm, tmp_path):
+    spec = base("1f1b", 2, 2, train__steps=4)
+    path = comm.bcast(tmp_path)
+    whole, first, longer = (RunFolder(path / name) for name in ("whole", "first", "longer"))
+    attempt(comm, base("1f1b", 2, 2), whole)
+    attempt(comm, spec, first)
+    attempt(comm, base("1f1b", 2, 2, train__resume=str(first.path)), longer)
+    assert read_part(part_path(longer.path, comm.rank)).rank_steps["step"].tolist() == [4, 5, 6]
+    assert last_manifest(longer).files == last_manifest(whole).files
+
+
+def test_a_run_that_may_not_resume_starts_anew_and_keeps_what_was_saved(comm, tmp_path):
+    folder = RunFolder(comm.bcast(tmp_path) / "run")
+    attempt(comm, base("1f1b", 4, 1), folder, stop=Asked(1))
+    attempt(comm, base("1f1b", 4, 1, train__resume="never"), folder)
+    assert read_part(part_path(folder.path, comm.rank)).rank_steps["step"].tolist() == list(range(STEPS))
+    assert checkpoint_folders(folder.path / "attempts" / "001" / "checkpoints")
+
+
+def test_an_emulated_run_goes_on_at_its_step(comm, tmp_path):
+    path = comm.bcast(tmp_path)
+    spec = make_spec(
+        "1f1b", 4, machine__kind="emulated", cost__unit_s=0.0005, parallel__micro_batches=8, train__steps=STEPS,
+        runs_dir=str(path),
+    )  # fmt: skip
+    folder = RunFolder.of(spec)
+    for wanted, stop in (([0, 1], Asked(1)), ([2, 3, 4, 5, 6], None)):
+        if comm.rank == 0:
+            prepare(spec)
+        comm.barrier()
+        emulate(spec, folder, comm, Heartbeat(folder.heartbeat(comm.rank)), stop)
+        comm.barrier()
+        part = read_part(part_path(folder.path, comm.rank))
+        assert part.rank_steps["step"].tolist() == wanted and part.attributes["continues"] == (wanted[0] > 0)
+        assert folder.result_json.exists() == (stop is None) != folder.stopped_json.exists()

@@ -1,0 +1,34 @@
+"""The table of faults that the tests of this folder bring about, and what became of each run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault, and what a user then has: states and exit code, seconds to the end, the diagnosis, and whole steps."""
+
+    name: str
+    state: str
+    exit_code: int | None
+    slurm_state: str
+    seconds: float
+    trace_steps: int | None
+    diagnosis: str
+
+
+ROWS: list[Fault] = []
+
+
+def table() -> list[str]:
+    """Gives the table, a line each."""
+    head = f"{'fault':<34} {'state':<10} {'code':>4} {'SLURM':<11} {'s':>6} {'steps':>5}  what diagnose says"
+    return [
+        head,
+        *(
+            f"{row.name:<34} {row.state:<10} {'-' if row.exit_code is None else row.exit_code:>4} {row.slurm_state:<11} "
+            f"{row.seconds:>6.1f} {'-' if row.trace_steps is None else row.trace_steps:>5}  {row.diagnosis}"
+            for row in ROWS
+        ),
+    ]

@@ -1,0 +1,398 @@
+"""Faults on a mini cluster, one a test: how the run ends, how soon, what is told of it, and what its trace still holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fault_table import ROWS, Fault
+from runs import beats, jobs, said, wait_for_step, wait_until
+
+from gems.json_files import read_json
+from gems.runfolder import RunFolder
+from gems.trace import part_path, read_part
+
+if TYPE_CHECKING:
+    from conftest import MiniSlurm
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+HERE = Path(__file__).resolve().parent
+RUN = [
+    "experiment=gems_master",
+    "cluster=mini",
+    "parallel.partitions=4",
+    "parallel.micro_batches=4",
+    "train.warmup_steps=1",
+]
+# Ranks that wait in place of computing start in seconds; all else is as in training. A step takes .2 s at least.
+EMULATED = [*RUN, "machine=emulated", "cost.unit_s=0.01", "train.checkpoint_steps=5"]
+ENDLESS = [*EMULATED, "train.steps=100000"]
+GOES_ON = ("submitted", "running", "requeued")
+STALL_LIMIT_S = 10
+TICK_S = 30  # how often SLURM compares times
+
+
+@pytest.fixture
+def submit(preempt_slurm: MiniSlurm, tmp_path: Path) -> Iterator[Callable[..., tuple[str, RunFolder]]]:
+    """Submits a run and gives the job and its folder; what is left of it is ended."""
+
+    def submit(*words: str) -> tuple[str, RunFolder]:
+        ended = jobs("submit", f"runs_dir={tmp_path}/runs", *words, "--json")
+        assert ended.returncode == 0, ended.stderr
+        sent = json.loads(ended.stdout)
+        return str(sent["job_id"]), RunFolder(Path(sent["run_folder"]))
+
+    yield submit
+    preempt_slurm.run("scancel", f"--user={os.getuid()}")
+    states = "--states=PENDING,RUNNING,COMPLETING"
+    wait_until(
+        lambda: not preempt_slurm.run("squeue", "--noheader", states).stdout, 90, "the jobs do not end"
+    )
+
+
+@pytest.fixture
+def going(submit: Callable[..., tuple[str, RunFolder]]) -> Callable[..., tuple[str, RunFolder]]:
+    """Submits an endless run, and waits until it is in its steps."""
+
+    def going(*words: str) -> tuple[str, RunFolder]:
+        job, folder = submit(*ENDLESS, *words)
+        wait_for_step(folder, 7)
+        return job, folder
+
+    return going
+
+
+def job_fields(cluster: MiniSlurm, job: str) -> dict[str, str]:
+    shown = cluster.run("scontrol", "show", "job", job, "--oneliner")
+    return dict(word.partition("=")[::2] for word in shown.stdout.split() if "=" in word)
+
+
+def ended(
+    cluster: MiniSlurm, name: str, job: str, folder: RunFolder, limit_s: float, since_s: float | None = None
+) -> dict[str, Any]:
+    """Waits for the end of a run and of its job, and gives status, SLURM's fields and the diagnosis; fills the table's row."""
+    begin_s = time.monotonic() if since_s is None else since_s
+    wait_until(
+        lambda: folder.read_status().get("state") not in GOES_ON
+        or job_fields(cluster, job).get("JobState") in ("NODE_FAIL", "TIMEOUT"),
+        limit_s, f"the run does not end: {name}", lambda: f"{folder.read_status()}\n{said(folder)}",
+    )  # fmt: skip
+    seconds = time.monotonic() - begin_s
+    resting = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", None)
+    wait_until(lambda: job_fields(cluster, job).get("JobState") not in resting, 60, "the job does not end")
+    fields, status = job_fields(cluster, job), folder.read_status()
+    asked = jobs("diagnose", str(folder.path), "--json")
+    assert asked.stdout, asked.stderr
+    told = json.loads(asked.stdout)
+    line = f"{told['cause']}: rank {told['rank']} on {told['node']}: {told['text']}"
+    ROWS.append(
+        Fault(name, str(status.get("state")), status.get("exit_code"), fields["JobState"], seconds, told["trace_steps"], line)
+    )  # fmt: skip
+    return {"status": status, "fields": fields, "told": told, "seconds": seconds}
+
+
+def check_trace(folder: RunFolder, least: int) -> None:
+    """Checks that each rank's part of the trace reads, up to its last finished step."""
+    for rank in range(4):
+        part = read_part(part_path(folder.path, rank))
+        assert len(part.rank_steps) >= least, rank
+
+
+def last_steps(folder: RunFolder) -> int:
+    return min(beat.step for beat in beats(folder))
+
+
+def test_a_rank_raises(preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]) -> None:
+    job, folder = submit(
+        *RUN, "data=synthetic", "data.train_images=64", "model.target=faulty_net.FaultyNet", f"model.path={HERE}",
+        "model.kwargs={fault:raise,after:20}", "partition=even", "schedule=1f1b", "train.steps=100",
+    )  # fmt: skip
+    found = ended(preempt_slurm, "rank raises", job, folder, 120)
+    status, told = found["status"], found["told"]
+    assert (status["state"], status["exit_code"], status["rank"], status["step"]) == ("failed", 4, 1, 5), (
+        said(folder)
+    )
+    assert (told["cause"], told["rank"], told["stages"]) == ("exception", 1, [1])
+    assert "ValueError: the weights went out of bounds" in told["text"]
+    assert (found["fields"]["JobState"], found["fields"]["ExitCode"]) == ("FAILED", "4:0")
+    record = read_json(folder.failed_json(1))
+    assert any("faulty_net.py" in line for line in record["traceback"])
+    assert record["rss_bytes"] > 10_000_000
+    check_trace(folder, 5)
+
+
+def test_a_rank_is_killed(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
+    job, folder = going()
+    steps, victim = last_steps(folder), beats(folder)[3]
+    os.kill(victim.pid, signal.SIGKILL)
+    found = ended(preempt_slurm, "rank SIGKILLed", job, folder, 40)
+    status, told = found["status"], found["told"]
+    assert (status["state"], status["exit_code"], status["rank"], status["signal"]) == ("failed", 4, 3, 9), (
+        said(folder)
+    )
+    assert (told["cause"], told["rank"], told["node"]) == ("killed", 3, victim.node)
+    assert told["resume_step"] == status["step"] // 5 * 5 or told["resume_step"] == steps // 5 * 5
+    assert (found["fields"]["JobState"], found["fields"]["ExitCode"]) == ("FAILED", "4:0")
+    check_trace(folder, steps)
+
+
+def test_a_rank_is_stopped(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
+    job, folder = going(f"train.stall_limit_s={STALL_LIMIT_S}")
+    steps, victim = last_steps(folder), beats(folder)[1]
+    os.kill(victim.pid, signal.SIGSTOP)
+    found = ended(preempt_slurm, "rank SIGSTOPped", job, folder, STALL_LIMIT_S + 60)
+    status, told = found["status"], found["told"]
+    assert (status["state"], status["exit_code"]) == ("failed", 5), said(folder)
+    assert (told["cause"], told["rank"], told["node"]) == ("stalled", 1, victim.node)
+    assert found["seconds"] < STALL_LIMIT_S + 30
+    assert found["fields"]["ExitCode"] == "5:0"
+    stacks = {path.name for path in (folder.path / "stacks").glob("rank*.txt")}
+    assert stacks >= {"rank0000.txt", "rank0002.txt", "rank0003.txt"}
+    check_trace(folder, steps)
+    assert (
+        not Path(f"/proc/{victim.pid}/stat").exists() or " Z " in Path(f"/proc/{victim.pid}/stat").read_text()
+    )
+
+
+def test_a_node_goes_down(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
+    """Its daemon is killed, and what ran there."""
+    job, folder = going("+cluster.sbatch.no-requeue=true")
+    steps, daemon = last_steps(folder), daemon_of(preempt_slurm, "n2")
+    since_s = time.monotonic()
+    for pid in (daemon, *processes_on(preempt_slurm, "n2")):
+        os.kill(pid, signal.SIGKILL)
+    try:
+        found = ended(preempt_slurm, "node's daemon and ranks killed", job, folder, 90, since_s)
+    finally:
+        start_daemon(preempt_slurm, "n2")
+    assert found["status"]["state"] == "failed", said(folder)
+    assert found["told"]["cause"] in ("node failed", "killed")
+    assert found["told"]["node"] == "n2" or not preempt_slurm.has_own_host_names()
+    check_trace(folder, steps)
+
+
+def test_a_daemon_dies_and_the_ranks_live_on(
+    preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]
+) -> None:
+    job, folder = going("+cluster.sbatch.no-requeue=true")
+    steps = last_steps(folder)
+    since_s = time.monotonic()
+    os.kill(daemon_of(preempt_slurm, "n2"), signal.SIGKILL)
+    try:
+        found = ended(preempt_slurm, "node's daemon killed", job, folder, 90, since_s)
+    finally:
+        for pid in processes_on(preempt_slurm, "n2"):
+            os.kill(pid, signal.SIGKILL)
+        start_daemon(preempt_slurm, "n2")
+    assert found["fields"]["JobState"] == "NODE_FAIL"
+    told, status = found["told"], found["status"]
+    if status["state"] == "stopped":  # SLURM told the ranks, and they had the time to save
+        assert "node failure" in told["text"] and status["stopped_step"] >= steps, told
+    else:
+        assert told["cause"] == "node failed", told
+    check_trace(folder, steps)
+
+
+def test_a_job_is_cancelled(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
+    job, folder = going()
+    steps = last_steps(folder)
+    preempt_slurm.run("scancel", job)
+    found = ended(preempt_slurm, "job cancelled", job, folder, 30)
+    assert (found["status"]["state"], found["status"]["exit_code"]) == ("cancelled", 143), said(folder)
+    assert (found["told"]["cause"], found["fields"]["JobState"]) == ("cancelled", "CANCELLED")
+    check_trace(folder, steps)
+
+
+def test_a_time_limit_with_requeue(
+    preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]
+) -> None:
+    """The run saves before its time is over, starts again by itself, and ends where an undisturbed one would."""
+    job, folder = submit(*EMULATED, "train.steps=260", "cluster.stop_before_s=60")
+    wait_for_step(folder, 7)
+    since_s = time.monotonic()
+    end = datetime.now() + timedelta(seconds=70)  # minutes are whole, so the end is brought nearer
+    preempt_slurm.run("scontrol", "update", f"jobid={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
+    wait_until(
+        lambda: folder.read_status()["state"] == "requeued", TICK_S + 30, "no requeue", lambda: said(folder)
+    )
+    status = folder.read_status()
+    step = status["stopped_step"]
+    assert (status["job_id"], status["exit_code"], status["requeue_count"]) == (job, 0, 1)
+    preempt_slurm.run(
+        "scontrol", "update", f"jobid={job}", "TimeLimit=10"
+    )  # the nearer end would count again
+    found = ended(preempt_slurm, "time limit with requeue", job, folder, 200, since_s)
+    assert found["status"]["state"] == "finished" and found["status"]["requeue_count"] >= 1, said(folder)
+    assert found["told"]["trace_steps"] == 260
+    first = read_part(part_path(folder.path / "attempts" / "001", 0))
+    second = read_part(part_path(folder.path, 0))
+    rows = read_json(folder.path / "requeues.json")["requeues"]
+    assert [len(first.rank_steps), int(second.attributes["first_step"])] == [step, rows[-1]["step"]]
+    assert (rows[0]["why"], rows[0]["by"], rows[0]["step"]) == ("time limit", "launcher", step)
+
+
+def test_preempted_by_a_higher_partition(
+    preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]
+) -> None:
+    """SLURM tells the ranks alone, by SIGTERM, and lets them live for the partition's GraceTime."""
+    job, folder = submit(
+        *EMULATED, "train.steps=150", "cluster.partition=low", "+cluster.sbatch.exclusive=true"
+    )
+    wait_for_step(folder, 7)
+    since_s = time.monotonic()
+    high = ["--partition=high", "--nodes=2", "--exclusive", "--time=1", "--output=/dev/null", "--wrap=true"]
+    assert preempt_slurm.run("sbatch", *high).returncode == 0
+    wait_until(lambda: folder.read_status()["state"] == "requeued", 30, "not preempted", lambda: said(folder))
+    step = folder.read_status()["stopped_step"]
+    found = ended(preempt_slurm, "preempted by a higher partition", job, folder, 200, since_s)
+    assert (found["status"]["state"], found["status"]["requeue_count"]) == ("finished", 1), said(folder)
+    assert int(read_part(part_path(folder.path, 0)).attributes["first_step"]) == step
+    assert found["told"]["trace_steps"] == 150
+
+
+def test_out_of_time_without_a_signal(
+    preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]
+) -> None:
+    job, folder = going("cluster.stop_before_s=0")
+    end = datetime.now() + timedelta(seconds=1)
+    preempt_slurm.run("scontrol", "update", f"jobid={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
+    found = ended(preempt_slurm, "time limit without a signal", job, folder, TICK_S + 30)
+    assert (found["status"]["state"], found["status"]["cause"]) == ("failed", "used up its time"), said(
+        folder
+    )
+    assert found["told"]["cause"] == "time limit"
+    assert found["told"]["resume_step"] >= 5
+
+
+def test_a_wrong_mpi(preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]) -> None:
+    job, folder = submit(*ENDLESS, "cluster.mpi=none")
+    found = ended(preempt_slurm, "wrong --mpi", job, folder, 90)
+    assert (found["status"]["state"], found["status"]["exit_code"]) == ("failed", 2), said(folder)
+    assert found["told"]["cause"] == "wrong MPI"
+    assert (found["fields"]["JobState"], found["fields"]["ExitCode"]) == ("FAILED", "2:0")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "key"),
+    [
+        (
+            "bad account",
+            ["cluster.partition=members", "cluster.account=strangers"],
+            "cluster.account=strangers",
+        ),
+        ("bad partition", ["cluster.partition=nope"], "cluster.partition=nope"),
+        ("too many GPUs", ["cluster.gpus_per_node=8"], "cluster.gpus_per_node=8"),
+    ],
+)
+def test_what_is_refused_before_submission(
+    preempt_slurm: MiniSlurm, tmp_path: Path, name: str, words: list[str], key: str
+) -> None:
+    before = preempt_slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout
+    since_s = time.monotonic()
+    refused = jobs("submit", f"runs_dir={tmp_path}/runs", *ENDLESS, *words)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert key in line
+    assert preempt_slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout == before
+    assert not (tmp_path / "runs").exists()
+    ROWS.append(Fault(name, "refused", 2, "-", time.monotonic() - since_s, None, line))
+
+
+def test_the_controller_is_started_anew(
+    preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]
+) -> None:
+    job, folder = submit(*EMULATED, "train.steps=60")
+    wait_for_step(folder, 7)
+    since_s = time.monotonic()
+    pid = int((preempt_slurm.folder / "run" / "slurmctld.pid").read_text())
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60, "the controller does not end")
+    lost = jobs("status", str(folder.path), "--json")
+    assert json.loads(lost.stdout)["runs"][0]["step"] >= 5  # told by the run's folder alone
+    start(preempt_slurm, ["slurmctld", "-f", str(preempt_slurm.conf)])
+    wait_until(lambda: preempt_slurm.run("squeue").returncode == 0, 60, "the controller does not come back")
+    found = ended(preempt_slurm, "slurmctld started anew", job, folder, 150, since_s)
+    assert (found["status"]["state"], found["status"]["exit_code"]) == ("finished", 0), said(folder)
+    assert (found["told"]["cause"], found["told"]["trace_steps"]) == ("finished", 60)
+    assert found["fields"]["JobState"] == "COMPLETED"
+
+
+def test_without_sacct(
+    preempt_slurm: MiniSlurm,
+    going: Callable[..., tuple[str, RunFolder]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The command is not even there; what a rank's end was is told all the same."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("squeue", "scontrol", "sbatch", "srun", "scancel", "sinfo", "git", "env"):
+        found = shutil.which(name)
+        if found:
+            (commands / name).symlink_to(found)
+    job, folder = going()
+    os.kill(beats(folder)[0].pid, signal.SIGKILL)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}/bin")
+    if shutil.which("sacct"):
+        monkeypatch.setenv("PATH", str(commands))
+    assert shutil.which("sacct") is None
+    found = ended(preempt_slurm, "no sacct; rank SIGKILLed", job, folder, 40)
+    assert (found["status"]["exit_code"], found["told"]["cause"], found["told"]["rank"]) == (4, "killed", 0)
+    shown = json.loads(jobs("status", str(folder.path), "--json").stdout)["runs"][0]
+    assert shown["state"] == "failed"
+
+
+def daemon_of(cluster: MiniSlurm, node: str) -> int:
+    """Gives the process of a node's slurmd."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if Path(words[0]).name == "slurmd" and str(cluster.conf) in words and node in words:
+            return int(path.parent.name)
+    raise AssertionError(f"no slurmd of {node}")
+
+
+def processes_on(cluster: MiniSlurm, node: str) -> list[int]:
+    """Gives the processes of jobs on a node, and the step daemons that started them."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "environ").read_bytes().split(b"\0")
+            if f"SLURMD_NODENAME={node}".encode() in words and f"SLURM_CONF={cluster.conf}".encode() in words:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if Path(os.readlink(f"/proc/{parent}/exe")).name == "slurmstepd":
+                    found.add(parent)
+                found.add(int(path.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def start(cluster: MiniSlurm, words: list[str]) -> None:
+    """Starts a daemon, which takes no pipe of ours with it."""
+    with (cluster.folder / "log" / "again.log").open("a") as log:
+        subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=30)
+
+
+def start_daemon(cluster: MiniSlurm, node: str) -> None:
+    """Starts a node's slurmd again, and waits until the node takes jobs."""
+    words = ["slurmd", "-f", str(cluster.conf), "-N", node]
+    if cluster.has_own_host_names():
+        words = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node, *words]
+    start(cluster, words)
+    wait_until(
+        lambda: cluster.run("sinfo", "--noheader", f"--nodes={node}", "--partition=debug", "--format=%T").stdout.strip() == "idle",
+        60, f"{node} does not come back", lambda: cluster.run("sinfo").stdout,
+    )  # fmt: skip

@@ -1,0 +1,71 @@
+"""A study of jobs on the mini cluster: six points, one of them killed, and the call that finishes what is missing."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from runs import jobs
+
+from gems.runfolder import RunFolder
+from gems.trace import read_trace
+
+if TYPE_CHECKING:
+    from conftest import MiniSlurm
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("no_job_is_left")]
+
+
+def study(runs: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """Calls `jobs study` of mini_scaling; gives its answer and what it said."""
+    ended = jobs(
+        "study", "study=mini_scaling", "cluster=mini", f"runs_dir={runs}", *words, "--json", limit_s=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout), ended.stderr
+
+
+def test_the_second_call_submits_only_what_was_killed(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
+    first, _ = study(tmp_path)
+    points = first["points"]
+    assert [point["ranks"] for point in points[:3]] == [1, 2, 4]
+    assert sorted(point["ranks"] for point in points[3:]) == [1, 2, 4]
+    assert points[2]["ranks"] != points[3]["ranks"]
+    assert first["num_run"] == 6 and len({point["job_id"] for point in points}) == 6
+    victim = points[-1]
+    assert mini_slurm.run("scancel", victim["job_id"]).returncode == 0
+    second, said = study(tmp_path, "--wait")
+    assert second["num_run"] == 1, said
+    assert [point["state"] for point in second["points"]] == ["finished"] * 6, said
+    jobs_of = [[point["job_id"] for point in answer["points"]] for answer in (first, second)]
+    assert jobs_of[0][:-1] == jobs_of[1][:-1] and jobs_of[0][-1] != jobs_of[1][-1]
+    with (tmp_path / "mini_scaling" / "scaling.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["ranks"] for row in rows] == ["1", "2", "4"]
+    assert [len(row["signatures"].split()) for row in rows] == [2, 2, 2]  # both repetitions of each
+    assert study(tmp_path)[0]["num_run"] == 0
+
+
+def test_points_of_one_job_have_folders_and_traces_of_their_own(
+    mini_slurm: MiniSlurm, tmp_path: Path
+) -> None:
+    answer, said = study(tmp_path, "cluster.points_per_job=3", "train.steps=2", "--wait")
+    points = answer["points"]
+    assert [point["state"] for point in points] == ["finished"] * 6, said
+    numbers = [point["job_id"] for point in points]
+    assert len(set(numbers)) == 2 and numbers[:3] == numbers[:1] * 3
+    for point in points:
+        folder = RunFolder(Path(point["run_folder"]))
+        assert folder.read_status()["job_id"] == point["job_id"]
+        assert read_trace(folder.trace_h5).attributes["world_size"] == point["ranks"]
+
+
+def test_a_full_queue_holds_points_back_and_stop_ends_all(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
+    held, said = study(tmp_path, "+cluster.limits=[{queued_jobs: 2}]", "train.steps=2000")
+    assert [point["state"] for point in held["points"]].count("waiting") == 4, said
+    stopped, _ = study(tmp_path, "train.steps=2000", "--stop")
+    assert [run["outcome"] for run in stopped["runs"]] == ["cancelled"] * 2
+    assert not mini_slurm.run("squeue", "--noheader", "--states=PENDING,RUNNING").stdout

@@ -1,0 +1,126 @@
+"""gems.cluster: a preset as data, and every value that neither SLURM nor we could take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gems.cluster import ClusterConfig, QueueLimit
+from gems.cluster_checks import check_cluster, places_of
+from gems.compose import compose
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.overrides import CONF, options_of
+
+GPUS = ClusterConfig(launcher="srun", gpus_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"launcher": "mpirun"}, r"^cluster\.launcher=mpirun: allowed: mpiexec, srun, ibrun; did you mean "),
+        ({"gpu_request": "gpus"}, r"^cluster\.gpu_request=gpus: allowed: gpus-per-node, gpus-per-task, gres, none; "),
+        ({"stop_before_s": 70000}, r"^cluster\.stop_before_s=70000: must be from 0 to 65535$"),
+        ({"max_requeues": -1}, r"^cluster\.max_requeues=-1: must be from 0 to 1000$"),
+        ({"gpu_bind": "close"}, r"^cluster\.gpu_bind='close': allowed: none, closest, "),
+        ({"gpu_bind": "single"}, r"^cluster\.gpu_bind='single': "),
+        ({"cpu_bind": "core"}, r"^cluster\.cpu_bind='core': allowed: none, cores, "),
+        ({"cpu_bind": "map_cpu:1,,2"}, r"^cluster\.cpu_bind='map_cpu:1,,2': "),
+        ({"cpu_bind": "cores $(touch owned)"}, r"^cluster\.cpu_bind="),
+        ({"modules": ["gcc", "a; touch owned"]}, r"^cluster\.modules='a; touch owned': must be names of modules"),
+        ({"modules": ["--force"]}, r"^cluster\.modules='--force': "),
+        ({"hosts": ["a b"]}, r"^cluster\.hosts='a b': must be patterns of host names"),
+        ({"account": "a\ntouch owned"}, r"^cluster\.account='a\\ntouch owned': must be printable text on one line; or null"),
+        ({"partition": ""}, r"^cluster\.partition='': must be printable text"),
+        ({"mpi": "pmi2\r"}, r"^cluster\.mpi="),
+        ({"device_order": [3, 2, 1, 1]}, r"^cluster\.device_order=\[3, 2, 1, 1\]: must hold each of 0 to 3 once"),
+        ({"device_order": [1, 0]}, r"^cluster\.device_order=\[1, 0\]: must be of the 4 GPUs of a node"),
+        ({"usable_cpus_per_node": 0}, r"^cluster\.usable_cpus_per_node=0: must be 1 or more"),
+        ({"node_memory_bytes": 0}, r"^cluster\.node_memory_bytes=0: must be 1 or more"),
+        ({"container": "docker"}, r"^cluster\.container=docker: allowed: none, apptainer, singularity, pyxis; "),
+        ({"container_image": "a.sif"}, r"^cluster\.container_image=a\.sif: needs a container runtime; set cluster\.container"),
+        ({"container": "pyxis", "container_image": "a", "launcher": "ibrun"}, r"^cluster\.container=pyxis: is a plug-in of srun"),
+        ({"charge_per": "hour"}, r"^cluster\.charge_per=hour: allowed: gpu-hour, node-hour"),
+        ({"charge_rate": -1.0, "charge_per": "gpu-hour"}, r"^cluster\.charge_rate=-1\.0: must be 0 or more"),
+        ({"charge_rate": 2.0}, r"^cluster\.charge_per=null: must be given beside cluster\.charge_rate=2"),
+        ({"limits": [QueueLimit(), QueueLimit(minutes=0)]}, r"^cluster\.limits\[1\]\.minutes=0: must be 1 or more"),
+        ({"limits": [QueueLimit(min_nodes=5, max_nodes=4)]}, r"^cluster\.limits\[0\]\.max_nodes=4: must be 5 or more"),
+        ({"limits": [QueueLimit(queued_jobs=0)]}, r"^cluster\.limits\[0\]\.queued_jobs=0: must be 1 or more"),
+    ],
+)  # fmt: skip
+def test_one_line(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        check_cluster(replace(GPUS, **values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"cpu_bind": "verbose,mask_cpu:7e,0xFE00"},
+        {"cpu_bind": "map_ldom:3,1"},
+        {"gpu_bind": "map_gpu:3,2*2,1"},
+        {"gpu_bind": None},
+        {"modules": ["LUMI/25.03", "openmpi/4.1.5+cuda", "gcc@13", "a/b--c"]},
+        {"hosts": ["login[0-9]*.a-b.org"]},
+        {"device_order": [3, 2, 1, 0]},
+        {"container": "apptainer", "container_options": ["--nv"]},
+        {"charge_per": "node-hour", "charge_unit": "SU"},
+    ],
+)
+def test_what_sites_have_is_taken(values: dict[str, Any]) -> None:
+    check_cluster(replace(GPUS, **values))
+
+
+def test_places_of_a_binding() -> None:
+    assert places_of("map_cpu:49,57,17") == 3
+    assert places_of("quiet,mask_cpu:7e,7e00") == 2
+    assert [places_of(word) for word in (None, "cores", "none")] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("account", "full"), [("m1", "m1_g"), ("m1_g", "m1_g"), (None, None)], ids=["added", "there", "none"]
+)
+def test_the_sites_suffix_of_accounts(account: str | None, full: str | None) -> None:
+    assert replace(GPUS, account=account, account_suffix="_g").full_account == full
+    assert replace(GPUS, account=account).full_account == account
+
+
+def test_limits_go_through_a_run_yaml() -> None:
+    spec = RunSpec(cluster=replace(GPUS, limits=[QueueLimit("normal", None, 3, 512, 60, 2)]))
+    assert RunSpec.from_dict(spec.to_dict()) == spec
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [({"minuts": 3}, r"^cluster\.limits\[0\]\.minuts=3: allowed: .*minutes"), (7, r"^cluster\.limits\[0\]=7: must be a mapping")],
+)  # fmt: skip
+def test_a_limit_of_another_form(row: Any, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        RunSpec.from_dict({"cluster": {"limits": [row]}})
+
+
+def test_limits_on_the_command_line() -> None:
+    words = ["data=synthetic", "cluster=slurm", "parallel.partitions=4"]
+    limits = compose([*words, "cluster.limits=[{partition: a, minutes: 5}]"]).cluster.limits
+    assert limits == [QueueLimit("a", minutes=5)]
+    with pytest.raises(ConfigError, match="minuts"):
+        compose([*words, "cluster.limits=[{minuts: 5}]"])
+
+
+@pytest.mark.parametrize("name", options_of("cluster"))
+def test_a_preset_names_its_sources_and_that_limits_change(name: str) -> None:
+    if name in ("local", "mini", "slurm"):
+        return
+    said = "".join(
+        line for line in (CONF / "cluster" / f"{name}.yaml").read_text().splitlines() if line[:1] == "#"
+    )
+    assert "From " in said and "20" in said.partition("From ")[2], "source and date"
+    assert "Limits change" in said
+
+
+def test_ranks_fill_the_cpus_of_a_node_without_gpus() -> None:
+    words = ["data=synthetic", "cluster=slurm", "cluster.gpus_per_node=0", "cluster.usable_cpus_per_node=56"]
+    spec = compose([*words, "cluster.cpus_per_rank=14", "parallel.partitions=2", "parallel.replicas=4"])
+    assert (spec.cluster.nodes, spec.cluster.ranks_per_node) == (2, 4)

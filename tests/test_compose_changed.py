@@ -1,0 +1,53 @@
+"""Keys of a resolved run changed by overrides: typed, checked, and nothing else touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gems.compose import changed, compose
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.signature import signature
+
+
+@pytest.fixture(scope="module")
+def spec() -> RunSpec:
+    made = compose(
+        ["experiment=gems_master", "data=synthetic", "cluster=frontier", "+cluster.sbatch.qos=debug"]
+    )
+    return RunSpec.from_dict(made.to_dict())
+
+
+def test_only_what_is_named_changes(spec: RunSpec) -> None:
+    made = changed(spec, ["cluster.minutes=77", "cluster.exclude=[n1,n2]", "cluster.account=other"])
+    assert made == replace(
+        spec, cluster=replace(spec.cluster, minutes=77, exclude=["n1", "n2"], account="other")
+    )
+    assert changed(spec, []) == spec
+    assert signature(made) == signature(spec)
+    assert signature(changed(spec, ["cluster.partition=extended"])) != signature(spec)
+
+
+def test_maps_of_the_users_own_take_new_keys(spec: RunSpec) -> None:
+    assert changed(spec, ["cluster.sbatch.qos=long", "+cluster.sbatch.mem=64G"]).cluster.sbatch == {
+        **spec.cluster.sbatch, "qos": "long", "mem": "64G",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("cluster.minutes=x", "could not be converted"),
+        ("cluster.minuets=3", "unknown key"),
+        ("cluster=slurm", "is not one value of one key"),
+        ("cluster.minutes=1,2", "is not one value of one key"),
+        ("name=other", "is not one value of one key"),
+        ("cluster.exclude=['n 1']", "must be names of nodes"),
+        ("train.steps=0", "train.steps"),
+    ],
+)
+def test_what_cannot_be_is_refused(spec: RunSpec, word: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        changed(spec, [word])

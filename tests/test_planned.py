@@ -1,0 +1,94 @@
+"""gems.planned: cut, schedule and memory plan of a run together, kept in the cache and in the run folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gems.cutting
+import gems.planned
+from gems.config import MemoryConfig, RunSpec
+from gems.errors import DoesNotFitError
+from gems.json_files import read_json
+from gems.memory.plan import Choice, MemoryPlan
+from gems.planned import planned
+from gems.preparation import prepare
+from gems.profile import ModelProfile
+from gems.schedule.action import Kind
+from tests.engine import toys
+from tests.partition.profiles import random_profile
+
+
+@pytest.fixture
+def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
+    """A small ResNet on two ranks with a made-up profile, under vdnn_all."""
+
+    def profile_of(spec: object) -> ModelProfile:
+        return random_profile(5, seed=3, decay=0.9)
+
+    for module in (gems.cutting, gems.planned):
+        monkeypatch.setattr(module, "profile_of", profile_of)
+    made = toys.make_spec("1f1b", 2)
+    memory = MemoryConfig("vdnn_all", least_bytes=0)
+    return replace(made, memory=memory, runs_dir=str(tmp_path / "runs"), cache_dir=str(tmp_path / "cache"))
+
+
+def test_actions_of_the_policy_are_in_the_list(spec: RunSpec) -> None:
+    made = planned(spec)
+    assert made.schedule.has_any(Kind.OFFLOAD) and made.schedule.has_any(Kind.FREE)
+    plan = made.memory_plan
+    assert plan is not None and plan.policy == "vdnn_all" and plan.boundaries == made.boundaries
+    assert made.schedule.num_segments == tuple(map(len, plan.stages))
+
+
+def test_kept_activations_need_no_plan(spec: RunSpec) -> None:
+    made = planned(replace(spec, memory=MemoryConfig()))
+    assert made.memory_plan is None and made.schedule.num_segments == (None, None)
+
+
+def test_a_device_too_small_for_keeping_is_no_matter_for_the_cut(spec: RunSpec) -> None:
+    """The cut leaves the limit to the policy, which either keeps it or says by how much it does not."""
+    whole = planned(replace(spec, memory=replace(spec.memory, name="recompute", recompute="stage")))
+    assert whole.memory is not None
+    most = max(whole.memory.peak_bytes)
+    fits = replace(
+        spec,
+        machine=replace(spec.machine, device_bytes=most),
+        partition=replace(spec.partition, name="exact"),
+    )
+    assert planned(replace(fits, memory=MemoryConfig("plan", least_bytes=0, budget_s=0.5))).memory is not None
+    small = replace(spec, machine=replace(spec.machine, device_bytes=100))
+    with pytest.raises(DoesNotFitError, match=r"rank \d of 2 under memory=vdnn_all needs \d+ bytes"):
+        planned(small)
+
+
+def test_host_memory_is_that_of_a_node(spec: RunSpec) -> None:
+    made = planned(spec)
+    assert made.memory is not None
+    together = 2 * max(made.memory.host_bytes)
+    planned(replace(spec, machine=replace(spec.machine, host_bytes=together)))
+    with pytest.raises(
+        DoesNotFitError, match=f"2 ranks on a node .* above machine.host_bytes={together - 1}"
+    ):
+        planned(replace(spec, machine=replace(spec.machine, host_bytes=together - 1)))
+
+
+def test_a_plan_is_made_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = planned(spec)
+    monkeypatch.setattr(gems.planned, "plan_of", None)
+    assert planned(spec).memory_plan == first.memory_plan
+
+
+def test_the_run_folder_has_plan_and_prediction(spec: RunSpec) -> None:
+    folder = prepare(spec)
+    made = planned(spec)
+    plan = folder.read_memory_plan()
+    assert plan == made.memory_plan and isinstance(plan, MemoryPlan)
+    assert plan.stages[0][0].choice is Choice.OFFLOAD
+    assert folder.read_schedule().rows == made.schedule.rows
+    predicted = read_json(folder.memory_json)["predicted"]
+    assert made.memory is not None and predicted["peak_bytes"] == list(made.memory.peak_bytes)
+    kept = prepare(replace(spec, name="kept", memory=MemoryConfig()))
+    assert kept.read_memory_plan() is None and not kept.memory_json.exists()

@@ -1,0 +1,127 @@
+"""`gems memory`: one policy's table, all policies side by side with a picture, and what simulate and schedule make of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import gems.costed
+import gems.cutting
+import gems.planned
+import gems.profile.store
+from gems.memory import POLICIES
+from gems.profile import ModelProfile
+from tests.commands import Gems, check_refusal, runner
+from tests.partition.profiles import random_profile
+
+RUN = (
+    "data=synthetic", "model=resnet20_v1", "parallel.partitions=2", "parallel.micro_batches=4", "schedule=1f1b",
+    "memory.least_bytes=0", "machine.d2h_bytes_per_s=2000", "machine.h2d_bytes_per_s=2000",
+)  # fmt: skip
+NUM_LAYERS = 11
+
+
+@pytest.fixture
+def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+    """Runs commands on ResNet-20 with a made-up profile."""
+
+    def profile_of(spec: object) -> ModelProfile:
+        return random_profile(NUM_LAYERS, seed=5, decay=0.9)
+
+    for module in (gems.cutting, gems.costed, gems.planned, gems.profile.store):
+        monkeypatch.setattr(module, "profile_of", profile_of)
+    return runner(capfd, tmp_path, monkeypatch)
+
+
+def test_one_policy(gems_: Gems) -> None:
+    said = gems_("memory", *RUN, "memory=vdnn_all", "--json")
+    assert said.code == 0, said.err
+    answer = json.loads(said.out)
+    (entry,) = answer["choices"]
+    assert (answer["source"], answer["partitions"], entry["policy"]) == ("predicted", 2, "vdnn_all")
+    assert len(entry["peak_bytes"]) == len(entry["host_bytes"]) == 2
+    assert entry["saved"] > 0.2 and entry["overhead"] > 0 and max(entry["host_bytes"]) > 0
+    assert [row["first"] for row in entry["segments"]] == list(range(NUM_LAYERS))
+    moved = [row for row in entry["segments"] if row["choice"] == "offload" and row["out_s"] is not None]
+    assert moved and all(row["moved_bytes"] > 0 and 0 < row["out_s"] < row["back_s"] for row in moved)
+    assert all(row["exposed_s"] >= 0 for row in moved)
+
+
+def test_the_table_has_a_row_a_segment(gems_: Gems) -> None:
+    said = gems_("memory", *RUN, "memory=recompute", "memory.recompute=stage")
+    assert said.code == 0, said.err
+    rows = [line for line in said.out.splitlines() if " recompute " in line]
+    assert len(rows) == 2 and "layer0 .. " in rows[0] and "layer10" in rows[1]
+    assert "% of activations saved" in said.out
+
+
+def test_all_policies_side_by_side(gems_: Gems, tmp_path: Path) -> None:
+    kept = json.loads(gems_("memory", *RUN, "memory=keep", "--json").out)["choices"][0]
+    limit = int(0.8 * max(kept["peak_bytes"]))
+    words = (*RUN, f"memory.limit_bytes={limit}", "memory.budget_s=0.5", "--compare")
+    answer = json.loads(gems_("memory", *words, "--json").out)
+    found = {entry["policy"]: entry for entry in answer["choices"]}
+    assert set(found) | set(answer["refused"]) == set(POLICIES)
+    assert not found["keep"]["fits"] and found["keep"]["saved"] == 0.0
+    order = [(not entry["fits"], round(entry["step_s"], 9)) for entry in answer["choices"]]
+    assert order == sorted(order)
+    plan = found["plan"]
+    assert plan["fits"] and max(plan["peak_bytes"]) <= limit
+    assert all(plan["step_s"] <= entry["step_s"] for entry in answer["choices"] if entry["fits"])
+    said = gems_("memory", *words, "--picture", "memory.png")
+    assert said.code == 0 and "picture: memory.png" in said.out
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
+def test_without_a_limit_those_that_need_one_say_so(gems_: Gems) -> None:
+    answer = json.loads(gems_("memory", *RUN, "--compare", "--json").out)
+    assert "memory.limit_bytes" in answer["refused"]["plan"]
+    assert {"keep", "vdnn_all", "vdnn_conv", "recompute"} <= {entry["policy"] for entry in answer["choices"]}
+
+
+def test_simulate_gives_the_peaks_of_the_policy(gems_: Gems) -> None:
+    entry = json.loads(gems_("memory", *RUN, "memory=vdnn_all", "--json").out)["choices"][0]
+    found = json.loads(gems_("simulate", *RUN, "memory=vdnn_all", "--json").out)
+    assert found["memory"] == "vdnn_all"
+    assert found["peak_bytes"] == entry["peak_bytes"] and found["step_s"] == entry["step_s"]
+    assert found["peak_host_bytes"] == entry["host_bytes"]
+    assert 0 < found["efficiency"] <= found["bound"] <= 1
+    said = gems_("simulate", *RUN, "memory=vdnn_all")
+    assert said.code == 0 and "largest possible efficiency" in said.out
+
+
+def test_schedule_shows_segments_and_copies(gems_: Gems) -> None:
+    said = gems_("schedule", *RUN, "memory=vdnn_all")
+    assert said.code == 0 and "0.0F0 0.0OFFLOAD0" in said.out and "PREFETCH0" in said.out
+    document = json.loads(gems_("schedule", *RUN, "memory=vdnn_all", "level=lowered", "--json").out)
+    assert ["OFFLOAD", 0, 0, 0, 0] in document["actions"][0]
+    assert len(document["costs"]["segments"]) == 2
+    words = ("memory=recompute", "memory.recompute=segment", "memory.segments=1")
+    check_refusal(gems_("schedule", *RUN, "memory=vdnn_all", "format=torch"), "format", "copies")
+    check_refusal(gems_("schedule", *RUN, *words, "format=torch"), "format", "recomputes")
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "text"),
+    [
+        (("memory=plan",), "memory.limit_bytes", "memory.saving"),
+        (("memory=lms",), "memory.limit_bytes", "must be given"),
+        (("memory=vdnn_al",), "memory", "vdnn_all"),
+        (("memory=plan", "memory.saving=1.5"), "memory.saving", "at most 1"),
+        (("memory=lms", "memory.limit_bytes=1GB", "memory.sync_mode=4"), "memory.sync_mode", "at most 3"),
+        (("memory=recompute", "memory.recompute=half"), "memory.recompute", "cheap"),
+        (("memory=vdnn_all", "machine=emulated"), "memory", "real"),
+        (("memory=vdnn_all", "--picture", "x.gif"), "--picture", ".png"),
+    ],
+)
+def test_bad_input(gems_: Gems, words: tuple[str, ...], key: str, text: str) -> None:
+    check_refusal(gems_("memory", *RUN, *words), key, text)
+
+
+def test_what_does_not_fit_is_refused_with_the_bytes(gems_: Gems) -> None:
+    said = gems_("simulate", *RUN, "memory=vdnn_all", "machine.device_bytes=1000")
+    assert said.code == 3 and "under memory=vdnn_all needs" in said.err
+    said = gems_("simulate", *RUN, "memory=vdnn_all", "machine.host_bytes=10")
+    assert said.code == 3 and "above machine.host_bytes=10" in said.err

@@ -1,0 +1,89 @@
+"""gems.value_checks and gems.value_types: each value of its type, each number one that can be reckoned with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gems.compose import compose
+from gems.config import RunSpec
+from gems.errors import ConfigError, of_the_system
+from gems.runfolder import signature
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(["data=synthetic", *words])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("seed=9223372036854775808", "seed=9223372036854775808: must be at most 9223372036854775807"),
+        ("model.depth=9223372036854775807", "model.depth=9223372036854775807: must be at most 100000"),
+        ("model.vocabulary=-1", "model.vocabulary=-1: must be 0 or more"),
+        ("cost.unit_s=1e-300", "cost.unit_s=1e-300: must be 0 or from 1e-30 to 1e+30"),
+        ("cost.times=[[1]]", "cost.times[0]=[1]: must be one value"),
+        ("cluster.setup=[[a]]", "cluster.setup[0]=['a']: must be one value"),
+        ("train.initial_checkpoint=/", "train.initial_checkpoint=/: holds no checkpoint"),
+        ("parallel.replicas=1048577", "parallel.replicas=1048577: must be at most 1048576"),
+        ("schedule=[]", "schedule=[]: allowed: "),
+        ("hydra.searchpath=[pkg://no.such]", "hydra.searchpath=pkg://no.such: is no package"),
+        (f"name={'a' * 201}", f"name={'a' * 200}... (201 characters): must be at most 200 bytes"),
+        (f"runs_dir={'a/' * 2000}", "must be a folder, whose path is not longer"),
+        ("name=\udcff", "override='name=\\udcff': is no text in UTF-8"),
+    ],
+)
+def test_one_line(word: str, says: str) -> None:
+    assert says in refusal(word)
+
+
+def test_ranks_and_forwards_are_bounded_together() -> None:
+    assert "must be at most 1048576 ranks" in refusal("parallel.partitions=2048", "parallel.replicas=1024")
+    said = refusal("parallel.partitions=1024", "parallel.micro_batches=1024")
+    assert said.startswith("parallel.micro_batches=1024: times 1024 stages is 1048576 forwards in a step")
+    assert compose(["machine=simulated", "parallel.partitions=1024", "parallel.micro_batches=512"])
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"seed": "x"}, "seed=x: must be a whole number"),
+        ({"seed": True}, "seed=True: must be a whole number"),
+        ({"name": None}, "name=None: must be text"),
+        ({"train": {"stall_limit_s": "x"}}, "train.stall_limit_s=x: must be a number"),
+        ({"train": {"evaluate": 1}}, "train.evaluate=1: must be true or false"),
+        ({"parallel": {"boundaries": [0, "x"]}}, "parallel.boundaries[1]=x: must be a whole number"),
+        ({"parallel": {"boundaries": {}}}, "parallel.boundaries={}: must be a list"),
+        ({"cluster": {"environment": {"A": 1}}}, "cluster.environment.A=1: must be text"),
+        ({"model": {"kwargs": {1: 2}}}, "model.kwargs.1=1: must be text"),
+    ],
+)
+def test_a_file_is_held_to_the_schema(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        RunSpec.from_dict(values)
+    assert str(error.value) == says
+
+
+def test_what_was_resolved_is_of_its_types() -> None:
+    for words in (["experiment=quickstart"], ["cluster=perlmutter", "parallel.partitions=4"]):
+        spec = compose(words)
+        assert signature(RunSpec.from_dict(spec.to_dict())) == signature(spec)
+
+
+def test_an_integer_is_a_number() -> None:
+    assert RunSpec.from_dict({"train": {"learning_rate": 1}}).train.learning_rate == 1
+
+
+def test_the_line_of_a_system_error_names_the_file() -> None:
+    with pytest.raises(OSError) as error:
+        Path("/no/such/file").read_bytes()
+    said = str(of_the_system(error.value))
+    assert said == "file=/no/such/file: cannot be read or written (No such file or directory)"
+
+
+def test_a_line_has_no_codes_for_the_terminal() -> None:
+    assert str(ConfigError("name", "a\x1b[2J\nb", "no")) == "name=a\\x1b[2J b: no"
