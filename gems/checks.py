@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from gems.config import RunSpec
+from gems.config import RESUME_AUTO, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, nearest, one_of
 from gems.memory import POLICIES, RECLAIMS, RECOMPUTES
 from gems.partition import METHODS, OBJECTIVES
@@ -171,26 +171,35 @@ def check_ranges(spec: RunSpec) -> None:
 
 
 def check_start(spec: RunSpec) -> None:
-    """Checks that there are weights where a run is told to start from them.
+    """Checks that there are weights, or a saved state, where a run is told to start from them.
 
     Raises:
         ConfigError: no folder, or one without a checkpoint.
     """
-    start = spec.train.initial_checkpoint
-    if start is None:
-        return
-    places = (Path(start) / "checkpoint", Path(start))  # a run's folder, or that of the weights
+    start, resume = spec.train.initial_checkpoint, spec.train.resume
+    if start is not None:
+        folder = Path(start)  # a run's folder, or that of the weights
+        if not _holds("train.initial_checkpoint", folder, ("checkpoint/stage*.pt", "stage*.pt")):
+            raise ConfigError(
+                "train.initial_checkpoint",
+                start,
+                "holds no checkpoint (stage*.pt)",
+                "give a finished run's folder",
+            )
+    if resume not in (RESUME_AUTO, RESUME_NEVER):
+        manifests = ("checkpoints/step*/manifest.json", "step*/manifest.json", "manifest.json")
+        if not _holds("train.resume", Path(resume), manifests):
+            raise ConfigError(
+                "train.resume", resume, "is neither auto nor never, nor a folder with a checkpoint (manifest.json)",
+                "give the folder of a run that saved its state, or of one checkpoint",
+            )  # fmt: skip
+
+
+def _holds(key: str, folder: Path, patterns: tuple[str, ...]) -> bool:
     try:
-        has_weights = any(place.is_dir() and any(place.glob("stage*.pt")) for place in places)
+        return folder.is_dir() and any(True for pattern in patterns for _ in folder.glob(pattern))
     except OSError as error:
-        raise ConfigError("train.initial_checkpoint", start, f"cannot be read ({error.strerror})") from error
-    if not has_weights:
-        raise ConfigError(
-            "train.initial_checkpoint",
-            start,
-            "holds no checkpoint (stage*.pt)",
-            "give a finished run's folder",
-        )
+        raise ConfigError(key, folder, f"cannot be read ({error.strerror})") from error
 
 
 def check_schedule(spec: RunSpec) -> None:

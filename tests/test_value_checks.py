@@ -29,6 +29,8 @@ def refusal(*words: str) -> str:
         ("cost.times=[[1]]", "cost.times[0]=[1]: must be one value"),
         ("cluster.setup=[[a]]", "cluster.setup[0]=['a']: must be one value"),
         ("train.initial_checkpoint=/", "train.initial_checkpoint=/: holds no checkpoint"),
+        ("train.resume=/", "train.resume=/: is neither auto nor never, nor a folder with a checkpoint"),
+        ("train.resume=''", "train.resume='': must be auto, never, or the folder"),
         ("parallel.replicas=1048577", "parallel.replicas=1048577: must be at most 1048576"),
         ("schedule=[]", "schedule=[]: allowed: "),
         ("hydra.searchpath=[pkg://no.such]", "hydra.searchpath=pkg://no.such: is no package"),

@@ -118,12 +118,8 @@ def _profile(data: bytes | None, name: str = "p.json") -> Folder:
     )
 
 
-def _checkpoint(data: bytes | None) -> Folder:
-    return Folder(
-        (("c/stage0000.txt", data),),
-        ("submit", "--dry-run", "train.initial_checkpoint={}/c"),
-        "train.initial_checkpoint",
-    )
+def _checkpoint(key: str, data: bytes | None) -> Folder:
+    return Folder((("c/stage0000.txt", data),), ("submit", "--dry-run", f"{key}={{}}/c"), key)
 
 
 def _study(data: bytes | None) -> Folder:
@@ -155,7 +151,7 @@ MANGLED = st.one_of(
     _YAML.map(_experiment), st.sampled_from(YAMLS).map(lambda text: _experiment(b"# @package _global_\n" + text.encode())),
     st.builds(_in, st.sampled_from(["model", "data", "cluster", "schedule", "machine", "memory"]), _DATA),
     (_DATA | changed(SCHEDULE)).map(_schedule), changed(SCHEDULE).map(_schedule), st.sampled_from(CSVS).map(lambda text: _schedule(text.encode(), "s.csv")),
-    (_DATA | changed(PROFILE)).map(_profile), _DATA.map(lambda data: _profile(data, "p.h5")), _DATA.map(_checkpoint), _YAML.map(_study),
+    (_DATA | changed(PROFILE)).map(_profile), _DATA.map(lambda data: _profile(data, "p.h5")), st.builds(_checkpoint, st.sampled_from(["train.initial_checkpoint", "train.resume"]), _DATA), _YAML.map(_study),
     st.builds(_run, st.sampled_from(STATUS), _DATA | _STATUS, st.sampled_from(["status", "one", "logs"])),
     st.builds(_run, st.sampled_from(STATUS), _DATA, st.just("cancel")),
     st.builds(_run, st.sampled_from(["trace.h5", "trace/rank0000.h5"]), _DATA, st.sampled_from(["summary", "timeline", "scaling"])),

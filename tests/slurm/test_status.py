@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from runs import job_fields, jobs, said, submit, wait_for_step, wait_until
+from runs import ROOT, job_fields, jobs, said, submit, wait_for_step, wait_until
 
 from gems.runfolder import RunFolder
 
