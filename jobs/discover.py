@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +13,9 @@ from gems.cli import Options, print_json
 from gems.errors import ConfigError
 from gems.presets import host_names
 from gems.ranks import mpi_family
+from jobs.ask import RefusedError, UnansweredError
+from jobs.ask import ask as ask_slurm
 
-ASK_LIMIT_S = 30.0
 MIB = 1 << 20
 MINUTES_PER_DAY = 1440
 ENDLESS = ("UNLIMITED", "INFINITE", "NONE", "")
@@ -243,17 +242,10 @@ def _count(text: str) -> int | None:
 
 def _said(*words: str) -> str:
     """Gives what a command of SLURM's said, on either stream."""
-    environment = os.environ | {"LC_ALL": "C"}
     try:
-        asked = subprocess.run(
-            list(words), env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_LIMIT_S
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        line = f"does not answer within {ASK_LIMIT_S:g} s"
-        raise ConfigError(words[0], " ".join(words[1:]), line, "is the cluster up?") from error
-    except OSError as error:
-        raise ConfigError(words[0], " ".join(words[1:]), f"cannot be started ({error.strerror})") from error
-    if asked.returncode:
-        said = " ".join((asked.stderr or asked.stdout).split()) or f"exit code {asked.returncode}"
-        raise ConfigError(words[0], " ".join(words[1:]), f"does not answer: {said}", "is the cluster up?")
-    return asked.stdout + asked.stderr
+        return ask_slurm(words)
+    except (UnansweredError, RefusedError) as error:
+        why = str(error).removeprefix(f"{words[0]} said: ")
+        raise ConfigError(
+            words[0], " ".join(words[1:]), f"does not answer: {why}", "is the cluster up?"
+        ) from error

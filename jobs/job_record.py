@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from jobs.scheduler import ask, is_job_number
+from jobs.ask import hear
+from jobs.scheduler import is_job_number
 
 FIELDS = "JobIDRaw,State,ExitCode,Reason,NodeList,End,Elapsed,Timelimit,MaxRSS"
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -46,16 +46,16 @@ class JobRecord:
 def ask_record(job_id: str) -> tuple[JobRecord | None, tuple[str, ...]]:
     """Asks sacct, and scontrol where that has no answer; gives the record, and what could not be asked.
 
-    Each is asked for `jobs.scheduler.ASK_LIMIT_S` at most.
+    Each is asked for `jobs.ask.HEAR_LIMIT_S` at most.
     """
     if not is_job_number(job_id):
         return None, ()
-    said = ask(["sacct", "--noheader", "--parsable2", f"--format={FIELDS}", f"--jobs={job_id}"])
+    said = hear(["sacct", "--noheader", "--parsable2", f"--format={FIELDS}", f"--jobs={job_id}"])
     record = of_sacct(job_id, said.lines) if said.trouble is None else None
     if record is not None:
         return record, ()
     troubles = [said.trouble or f"sacct does not know job {job_id}"]
-    said = ask(["scontrol", "--oneliner", "show", "job", job_id])
+    said = hear(["scontrol", "--oneliner", "show", "job", job_id])
     if said.trouble is None and said.lines:
         return of_scontrol(said.lines[0]), tuple(troubles)
     return None, (*troubles, said.trouble or f"scontrol does not know job {job_id}")
@@ -79,7 +79,7 @@ def of_sacct(job_id: str, lines: tuple[str, ...]) -> JobRecord | None:
 
 def of_scontrol(line: str) -> JobRecord:
     """Reads the line of `scontrol --oneliner show job`."""
-    values: Mapping[str, str] = dict(re.findall(r"(?:^| )([A-Za-z/:]+)=(\S*)", line))
+    values = fields_of(line)
     return JobRecord(
         "scontrol",
         values.get("JobState", "UNKNOWN"),
@@ -90,6 +90,11 @@ def of_scontrol(line: str) -> JobRecord:
         values.get("RunTime", ""),
         values.get("TimeLimit", ""),
     )
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """Reads `NAME=value NAME=value` as scontrol prints them; a value may hold spaces."""
+    return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", line.strip()))
 
 
 def _first(state: str) -> str:

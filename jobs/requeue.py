@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +15,8 @@ from gems.config import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.json_files import read_json, write_json
 from gems.runfolder import RunFolder
+from jobs.ask import hear
+from jobs.job_record import fields_of
 from jobs.scheduler import is_job_number
 from jobs.spec import JobSpec
 
@@ -59,10 +60,10 @@ def own_job() -> OwnJob | None:
     job_id = os.environ.get("SLURM_JOB_ID")
     if not is_job_number(job_id):
         return None
-    said = _run(["scontrol", "show", "job", str(job_id), "--oneliner"], ASK_LIMIT_S)
-    if isinstance(said, str) or said.returncode:
+    said = hear(["scontrol", "show", "job", str(job_id), "--oneliner"], ASK_LIMIT_S)
+    if said.trouble is not None:
         return None
-    fields = dict(re.findall(r"(?:^|\s)([A-Za-z]+)=(\S*)", said.stdout))
+    fields = fields_of(" ".join(said.lines))
     left_s = None
     with contextlib.suppress(KeyError, ValueError):
         left_s = (datetime.fromisoformat(fields["EndTime"]) - datetime.now()).total_seconds()
@@ -161,33 +162,20 @@ def put_back(
     job_id = str(os.environ["SLURM_JOB_ID"])
     facts = facts | {"requeue_count": note_requeue(folder, why, LAUNCHER, step)}
     folder.write_status("requeued", **facts | {"job_id": job_id})
-    said = _run(["scontrol", "requeue", job_id], ORDER_LIMIT_S)
-    if not isinstance(said, str) and said.returncode == 0:
+    trouble = hear(["scontrol", "requeue", job_id], ORDER_LIMIT_S).trouble
+    if trouble is None:
         return None
-    trouble = said if isinstance(said, str) else " ".join(said.stderr.split())
     from jobs.slurm import submit_job
 
     try:
         new_id = submit_job(spec, job, folder)
     except (ConfigError, OSError) as error:
         _write(folder, requeues(folder)[:-1])
-        return f"scontrol requeue said: {trouble}; {error}"
+        return f"no requeue, {trouble}; {error}"
     folder.write_status("requeued", **facts | {"job_id": new_id})
-    print(f"jobs: scontrol requeue said: {trouble}; it goes on as job {new_id}", file=sys.stderr, flush=True)
+    print(f"jobs: no requeue, {trouble}; it goes on as job {new_id}", file=sys.stderr, flush=True)
     return None
 
 
 def _write(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
     write_json(folder.path / REQUEUES_JSON, {"requeues": rows})
-
-
-def _run(argv: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | str:
-    """Runs a command of SLURM's; gives what is wrong where it cannot."""
-    try:
-        return subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s
-        )
-    except OSError as error:
-        return f"{argv[0]} cannot be run ({error.strerror})"
-    except subprocess.TimeoutExpired:
-        return f"{argv[0]} did not answer within {limit_s:g} s"

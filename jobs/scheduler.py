@@ -5,19 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-ASK_LIMIT_S = 10.0
-FILTERS = (
-    "SQUEUE_",
-    "SACCT_",
-    "SLURM_TIME_FORMAT",
-    "SLURM_BITSTR_LEN",
-)  # a user's own would hide jobs from us
+from jobs.ask import hear
+
 PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 STARTING = ("CONFIGURING",)
 RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED")
@@ -57,7 +50,7 @@ def ask_queue(job_ids: Iterable[str]) -> Answer:
     numbers = sorted({number for number in job_ids if is_job_number(number)}, key=int)
     if not numbers:
         return Answer()
-    said = ask(
+    said = hear(
         ["squeue", "--noheader", "--states=all", "--format=%i|%T|%S|%r|%j", f"--jobs={','.join(numbers)}"]
     )
     if said.trouble is not None and "Invalid job id" not in said.trouble:
@@ -73,7 +66,7 @@ def ask_accounting(job_ids: Iterable[str]) -> Answer:
     numbers = sorted({number for number in job_ids if is_job_number(number)}, key=int)
     if not numbers:
         return Answer()
-    said = ask(
+    said = hear(
         ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State,Reason,Start",
          f"--jobs={','.join(numbers)}"]
     )  # fmt: skip
@@ -88,42 +81,13 @@ def ask_accounting(job_ids: Iterable[str]) -> Answer:
 def num_queued(partition: str | None = None, qos: str | None = None) -> int | None:
     """Gives how many jobs this user has waiting or running, in a partition and a qos; None where SLURM cannot be asked."""
     chosen = [f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value]
-    said = ask(["squeue", "--noheader", "--format=%i", f"--user={os.getuid()}", *chosen])
+    said = hear(["squeue", "--noheader", "--format=%i", f"--user={os.getuid()}", *chosen])
     return None if said.trouble is not None else len(said.lines)
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
     """Cancels jobs by one scancel; gives what it said when it refused any of them."""
-    return ask(["scancel", *filter(is_job_number, job_ids)]).trouble
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a command of SLURM's said; `trouble` says why that is no answer."""
-
-    lines: tuple[str, ...] = ()
-    trouble: str | None = None
-
-
-def ask(argv: Sequence[str]) -> Said:
-    """Runs a command of SLURM's, for ASK_LIMIT_S at most."""
-    if shutil.which(argv[0]) is None:
-        return Said(trouble=f"{argv[0]} is not on PATH")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
-    try:
-        asked = subprocess.run(
-            argv, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=ASK_LIMIT_S,
-        )  # fmt: skip
-    except OSError as error:
-        return Said(trouble=f"{argv[0]} cannot be run ({error.strerror})")
-    except subprocess.TimeoutExpired:
-        return Said(trouble=f"{argv[0]} did not answer within {ASK_LIMIT_S:g} s")
-    lines = tuple(asked.stdout.splitlines())
-    if asked.returncode:
-        words = " ".join(asked.stderr.split()) or f"exit code {asked.returncode}"
-        return Said(lines, f"{argv[0]} said: {words}")
-    return Said(lines)
+    return hear(["scancel", *filter(is_job_number, job_ids)]).trouble
 
 
 def _rows(lines: Iterable[str], num_fields: int) -> Iterable[list[str]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,7 +15,8 @@ from gems.errors import ConfigError
 from gems.json_files import read_json, write_json
 from gems.provenance import ENVIRONMENT_JSON, check_code, environment
 from gems.runfolder import RunFolder
-from jobs.scheduler import ask
+from jobs.ask import hear
+from jobs.job_record import fields_of
 
 STEP_FIELDS = (
     "JobID",
@@ -80,18 +80,16 @@ def _noting() -> Iterator[None]:
 
 def ask_job(job_id: str) -> dict[str, str] | None:
     """Gives the fields of `scontrol show job` but those of people; None where SLURM does not answer."""
-    said = ask(["scontrol", "--oneliner", "show", "job", job_id])
+    said = hear(["scontrol", "--oneliner", "show", "job", job_id])
     if said.trouble is not None:
         return None
-    fields = re.findall(
-        r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", " ".join(said.lines).strip()
-    )
-    return {name: value for name, value in fields if name not in OF_PEOPLE}
+    fields = fields_of(" ".join(said.lines))
+    return {name: value for name, value in fields.items() if name not in OF_PEOPLE}
 
 
 def ask_steps(job_id: str) -> list[dict[str, str]] | None:
     """Gives sacct's rows of the job and its steps so far; None where there is no accounting."""
-    said = ask(
+    said = hear(
         ["sacct", "--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"]
     )
     if said.trouble is not None or not said.lines:

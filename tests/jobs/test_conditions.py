@@ -16,7 +16,6 @@ from gems.heartbeat import Heartbeat
 from gems.json_files import write_json
 from gems.process_family import start_time
 from gems.runfolder import RunFolder
-from jobs import scheduler
 from jobs.condition import Condition, conditions
 from jobs.facts import lives_here, read_facts
 
@@ -126,7 +125,7 @@ def test_a_job_number_that_is_none_reaches_no_command_line(prepared: Prepared, s
 def test_what_could_not_be_asked_is_said(
     prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "ASK_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.ask.HEAR_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
     folder = prepared()

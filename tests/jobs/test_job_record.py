@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from fake_slurm import FakeSlurm
 
-from jobs import scheduler
 from jobs.job_record import ask_record, of_sacct
 
 ROWS = (
@@ -57,7 +56,7 @@ def test_what_is_no_number_is_never_asked(slurm: FakeSlurm) -> None:
 
 
 def test_a_command_that_hangs_is_left(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "ASK_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.ask.HEAR_LIMIT_S", 0.2)
     slurm.hangs("sacct")
     slurm.hangs("scontrol")
     record, troubles = ask_record("41")
