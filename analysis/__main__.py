@@ -56,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     scaling.add_argument(
         "--out", type=Path, help="folder to write to; default the one that holds the first run"
     )
+    scaling.add_argument(
+        "--fit", default="all", metavar="LAW",
+        help="law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none",
+    )  # fmt: skip
     scaling.add_argument("--json", action="store_true", help="one object on stdout")
     draw = verbs.add_parser("draw", help="draw a schedule's file, rank x time, to a picture")
     draw.add_argument(
@@ -150,22 +154,14 @@ def _collect(options: argparse.Namespace) -> None:
 
 
 def _scaling(options: argparse.Namespace) -> None:
-    from analysis.efficiency import agreement_rows, kind_of, rows_of
-    from analysis.scaling import study_table, write_study
+    from analysis.scaling import study_answer, study_report, write_study
 
-    study = write_study(options.paths, options.out or options.paths[0].resolve().parent)
-    if not options.json:
-        print(study_table(study.points))
-        print(*study.pictures, study.csv, sep="\n")
+    study = write_study(options.paths, options.out or options.paths[0].resolve().parent, options.fit)
+    if options.json:
+        print(json.dumps(study_answer(study), allow_nan=False))
         return
-    answer = {
-        "scaling": kind_of(study.points),
-        "points": rows_of(study.points),
-        "agreement": agreement_rows(study.points),
-        "pictures": [str(picture) for picture in study.pictures],
-        "csv": str(study.csv),
-    }
-    print(json.dumps(answer, allow_nan=False))
+    print(study_report(study))
+    print(*study.pictures, *study.tables, sep="\n")
 
 
 def _draw(options: argparse.Namespace) -> None:

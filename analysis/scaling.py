@@ -1,67 +1,85 @@
-"""The scaling study: images/s and parallel efficiency over ranks, as a picture and a CSV, from traces of runs."""
+"""The scaling study: its table, pictures and CSVs, from traces of runs."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from analysis.efficiency import Point, agreements, bases_of, kind_of, read_points, rows_of
-from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, save_figure, set_title
-from analysis.units import counted, number, time_unit
+from analysis.efficiency import agreement_rows, base_rows, bases_of, kind_of, rows_of
+from analysis.figure import save_figure
+from analysis.fits import Fit, best_fits, fits_of, why_not_fitted
+from analysis.fits.show import curve_rows, fit_lines, fit_rows
+from analysis.point_reading import read_points
+from analysis.points import Point
+from analysis.rules import Rule, rule_lines, rules_of
+from analysis.scaling_picture import base_words, scaling_figure, title
+from analysis.statistics import Interval
+from analysis.units import Unit, number, time_unit
 from gems.errors import ConfigError
-from gems.trace import SOURCES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
-MARKERS = {"measured": "o", "emulated": "s", "simulated": "^"}
-SOURCE_WORDS = {
-    "measured": "measured",
-    "emulated": "emulated: real messages, timed waits for compute",
-    "simulated": "simulated: a prediction",
-}
+__all__ = ["Study", "scaling_figure", "study_answer", "study_report", "study_table", "title", "write_study"]
 STEM = "scaling"
 PICTURES = (".png", ".pdf")
-MAX_TICKS = 14
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What was read and the files that were written."""
+    """What was read, what was made of it, and the files that were written.
+
+    Attributes:
+        points: by line, ranks and source.
+        fits: by line, the best first.
+        unfitted: why a law was not fitted.
+        rules: what the plot may claim.
+        tables: CSV: of the points, and of the curves of the fits where there are any.
+        pictures: PNG and PDF.
+    """
 
     points: list[Point]
-    csv: Path
+    fits: list[Fit]
+    unfitted: list[str]
+    rules: list[Rule]
+    tables: list[Path]
     pictures: list[Path]
 
+    @property
+    def csv(self) -> Path:
+        """The table of the points."""
+        return self.tables[0]
 
-def write_study(paths: Sequence[Path], out: Path) -> Study:
+
+def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
     """Reads runs, writes scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
 
+    `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv.
+
     Raises:
-        ConfigError: a run that cannot be read, or a folder that cannot be written.
+        ConfigError: a run that cannot be read, a law that has too few points, or a folder that cannot be written.
     """
     points = read_points(paths)
+    fits = fits_of(points, fit)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        table = write_csv(points, out / f"{STEM}.csv")
+        tables = [_write_csv(rows_of(points), out / f"{STEM}.csv")]
+        curves = out / f"{STEM}-fits.csv"
+        if fits:
+            tables.append(_write_csv(curve_rows(fits), curves))
+        else:
+            curves.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError("out", out, f"cannot be written ({error.strerror or error})") from error
-    figure = scaling_figure(points)
+    figure = scaling_figure(points, fits)
     pictures = [out / f"{STEM}{suffix}" for suffix in PICTURES]
     for picture in pictures:
         save_figure(figure, picture)
-    return Study(points, table, pictures)
+    return Study(points, fits, why_not_fitted(points, fit), rules_of(points), tables, pictures)
 
 
-def write_csv(points: Sequence[Point], path: Path) -> Path:
-    """Writes the table of `rows_of`, one line a point, an empty field where a figure is not known."""
-    rows = rows_of(points)
+def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Writes a table, an empty field where a figure is not known."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -69,71 +87,56 @@ def write_csv(points: Sequence[Point], path: Path) -> Path:
     return path
 
 
-def scaling_figure(points: Sequence[Point]) -> Figure:
-    """Builds the picture: images/s above, parallel efficiency below, over ranks.
-
-    One colour a line, one marker a source. A line joins the most real point of each number of ranks, dashed where
-    an end of it is simulated; a dotted line goes on from its base in proportion to the ranks. Bars reach from the slowest to
-    the fastest step. The base of each line is in the legend, with its images/s.
-    """
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    figure, (rate, share) = _panels()
-    bases, kind = bases_of(points), kind_of(points)
-    lines = list(dict.fromkeys(point.line for point in points))
-    for place, line in enumerate(lines):
-        mine = [point for point in points if point.line == line]
-        colour = COLOURS[place % len(COLOURS)]
-        _draw_rates(rate, mine, bases[line], colour, has_ideal=kind != "capability")
-        _draw_shares(share, mine, bases[line], colour)
-    ranks = sorted({point.ranks for point in points})
-    if len(ranks) > 1:
-        rate.set_xscale("log", base=2)
-    rate.set_yscale("log")
-    ticks = ranks if len(ranks) <= MAX_TICKS else ranks[:: -(-len(ranks) // MAX_TICKS)]
-    share.xaxis.set_major_locator(FixedLocator(ticks))
-    share.xaxis.set_minor_locator(NullLocator())
-    share.set_xticks(ticks, [str(rank) for rank in ticks])
-    share.axhline(1.0, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
-    share.set_ylim(0.0, max(1.08, share.get_ylim()[1]))
-    set_title(figure, rate, *title(points))
-    _add_legend(figure, points, lines)
-    return figure
-
-
-def title(points: Sequence[Point]) -> tuple[str, str]:
-    """Gives the headline, which names the kind of scaling, and the line below it."""
-    kind, first = kind_of(points), points[0]
-    kinds = {
-        "strong": f"strong scaling, {first.images_per_step} images a step",
-        "weak": f"weak scaling, {first.images_per_step / first.ranks:g} images a rank",
-        "capability": "capability scaling, the work of an image grows",
-        "comparison": f"schedules on {counted(first.ranks, 'rank')}",
-        "mixed": "scaling, images a step and ranks change apart",
+def study_answer(study: Study) -> dict[str, Any]:
+    """Gives a study as plain data."""
+    return {
+        "scaling": kind_of(study.points),
+        "base": base_rows(study.points),
+        "points": rows_of(study.points),
+        "agreement": agreement_rows(study.points),
+        "fits": fit_rows(study.fits, list(best_fits(study.fits).values())),
+        "unfitted": study.unfitted,
+        "rules": [asdict(rule) for rule in study.rules],
+        "pictures": [str(picture) for picture in study.pictures],
+        "csv": str(study.csv),
+        "tables": [str(table) for table in study.tables],
     }
-    return kinds[kind], _detail(points)
 
 
-def _detail(points: Sequence[Point]) -> str:
-    found = agreements(points)
-    detail = "median step, bars from slowest to fastest, warm-up left out"
-    if not found:
-        return detail
-    low, high = (round(100 * pick(each.error for each in found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
-    return f"{detail}; simulated step times are off by {low:+.1f} to {high:+.1f} % ({counted(len(found), 'point')})"
+def study_report(study: Study) -> str:
+    """Gives what is printed: the table, the fits, and the rules that do not hold."""
+    return "\n".join(
+        [
+            study_table(study.points),
+            *fit_lines(study.fits, list(best_fits(study.fits).values())),
+            *(f"not fitted: {reason}" for reason in study.unfitted),
+            *rule_lines(study.rules),
+        ]
+    )
 
 
 def study_table(points: Sequence[Point]) -> str:
-    """Gives the table for people: a line a point; efficiencies in %."""
+    """Gives the table for people: a line a point with the 95 % interval of its median; efficiencies in %."""
     unit = time_unit([point.step_median_s for point in points])
-    head = ("schedule", "source", "ranks", "images/s", f"step [{unit.name}]", "parallel [%]", "compute [%]")
+    head = (
+        "schedule",
+        "source",
+        "ranks",
+        "images/s",
+        f"step [{unit.name}]",
+        "95 % interval",
+        "p95",
+        "parallel [%]",
+        "compute [%]",
+    )
     rows = [head]
-    for row in rows_of(points):
+    for point, row in zip(points, rows_of(points), strict=True):
         shares = (row["parallel_efficiency"], row["compute_efficiency"])
         rows.append(
             (
                 row["schedule"], row["source"], str(row["ranks"]), number(row["images_per_s"]),
-                unit.show(row["step_median_s"]), *("-" if value is None else f"{100 * value:.1f}" for value in shares),
+                unit.show(row["step_median_s"]), _bounds(point, unit), unit.show(row["step_p95_s"]),
+                *("-" if value is None else f"{100 * value:.1f}" for value in shares),
             )
         )  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -144,92 +147,20 @@ def study_table(points: Sequence[Point]) -> str:
         ).rstrip()
         for row in rows
     ]
-    bases = [f"base of {line}: {_base_words(base)}" for line, base in bases_of(points).items()]
-    return "\n".join([title(points)[0], *shown, *sorted(bases)])
-
-
-def _base_words(base: Point) -> str:
-    return f"{number(base.images_per_s)} images/s on {counted(base.ranks, 'rank')}, {base.source}"
-
-
-def _panels() -> tuple[Figure, tuple[Axes, Axes]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_IN, 7.6), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    rate, share = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    for axes, label in ((rate, "images/s"), (share, "parallel efficiency, of 1")):
-        axes.set_ylabel(label, fontsize=9, color=TEXT_COLOUR)
-        axes.tick_params(labelsize=8, colors=TEXT_COLOUR)
-        axes.grid(True, color="#e5e5e5", linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    share.set_xlabel("ranks", fontsize=9, color=TEXT_COLOUR)
-    return figure, (rate, share)
-
-
-def _draw_rates(axes: Axes, mine: Sequence[Point], base: Point, colour: str, *, has_ideal: bool) -> None:
-    if has_ideal:
-        span = [base.ranks, max(point.ranks for point in mine)]
-        ideal = [base.images_per_s * ranks / base.ranks for ranks in span]
-        axes.plot(span, ideal, color=colour, linewidth=0.8, linestyle=":")
-    _join(axes, [(point, point.images_per_s) for point in _most_real(mine)], colour)
-    for point in mine:
-        slow, fast = (point.images_per_step / pick(point.step_s) for pick in (max, min))
-        reach = [[point.images_per_s - slow], [fast - point.images_per_s]]
-        axes.errorbar(
-            [point.ranks], [point.images_per_s], reach, **_marks(point, colour), capsize=2, elinewidth=0.9
-        )
-
-
-def _draw_shares(axes: Axes, mine: Sequence[Point], base: Point, colour: str) -> None:
-    shares = {point: share for point in mine if (share := point.efficiency(base)) is not None}
-    _join(axes, [(point, shares[point]) for point in _most_real(list(shares))], colour)
-    for point, share in shares.items():
-        axes.plot([point.ranks], [share], **_marks(point, colour))
-
-
-def _join(axes: Axes, places: Sequence[tuple[Point, float]], colour: str) -> None:
-    for (point, value), (after, value_after) in pairwise(places):
-        is_predicted = "simulated" in (point.source, after.source)
-        axes.plot(
-            [point.ranks, after.ranks], [value, value_after],
-            color=colour, linewidth=1.3, linestyle=(0, (4, 2)) if is_predicted else "-",
-        )  # fmt: skip
-
-
-def _most_real(points: Sequence[Point]) -> list[Point]:
-    """Gives one point for each number of ranks, measured before emulated before simulated."""
-    best: dict[int, Point] = {}
-    for point in sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source))):
-        best.setdefault(point.ranks, point)
-    return list(best.values())
-
-
-def _marks(point: Point, colour: str) -> dict[str, Any]:
-    face = "none" if point.source == "simulated" else colour
-    size = 7.0 if point.source == "simulated" else 5.0
-    return {
-        "marker": MARKERS[point.source], "color": colour, "markerfacecolor": face, "markersize": size,
-        "linestyle": "none",
-    }  # fmt: skip
-
-
-def _add_legend(figure: Figure, points: Sequence[Point], lines: Sequence[str]) -> None:
-    from matplotlib.lines import Line2D
-
-    bases = bases_of(points)
-    handles = [
-        Line2D([], [], color=COLOURS[place % len(COLOURS)], label=f"{line} (base {_base_words(bases[line])})")
-        for place, line in enumerate(lines)
-    ]
-    for source in SOURCES:
-        found = next((point for point in points if point.source == source), None)
-        if found is not None:
-            handles.append(Line2D([], [], **_marks(found, "#444444"), label=SOURCE_WORDS[source]))
-    handles.append(
-        Line2D([], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on")
+    bases = [f"base of {line}: {base_words(base)}" for line, base in bases_of(points).items()]
+    note = (
+        ["a to b: fewer than 6 steps, so their range and no interval"] if any(map(_is_range, points)) else []
     )
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
+    return "\n".join([title(points)[0], *shown, *note, *sorted(bases)])
+
+
+def _is_range(point: Point) -> bool:
+    return point.step_interval_s.is_range and not point.is_deterministic
+
+
+def _bounds(point: Point, unit: Unit) -> str:
+    """Gives an interval as `a-b`, a range as `a to b`, and nothing where steps are all alike, as on paper."""
+    step: Interval = point.step_interval_s
+    if point.is_deterministic:
+        return "-"
+    return f"{unit.show(step.low)}{' to ' if step.is_range else '-'}{unit.show(step.high)}"

@@ -14,8 +14,11 @@ import pytest
 import yaml
 
 from analysis.__main__ import main
-from analysis.efficiency import Point, agreements, bases_of, kind_of, read_point, read_points, rows_of
-from analysis.scaling import scaling_figure, study_table, title, write_study
+from analysis.efficiency import agreements, bases_of, kind_of, rows_of
+from analysis.point_reading import read_point, read_points
+from analysis.points import Point
+from analysis.scaling import study_table, write_study
+from analysis.scaling_picture import scaling_figure, title
 from gems.config import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
@@ -242,7 +245,7 @@ def test_the_picture_tells_sources_apart_and_states_the_base(write: Write) -> No
         "simulated: a prediction",
         "ideal, from the base on",
     ]
-    marked = [line for line in share.lines if line.get_marker() not in ("None", "")]
+    marked = [line for line in share.lines if line.get_marker() in ("o", "s", "^")]
     assert [(line.get_marker(), *line.get_xdata()) for line in marked] == [
         ("o", 4), ("s", 4), ("s", 8), ("^", 8), ("^", 32)
     ]  # fmt: skip
@@ -275,9 +278,12 @@ def test_the_command_prints_table_and_paths(
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert err == "" and lines[0] == "weak scaling, 4 images a rank"
-    assert lines[2].split() == ["1f1b", "emulated", "4", "533", "30.0", "100.0", "80.0"]
-    assert lines[4] == "base of 1f1b: 533 images/s on 4 ranks, emulated"
-    assert lines[5:] == [str(tmp_path / f"scaling.{kind}") for kind in ("png", "pdf", "csv")]
+    assert lines[2].split() == ["1f1b", "emulated", "4", "533", "30.0", "30.0", "to", "30.0", "30.0", "100.0", "80.0"]
+    assert lines[4] == "a to b: fewer than 6 steps, so their range and no interval"
+    assert lines[5] == "base of 1f1b: 533 images/s on 4 ranks, emulated"
+    assert lines[6].startswith("not fitted: a fit needs points on 3 numbers of ranks of one source")
+    assert [line.split(",")[0] for line in lines[7:-3]] == ["rule 5", "rule 9", "rule 11", "rule 13"]
+    assert lines[-3:] == [str(tmp_path / f"scaling.{kind}") for kind in ("png", "pdf", "csv")]
     assert main(["scaling", *runs, "--out", str(tmp_path / "o"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["scaling"], len(answer["points"]), answer["agreement"]) == ("weak", 2, [])
@@ -288,6 +294,7 @@ def test_the_command_prints_table_and_paths(
 def test_the_table_has_a_dash_where_nothing_is_known(write: Write) -> None:
     table = study_table(read_points([write(), write(partitions=8, model={"depth": 56})]))
     assert table.splitlines()[3].split()[-2:] == ["-", "-"]
+    assert "  -  " in study_table(read_points([write(source="simulated")])).splitlines()[2]
 
 
 def test_bad_input_is_one_line(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,145 @@
+"""Statistics of repeated measurements: bootstrap intervals, percentiles and means of rates.
+
+Nothing here takes values to be normal. Values are taken to be independent of each other, which steps of one run are
+only by and large: repetitions as jobs of their own say more than as many further steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gems.errors import ConfigError
+
+LEVEL = 0.95
+NUM_DRAWS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A value between its bounds.
+
+    Attributes:
+        low: lower bound.
+        value: the estimate.
+        high: upper bound.
+        is_range: the bounds are the least and the largest value, as there are too few for an interval.
+        level: the share of cases in which such an interval holds the true value; of a range it says nothing.
+    """
+
+    low: float
+    value: float
+    high: float
+    is_range: bool = False
+    level: float = LEVEL
+
+    @property
+    def relative_half_width(self) -> float:
+        """Half of what lies between the bounds, over the value."""
+        return (self.high - self.low) / (2.0 * abs(self.value)) if self.value else np.inf
+
+    def overlaps(self, other: Interval) -> bool:
+        """Tells whether the two have a value in common."""
+        return self.low <= other.high and other.low <= self.high
+
+
+def fewest_values(level: float = LEVEL) -> int:
+    """Gives how many values an interval of the median needs: 6 for 95 %.
+
+    The least and the largest of n values hold the median between them in all but 2^(1 - n) of cases, whatever the
+    distribution; with fewer values than this nothing that lies between them reaches the level.
+
+    Raises:
+        ConfigError: a level that is no share between 0 and 1.
+    """
+    if not 0.0 < level < 1.0:
+        raise ConfigError("level", level, "allowed: above 0 and below 1")
+    return 1 + int(np.ceil(np.log2(1.0 / (1.0 - level)) - 1e-9))
+
+
+def median_draws(
+    values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAWS, seed: int = 0
+) -> np.ndarray:
+    """Gives medians of resamples of `values`, shape (num_draws,), in the unit of the values.
+
+    A resample's median is an order statistic of it, or the mean of two, so the places of these among the sorted
+    values are drawn, from their beta distribution. That is exactly the bootstrap of the median (Efron 1979), at a cost
+    that does not grow with the number of values.
+
+    Raises:
+        ConfigError: no value.
+    """
+    ordered = _sorted(values)
+    count, rng = len(ordered), np.random.default_rng(seed)
+    upper = count // 2 + 1  # of 1..count
+    lower = upper - 1 if count % 2 == 0 else upper
+    first = rng.beta(lower, count - lower + 1, num_draws)
+    last = first if lower == upper else first + (1.0 - first) * rng.beta(1.0, count - lower, num_draws)
+    places = [np.minimum((share * count).astype(int), count - 1) for share in (first, last)]
+    drawn: np.ndarray = (ordered[places[0]] + ordered[places[1]]) / 2.0
+    return drawn
+
+
+def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, seed: int = 0) -> Interval:
+    """Gives the median with its bootstrap interval: the percentiles of the medians of resamples.
+
+    With fewer than `fewest_values` the bounds are the least and the largest value, and `is_range` says so.
+
+    Raises:
+        ConfigError: no value, or a level that is no share between 0 and 1.
+    """
+    ordered = _sorted(values)
+    if len(ordered) < fewest_values(level):
+        return Interval(float(ordered[0]), float(np.median(ordered)), float(ordered[-1]), True, level)
+    return interval_of(median_draws(ordered, seed=seed), float(np.median(ordered)), level)
+
+
+def interval_of(draws: np.ndarray, value: float, level: float = LEVEL) -> Interval:
+    """Gives an estimate with the percentiles of its draws as bounds, which are widened to hold it where they do not."""
+    percents = [50 * (1 - level), 50 * (1 + level)]
+    if np.isfinite(draws).all():
+        low, high = (float(edge) for edge in np.percentile(draws, percents))
+    else:  # nothing lies between a number and infinity
+        low, high = (float(edge) for edge in np.percentile(draws, percents, method="nearest"))
+    return Interval(min(low, value), value, max(high, value), False, level)
+
+
+def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
+    """Gives a percentile, linear between neighbours.
+
+    Raises:
+        ConfigError: no value.
+    """
+    return float(np.percentile(_sorted(values), percent))
+
+
+def harmonic_mean(rates: Sequence[float] | np.ndarray) -> float:
+    """Gives the mean of rates over equal work: that of their costs, as a rate.
+
+    Raises:
+        ConfigError: no value, or one that is not positive.
+    """
+    ordered = _sorted(rates)
+    if ordered[0] <= 0.0:
+        raise ConfigError("rates", float(ordered[0]), "allowed: above 0")
+    return float(1.0 / np.mean(1.0 / ordered))
+
+
+def further_values(interval: Interval, count: int, relative_half_width: float) -> int:
+    """Gives how many values more it would take, about, to bring an interval from `count` values to a half width.
+
+    The width falls with the square root of the count. Of a range it gives what an interval needs at all.
+    """
+    if interval.is_range:
+        return max(1, fewest_values(interval.level) - count)
+    share = interval.relative_half_width / relative_half_width
+    return max(0, int(np.ceil(count * (share * share - 1.0))))
+
+
+def _sorted(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    ordered = np.sort(np.asarray(values, dtype=float))
+    if not len(ordered):
+        raise ConfigError("values", "none", "at least one value is needed")
+    return ordered
