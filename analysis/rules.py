@@ -181,21 +181,16 @@ def _documentation(points: Sequence[Point]) -> Finding:
             False,
             f"the code differed from its commit {torn[0]}; commit it, or keep each run's provenance/ with the figure",
         )
-    mixed = [line for line in bases_of(points) if len(_versions(points, line)) > len(_sources(points, line))]
-    if mixed:
-        return (
-            False,
-            f"points of {_named(mixed)} were run by different versions of the libraries; run all by the same",
-        )
+    for source in SOURCES:
+        versions = {each for point in points if point.source == source for each in point.setting.versions}
+        names = [each.split(" ")[0] for each in versions]
+        mixed = sorted({name for name in names if names.count(name) > 1})
+        if mixed:
+            return (
+                False,
+                f"{source} points were run by different versions of {_named(mixed)}; run all by the same",
+            )
     return True, "traces hold configuration, commit, versions and hosts; each run's folder holds the rest"
-
-
-def _versions(points: Sequence[Point], line: str) -> set[tuple[str, ...]]:
-    return {point.setting.versions for point in points if point.line == line}
-
-
-def _sources(points: Sequence[Point], line: str) -> set[str]:
-    return {point.source for point in points if point.line == line}
 
 
 def _summary(points: Sequence[Point]) -> Finding:

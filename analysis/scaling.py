@@ -10,7 +10,7 @@ from typing import Any
 
 from analysis.efficiency import agreement_rows, base_rows, bases_of, kind_of, rows_of
 from analysis.figure import save_figure
-from analysis.fits import Fit, best_fits, fits_of, why_not_fitted
+from analysis.fits import Fit, fits_of, why_not_fitted
 from analysis.fits.show import curve_rows, fit_lines, fit_rows
 from analysis.point_reading import read_points
 from analysis.points import Point
@@ -89,12 +89,14 @@ def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 def study_answer(study: Study) -> dict[str, Any]:
     """Gives a study as plain data."""
+    kind = kind_of(study.points)
     return {
-        "scaling": kind_of(study.points),
+        "scaling": kind,
+        "kind": kind,
         "base": base_rows(study.points),
         "points": rows_of(study.points),
         "agreement": agreement_rows(study.points),
-        "fits": fit_rows(study.fits, list(best_fits(study.fits).values())),
+        "fits": fit_rows(study.fits),
         "unfitted": study.unfitted,
         "rules": [asdict(rule) for rule in study.rules],
         "pictures": [str(picture) for picture in study.pictures],
@@ -108,7 +110,7 @@ def study_report(study: Study) -> str:
     return "\n".join(
         [
             study_table(study.points),
-            *fit_lines(study.fits, list(best_fits(study.fits).values())),
+            *fit_lines(study.fits),
             *(f"not fitted: {reason}" for reason in study.unfitted),
             *rule_lines(study.rules),
         ]

@@ -198,7 +198,7 @@ def _add_legend(
         Line2D([], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on")
     )
     if best:
-        words = ", ".join(f"{line}: {fit.law}" for line, fit in best.items())
+        words = ", ".join(f"{line}: {fit.law}" for line, fit in sorted(best.items()))
         handles += [
             Line2D([], [], color="#444444", linewidth=FIT_WIDTH, linestyle="-.", label=f"best fit ({words})"),
             Patch(

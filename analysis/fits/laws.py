@@ -82,7 +82,9 @@ def _amdahl_parameters(coefficients: np.ndarray) -> Parameters:
 
 def _usl_parameters(coefficients: np.ndarray) -> Parameters:
     parallel, contended, coherent = coefficients.T
-    whole = parallel + contended
+    whole = np.maximum(
+        parallel + contended, 1e-12 * coherent
+    )  # nothing but coherence: far from one rank it may seem so
     sigma, kappa = contended / whole, coherent / whole
     with np.errstate(divide="ignore", invalid="ignore"):
         peak = np.where(kappa > 0.0, np.sqrt(np.maximum(1.0 - sigma, 0.0) / kappa), np.inf)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 Subset = tuple[int, ...]
 _TINY = 1e-12
+_AT_ONCE = 64
 
 
 def fit_columns(design: np.ndarray, subsets: Sequence[Subset], targets: np.ndarray) -> np.ndarray:
@@ -51,19 +52,33 @@ def _best(
     sizes = np.linalg.norm(targets, axis=1)
     lowest = np.full(len(targets), np.inf)
     found = np.zeros((len(targets), design.shape[1]))
-    for subset, handicap in zip(subsets, handicaps, strict=True):
-        chosen = list(subset)
-        mine = columns[:, chosen]
+    rows = np.arange(len(targets))
+    for group in _groups(subsets):
+        chosen = np.array([subsets[place] for place in group])  # (subsets, taken)
+        mine = np.moveaxis(columns[:, chosen], 0, 1)  # (subsets, values, taken)
         inverse = np.linalg.pinv(mine)
-        coefficients = targets @ inverse.T
-        missed = targets - coefficients @ mine.T
+        coefficients = targets @ np.swapaxes(inverse, 1, 2)  # (subsets, targets, taken)
+        missed = targets - coefficients @ np.swapaxes(mine, 1, 2)
         if is_left_out:
-            missed = missed / np.maximum(1.0 - np.einsum("ij,ji->i", mine, inverse), _TINY)
+            leverage = np.einsum("sij,sji->si", mine, inverse)
+            missed /= np.maximum(1.0 - leverage, _TINY)[:, None, :]
         # Below the floor a difference is rounding, and the subset with the smaller handicap is taken.
-        error = handicap * np.maximum(np.linalg.norm(missed, axis=1), 1e-9 * sizes)
-        is_better = (error < lowest) & (coefficients >= -_TINY * sizes[:, None]).all(axis=1)
-        lowest[is_better] = error[is_better]
-        found[is_better] = 0.0
-        found[np.ix_(is_better, chosen)] = np.maximum(coefficients[is_better], 0.0)
+        errors = np.maximum(np.linalg.norm(missed, axis=2), 1e-9 * sizes)
+        errors *= np.array([handicaps[place] for place in group])[:, None]
+        errors[(coefficients < -_TINY * sizes[:, None]).any(axis=2)] = np.inf
+        best = errors.argmin(axis=0)
+        is_better = errors[best, rows] < lowest
+        place, row = best[is_better], rows[is_better]
+        lowest[row] = errors[place, row]
+        found[row] = 0.0
+        found[row[:, None], chosen[place]] = np.maximum(coefficients[place, row], 0.0)
     scaled: np.ndarray = found / scales
     return scaled
+
+
+def _groups(subsets: Sequence[Subset]) -> Iterator[list[int]]:
+    """Gives places of subsets of one size in their order, some at a time so that the arrays stay small."""
+    for size in sorted({len(subset) for subset in subsets}):
+        places = [place for place, subset in enumerate(subsets) if len(subset) == size]
+        for start in range(0, len(places), _AT_ONCE):
+            yield places[start : start + _AT_ONCE]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from analysis.fits.choice import best_fits
 from analysis.fits.fit import Fit
 from analysis.statistics import Interval
 from analysis.units import number
@@ -15,14 +16,15 @@ from analysis.units import number
 NUM_CURVE_POINTS = 41
 
 
-def fit_rows(fits: Sequence[Fit], best: Sequence[Fit]) -> list[dict[str, Any]]:
+def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     """Gives fits as plain data; a parameter that is infinite (a peak that never comes) is None."""
+    best = best_fits(fits)
     return [
         {
             "schedule": fit.line,
             "source": fit.source,
             "name": fit.law,
-            "is_best": any(fit is each for each in best),
+            "is_best": fit is best[fit.line],
             "formula": fit.formula,
             "parameters": {name: _finite(bounds.value) for name, bounds in fit.parameters.items()},
             "intervals": {
@@ -76,12 +78,16 @@ def curve_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     ]
 
 
-def fit_lines(fits: Sequence[Fit], best: Sequence[Fit]) -> list[str]:
-    """Gives a line a fit: parameters with their intervals, errors, and how far it may be asked; the best are marked."""
-    return [
-        f"{'best fit' if any(fit is each for each in best) else 'fit'} of {fit.line}: {_words(fit)}"
-        for fit in fits
-    ]
+def fit_lines(fits: Sequence[Fit]) -> list[str]:
+    """Gives the best fit of each line, with intervals, errors and how far it may be asked, and beside it the others."""
+    lines = []
+    for line, best in sorted(best_fits(fits).items()):
+        lines.append(f"best fit of {line}: {_words(best)}")
+        others = [fit for fit in fits if fit.line == line and fit is not best]
+        if others:
+            shown = ", ".join(f"{fit.law} by {100 * fit.error:.1f} %" for fit in others)
+            lines.append(f"  without a point the others miss it: {shown}")
+    return lines
 
 
 def _words(fit: Fit) -> str:
@@ -89,9 +95,8 @@ def _words(fit: Fit) -> str:
     r2 = "" if fit.r2 is None else f", R2 {fit.r2:.3f}"
     largest = max(abs(residual.relative) for residual in fit.residuals)
     return (
-        f"{fit.law}, {shown}; {fit.source}, {fit.first_ranks} to {fit.last_ranks} ranks, largest residual "
-        f"{100 * largest:.1f} %{r2}, off by {100 * fit.error:.1f} % where a point is left out; "
-        f"holds to {fit.limit_ranks} ranks at most"
+        f"{fit.law}, {shown}; {fit.source}, {fit.first_ranks} to {fit.last_ranks} ranks, not to be asked beyond "
+        f"{fit.limit_ranks}; largest residual {100 * largest:.1f} %{r2}, misses a point by {100 * fit.error:.1f} % without it"
     )
 
 

@@ -278,7 +278,19 @@ def test_the_command_prints_table_and_paths(
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert err == "" and lines[0] == "weak scaling, 4 images a rank"
-    assert lines[2].split() == ["1f1b", "emulated", "4", "533", "30.0", "30.0", "to", "30.0", "30.0", "100.0", "80.0"]
+    assert lines[2].split() == [
+        "1f1b",
+        "emulated",
+        "4",
+        "533",
+        "30.0",
+        "30.0",
+        "to",
+        "30.0",
+        "30.0",
+        "100.0",
+        "80.0",
+    ]
     assert lines[4] == "a to b: fewer than 6 steps, so their range and no interval"
     assert lines[5] == "base of 1f1b: 533 images/s on 4 ranks, emulated"
     assert lines[6].startswith("not fitted: a fit needs points on 3 numbers of ranks of one source")

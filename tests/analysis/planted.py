@@ -1,0 +1,61 @@
+"""Made-up points and series, whose laws are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from analysis.fits import Series
+from analysis.points import Point, Setting
+from analysis.statistics import median_draws
+
+KNOWN = Setting(commits=("abc",), versions=("gems 0.1", "numpy 2"), num_warmup_steps=1)
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def point(ranks: int = 4, step_s: Sequence[float] = (1.0,) * 8, **fields: Any) -> Point:
+    """Gives a measured point of weak scaling, 4 images a rank, documented as it should be."""
+    values: dict[str, Any] = {
+        "line": "1f1b",
+        "source": "measured",
+        "ranks": ranks,
+        "partitions": min(ranks, 4),
+        "replicas": max(1, ranks // 4),
+        "micro_batches": 8,
+        "images_per_step": 4 * ranks,
+        "problem": ("resnet", 3, 1024),
+        "work_s": None,
+        "step_s": tuple(step_s),
+        "signatures": ("s",),
+        "setting": KNOWN,
+    }
+    return Point(**(values | fields))
+
+
+def noisy(step_s: float, count: int = 20, noise: float = 0.01, seed: int = 0) -> tuple[float, ...]:
+    """Gives step times around a median, spread by `noise`."""
+    rng = np.random.default_rng([seed, round(step_s * 1e6)])
+    return tuple(step_s * np.exp(noise * rng.standard_normal(count)))
+
+
+def series(
+    costs_s: Sequence[float] | np.ndarray,
+    noise: float = 0.0,
+    num_steps: int = 1,
+    seed: int = 0,
+    ranks: Sequence[int] = RANKS,
+) -> Series:
+    """Gives a series around planted costs of an image: medians of `num_steps` steps, each off by `noise`."""
+    rng = np.random.default_rng(seed)
+    steps_s = np.asarray(costs_s)[:, None] * np.exp(noise * rng.standard_normal((len(ranks), num_steps)))
+    medians_s = np.median(steps_s, axis=1)
+    draws = [median_draws(mine, 500, seed=place) for place, mine in enumerate(steps_s)]
+    return Series(
+        "1f1b",
+        "measured",
+        np.array(ranks, dtype=float),
+        medians_s,
+        np.stack([np.log(mine / median) for mine, median in zip(draws, medians_s, strict=True)], axis=1),
+    )
