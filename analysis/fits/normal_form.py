@@ -42,10 +42,15 @@ class Term:
 
 
 COLUMNS = tuple(Term(power, logarithm) for power in POWERS for logarithm in LOGARITHMS)
-_SUBSETS: tuple[Subset, ...] = tuple(
-    (0, *terms) for size in (0, 1, 2) for terms in combinations(range(1, len(COLUMNS)), size)
-)
-_HANDICAPS = tuple(HANDICAP ** (len(subset) - 1) for subset in _SUBSETS)
+
+
+def _subsets(num_terms: int) -> tuple[Subset, ...]:
+    places = range(1, len(COLUMNS))
+    return tuple((0, *terms) for size in range(num_terms + 1) for terms in combinations(places, size))
+
+
+_SUBSETS = tuple(_subsets(num_terms) for num_terms in (0, 1, 2))
+_HANDICAPS = tuple(HANDICAP ** (len(subset) - 1) for subset in _SUBSETS[2])
 
 
 def design_of_terms(ranks: np.ndarray) -> np.ndarray:
@@ -56,9 +61,13 @@ def design_of_terms(ranks: np.ndarray) -> np.ndarray:
 def choose_terms(ranks: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Gives coefficients of all terms, shape (num_fits, num_terms), of which at most two are not 0 beside the constant.
 
-    Terms are those that best predict each value from the others; every fit chooses its own.
+    Terms are those that best predict each value from the others; every fit chooses its own. A term uses up two
+    values, for its coefficient and its exponents, so that fewer than six have one term at most.
     """
-    return choose_columns(design_of_terms(ranks) * weights[:, None], _SUBSETS, values * weights, _HANDICAPS)
+    subsets = _SUBSETS[min(2, max(0, len(ranks) - 2) // 2)]
+    return choose_columns(
+        design_of_terms(ranks) * weights[:, None], subsets, values * weights, _HANDICAPS[: len(subsets)]
+    )
 
 
 def term_values(coefficients: np.ndarray, ranks: np.ndarray) -> np.ndarray:

@@ -40,14 +40,14 @@ def test_a_law_without_noise_is_found_exactly(law: str) -> None:
 @pytest.mark.parametrize(("noise", "num_steps"), [(0.02, 1), (0.05, 12)])
 @pytest.mark.parametrize("law", ["amdahl", "gustafson", "usl"])
 def test_intervals_hold_planted_parameters_under_noise(law: str, noise: float, num_steps: int) -> None:
-    """Of 40 studies about 38 should; half of the parameters' error may come from the steps, or all from the runs."""
+    """Of 30 studies about 28 should; half of the parameters' error may come from the steps, or all from the runs."""
     costs_s, expected = PLANTED[law]
     held = {name: 0 for name in expected}
-    for seed in range(40):
+    for seed in range(30):
         found = fit_law(LAWS[law], series(costs_s, noise, num_steps, seed), seed).parameters
         for name, value in expected.items():
             held[name] += found[name].low <= value <= found[name].high
-    assert min(held.values()) >= 34, held
+    assert min(held.values()) >= 25, held
 
 
 def test_the_normal_form_predicts_where_it_cannot_tell_terms_apart() -> None:
@@ -67,6 +67,8 @@ def test_two_terms_are_found_where_there_are_two_and_none_where_there_is_nothing
     two = 1.0 + 0.2 * np.log2(ranks) + 1e-4 * ranks**1.5
     (found,) = choose_terms(ranks, 1.0 / two, two[None])
     assert {COLUMNS[place].name for place in np.flatnonzero(found)} == {"", "log2(p)", "p^(3/2)"}
+    (found,) = choose_terms(ranks[::2], 1.0 / two[::2], two[None, ::2])  # five points do not bear two terms
+    assert np.count_nonzero(found[1:]) == 1
     flat = np.exp(0.02 * np.random.default_rng(1).standard_normal((20, 10)))
     chosen = choose_terms(ranks, np.ones(10), flat)
     assert np.mean((chosen[:, 1:] > 0).any(axis=1)) < 0.5
