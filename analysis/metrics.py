@@ -8,6 +8,7 @@ import numpy as np
 
 from analysis.events import COMPUTE, USEFUL, of_kinds, ranks_written
 from analysis.run_facts import RunFacts, facts_of
+from analysis.statistics import median_interval, percentile
 from gems.trace import STREAMS, Trace
 
 NS = 1e-9
@@ -27,6 +28,8 @@ class Metrics:
             attempt.
         images_per_s: `num_images` over `time_s`.
         step_median_s: median of the step times, see `step_times_s`.
+        step_low_s: lower bound of its 95 % interval; of fewer than 6 steps the least step time.
+        step_high_s: upper bound of the same; of fewer than 6 steps the largest step time.
         step_p95_s: 95th percentile of the same, linear between neighbours.
         busy_s: time in F, B, I, W and R on the compute stream; None for a rank without events.
         bubble_measured: 1 - sum(busy_s) / (world size x time_s), from what the trace's `source` says.
@@ -48,6 +51,8 @@ class Metrics:
     time_s: float | None
     images_per_s: float | None
     step_median_s: float | None
+    step_low_s: float | None
+    step_high_s: float | None
     step_p95_s: float | None
     busy_s: tuple[float | None, ...]
     bubble_measured: float | None
@@ -79,14 +84,17 @@ def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
     busy_s = _times_s(trace, events, COMPUTE)
     forward_s, backward_s = stage_mean_s(events, "F"), backward_mean_s(events)
     samples = trace.samples
+    step = median_interval(step_s) if len(step_s) else None
     return Metrics(
         num_steps=len(counted),
         num_warmup_steps=len(steps) - len(counted),
         num_images=num_images,
         time_s=time_s,
         images_per_s=num_images / time_s if time_s else None,
-        step_median_s=float(np.median(step_s)) if len(step_s) else None,
-        step_p95_s=float(np.percentile(step_s, 95)) if len(step_s) else None,
+        step_median_s=None if step is None else step.value,
+        step_low_s=None if step is None else step.low,
+        step_high_s=None if step is None else step.high,
+        step_p95_s=percentile(step_s, 95) if len(step_s) else None,
         busy_s=busy_s,
         bubble_measured=None if (share := _share(busy_s, time_s)) is None else 1.0 - share,
         efficiency=_share(_times_s(trace, events, USEFUL), time_s),

@@ -107,6 +107,13 @@ class Point:
         return self.images_per_step / self.step_median_s
 
     @property
+    def images_per_s_interval(self) -> Interval:
+        """Images/s with the bounds that follow from those of the step time."""
+        step = self.step_interval_s
+        low, high = (self.images_per_step / bound for bound in (step.high, step.low))
+        return Interval(low, self.images_per_s, high, step.is_range, step.level)
+
+    @property
     def images_per_s_mean(self) -> float:
         """Harmonic mean of the steps' images/s: all images over all time."""
         return harmonic_mean(self.images_per_step / np.asarray(self.step_s))

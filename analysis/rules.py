@@ -130,20 +130,12 @@ def _comparisons(points: Sequence[Point]) -> Finding:
     alike = [
         f"{point.line} and {other.line} on {counted(point.ranks, 'rank')}"
         for point, other in pairs
-        if not (point.is_deterministic and other.is_deterministic) and _is_alike(point, other)
+        if not (point.is_deterministic and other.is_deterministic)
+        and point.images_per_s_interval.overlaps(other.images_per_s_interval)
     ]
     if alike:
         return False, f"intervals of {_named(alike)} overlap; call neither faster, or measure more steps"
     return True, "where two lines differ on as many ranks, their intervals do not overlap"
-
-
-def _is_alike(point: Point, other: Point) -> bool:
-    """Tells whether the intervals of two points' images/s overlap."""
-    step, its = point.step_interval_s, other.step_interval_s
-    return (
-        step.low / point.images_per_step <= its.high / other.images_per_step
-        and its.low / other.images_per_step <= step.high / point.images_per_step
-    )
 
 
 def _tails(points: Sequence[Point]) -> Finding:

@@ -129,11 +129,7 @@ def _draw_rates(axes: Axes, mine: Sequence[Point], base: Point, colour: str, kin
         axes.plot(span, ideal, color=colour, linewidth=0.8, linestyle=":")
     _join(axes, [(point, point.images_per_s) for point in most_real(mine)], colour, kind)
     for point in mine:
-        step = point.step_interval_s
-        bounds = Interval(
-            point.images_per_step / step.high, point.images_per_s, point.images_per_step / step.low
-        )
-        _draw_bars(axes, point, bounds, colour)
+        _draw_bars(axes, point, point.images_per_s_interval, colour)
 
 
 def _draw_shares(axes: Axes, mine: Sequence[Point], base: Point, colour: str, kind: str) -> None:

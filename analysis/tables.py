@@ -9,7 +9,8 @@ from typing import Any
 
 from analysis.metrics import Metrics
 from analysis.run_facts import facts_of
-from analysis.units import UNKNOWN, bytes_unit, counted, number, time_unit
+from analysis.statistics import fewest_values
+from analysis.units import UNKNOWN, Unit, bytes_unit, counted, number, time_unit
 from gems.trace import Trace
 
 MAX_RANK_ROWS = 16
@@ -94,10 +95,24 @@ def _speed_rows(metrics: Metrics, source: str) -> list[Row]:
         ("steps", f"{metrics.num_steps}{left_out}"),
         ("images/s", UNKNOWN if metrics.images_per_s is None else number(metrics.images_per_s)),
         (f"step time, median [{unit.name}]", unit.show(metrics.step_median_s)),
+        *_interval_row(metrics, unit),
         (f"step time, 95th percentile [{unit.name}]", unit.show(metrics.step_p95_s)),
         (f"bubble, {source} [%]", _percent(metrics.bubble_measured)),
         ("bubble, by formula [%]", _percent(metrics.bubble_formula)),
         *_recompute_row(metrics, source),
+    ]
+
+
+def _interval_row(metrics: Metrics, unit: Unit) -> list[Row]:
+    """Gives the interval of the median, or of few steps their range; nothing where all steps are alike."""
+    if metrics.step_low_s == metrics.step_high_s:
+        return []
+    name = "median's 95 % interval" if metrics.num_steps >= fewest_values() else "fastest to slowest"
+    return [
+        (
+            f"step time, {name} [{unit.name}]",
+            f"{unit.show(metrics.step_low_s)} to {unit.show(metrics.step_high_s)}",
+        )
     ]
 
 

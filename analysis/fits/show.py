@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from analysis.fits.choice import best_fits
-from analysis.fits.fit import Fit
+from analysis.fits.fit import MAX_EXTRAPOLATION, Fit
 from analysis.statistics import Interval
 from analysis.units import number
 
@@ -39,6 +39,7 @@ def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
                 }
                 for residual in fit.residuals
             ],
+            "extrapolation": [_asked(fit, fit.last_ranks * times) for times in (2, MAX_EXTRAPOLATION)],
             "r2": fit.r2,
             "error": fit.error,
             "first_ranks": fit.first_ranks,
@@ -47,6 +48,16 @@ def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
         }
         for fit in fits
     ]
+
+
+def _asked(fit: Fit, ranks: int) -> dict[str, float]:
+    cost_s = fit.cost_s(ranks)
+    return {
+        "ranks": ranks,
+        "rank_s_per_image": cost_s.value,
+        "rank_s_per_image_low": cost_s.low,
+        "rank_s_per_image_high": cost_s.high,
+    }
 
 
 def curve_ranks(fit: Fit) -> np.ndarray:

@@ -180,6 +180,17 @@ def test_table_has_accuracy_with_the_majority_beside_it(simulate: Simulate) -> N
     assert summary_dict(metrics_of(trace), trace)["validation_accuracy"] == 0.912
 
 
+def test_table_has_the_interval_of_the_median_or_the_range_of_few_steps(simulate: Simulate) -> None:
+    trace = simulate(name="1f1b", source="measured", steps=9)
+    assert "fastest" not in summary_table(metrics_of(trace), trace, {})  # all steps are alike
+    trace.steps["end_ns"] += np.arange(9) ** 2 * 10_000
+    shown = summary_table(metrics_of(trace), trace, {})
+    assert "step time, median's 95 % interval [ms]  33.0 to 33.2" in shown and "fastest" not in shown
+    trace.steps = trace.steps[:4]
+    shown = summary_table(metrics_of(trace), trace, {})
+    assert "step time, fastest to slowest [ms]" in shown and "interval" not in shown
+
+
 @pytest.mark.parametrize("source", ["emulated", "simulated"])
 def test_a_prediction_is_never_called_measured(simulate: Simulate, source: str) -> None:
     trace = simulate(partitions=2, source=source)

@@ -138,6 +138,7 @@ def test_times_of_overlapping_steps_add_up_to_the_whole() -> None:
     assert metrics.time_s == pytest.approx(times_s.sum())
     assert metrics.step_median_s == pytest.approx(0.100)
     assert metrics.step_p95_s == pytest.approx(np.percentile(times_s, 95))
+    assert (metrics.step_low_s, metrics.step_high_s) == pytest.approx((0.080, 0.110))
 
 
 def test_stage_costs_are_medians_of_a_stage_and_mean_over_stages() -> None:
@@ -168,6 +169,7 @@ def test_a_rank_without_events_is_unknown_not_idle() -> None:
 def assert_no_times(metrics: Metrics) -> None:
     """Holds that every figure of time is None."""
     assert (metrics.time_s, metrics.images_per_s, metrics.step_median_s, metrics.step_p95_s) == (None,) * 4
+    assert (metrics.step_low_s, metrics.step_high_s) == (None, None)
     assert (metrics.bubble_measured, metrics.bubble_formula, metrics.forward_s, metrics.backward_s) == (
         None,
     ) * 4

@@ -100,6 +100,7 @@ def test_fits_are_plain_data_and_lines() -> None:
     low, high = rows[0]["intervals"]["serial_fraction"]
     assert low <= 0.01 <= high and rows[0]["limit_ranks"] == 32
     assert [residual["ranks"] for residual in rows[0]["residuals"]] == [1, 2, 4, 8]
+    assert [asked["ranks"] for asked in rows[0]["extrapolation"]] == [16, 32]
     usl = next(row for row in rows if row["name"] == "usl")
     assert usl["intervals"]["peak_ranks"][1] is None  # no peak is a possibility here
     best, others = fit_lines(fits)
