@@ -59,6 +59,7 @@ def read_point(path: Path) -> Point:
         signatures=(str(attributes.get("signature", "")),),
         num_images=int(counted["images"].sum()),
         setting=_setting(attributes, len(steps) - len(counted)),
+        run_steps=(len(counted),),
     )
 
 
@@ -73,7 +74,7 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
     pooled: dict[Point, Point] = {}
     for path in paths:
         read = read_point(path)
-        place = replace(read, step_s=(), signatures=(), num_images=None, setting=Setting())
+        place = replace(read, step_s=(), signatures=(), num_images=None, setting=Setting(), run_steps=())
         known = pooled.get(place)
         pooled[place] = read if known is None else _together(known, read)
     points = list(pooled.values())
@@ -94,6 +95,7 @@ def _together(point: Point, other: Point) -> Point:
         signatures=point.signatures + other.signatures,
         num_images=(point.num_images or 0) + (other.num_images or 0),
         setting=point.setting.with_(other.setting),
+        run_steps=point.run_steps + other.run_steps,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class Point:
         signatures: of the runs.
         num_images: images of all these steps together; `images_per_step` for each where it is not told.
         setting: how the runs were taken.
+        run_steps: how many of the step times are of each run; all of one run where it is not told.
     """
 
     line: str
@@ -80,6 +82,7 @@ class Point:
     signatures: tuple[str, ...]
     num_images: int | None = None
     setting: Setting = field(default_factory=Setting)
+    run_steps: tuple[int, ...] = ()
 
     @property
     def step_median_s(self) -> float:
@@ -90,6 +93,13 @@ class Point:
     def step_interval_s(self) -> Interval:
         """Median of the step times with its 95 % interval; with fewer than 6 steps their range."""
         return median_interval(self.step_s)
+
+    @property
+    def run_intervals_s(self) -> tuple[Interval, ...]:
+        """Medians of the step times of each run by itself, with their intervals."""
+        ends = list(accumulate(self.run_steps or (len(self.step_s),)))
+        starts = [0, *ends[:-1]]
+        return tuple(median_interval(self.step_s[start:end]) for start, end in zip(starts, ends, strict=True))
 
     @property
     def is_deterministic(self) -> bool:

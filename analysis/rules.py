@@ -11,7 +11,7 @@ from itertools import combinations
 
 from analysis.efficiency import bases_of, kind_of, may_join, neighbours
 from analysis.points import Point
-from analysis.statistics import fewest_values, further_values
+from analysis.statistics import Interval, fewest_values, further_values
 from analysis.units import counted, number
 from gems.trace import SOURCES
 
@@ -112,7 +112,22 @@ def _intervals(points: Sequence[Point]) -> Finding:
             f"{_named(map(_name, without))} have fewer than {fewest_values()} steps, so bars are ranges; raise train.steps, "
             "or repeat the runs"
         )
+    unlike = [_name(point) for point in random if _are_unlike(point.run_intervals_s)]
+    if unlike:
+        return False, (
+            f"runs of {_named(unlike)} differ by more than their steps do, which the intervals leave out; repeat the runs, and "
+            "say from how many each figure is"
+        )
     return True, "every point that is not deterministic has the 95 % interval of its median"
+
+
+def _are_unlike(runs: Sequence[Interval]) -> bool:
+    """Tells whether some run's interval lies beside that of another; ranges of few steps are not judged."""
+    return any(
+        not run.overlaps(other)
+        for run, other in combinations(runs, 2)
+        if not run.is_range and not other.is_range
+    )
 
 
 def _normality(points: Sequence[Point]) -> Finding:

@@ -47,23 +47,27 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     figure, (rate, share) = _panels()
     bases, kind = bases_of(points), kind_of(points)
     lines = list(dict.fromkeys(point.line for point in points))
+    best = best_fits(fits)
     for place, line in enumerate(lines):
         mine = [point for point in points if point.line == line]
-        colour = COLOURS[place % len(COLOURS)]
-        _draw_rates(rate, mine, bases[line], colour, kind)
-        _draw_shares(share, mine, bases[line], colour, kind)
-    best = best_fits(fits)
-    for line, fit in best.items():
-        colour = COLOURS[lines.index(line) % len(COLOURS)]
+        colour, base, fit = COLOURS[place % len(COLOURS)], bases[line], best.get(line)
         if (
             kind != "capability"
-        ):  # there the images of the points differ, and one curve of images/s would mislead
+        ):  # there the images of the points differ, and one line of images/s would mislead
+            largest = max(*(point.ranks for point in mine), fit.limit_ranks if fit else 0)
+            span = np.array([base.ranks, largest])
+            rate.plot(span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":")
+        _draw_rates(rate, mine, colour, kind)
+        _draw_shares(share, mine, base, colour, kind)
+        if fit and kind != "capability":
             _draw_fit(rate, fit, colour, curve_ranks(fit))
-        _draw_fit(share, fit, colour, bases[line].rank_s_per_image)
+        if fit:
+            _draw_fit(share, fit, colour, base.rank_s_per_image)
     ranks = sorted({point.ranks for point in points} | {fit.limit_ranks for fit in best.values()})
     if len(ranks) > 1:
         rate.set_xscale("log", base=2)
     rate.set_yscale("log")
+    _plain_ticks(rate)
     ticks = ranks if len(ranks) <= MAX_TICKS else ranks[:: -(-len(ranks) // MAX_TICKS)]
     share.xaxis.set_major_locator(FixedLocator(ticks))
     share.xaxis.set_minor_locator(NullLocator())
@@ -122,11 +126,17 @@ def _panels() -> tuple[Figure, tuple[Axes, Axes]]:
     return figure, (rate, share)
 
 
-def _draw_rates(axes: Axes, mine: Sequence[Point], base: Point, colour: str, kind: str) -> None:
-    if kind != "capability":
-        span = [base.ranks, max(point.ranks for point in mine)]
-        ideal = [base.images_per_s * ranks / base.ranks for ranks in span]
-        axes.plot(span, ideal, color=colour, linewidth=0.8, linestyle=":")
+def _plain_ticks(axes: Axes) -> None:
+    """Writes rates as plain numbers, and between decades too where there are few decades."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_rates(axes: Axes, mine: Sequence[Point], colour: str, kind: str) -> None:
     _join(axes, [(point, point.images_per_s) for point in most_real(mine)], colour, kind)
     for point in mine:
         _draw_bars(axes, point, point.images_per_s_interval, colour)

@@ -62,6 +62,15 @@ def test_what_is_not_deterministic_needs_six_steps() -> None:
     assert "further" not in broken(5, point(4, (1.0, 1.1), source="simulated"))  # a simulation with noise
 
 
+def test_runs_that_differ_more_than_their_steps_are_named() -> None:
+    fast, slow = noisy(1.0), noisy(1.1)
+    text = broken(5, point(4, (*fast, *slow), run_steps=(20, 20)))
+    assert "runs of 1f1b on 4 ranks (measured) differ by more than their steps" in text
+    assert rule(5, [point(4, (*fast, *noisy(1.0, seed=1)), run_steps=(20, 20))]).holds
+    assert rule(5, [point(4, (*fast, *slow), run_steps=(40,))]).holds
+    assert rule(5, [point(4, (*fast, 1.1, 1.1), run_steps=(20, 2))]).holds
+
+
 def test_lines_whose_intervals_overlap_are_not_told_apart() -> None:
     assert rule(7, sound()).holds is None
     text = broken(7, point(4, noisy(1.0)), point(4, noisy(1.001), line="gpipe"))

@@ -74,6 +74,11 @@ def test_a_point_knows_its_setting_and_pools_that_of_its_runs(runs: Runs) -> Non
     (pooled,) = read_points([*first, *second])
     assert pooled.setting.missing == ("git_commit", "hostnames")
     assert pooled.setting.versions == ("gems 0.1", "gems 0.2") and pooled.num_images == 24 * 16
+    assert pooled.run_steps == (12, 12)
+    assert [each.value for each in pooled.run_intervals_s] == [
+        np.median(pooled.step_s[:12]),
+        np.median(pooled.step_s[12:]),
+    ]
     (paper,) = read_points(runs(2, source="simulated", hostnames=[]))
     assert paper.setting.missing == ()  # on paper there are no hosts
 
