@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from analysis.efficiency import kind_of
 from analysis.fits.fit import Fit, fit_law, too_few
 from analysis.fits.laws import LAWS, Law
 from analysis.fits.series import FEWEST_POINTS, series_of
@@ -46,16 +47,17 @@ def best_fits(fits: Iterable[Fit]) -> dict[str, Fit]:
 
 
 def why_not_fitted(points: Sequence[Point], choice: str = "all") -> list[str]:
-    """Gives a reason for each of the chosen laws that no line has points enough for; none where all were fitted."""
+    """Gives a reason for each of the chosen laws that no line has points enough for; none where all were fitted.
+
+    That a comparison on one number of ranks has no fit says itself, unless a law was asked for.
+    """
+    if choice == "none" or (choice == "all" and kind_of(points) == "comparison"):
+        return []
     most = max((each.num_ranks for each in series_of(points)), default=None)
     if most is None:
-        return (
-            [
-                f"a fit needs points on {FEWEST_POINTS} numbers of ranks of one source in strong, weak or capability scaling"
-            ]
-            if choice != "none"
-            else []
-        )
+        return [
+            f"a fit needs points on {FEWEST_POINTS} numbers of ranks of one source in strong, weak or capability scaling"
+        ]
     return [f"{law.name} {too_few(law, most)}" for law in _laws(choice) if most < law.fewest_points]
 
 

@@ -51,7 +51,10 @@ def test_what_ran_is_not_mixed_with_what_was_predicted() -> None:
 
 
 def test_comparisons_and_studies_that_mix_have_no_fits() -> None:
-    assert fits_of([point(4), point(4, line="gpipe")]) == []
+    comparison = [point(4), point(4, line="gpipe")]
+    assert fits_of(comparison) == why_not_fitted(comparison) == []
+    with pytest.raises(ConfigError, match="fit=usl: a fit needs points on 3 numbers of ranks"):
+        fits_of(comparison, "usl")
     assert fits_of([point(1), point(2, images_per_step=9), point(4, images_per_step=11)]) == []
     assert "needs points on 3 numbers of ranks" in why_not_fitted([point(1), point(2)])[0]
     assert why_not_fitted([point(1), point(2)], "none") == []
