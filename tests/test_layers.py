@@ -19,7 +19,7 @@ DYNAMIC = ("import_module", "__import__")
 PURE = (
     "gems.errors", "gems.config", "gems.cluster", "gems.cluster_checks", "gems.presets", "gems.checks", "gems.value_checks", "gems.value_types", "gems.resolve", "gems.compose", "gems.overrides", "gems.cli", "gems.runfolder", "gems.signature", "gems.preparation", "gems.json_files", "gems.provenance", "gems.snapshot", "gems.heartbeat", "gems.standing", "gems.waiting",
     "gems.cache", "gems.program", "gems.planned", "gems.policies", "gems.cutting", "gems.costed", "gems.memory",
-    "gems.witness", "gems.process_family", "gems.probe_rank", "gems.ranks", "gems.schedule", "gems.partition", "gems.models", "gems.data",
+    "gems.witness", "gems.process_family", "gems.probe_rank", "gems.ranks", "gems.schedule", "gems.partition", "gems.models", "gems.data", "gems.plan",
 )  # fmt: skip
 
 # A package or module -> what it may import beside the standard library and itself: other rows of this table, and
@@ -100,6 +100,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.cli", "gems.config", "gems.costed", "gems.memory", "gems.planned", "gems.program", "gems.resolve",
         "gems.schedule", "gems.show_schedule",
     ),
+    "gems.plan": ("gems.errors", "numpy", "scipy"),
+    "gems.ways": ("gems.config", "gems.costed", "gems.errors", "gems.plan", "gems.program", "gems.schedule", "gems.show_simulation", "numpy"),
+    "gems.show_hybrid": ("gems.cli", "gems.config", "gems.errors", "gems.plan", "gems.ways"),
     "gems.simulated": (
         "gems", "gems.errors", "gems.config", "gems.program", "gems.resolve", "gems.json_files", "gems.runfolder", "gems.schedule",
         "gems.signature", "gems.trace", "numpy",
@@ -170,7 +173,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "jobs": (*PURE, "yaml", "submitit"),
     "analysis": (
         "gems.errors", "gems.config", "gems.json_files", "gems.profile", "gems.profile.hdf5", "gems.program", "gems.runfolder",
-        "gems.trace", "gems.schedule", "numpy", "matplotlib", "yaml", "analysis.vdnn",
+        "gems.trace", "gems.schedule", "gems.plan", "numpy", "matplotlib", "yaml", "analysis.vdnn",
     ),
     "analysis.vdnn": ("analysis", "gems.compose", "gems.config", "gems.memory.vdnn.paper", "gems.models"),
 }  # fmt: skip

@@ -1,0 +1,62 @@
+"""A figure that is not known exactly: its value and its interval, and draws from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# A standard normal deviate lies within these with a probability of 95 %.
+Z95 = 1.959963984540054
+SHARES = (0.025, 0.975)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A positive figure with its 95 % interval, `low` <= `value` <= `high`, in one unit."""
+
+    value: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.low <= self.value <= self.high or not math.isfinite(self.high):
+            raise ValueError(
+                f"must be above 0 and finite, within its interval: {self.low:g} <= {self.value:g} <= {self.high:g}"
+            )
+
+    @classmethod
+    def exact(cls, value: float) -> Quantity:
+        """Gives a figure without uncertainty."""
+        return cls(value, value, value)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the interval is the value alone."""
+        return self.low == self.high
+
+    def at(self, deviate: float) -> float:
+        """Gives the figure for a standard normal deviate: 0 gives the value, -Z95 and Z95 the ends of the interval.
+
+        Each side is a half of a log-normal distribution, so that no draw of a positive figure is negative.
+        """
+        end = self.low if deviate < 0 else self.high
+        return self.value if end == self.value else self.value * (end / self.value) ** (abs(deviate) / Z95)
+
+    def drawn(self, rng: np.random.Generator) -> Quantity:
+        """Gives one exact figure drawn from the interval's distribution."""
+        return self if self.is_exact else Quantity.exact(self.at(float(rng.standard_normal())))
+
+    def scaled(self, factor: float) -> Quantity:
+        """Gives the figure and its interval times a positive factor."""
+        return Quantity(self.value * factor, self.low * factor, self.high * factor)
+
+
+def band(value: float, draws: Sequence[float]) -> Quantity:
+    """Gives a positive figure with the middle 95 % of its draws, widened to the value where that lies outside."""
+    if not draws:
+        return Quantity.exact(value)
+    low, high = (float(np.quantile(draws, share)) for share in SHARES)
+    return Quantity(value, min(low, value), max(high, value))

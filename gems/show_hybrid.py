@@ -1,0 +1,237 @@
+"""`gems plan --hybrid`: for each number of devices the best workers x ways, by end-to-end time to the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gems.cli import Options, print_json
+from gems.config import RunSpec
+from gems.plan.crossing import Crossing
+from gems.plan.efficiency import Efficiency
+from gems.plan.epochs import EqualEpochs
+from gems.plan.hybrid import HybridCase
+from gems.plan.inputs import (
+    EFFICIENCY,
+    EPOCHS,
+    SPEEDUP,
+    GivenEpochs,
+    epochs_json,
+    read_efficiency,
+    read_epochs,
+    speedups_of,
+)
+from gems.plan.quantity import Quantity
+from gems.plan.spending import Choice, HybridPlan, Row, device_counts, plan_hybrid
+from gems.ways import ModelledEfficiency, Step, steps_of
+
+SCHEMA = "gems.hybrid/1"
+MOST_DEVICES = 1024
+WAYS = (2, 4, 8)
+
+
+def show_hybrid(spec: RunSpec, options: Options) -> int:
+    """Prints the plan of a resolved run: a row for each number of devices, where hybrid begins to win, and the inputs.
+
+    Raises:
+        ConfigError: an option's file or value that cannot be read, or nothing that is known and fits.
+    """
+    chosen = options.chosen
+    given = read_epochs(Path(chosen[EPOCHS])) if EPOCHS in chosen else None
+    table = read_efficiency(Path(chosen[EFFICIENCY]), spec.schedule.name) if EFFICIENCY in chosen else None
+    speedups = speedups_of(chosen[SPEEDUP]) if SPEEDUP in chosen else None
+    most = getattr(spec.parallel, "gpus", None) or MOST_DEVICES
+    wanted = sorted(speedups or {*WAYS, spec.parallel.partitions} - {1})
+    steps, refused = steps_of(spec, (1, *(ways for ways in wanted if ways <= most)))
+    case = _case(spec, given, table or ModelledEfficiency(spec), speedups, steps)
+    plan = plan_hybrid(case, device_counts(case.ways, most), seed=spec.seed)
+    answer = _answer(spec, case, plan, given, steps)
+    answer["speedup_source"] = "simulated" if speedups is None else "given"
+    answer["efficiency_source"] = "modelled" if table is None else "measured"
+    answer["refused"] = {str(ways): why for ways, why in refused.items() if ways not in case.ways}
+    if options.json:
+        print_json(answer)
+    else:
+        print(table_of(answer))
+    return 0
+
+
+def _case(
+    spec: RunSpec,
+    given: GivenEpochs | None,
+    efficiency: Efficiency,
+    speedups: Mapping[int, Quantity] | None,
+    steps: Mapping[int, Step],
+) -> HybridCase:
+    alone = steps[1].step_s
+    if speedups is None:
+        speedups = {ways: Quantity.exact(alone / step.step_s) for ways, step in steps.items() if ways > 1}
+    parallel = spec.parallel
+    return HybridCase(
+        float((parallel.micro_batches or 1) * parallel.micro_batch_size),
+        EqualEpochs() if given is None else given.law,
+        speedups,
+        efficiency,
+        Quantity.exact(alone),
+        (None if given is None else given.num_samples) or spec.data.train_images,
+        {ways: step.misfit for ways, step in steps.items() if step.misfit is not None},
+    )
+
+
+def _answer(
+    spec: RunSpec, case: HybridCase, plan: HybridPlan, given: GivenEpochs | None, steps: Mapping[int, Step]
+) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA, "source": "predicted", "model": spec.model.name, "height_px": spec.data.height_px,
+        "width_px": spec.data.width_px, "schedule": spec.schedule.name, "memory": spec.memory.name,
+        "machine": spec.machine.name, "worker_batch": case.worker_batch, "samples_per_epoch": case.num_samples,
+        "epochs": None if given is None else epochs_json(given),
+        "speedups": {str(ways): _quantity(each) for ways, each in case.speedups.items()},
+        "steps": {
+            str(ways): {"step_s": step.step_s, "peak_bytes": step.peak_bytes, "fits": step.misfit is None}
+            for ways, step in steps.items()
+        },
+        "base": {"workers": plan.base[0], "ways": plan.base[1]},
+        "rows": [_row(row) for row in plan.rows],
+        "crossings": [_crossing(each) for each in plan.crossings],
+    }  # fmt: skip
+
+
+def _quantity(given: Quantity | None) -> dict[str, float] | None:
+    return None if given is None else {"value": given.value, "low": given.low, "high": given.high}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "devices": row.devices,
+        "choices": [_choice(choice) for choice in row.choices],
+        "left_out": {str(ways): why for ways, why in row.left_out.items()},
+    }
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "workers": choice.workers, "ways": choice.ways, "global_batch": choice.global_batch, "epochs": choice.epochs,
+        "cost": choice.cost, "speedup": _quantity(choice.speedup), "over_data_parallel": _quantity(choice.gain),
+        "time_s": _quantity(choice.time_s), "gpu_hours": _quantity(choice.gpu_hours),
+        "is_extrapolated": choice.is_extrapolated,
+    }  # fmt: skip
+
+
+def _crossing(found: Crossing) -> dict[str, Any]:
+    return {
+        "ways": found.ways, "devices": found.devices, "below": found.below, "listed": found.listed,
+        "low": found.low, "high": found.high,
+    }  # fmt: skip
+
+
+def table_of(answer: Mapping[str, Any]) -> str:
+    """Gives the answer as text."""
+    lines = [*_head(answer), _COLUMNS]
+    for row in answer["rows"]:
+        if row["choices"]:
+            lines.append(_line(row["devices"], row["choices"][0]))
+    lines += [_crossing_words(each) for each in answer["crossings"]]
+    fastest = _least(answer, "time_s")
+    cheapest = _least(answer, "gpu_hours")
+    if fastest and cheapest:
+        lines.append(f"fastest: {fastest}; cheapest: {cheapest}")
+    if any(choice["is_extrapolated"] for row in answer["rows"] for choice in row["choices"]):
+        lines.append("* epochs beyond what was measured: the law goes on, and nothing checks it")
+    return "\n".join([*lines, *_left_out(answer)])
+
+
+_COLUMNS = (
+    f"{'devices':>7}{'best N x M':>12}{'batch':>9}{'epochs':>9}{'speed-up':>10}{'time h':>10}{'GPU-hours':>11}"
+    "   over data parallelism (95 %)"
+)
+
+
+def _head(answer: Mapping[str, Any]) -> list[str]:
+    epochs = answer["epochs"]
+    if epochs is None:
+        known = "not given, taken as one whatever the batch: times are of an epoch (--epochs FILE)"
+    elif "e_min" in epochs:
+        runs = f", fitted to {len(epochs['runs'])} runs" if "runs" in epochs else ""
+        known = f"E(B) = E_min (1 + B / B_crit){runs}: E_min {_within(epochs, 'e_min')}, B_crit {_within(epochs, 'b_crit')} samples"
+    else:
+        known = f"a table of {len(epochs['runs'])} global batches"
+    speedups = ", ".join(f"SU^{ways} {each['value']:.3g}" for ways, each in answer["speedups"].items())
+    return [
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']}, "
+        f"{answer['worker_batch']:g} samples a step of a worker: C = T x S x E, predicted",
+        f"epochs: {known}",
+        f"speed-up of a step by M devices ({answer['speedup_source']}): {speedups or 'none'}; "
+        f"scaling efficiency of N workers: {answer['efficiency_source']}",
+    ]
+
+
+def _within(epochs: Mapping[str, Any], name: str) -> str:
+    value, low, high = (epochs[f"{name}{end}"] for end in ("", "_low", "_high"))
+    return f"{value:.3g}" if low == high else f"{value:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _line(devices: int, best: Mapping[str, Any]) -> str:
+    mark = "*" if best["is_extrapolated"] else ""
+    speedup, time_s, cost = best["speedup"], best["time_s"], best["gpu_hours"]
+    cells = (
+        (f"{devices}", 7),
+        (f"{best['workers']} x {best['ways']}", 12),
+        (f"{best['global_batch']:g}", 9),
+        (f"{best['epochs']:.3g}{mark}", 9),
+        (f"{speedup['value']:.3g}", 10),
+        ("-" if time_s is None else f"{time_s['value'] / 3600.0:.3g}", 10),
+        ("-" if cost is None else f"{cost['value']:.3g}", 11),
+    )
+    return "".join(text.rjust(width) for text, width in cells) + f"   {_over(best)}"
+
+
+def _over(best: Mapping[str, Any]) -> str:
+    gain = best["over_data_parallel"]
+    if best["ways"] == 1:
+        return "it is that"
+    if gain is None:
+        return "which is not known or does not fit"
+    value, low, high = (100.0 * (gain[end] - 1.0) for end in ("value", "low", "high"))
+    return f"{value:+.1f} %" + ("" if low == high else f" ({low:+.1f} to {high:+.1f})")
+
+
+def _crossing_words(found: Mapping[str, Any]) -> str:
+    ways, devices = found["ways"], found["devices"]
+    if devices is None:
+        last = "" if found["below"] is None else f" up to {found['below']} devices"
+        return f"{ways} ways: data parallelism stays as fast{last}"
+    low, high = found["low"], found["high"]
+    between = "" if low is None else f" ({low:.0f} to {'never' if high is None else f'{high:.0f}'})"
+    return f"{ways} ways: faster than data parallelism from {devices} devices on{between}"
+
+
+def _least(answer: Mapping[str, Any], figure: str) -> str:
+    """Words the choice with the least of a figure over all numbers of devices."""
+    found = [
+        (choice[figure]["value"], row["devices"], choice)
+        for row in answer["rows"]
+        for choice in row["choices"]
+        if choice[figure] is not None
+    ]
+    if not found:
+        return ""
+    _, devices, best = min(found, key=lambda each: each[:2])
+    return (
+        f"{best['workers']} x {best['ways']} on {devices} devices, {best['time_s']['value'] / 3600.0:.3g} h and "
+        f"{best['gpu_hours']['value']:.3g} GPU-hours"
+    )
+
+
+def _left_out(answer: Mapping[str, Any]) -> list[str]:
+    """Words what was left out, each reason once."""
+    found: dict[str, list[str]] = {}
+    for row in answer["rows"]:
+        for ways, why in row["left_out"].items():
+            fits = answer["steps"].get(ways, {"fits": True})["fits"]
+            name = f"{row['devices'] // int(ways)} x {ways}" if fits else f"N x {ways}, which does not fit"
+            names = found.setdefault(why, [])
+            names += [] if name in names else [name]
+    found |= {why: [f"N x {ways}"] for ways, why in answer["refused"].items()}
+    return [f"left out {', '.join(names)}: {why}" for why, names in found.items()]
