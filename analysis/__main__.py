@@ -80,6 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     collect = verbs.add_parser("collect", help="merge a run's parts into trace.h5, draw it, print the table")
     vdnn = verbs.add_parser("vdnn", help="simulate the vDNN paper's studies, beside its figures")
     vdnn.add_argument("--json", action="store_true", help="one object on stdout")
+    hybrid = verbs.add_parser(
+        "hybrid", help="recompute the projections of Pal et al. from their inputs, or draw a plan"
+    )
+    hybrid.add_argument(
+        "answer",
+        type=Path,
+        nargs="?",
+        metavar="ANSWER",
+        help="a file of `gems plan --hybrid --json`, to draw",
+    )
+    hybrid.add_argument("--json", action="store_true", help="one object on stdout")
+    hybrid.add_argument("--out", type=Path, help="picture: .png, .pdf or .svg")
     for verb in (timeline, summary, collect):
         verb.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
         verb.add_argument("--json", action="store_true", help="one object on stdout")
@@ -199,6 +211,25 @@ def _vdnn(options: argparse.Namespace) -> None:
     print(json.dumps(answer(rows, made, machine), allow_nan=False) if options.json else table(rows))
 
 
+def _hybrid(options: argparse.Namespace) -> None:
+    from analysis.hybrid import answer, projections, table
+    from analysis.hybrid_picture import draw_answer, draw_projections
+
+    if options.answer is not None:
+        out = options.out or options.answer.with_suffix(".png")
+        draw_answer(options.answer, out)
+        print(json.dumps({"picture": str(out)}) if options.json else out)
+        return
+    found = projections()
+    made = {} if options.out is None else {"picture": str(options.out)}
+    if options.out is not None:
+        draw_projections(found, options.out)
+    if options.json:
+        print(json.dumps(answer(found) | made, allow_nan=False))
+        return
+    print(table(found), *made.values(), sep="\n")
+
+
 VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
     "timeline": _timeline,
     "summary": _summary,
@@ -208,6 +239,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
     "memory": _memory,
     "scaling": _scaling,
     "vdnn": _vdnn,
+    "hybrid": _hybrid,
 }
 
 if __name__ == "__main__":

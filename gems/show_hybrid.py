@@ -200,11 +200,11 @@ def _over(best: Mapping[str, Any]) -> str:
 def _crossing_words(found: Mapping[str, Any]) -> str:
     ways, devices = found["ways"], found["devices"]
     if devices is None:
-        last = "" if found["below"] is None else f" up to {found['below']} devices"
-        return f"{ways} ways: data parallelism stays as fast{last}"
+        last = "" if found["below"] is None else f" up to {_devices(found['below'])}"
+        return f"{ways} ways: not faster than data parallelism{last}"
     low, high = found["low"], found["high"]
     between = "" if low is None else f" ({low:.0f} to {'never' if high is None else f'{high:.0f}'})"
-    return f"{ways} ways: faster than data parallelism from {devices} devices on{between}"
+    return f"{ways} ways: faster than data parallelism from {_devices(devices)} on{between}"
 
 
 def _least(answer: Mapping[str, Any], figure: str) -> str:
@@ -219,7 +219,7 @@ def _least(answer: Mapping[str, Any], figure: str) -> str:
         return ""
     _, devices, best = min(found, key=lambda each: each[:2])
     return (
-        f"{best['workers']} x {best['ways']} on {devices} devices, {best['time_s']['value'] / 3600.0:.3g} h and "
+        f"{best['workers']} x {best['ways']} on {_devices(devices)}, {best['time_s']['value'] / 3600.0:.3g} h and "
         f"{best['gpu_hours']['value']:.3g} GPU-hours"
     )
 
@@ -235,3 +235,7 @@ def _left_out(answer: Mapping[str, Any]) -> list[str]:
             names += [] if name in names else [name]
     found |= {why: [f"N x {ways}"] for ways, why in answer["refused"].items()}
     return [f"left out {', '.join(names)}: {why}" for why, names in found.items()]
+
+
+def _devices(count: int) -> str:
+    return f"{count} device" + ("" if count == 1 else "s")

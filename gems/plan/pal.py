@@ -19,6 +19,8 @@ from gems.plan.quantity import Quantity
 from gems.plan.spending import device_counts
 
 WAYS = 2
+# The epochs of the network whose numbers are recalled are flat below so many devices.
+GROWN_FROM = 32
 ABSTRACT = "the paper's abstract (arXiv 1907.13257; research.nvidia.com/publication/2019-07_optimizing-multi-gpu-parallelization-strategies-deep-learning-training)"
 BODY = "the paper's body, from memory"
 
@@ -31,6 +33,7 @@ class Mark(StrEnum):
     DOUBTFUL = "recalled with doubt, not confirmed"
     DERIVED = "derived from the published gain"
     ASSUMED = "assumed, as the paper is recalled to do"
+    UNIT = "a unit, chosen here"
 
     @property
     def is_confirmed(self) -> bool:
@@ -91,8 +94,9 @@ class Network:
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """All inputs, in order."""
-        return (self.speedup, self.worker_batch, *self.epochs.values(), EFFICIENCY)
+        """All inputs, in order; a unit is none."""
+        epochs = (each for each in self.epochs.values() if each.mark is not Mark.UNIT)
+        return (self.speedup, self.worker_batch, *epochs, EFFICIENCY)
 
     @property
     def case(self) -> HybridCase:
@@ -139,7 +143,7 @@ def _derived(workers: int, gain: float, half: float, speedup: Input, digits: int
     low, value, high = (WAYS * (1.0 + each) / speedup.value for each in (gain - half, gain, gain + half))
     name = f"epochs on {WAYS * workers} devices over those on {workers}"
     return {
-        workers: _exact(f"epochs on {workers} devices, the unit of the next", "1", 1.0, Mark.ASSUMED),
+        workers: _exact(f"epochs on {workers} devices", "1", 1.0, Mark.UNIT),
         WAYS * workers: Input(
             name, "1", round(value, digits), low, high, Mark.DERIVED, "SU^2 and the published gain"
         ),
@@ -151,7 +155,8 @@ _INCEPTION, _GNMT, _BIGLSTM = _speedup(1.32), _speedup(1.15), _speedup(1.22)
 
 
 def _inception_epochs(devices: int, epochs: int) -> Input:
-    return _rounded(f"epochs on {devices} devices", "epochs", epochs, 0.5, Mark.RECALLED)
+    name = f"epochs on {devices} device" + ("" if devices == 1 else "s")
+    return _rounded(name, "epochs", epochs, 0.5, Mark.RECALLED)
 
 
 NETWORKS: tuple[Network, ...] = (
@@ -189,7 +194,7 @@ def noise_scale_of(network: Network) -> NoiseScale | None:
     """
     batch = network.worker_batch.value
     if not network.is_ratio:
-        grown = [(devices, each.value) for devices, each in network.epochs.items() if devices >= 32]
+        grown = [(devices, each.value) for devices, each in network.epochs.items() if devices >= GROWN_FROM]
         return fit_noise_scale([EpochRun(devices * batch, epochs) for devices, epochs in grown]).law
     workers, doubled = sorted(network.epochs)
     ratio = network.epochs[doubled].value
