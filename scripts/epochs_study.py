@@ -1,0 +1,228 @@
+"""How many epochs a small network takes to a target loss as the global batch grows: the table that `gems plan --epochs` reads.
+
+One process trains a residual network on the toolkit's tissue, each step by adding up the gradients of micro-batches. Its norms
+are within a sample, so that a global batch is to training what as many samples over any number of data-parallel workers are.
+Each global batch is tried with several learning rates, and the one that takes fewest epochs over all seeds counts, as each batch
+has a best rate of its own (McCandlish et al. 2018, arXiv 1812.06162). The loss is that of the validation images, looked at eight
+times an epoch; between two looks the moment at which it reached the target is interpolated.
+
+    python -m scripts.epochs_study --out epochs.json
+    python -m gems plan --hybrid --epochs epochs.json ...
+
+The file holds a run for each batch and seed. `model: noise_scale` there lets the planner fit E(B) = E_min (1 + B / B_crit);
+the fit and its residuals are printed. A batch that does not reach the target within --most-epochs is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gems.compose import compose
+from gems.config import RunSpec
+from gems.data import open_dataset
+from gems.data.dataset import Dataset, Split
+from gems.engine.optimizer import build_optimizer
+from gems.errors import ConfigError
+from gems.json_files import write_json
+from gems.models import layers_of
+from gems.models.build import build_layers
+from gems.plan.noise_fit import EpochRun, NoiseFit, fit_noise_scale
+
+MODEL = ("model=resnet20_v1", "model.depth=8", "model.width=4", "model.norm=group", "data=tissue", "data.height_px=16", "data.width_px=16",
+         "data.train_images=2048", "data.validation_images=512", "train.momentum=0.9")  # fmt: skip
+MICRO_BATCH = 64
+BATCHES = (8, 16, 32, 64, 128, 256, 512)
+# The learning rate grows with the root of the batch, from this one at that batch, and is tried times each of these.
+BASE_RATE, BASE_BATCH = 0.02, 16
+FACTORS = (1.0, 2.0, 4.0, 8.0)
+LOOKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """All images of a split, (n, channels, height, width), and their labels, (n,)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained: the run's configuration, its samples, and where training may stop."""
+
+    spec: RunSpec
+    train: Samples
+    validation: Samples
+    target_loss: float
+    most_epochs: float
+
+
+def task_of(overrides: Sequence[str], target_loss: float, most_epochs: float) -> Task:
+    """Composes the run and reads its samples into memory, each as it is drawn first."""
+    spec = compose([*MODEL, *overrides])
+    dataset = open_dataset(spec.data, spec.seed)
+    return Task(spec, _samples(dataset, "train"), _samples(dataset, "validation"), target_loss, most_epochs)
+
+
+def _samples(dataset: Dataset, split: Split) -> Samples:
+    indices = range(dataset.num_images(split))
+    images = torch.stack([torch.from_numpy(dataset.image(split, index)) for index in indices])
+    return Samples(images, torch.tensor([int(dataset.label(split, index)) for index in indices]))
+
+
+def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> float | None:
+    """Trains until the validation loss is at the target; gives the epochs, or None where it is not reached.
+
+    A loss that is no number ends it too.
+    """
+    spec = task.spec
+    layers = layers_of(spec.model, spec.data)
+    model = nn.Sequential(*build_layers(layers, 0, len(layers), seed))
+    optimizer = build_optimizer(spec.train, model.parameters())
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    every = max(1, round(len(task.train) / global_batch / LOOKS))
+    before, seen_before = validation_loss(model, task.validation), 0.0
+    for step, batch in enumerate(_batches(len(task.train), global_batch, seed), start=1):
+        model.train()
+        optimizer.zero_grad(set_to_none=True)
+        for chosen in batch.split(MICRO_BATCH):
+            loss = functional.cross_entropy(
+                model(task.train.images[chosen]), task.train.labels[chosen], reduction="sum"
+            )
+            (loss / global_batch).backward()
+        optimizer.step()
+        if step % every:
+            continue
+        loss_now, seen = validation_loss(model, task.validation), step * global_batch / len(task.train)
+        if not math.isfinite(loss_now) or seen > task.most_epochs:
+            return None
+        if loss_now <= task.target_loss:
+            share = (before - task.target_loss) / (before - loss_now) if before > loss_now else 1.0
+            return seen_before + share * (seen - seen_before)
+        before, seen_before = loss_now, seen
+    return None
+
+
+def _batches(num_samples: int, global_batch: int, seed: int) -> Iterator[Tensor]:
+    """Gives the samples of each step, without end: one order after another, a batch across two of them where need be."""
+    generator = torch.Generator().manual_seed(seed)
+    waiting = torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(waiting) < global_batch:
+            waiting = torch.cat([waiting, torch.randperm(num_samples, generator=generator)])
+        yield waiting[:global_batch]
+        waiting = waiting[global_batch:]
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, samples: Samples) -> float:
+    """Gives the mean loss over a split, with running statistics."""
+    model.eval()
+    return float(functional.cross_entropy(model(samples.images), samples.labels))
+
+
+def rates_of(global_batch: int) -> tuple[float, ...]:
+    """Gives the learning rates to try at a global batch."""
+    return tuple(BASE_RATE * factor * math.sqrt(global_batch / BASE_BATCH) for factor in FACTORS)
+
+
+def study(
+    task: Task, batches: Sequence[int], seeds: Sequence[int]
+) -> tuple[list[dict[str, float]], list[int]]:
+    """Trains at every batch, rate and seed; gives a row for each batch and seed, and the batches that never arrived.
+
+    The rate of a batch is that with the smallest mean over the seeds, of those that arrive with all of them.
+    """
+    rows, missed = [], []
+    for batch in batches:
+        found = {
+            rate: [epochs_to_target(task, batch, rate, seed) for seed in seeds] for rate in rates_of(batch)
+        }
+        arrived = {
+            rate: [each for each in epochs if each is not None]
+            for rate, epochs in found.items()
+            if None not in epochs
+        }
+        if not arrived:
+            missed.append(batch)
+            continue
+        best = min(arrived, key=lambda rate: sum(arrived[rate]))
+        rows += [
+            {"global_batch": batch, "epochs": epochs, "seed": seed, "learning_rate": best}
+            for seed, epochs in zip(seeds, arrived[best], strict=True)
+        ]
+        mean = sum(arrived[best]) / len(seeds)
+        print(f"batch {batch}: {mean:.2f} epochs with rate {best:.3g}", file=sys.stderr, flush=True)
+    return rows, missed
+
+
+def words_of(fit: NoiseFit) -> str:
+    """Gives the fitted law, its intervals and its largest residual in one line."""
+    least, critical = fit.law.least_epochs, fit.law.critical_batch
+    worst = max(abs(each) for each in fit.residuals)
+    return (
+        f"E_min {least.value:.3g} epochs ({least.low:.3g} to {least.high:.3g}), "
+        f"B_crit {critical.value:.3g} samples ({critical.low:.3g} to {critical.high:.3g}), residuals up to {worst:.0%}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the study, writes the file, prints the fit."""
+    parser = argparse.ArgumentParser(description="epochs to a target loss by global batch")
+    parser.add_argument("--out", type=Path, default=Path("epochs.json"))
+    parser.add_argument("--target-loss", type=float, default=0.15)
+    parser.add_argument("--most-epochs", type=float, default=12.0)
+    parser.add_argument(
+        "--batches", type=lambda text: [int(word) for word in text.split(",")], default=list(BATCHES)
+    )
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    try:
+        task = task_of(options.overrides, options.target_loss, options.most_epochs)
+        rows, missed = study(task, options.batches, range(options.seeds))
+        if not rows:
+            raise ConfigError("--target-loss", options.target_loss, "is reached by no batch", "raise it")
+        document = {
+            "schema": "gems.epochs/1", "model": "noise_scale", "network": task.spec.model.name,
+            "target_loss": options.target_loss, "samples_per_epoch": len(task.train), "micro_batch": MICRO_BATCH,
+            "missed": missed, "runs": rows,
+        }  # fmt: skip
+        write_json(options.out, document)
+        fit = fit_noise_scale([EpochRun(row["global_batch"], row["epochs"]) for row in rows])
+    except ConfigError as error:
+        print(f"epochs_study: {error}", file=sys.stderr)
+        return error.exit_code
+    wall_s = time.perf_counter() - begin
+    if options.json:
+        print(
+            json.dumps({**document, "path": str(options.out), "residuals": fit.residuals, "wall_s": wall_s})
+        )
+        return 0
+    left_out = f"; never at the target: {', '.join(map(str, missed))}" if missed else ""
+    print(f"{words_of(fit)}{left_out}; {wall_s:.0f} s, in {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
