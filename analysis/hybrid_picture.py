@@ -131,6 +131,8 @@ def _panel_of_answer(document: dict[str, Any]) -> Panel:
         )
         if points
     )  # fmt: skip
+    if not lines:
+        raise ValueError("no choice at any number of devices")
     crossings = tuple(
         (int(each["devices"]), each["low"], each["high"], f"{each['ways']} ways from {each['devices']} on")
         for each in document["crossings"]

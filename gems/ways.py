@@ -9,8 +9,10 @@ import numpy as np
 
 from gems.config import CostConfig, RunSpec, ScheduleConfig
 from gems.costed import PROFILE, costed
+from gems.cutting import case_of, cut
 from gems.errors import ConfigError, DoesNotFitError
-from gems.program import play, schedule_of
+from gems.program import compute_schedule_of, play, schedule_of
+from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.show_simulation import in_seconds_and_bytes, predict
 
@@ -66,17 +68,30 @@ def step_of(spec: RunSpec, ways: int) -> Step:
     changed, limit = with_ways(spec, ways), spec.machine.device_bytes
     misfit: str | None = None
     try:
-        ready = in_seconds_and_bytes(costed(changed))
-        found = predict(ready)
+        step_s, peak = _simulated(changed)
     except DoesNotFitError as error:
         misfit = str(error)
-        ready = costed(_unlimited(changed))
-        found = predict(ready)
-    peak = round(max(rank.peak for rank in found.memory)) if ready.cost.activation_bytes else None
+        step_s, peak = _simulated(_unlimited(changed))
     if misfit is None and limit is not None and peak is not None and peak > limit:
         where = f"a rank of {ways} partitions" if ways > 1 else "a worker of one device"
         misfit = str(DoesNotFitError(where, peak, limit, "use more ways, or a smaller image or micro-batch"))
-    return Step(found.played.span * ready.cost.unit_s, peak, misfit)
+    return Step(step_s, peak, misfit)
+
+
+def _simulated(spec: RunSpec) -> tuple[float, int | None]:
+    """Gives the seconds of a step, and the bytes of the fullest rank: of its cut, or under a policy of its plan.
+
+    Raises:
+        DoesNotFitError: a rank would hold more than machine.device_bytes.
+    """
+    ready = in_seconds_and_bytes(costed(spec))
+    found = predict(ready)
+    step_s = found.played.span * ready.cost.unit_s
+    if spec.cost.name == PROFILE and spec.memory.name == "keep":
+        schedule = lower(compute_schedule_of(ready))
+        return step_s, max(case_of(spec, schedule).peak_bytes(cut(spec, schedule).boundaries))
+    has_bytes = ready.cost.activation_bytes > 0
+    return step_s, round(max(rank.peak for rank in found.memory)) if has_bytes else None
 
 
 def steps_of(spec: RunSpec, wanted: Iterable[int]) -> tuple[dict[int, Step], dict[int, str]]:

@@ -9,8 +9,9 @@ times an epoch; between two looks the moment at which it reached the target is i
     python -m scripts.epochs_study --out epochs.json
     python -m gems plan --hybrid --epochs epochs.json ...
 
-The file holds a run for each batch and seed. `model: noise_scale` there lets the planner fit E(B) = E_min (1 + B / B_crit);
-the fit and its residuals are printed. A batch that does not reach the target within --most-epochs is left out and named.
+The file holds a run for each batch and seed, and lets the planner fit E(B) = E_min (1 + B / B_crit) to them, or read them as a
+table where they have no such law; the fit and its largest residuals are printed. A batch that does not reach the target
+within --most-epochs is left out and named.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +41,7 @@ from gems.errors import ConfigError
 from gems.json_files import write_json
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.plan.inputs import GivenEpochs, epochs_json
 from gems.plan.noise_fit import EpochRun, NoiseFit, fit_noise_scale
 
 MODEL = ("model=resnet20_v1", "model.depth=8", "model.width=4", "model.norm=group", "data=tissue", "data.height_px=16", "data.width_px=16",
@@ -172,13 +176,25 @@ def study(
     return rows, missed
 
 
+def _fitted(rows: Sequence[dict[str, float]]) -> tuple[NoiseFit | None, str]:
+    """Fits the noise scale to the runs, or tells why they have none."""
+    try:
+        return fit_noise_scale([EpochRun(row["global_batch"], row["epochs"]) for row in rows]), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
 def words_of(fit: NoiseFit) -> str:
-    """Gives the fitted law, its intervals and its largest residual in one line."""
+    """Gives the fitted law, its intervals, and how far each batch's mean and each run lie from it, in one line."""
     least, critical = fit.law.least_epochs, fit.law.critical_batch
-    worst = max(abs(each) for each in fit.residuals)
+    by_batch: dict[float, list[float]] = defaultdict(list)
+    for run, residual in zip(fit.runs, fit.residuals, strict=True):
+        by_batch[run.global_batch].append(residual)
+    means = max(abs(statistics.fmean(residuals)) for residuals in by_batch.values())
     return (
         f"E_min {least.value:.3g} epochs ({least.low:.3g} to {least.high:.3g}), "
-        f"B_crit {critical.value:.3g} samples ({critical.low:.3g} to {critical.high:.3g}), residuals up to {worst:.0%}"
+        f"B_crit {critical.value:.3g} samples ({critical.low:.3g} to {critical.high:.3g}), "
+        f"means of a batch within {means:.0%}, runs within {max(map(abs, fit.residuals)):.0%}"
     )
 
 
@@ -202,24 +218,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows, missed = study(task, options.batches, range(options.seeds))
         if not rows:
             raise ConfigError("--target-loss", options.target_loss, "is reached by no batch", "raise it")
+        fit, why = _fitted(rows)
         document = {
-            "schema": "gems.epochs/1", "model": "noise_scale", "network": task.spec.model.name,
-            "target_loss": options.target_loss, "samples_per_epoch": len(task.train), "micro_batch": MICRO_BATCH,
-            "missed": missed, "runs": rows,
+            "schema": "gems.epochs/1", "model": "table" if fit is None else "noise_scale",
+            "network": task.spec.model.name, "target_loss": options.target_loss,
+            "samples_per_epoch": len(task.train), "missed": missed, "runs": rows,
         }  # fmt: skip
         write_json(options.out, document)
-        fit = fit_noise_scale([EpochRun(row["global_batch"], row["epochs"]) for row in rows])
     except ConfigError as error:
         print(f"epochs_study: {error}", file=sys.stderr)
         return error.exit_code
     wall_s = time.perf_counter() - begin
     if options.json:
-        print(
-            json.dumps({**document, "path": str(options.out), "residuals": fit.residuals, "wall_s": wall_s})
-        )
+        law = None if fit is None else epochs_json(GivenEpochs(fit.law, fit))
+        print(json.dumps({**document, "path": str(options.out), "fit": law, "wall_s": wall_s}))
         return 0
     left_out = f"; never at the target: {', '.join(map(str, missed))}" if missed else ""
-    print(f"{words_of(fit)}{left_out}; {wall_s:.0f} s, in {options.out}")
+    print(f"{why if fit is None else words_of(fit)}{left_out}; {wall_s:.0f} s, in {options.out}")
     return 0
 
 

@@ -101,7 +101,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.schedule", "gems.show_schedule",
     ),
     "gems.plan": ("gems.errors", "numpy", "scipy"),
-    "gems.ways": ("gems.config", "gems.costed", "gems.errors", "gems.plan", "gems.program", "gems.schedule", "gems.show_simulation", "numpy"),
+    "gems.ways": ("gems.config", "gems.costed", "gems.cutting", "gems.errors", "gems.plan", "gems.program", "gems.schedule", "gems.show_simulation", "numpy"),
     "gems.show_hybrid": ("gems.cli", "gems.config", "gems.errors", "gems.plan", "gems.ways"),
     "gems.simulated": (
         "gems", "gems.errors", "gems.config", "gems.program", "gems.resolve", "gems.json_files", "gems.runfolder", "gems.schedule",

@@ -1,0 +1,95 @@
+"""The study of epochs by global batch: what a training takes, and the file that the planner reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gems.plan.inputs import read_epochs
+from scripts.epochs_study import Samples, Task, _batches, epochs_to_target, main, task_of
+
+SMALL = ("data.train_images=64", "data.validation_images=32", "data.height_px=8", "data.width_px=8")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Keeps such small work off the other cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return task_of(SMALL, target_loss=0.65, most_epochs=4.0)
+
+
+def test_every_sample_is_seen_once_an_epoch() -> None:
+    batches = _batches(10, 4, seed=0)
+    seen = torch.cat([next(batches) for _ in range(5)]).tolist()
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and seen[:10] != seen[10:]
+
+
+def test_micro_batches_change_nothing(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = epochs_to_target(task, 32, 0.1, seed=0)
+    monkeypatch.setattr("scripts.epochs_study.MICRO_BATCH", 8)
+    assert whole is not None and whole > 0
+    assert epochs_to_target(task, 32, 0.1, seed=0) == pytest.approx(whole, rel=1e-3)
+
+
+def test_what_never_arrives_is_none(task: Task) -> None:
+    hopeless = Task(
+        task.spec, task.train, Samples(task.validation.images, 1 - task.validation.labels), 1e-6, 0.5
+    )
+    assert epochs_to_target(hopeless, 32, 0.1, seed=0) is None
+
+
+def test_the_file_is_what_the_planner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "epochs.json"
+    words = [
+        "--out",
+        str(out),
+        "--batches",
+        "4,32",
+        "--seeds",
+        "1",
+        "--target-loss",
+        "0.6",
+        "--most-epochs",
+        "20",
+        *SMALL,
+    ]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    document = json.loads(out.read_text())
+    assert {run["global_batch"] for run in document["runs"]} | set(document["missed"]) == {4, 32}
+    found = read_epochs(out)
+    assert found.fit is not None and found.num_samples == 64
+    assert "E_min" in said and str(out) in said
+
+
+def test_no_batch_at_the_target_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--out",
+        str(tmp_path / "e.json"),
+        "--batches",
+        "32",
+        "--seeds",
+        "1",
+        "--target-loss",
+        "0",
+        "--most-epochs",
+        "1",
+        *SMALL,
+    ]
+    assert main(words) == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("epochs_study: --target-loss=0.0: is reached by no batch")
+    )
