@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,9 +93,11 @@ def _projection(network: Network, seed: int) -> Projection:
 
 def table(found: list[Projection]) -> str:
     """Gives the projections as text: gains, crossing points, and every input with its mark."""
-    gains = [("network", "devices", "N x M", "gain", "95 %", "published", "which is", "shows")]
+    gains: list[tuple[str, ...]] = [
+        ("network", "devices", "N x M", "gain", "95 %", "published", "which is", "shows")
+    ]
     gains += [_gain_row(each) for one in found for each in one.gains if each.published is not None]
-    inputs = [("", "network", "input", "unit", "value", "is")]
+    inputs: list[tuple[str, ...]] = [("", "network", "input", "unit", "value", "is")]
     inputs += [_input_row(one.network, each) for one in found for each in one.network.inputs]
     return "\n".join(
         [
@@ -199,7 +201,7 @@ def _crossing_words(one: Projection) -> str:
     return f"  {network.title}: {where}; {law}; {ratio}{circular}"
 
 
-def _columns(rows: list[tuple[str, ...]], left: tuple[int, ...]) -> Iterator[str]:
+def _columns(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, strict=True)

@@ -24,6 +24,10 @@ PANEL_IN = 3.1
 LOG_FROM = 6.0
 
 
+# Where lines cross: devices, the ends of its band (None where they are not known), and what is written there.
+Mark = tuple[int, float | None, float | None, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """Speed-ups by devices, with the ends of their bands; a law is drawn without marks, dashed."""
@@ -39,13 +43,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes: its lines, and the crossing with the ends of its band (None where it is not known)."""
+    """One pair of axes: its lines, and where they cross."""
 
     title: str
     detail: str
     unit: str
     lines: tuple[Line, ...]
-    crossings: tuple[tuple[int, float | None, float | None, str], ...]
+    crossings: tuple[Mark, ...]
 
 
 def draw_projections(found: Sequence[Projection], out: Path) -> None:
@@ -94,7 +98,7 @@ def _panel_of(one: Projection) -> Panel:
         counts, values = tuple(count for count, _ in law), tuple(value for _, value in law)
         lines += (Line(f"{label}, by the noise scale", colour, counts, values, values, values, is_law=True),)
     found = one.crossing
-    crossings = (
+    crossings: tuple[Mark, ...] = (
         ((found.devices, found.low, found.high, f"from {found.devices} on"),)
         if found.devices is not None and found.below is not None
         else ()
@@ -124,7 +128,7 @@ def _panel_of_answer(document: dict[str, Any]) -> Panel:
         Line(
             label, colour,
             tuple(int(count) for count, _ in points),
-            *(tuple(float(each[end]) for _, each in points) for end in ("value", "low", "high")),
+            *_ends([each for _, each in points]),
         )
         for label, colour, points in (
             ("data parallelism", ONE_COLOUR, one), ("workers of several devices, the fastest", HYBRID_COLOUR, several),
@@ -146,6 +150,13 @@ def _panel_of_answer(document: dict[str, Any]) -> Panel:
         lines,
         crossings,
     )
+
+
+def _ends(
+    quantities: Sequence[dict[str, float]],
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    values, lows, highs = (tuple(float(each[end]) for each in quantities) for end in ("value", "low", "high"))
+    return values, lows, highs
 
 
 def _draw(panels: Sequence[Panel], headline: str, out: Path) -> None:
