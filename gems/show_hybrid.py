@@ -23,7 +23,7 @@ from gems.plan.inputs import (
     speedups_of,
 )
 from gems.plan.quantity import Quantity
-from gems.plan.spending import Choice, HybridPlan, Row, device_counts, plan_hybrid
+from gems.plan.spending import Choice, HybridPlan, Picks, Row, device_counts, picks, plan_hybrid
 from gems.ways import ModelledEfficiency, Step, steps_of
 
 SCHEMA = "gems.hybrid/1"
@@ -95,6 +95,7 @@ def _answer(
         "base": {"workers": plan.base[0], "ways": plan.base[1]},
         "rows": [_row(row) for row in plan.rows],
         "crossings": [_crossing(each) for each in plan.crossings],
+        "picks": _picks(picks(plan)),
     }  # fmt: skip
 
 
@@ -119,6 +120,13 @@ def _choice(choice: Choice) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _picks(found: Picks | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    named = {"fastest": found.fastest, "nearly_fastest": found.nearly_fastest, "cheapest": found.cheapest}
+    return {name: {"devices": choice.devices, **_choice(choice)} for name, choice in named.items()}
+
+
 def _crossing(found: Crossing) -> dict[str, Any]:
     return {
         "ways": found.ways, "devices": found.devices, "below": found.below, "listed": found.listed,
@@ -128,15 +136,12 @@ def _crossing(found: Crossing) -> dict[str, Any]:
 
 def table_of(answer: Mapping[str, Any]) -> str:
     """Gives the answer as text."""
-    lines = [*_head(answer), _COLUMNS]
+    lines, has_rival = [*_head(answer), _COLUMNS], answer["steps"]["1"]["fits"]
     for row in answer["rows"]:
         if row["choices"]:
-            lines.append(_line(row["devices"], row["choices"][0]))
+            lines.append(_line(row["devices"], row["choices"][0], has_rival))
     lines += [_crossing_words(each) for each in answer["crossings"]]
-    fastest = _least(answer, "time_s")
-    cheapest = _least(answer, "gpu_hours")
-    if fastest and cheapest:
-        lines.append(f"fastest: {fastest}; cheapest: {cheapest}")
+    lines += [f"{name.replace('_', ' ')}: {_pick_words(each)}" for name, each in answer["picks"].items()]
     if any(choice["is_extrapolated"] for row in answer["rows"] for choice in row["choices"]):
         lines.append("* epochs beyond what was measured: the law goes on, and nothing checks it")
     return "\n".join([*lines, *_left_out(answer)])
@@ -172,7 +177,7 @@ def _within(epochs: Mapping[str, Any], name: str) -> str:
     return f"{value:.3g}" if low == high else f"{value:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _line(devices: int, best: Mapping[str, Any]) -> str:
+def _line(devices: int, best: Mapping[str, Any], has_rival: bool) -> str:
     mark = "*" if best["is_extrapolated"] else ""
     speedup, time_s, cost = best["speedup"], best["time_s"], best["gpu_hours"]
     cells = (
@@ -184,15 +189,15 @@ def _line(devices: int, best: Mapping[str, Any]) -> str:
         ("-" if time_s is None else f"{time_s['value'] / 3600.0:.3g}", 10),
         ("-" if cost is None else f"{cost['value']:.3g}", 11),
     )
-    return "".join(text.rjust(width) for text, width in cells) + f"   {_over(best)}"
+    return "".join(text.rjust(width) for text, width in cells) + f"   {_over(best, has_rival)}"
 
 
-def _over(best: Mapping[str, Any]) -> str:
+def _over(best: Mapping[str, Any], has_rival: bool) -> str:
     gain = best["over_data_parallel"]
     if best["ways"] == 1:
         return "it is that"
     if gain is None:
-        return "which is not known or does not fit"
+        return "which is not known there" if has_rival else "which does not fit"
     value, low, high = (100.0 * (gain[end] - 1.0) for end in ("value", "low", "high"))
     return f"{value:+.1f} %" + ("" if low == high else f" ({low:+.1f} to {high:+.1f})")
 
@@ -207,21 +212,10 @@ def _crossing_words(found: Mapping[str, Any]) -> str:
     return f"{ways} ways: faster than data parallelism from {_devices(devices)} on{between}"
 
 
-def _least(answer: Mapping[str, Any], figure: str) -> str:
-    """Words the choice with the least of a figure over all numbers of devices."""
-    found = [
-        (choice[figure]["value"], row["devices"], choice)
-        for row in answer["rows"]
-        for choice in row["choices"]
-        if choice[figure] is not None
-    ]
-    if not found:
-        return ""
-    _, devices, best = min(found, key=lambda each: each[:2])
-    return (
-        f"{best['workers']} x {best['ways']} on {_devices(devices)}, {best['time_s']['value'] / 3600.0:.3g} h and "
-        f"{best['gpu_hours']['value']:.3g} GPU-hours"
-    )
+def _pick_words(pick: Mapping[str, Any]) -> str:
+    choice = f"{pick['workers']} x {pick['ways']} on {_devices(pick['devices'])}"
+    time_s, cost = pick["time_s"]["value"], pick["gpu_hours"]["value"]
+    return f"{choice}, {time_s / 3600.0:.3g} h and {cost:.3g} GPU-hours"
 
 
 def _left_out(answer: Mapping[str, Any]) -> list[str]:

@@ -97,8 +97,10 @@ def test_epochs_make_hybrid_win_from_the_crossing_on(gems_: Gems) -> None:
     said = gems_(*ON_PAPER, "--epochs", epochs)
     assert f"2 ways: faster than data parallelism from {two['devices']} devices on" in said.out
     assert (
-        "E(B) = E_min (1 + B / B_crit): E_min 3, B_crit 512 samples" in said.out and "fastest: " in said.out
+        "E(B) = E_min (1 + B / B_crit): E_min 3, B_crit 512 samples" in said.out
+        and "nearly fastest: " in said.out
     )
+    assert answer["picks"]["fastest"]["devices"] == 1024 and answer["picks"]["cheapest"]["devices"] == 1
 
 
 def test_more_parts_are_smaller_parts(gems_: Gems) -> None:
@@ -137,6 +139,7 @@ def test_a_worker_that_does_not_fit_is_left_out(gems_: Gems) -> None:
     assert "above machine.device_bytes" in answer["rows"][3]["left_out"]["1"]
     assert answer["crossings"] == [] and answer["rows"][-1]["choices"][0]["over_data_parallel"] is None
     said = gems_(*ON_PAPER, *BYTES, f"machine.device_bytes={limit}")
+    assert "which does not fit" in said.out.splitlines()[5]
     assert said.out.count("left out N x 1, which does not fit: ") == 1
 
 

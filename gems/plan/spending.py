@@ -13,6 +13,7 @@ from gems.plan.hybrid import HybridCase
 from gems.plan.quantity import Quantity, band
 
 NUM_DRAWS = 400
+NEARLY = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,33 @@ class HybridPlan:
     base: tuple[int, int]
     rows: tuple[Row, ...]
     crossings: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """Three choices over all numbers of devices: the fastest, the cheapest in GPU-hours, and the cheapest of the nearly fastest."""
+
+    fastest: Choice
+    nearly_fastest: Choice
+    cheapest: Choice
+
+
+def picks(plan: HybridPlan) -> Picks | None:
+    """Picks among the choices whose epochs do not stand far beyond what was measured, where there are such.
+
+    Times are compared by what they are relative to each other, so that none need be known in seconds. Nearly fastest is what
+    takes at most NEARLY times the least.
+    """
+    known = [choice for row in plan.rows for choice in row.choices if not choice.is_extrapolated]
+    known = known or [choice for row in plan.rows for choice in row.choices]
+    if not known:
+        return None
+    fastest = min(known, key=lambda choice: (choice.cost, choice.devices))
+    near = [choice for choice in known if choice.cost <= NEARLY * fastest.cost]
+    nearly, cheapest = (
+        min(some, key=lambda choice: (choice.cost * choice.devices, choice.devices)) for some in (near, known)
+    )
+    return Picks(fastest, nearly, cheapest)
 
 
 def device_counts(ways: Sequence[int], most: int) -> tuple[int, ...]:

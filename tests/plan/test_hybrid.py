@@ -14,8 +14,9 @@ from gems.plan.crossing import crossing
 from gems.plan.efficiency import EfficiencyTable, IdealEfficiency
 from gems.plan.epochs import EpochTable, NoiseScale
 from gems.plan.hybrid import HybridCase
+from gems.plan.noise_fit import EpochRun, fit_noise_scale
 from gems.plan.quantity import Quantity
-from gems.plan.spending import device_counts, plan_hybrid
+from gems.plan.spending import NEARLY, Choice, device_counts, picks, plan_hybrid
 
 EXACT = Quantity.exact
 COUNTS = tuple(2**k for k in range(9))
@@ -195,3 +196,34 @@ def test_efficiency_between_known_numbers_and_ways() -> None:
     rng = np.random.default_rng(0)
     uncertain = EfficiencyTable({1: {1: Quantity(0.9, 0.8, 1.0)}})
     assert not uncertain.is_exact and uncertain.drawn(rng).is_exact and uncertain.drawn(rng).of(1, 1) != 0.9
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_picks_are_the_least_of_all(given_: tuple[HybridCase, dict[float, float], dict[int, float]]) -> None:
+    case, *tables = given_
+    found = picks(plan_hybrid(case, COUNTS))
+    assert found is not None
+    times = {
+        (count // ways, ways): seconds(case, *tables, count // ways, ways)
+        for count in COUNTS
+        for ways in case.ways
+        if count % ways == 0
+    }
+    hours = {pair: time_s * pair[0] * pair[1] for pair, time_s in times.items()}
+    near = [pair for pair, time_s in times.items() if time_s <= NEARLY * min(times.values()) * (1 + 1e-12)]
+
+    def at(choice: Choice) -> tuple[int, int]:
+        return choice.workers, choice.ways
+
+    assert times[at(found.fastest)] == pytest.approx(min(times.values()))
+    assert hours[at(found.cheapest)] == pytest.approx(min(hours.values()))
+    assert hours[at(found.nearly_fastest)] == pytest.approx(min(hours[pair] for pair in near))
+
+
+def test_picks_do_not_stand_on_what_nothing_checks() -> None:
+    law = fit_noise_scale([EpochRun(8, 2.0), EpochRun(64, 3.0)]).law
+    case = HybridCase(8.0, law, {2: EXACT(1.5)})
+    found = picks(plan_hybrid(case, COUNTS))
+    assert found is not None and found.fastest.global_batch == 4 * 64
+    assert found.cheapest.devices == 1
