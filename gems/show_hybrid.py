@@ -39,16 +39,17 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     """
     chosen = options.chosen
     given = read_epochs(Path(chosen[EPOCHS])) if EPOCHS in chosen else None
-    table = read_efficiency(Path(chosen[EFFICIENCY]), spec.schedule.name) if EFFICIENCY in chosen else None
+    losses = read_efficiency(Path(chosen[EFFICIENCY]), spec.schedule.name) if EFFICIENCY in chosen else None
     speedups = speedups_of(chosen[SPEEDUP]) if SPEEDUP in chosen else None
     most = getattr(spec.parallel, "gpus", None) or MOST_DEVICES
     wanted = sorted(speedups or {*WAYS, spec.parallel.partitions} - {1})
     steps, refused = steps_of(spec, (1, *(ways for ways in wanted if ways <= most)))
-    case = _case(spec, given, table or ModelledEfficiency(spec), speedups, steps)
+    efficiency = ModelledEfficiency(spec) if losses is None else losses.table
+    case = _case(spec, given, efficiency, speedups, steps)
     plan = plan_hybrid(case, device_counts(case.ways, most), seed=spec.seed)
     answer = _answer(spec, case, plan, given, steps)
     answer["speedup_source"] = "simulated" if speedups is None else "given"
-    answer["efficiency_source"] = "modelled" if table is None else "measured"
+    answer["efficiency_source"] = "simulated" if losses is None else losses.source
     answer["refused"] = {str(ways): why for ways, why in refused.items() if ways not in case.ways}
     if options.json:
         print_json(answer)

@@ -152,7 +152,7 @@ def test_nothing_fits(gems_: Gems) -> None:
 def test_given_speedups_and_efficiency(gems_: Gems) -> None:
     efficiency = written("workers,efficiency\n1,1\n4,0.9\n64,0.5\n", "efficiency.csv")
     answer = answer_of(gems_, *ON_PAPER, "--speedup", "2:1.2:1.3:1.4,3:1.9", "--efficiency", efficiency)
-    assert (answer["speedup_source"], answer["efficiency_source"]) == ("given", "measured")
+    assert (answer["speedup_source"], answer["efficiency_source"]) == ("given", "given")
     assert answer["speedups"]["2"] == {"value": 1.3, "low": 1.2, "high": 1.4} and set(answer["speedups"]) == {
         "2",
         "3",

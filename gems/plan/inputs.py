@@ -88,7 +88,15 @@ def _pooled(found: Sequence[Quantity]) -> Quantity:
     return Quantity(min(max(mean, low), high), low, high)
 
 
-def read_efficiency(path: Path, schedule: str = "") -> EfficiencyTable:
+@dataclass(frozen=True, slots=True)
+class GivenEfficiency:
+    """Scaling efficiency as a file gives it; `source` is the least real of what it stands on, or given."""
+
+    table: EfficiencyTable
+    source: str
+
+
+def read_efficiency(path: Path, schedule: str = "") -> GivenEfficiency:
     """Reads SE_N: what `analysis scaling` wrote (its CSV, or its JSON), or columns workers and efficiency (low, high, ways).
 
     Of a scaling study SE_N is the median step of the fewest replicas over that of N, for pipelines of equally many
@@ -107,20 +115,21 @@ def read_efficiency(path: Path, schedule: str = "") -> EfficiencyTable:
             by_ways[ways][whole(EFFICIENCY, path, row, "workers")] = quantity(
                 EFFICIENCY, path, row, "efficiency"
             )
-        return EfficiencyTable(dict(by_ways))
+        return GivenEfficiency(EfficiencyTable(dict(by_ways)), "given")
     kept = _of_schedule(path, rows, schedule)
     lengths = [whole(EFFICIENCY, path, row, "partitions") for row in kept]
-    known = {}
+    known, sources = {}, set()
     for ways in sorted(set(lengths)):
         table = _weak(path, [row for row, length in zip(kept, lengths, strict=True) if length == ways])
         if len(table) > 1:
-            known[ways] = table
+            known[ways] = {replicas: efficiency for replicas, (_, efficiency) in table.items()}
+            sources |= {source for source, _ in table.values()}
     if not known:
         raise ConfigError(
             EFFICIENCY, path, "must hold two numbers of replicas or more of pipelines of one length",
             "run a study of weak scaling over parallel.replicas",
         )  # fmt: skip
-    return EfficiencyTable(known)
+    return GivenEfficiency(EfficiencyTable(known), SOURCES[max(sources)])
 
 
 def _of_schedule(path: Path, rows: Sequence[Row], schedule: str) -> Sequence[Row]:
@@ -135,8 +144,8 @@ def _of_schedule(path: Path, rows: Sequence[Row], schedule: str) -> Sequence[Row
     return [row for row, line in zip(rows, lines, strict=True) if line == kept[0]]
 
 
-def _weak(path: Path, rows: Sequence[Row]) -> dict[int, Quantity]:
-    """Gives SE_N by replicas, of pipelines of one length."""
+def _weak(path: Path, rows: Sequence[Row]) -> dict[int, tuple[int, Quantity]]:
+    """Gives by replicas the place of the source in SOURCES and SE_N, of pipelines of one length."""
     best: dict[int, tuple[int, float, float]] = {}
     for row in rows:
         replicas = whole(EFFICIENCY, path, row, "replicas")
@@ -152,7 +161,9 @@ def _weak(path: Path, rows: Sequence[Row]) -> dict[int, Quantity]:
             EFFICIENCY, path, "must be of weak scaling: the images of a step and replica change with the replicas",
             "keep parallel.micro_batches and parallel.micro_batch_size",
         )  # fmt: skip
-    return {replicas: Quantity.exact(base_s / step_s) for replicas, (_, _, step_s) in best.items()}
+    return {
+        replicas: (source, Quantity.exact(base_s / step_s)) for replicas, (source, _, step_s) in best.items()
+    }
 
 
 def speedups_of(text: str) -> Mapping[int, Quantity]:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main
+from analysis.efficiency import Point, rows_of
+from analysis.scaling import write_csv
+from gems.plan.inputs import read_efficiency
 
 PNG = b"\x89PNG"
 
@@ -118,3 +121,18 @@ def test_a_picture_that_cannot_be_written_is_one_line(
         assert main(["hybrid", "--out", out]) == 2
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.count("\n") == 1
+
+
+def test_the_planner_reads_what_a_scaling_study_writes(tmp_path: Path) -> None:
+    points = [
+        Point(
+            line="1f1b", source="emulated", ranks=2 * replicas, partitions=2, replicas=replicas, micro_batches=4,
+            images_per_step=4 * replicas, problem=(1.0,), work_s=1.0, step_s=(step_s, step_s), signatures=("a",),
+        )
+        for replicas, step_s in ((1, 1.0), (2, 1.25), (4, 2.0))
+    ]  # fmt: skip
+    found = read_efficiency(write_csv(points, tmp_path / "scaling.csv"), "1f1b")
+    assert found.source == "emulated" and [found.table.of(n, 2) for n in (1, 2, 4)] == [1.0, 0.8, 0.5]
+    as_json = tmp_path / "scaling.json"
+    as_json.write_text(json.dumps({"points": rows_of(points)}))
+    assert read_efficiency(as_json, "1f1b") == found

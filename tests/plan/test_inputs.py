@@ -94,7 +94,9 @@ def test_a_missing_file_and_one_of_bytes_are_one_line(tmp_path: Path) -> None:
 def test_efficiency_from_a_scaling_study(tmp_path: Path) -> None:
     rows = ["1f1b,measured,1,2,16,1.0", "1f1b,measured,2,2,32,1.25", "1f1b,simulated,2,2,32,9.0", "1f1b,simulated,4,2,64,2.0",
             "1f1b,emulated,1,4,16,1.0", "1f1b,emulated,2,4,32,1.6"]  # fmt: skip
-    table = read_efficiency(written(tmp_path, HEAD + "\n".join(rows) + "\n"))
+    found = read_efficiency(written(tmp_path, HEAD + "\n".join(rows) + "\n"))
+    table = found.table
+    assert found.source == "simulated", "the least real of what counts"
     assert {ways: {n: each.value for n, each in found.items()} for ways, found in table.by_ways.items()} == {
         2: {1: 1.0, 2: 0.8, 4: 0.5},
         4: {1: 1.0, 2: 0.625},
@@ -114,17 +116,20 @@ def test_efficiency_of_the_runs_own_schedule_and_from_json(tmp_path: Path) -> No
         for line, n, images, step in lines
     ]
     path = written(tmp_path, json.dumps({"points": rows}), "scaling.json")
-    assert read_efficiency(path, "gpipe").of(2, 2) == 0.5
-    assert read_efficiency(path, "1f1b").of(2, 2) == pytest.approx(1 / 1.1)
+    assert read_efficiency(path, "gpipe").table.of(2, 2) == 0.5
+    assert read_efficiency(path, "1f1b").table.of(2, 2) == pytest.approx(1 / 1.1)
     with pytest.raises(ConfigError, match="must hold chimera once"):
         read_efficiency(path, "chimera")
 
 
 def test_plain_efficiency(tmp_path: Path) -> None:
-    table = read_efficiency(
+    found = read_efficiency(
         written(tmp_path, "workers,efficiency,low,high,ways\n1,1,,,\n8,.9,.85,.95,\n8,.8,,,4\n")
     )
-    assert table.by_ways[1][8] == Quantity(0.9, 0.85, 0.95) and table.of(8, 4) == 0.8
+    table = found.table
+    assert (
+        found.source == "given" and table.by_ways[1][8] == Quantity(0.9, 0.85, 0.95) and table.of(8, 4) == 0.8
+    )
 
 
 @pytest.mark.parametrize(
