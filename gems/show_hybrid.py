@@ -94,9 +94,9 @@ def _answer(
             for ways, step in steps.items()
         },
         "base": {"workers": plan.base[0], "ways": plan.base[1]},
-        "rows": [_row(row) for row in plan.rows],
+        "rows": [_row(row, case.num_samples) for row in plan.rows],
         "crossings": [_crossing(each) for each in plan.crossings],
-        "picks": _picks(picks(plan)),
+        "picks": _picks(picks(plan), case.num_samples),
     }  # fmt: skip
 
 
@@ -104,28 +104,32 @@ def _quantity(given: Quantity | None) -> dict[str, float] | None:
     return None if given is None else {"value": given.value, "low": given.low, "high": given.high}
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: Row, num_samples: int | None) -> dict[str, Any]:
     return {
         "devices": row.devices,
-        "choices": [_choice(choice) for choice in row.choices],
+        "choices": [_choice(choice, num_samples) for choice in row.choices],
         "left_out": {str(ways): why for ways, why in row.left_out.items()},
     }
 
 
-def _choice(choice: Choice) -> dict[str, Any]:
+def _choice(choice: Choice, num_samples: int | None) -> dict[str, Any]:
+    step_s, batch = choice.step_s, choice.global_batch
     return {
-        "workers": choice.workers, "ways": choice.ways, "global_batch": choice.global_batch, "epochs": choice.epochs,
-        "cost": choice.cost, "speedup": _quantity(choice.speedup), "over_data_parallel": _quantity(choice.gain),
+        "workers": choice.workers, "ways": choice.ways, "global_batch": batch,
+        "step_s": step_s, "images_per_s": None if step_s is None else batch / step_s,
+        "steps_per_epoch": None if num_samples is None else num_samples / batch, "epochs": choice.epochs, "cost": choice.cost, "speedup": _quantity(choice.speedup), "over_data_parallel": _quantity(choice.gain),
         "time_s": _quantity(choice.time_s), "gpu_hours": _quantity(choice.gpu_hours),
         "is_extrapolated": choice.is_extrapolated,
     }  # fmt: skip
 
 
-def _picks(found: Picks | None) -> dict[str, Any]:
+def _picks(found: Picks | None, num_samples: int | None) -> dict[str, Any]:
     if found is None:
         return {}
     named = {"fastest": found.fastest, "nearly_fastest": found.nearly_fastest, "cheapest": found.cheapest}
-    return {name: {"devices": choice.devices, **_choice(choice)} for name, choice in named.items()}
+    return {
+        name: {"devices": choice.devices, **_choice(choice, num_samples)} for name, choice in named.items()
+    }
 
 
 def _crossing(found: Crossing) -> dict[str, Any]:

@@ -50,7 +50,7 @@ MICRO_BATCH = 64
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
 # The learning rate grows with the root of the batch, from this one at that batch, and is tried times each of these.
 BASE_RATE, BASE_BATCH = 0.02, 16
-FACTORS = (1.0, 2.0, 4.0, 8.0)
+FACTORS = (2.0, 4.0, 8.0, 16.0)
 LOOKS = 8
 
 

@@ -91,6 +91,9 @@ def test_epochs_make_hybrid_win_from_the_crossing_on(gems_: Gems) -> None:
     assert best[two["below"]] == 1 and best[two["listed"]] > 1 and best[1024] == 8
     for row in answer["rows"]:
         for choice in row["choices"]:
+            product = choice["step_s"] * choice["steps_per_epoch"] * choice["epochs"]
+            assert choice["time_s"]["value"] == pytest.approx(product), "C = T x S x E"
+            assert choice["images_per_s"] == pytest.approx(choice["global_batch"] / choice["step_s"])
             assert choice["gpu_hours"]["value"] == pytest.approx(
                 choice["time_s"]["value"] * row["devices"] / 3600
             )

@@ -61,8 +61,15 @@ class HybridCase:
         Raises:
             ConfigError: epochs or efficiency that are not known there.
         """
-        step = 1.0 / (self.speedup(ways) * self.efficiency.of(workers, ways))
-        return step * self.epochs.epochs(workers * self.worker_batch) / workers
+        return self.step(workers, ways) * self.epochs.epochs(workers * self.worker_batch) / workers
+
+    def step(self, workers: int, ways: int) -> float:
+        """Gives T in units of T_1.
+
+        Raises:
+            ConfigError: an efficiency that is not known there.
+        """
+        return 1.0 / (self.speedup(ways) * self.efficiency.of(workers, ways))
 
     def threshold(self, workers: int, ways: int) -> float:
         """Gives the right side of the criterion: what SU^M must exceed for N workers of M ways to win.

@@ -21,6 +21,8 @@ class Choice:
     """N workers of M ways: its figures with their bands.
 
     Attributes:
+        step_s: T, a step; None where only ratios are known.
+        cost: C in units of T_1 S_1.
         speedup: over the plan's base.
         gain: over data parallelism on the same devices; None for that itself and where it cannot run.
         time_s: end to end.
@@ -32,6 +34,7 @@ class Choice:
     ways: int
     global_batch: float
     epochs: float
+    step_s: float | None
     cost: float
     speedup: Quantity
     gain: Quantity | None
@@ -164,7 +167,8 @@ def _choice(
         )
     speedups = [draw.cost(*base) / each for draw, each in zip(draws, drawn, strict=True)]
     return Choice(
-        workers, ways, batch, case.epochs.epochs(batch), cost,
+        workers, ways, batch, case.epochs.epochs(batch),
+        None if case.step_s is None else case.step_s.value * case.step(workers, ways), cost,
         speedup=band(case.cost(*base) / cost, speedups),
         gain=_gain(case, draws, workers, ways),
         time_s=time_s,
