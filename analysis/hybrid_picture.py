@@ -137,11 +137,15 @@ def _panel_of_answer(document: dict[str, Any]) -> Panel:
     )  # fmt: skip
     if not lines:
         raise ValueError("no choice at any number of devices")
-    crossings = tuple(
-        (int(each["devices"]), each["low"], each["high"], f"{each['ways']} ways from {each['devices']} on")
-        for each in document["crossings"]
-        if each["devices"] is not None and each["below"] is not None
+    first = min(
+        (each for each in document["crossings"] if each["devices"] is not None),
+        key=lambda each: int(each["devices"]),
+        default=None,
     )
+    crossings: tuple[Mark, ...] = ()
+    if first is not None and first["below"] is not None:  # it is not faster from the fewest devices on
+        devices, ways = int(first["devices"]), first["ways"]
+        crossings = ((devices, first["low"], first["high"], f"{ways} ways from {devices} on"),)
     base = document["base"]
     return Panel(
         f"{document['model']} at {document['height_px']}x{document['width_px']} px",
@@ -199,7 +203,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
             fontsize=8, color=TEXT_COLOUR,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
-    values = [value for line in panel.lines for value in line.values]
+    values = [value for line in panel.lines for value in (*line.values, *line.highs)]
     if max(values) > LOG_FROM * min(values):
         axes.set_yscale("log", base=2)
     else:
