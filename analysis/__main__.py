@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GemsError as error:
         print("analysis:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (OSError, RecursionError) as error:
         print("analysis:", of_the_system(error), file=sys.stderr)
         return ConfigError.exit_code
