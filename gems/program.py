@@ -11,6 +11,7 @@ from gems.cache import cached
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES, FROM_FILE, SEARCHED
+from gems.schedule.all_reduce import NONE, AllReduce, all_reduce
 from gems.schedule.capped import capped
 from gems.schedule.capped.solver import IS_INSTALLED
 from gems.schedule.costs import DepthCosts, Network, StageCosts
@@ -118,31 +119,28 @@ def depth_costs_of(spec: RunSpec) -> DepthCosts:
 def costs_of(spec: RunSpec, placement: Placement) -> StageCosts:
     """Gives the costs of a schedule's stages in units, the gradients' all-reduce among them."""
     stages = depth_costs_of(spec).stages(placement.num_stages)
-    reduce = [0.0] * placement.num_stages
+    reduce, link = [0.0] * placement.num_stages, [0.0] * placement.num_stages
     for rank in range(placement.num_ranks):
-        group = placement.reduce_group(rank, spec.parallel.replicas)
-        num_bytes = reduced_bytes(spec, placement, rank)
-        reduce[placement.lowest_stage(rank)] = _all_reduce(spec, group, num_bytes)
-    return replace(stages, reduce=tuple(reduce))
+        found = reduction_of(spec, placement, rank)
+        stage = placement.lowest_stage(rank)
+        reduce[stage], link[stage] = found.time, found.link_time
+    return replace(stages, reduce=tuple(reduce), reduce_link=tuple(link))
+
+
+def reduction_of(spec: RunSpec, placement: Placement, rank: int) -> AllReduce:
+    """Gives the all-reduce, in units, of the gradients that a rank of the first replica holds.
+
+    It takes no time without `cost.param_bytes`, so that abstract costs are those of the pipeline alone.
+    """
+    num_bytes = reduced_bytes(spec, placement, rank)
+    group = placement.reduce_group(rank, spec.parallel.replicas)
+    return all_reduce(network_of(spec), group, float(num_bytes)) if num_bytes else NONE
 
 
 def reduced_bytes(spec: RunSpec, placement: Placement, rank: int) -> int:
     """Gives the bytes of gradients that a rank reduces: those of its share of the model, twice that in two directions."""
     stages = {stage for _, stage in placement.stages_on(rank)}
     return spec.cost.param_bytes * len(stages) * placement.num_ranks // placement.num_stages
-
-
-def _all_reduce(spec: RunSpec, group: tuple[int, ...], num_bytes: int) -> float:
-    """Gives the units of a ring all-reduce: 2 (n - 1) latencies and 2 (n - 1) / n times the bytes over the rate.
-
-    Nothing without `cost.param_bytes`, so that abstract costs are those of the pipeline alone.
-    """
-    num, network = len(group), network_of(spec)
-    if num < 2 or not num_bytes:
-        return 0.0
-    far = max(group, key=lambda rank: network.delay(group[0], rank, 1.0))
-    latency, transmission = network.parts(group[0], far, float(num_bytes))
-    return 2 * (num - 1) * latency + 2 * (num - 1) / num * transmission
 
 
 def network_of(spec: RunSpec) -> Network:

@@ -49,8 +49,8 @@ class StageCosts:
     `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]`
     what stage s hands to stage s + 1 (and gets back as gradient), `copy` the time of moving the stage's activations
     one way between device and host memory, `boundary` the part of `activation` that a recomputed stage keeps. `reduce`
-    and `step` are the times of the rank-wide actions, found by the lowest stage of the rank. `segments` has the parts
-    of each stage that runs in segments.
+    and `step` are the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part of
+    `reduce` in which the links between nodes are full. `segments` has the parts of each stage that runs in segments.
     """
 
     forward: tuple[float, ...]
@@ -63,6 +63,7 @@ class StageCosts:
     boundary: tuple[float, ...] = ()
     boundary_bytes: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
+    reduce_link: tuple[float, ...] = ()
     step: tuple[float, ...] = ()
     segments: tuple[tuple[SegmentCosts, ...], ...] = ()
 
@@ -70,7 +71,7 @@ class StageCosts:
         none = (0.0,) * len(self.forward)
         for name, default in (
             ("recompute", self.forward), ("copy", none), ("held_for_weights", self.activation), ("boundary", none),
-            ("boundary_bytes", none), ("reduce", none), ("step", none),
+            ("boundary_bytes", none), ("reduce", none), ("reduce_link", none), ("step", none),
         ):  # fmt: skip
             if not getattr(self, name):
                 object.__setattr__(self, name, default)
@@ -135,8 +136,9 @@ class StageCosts:
 class Network:
     """Messages between ranks: `latency` + bytes x `per_byte`, with other figures inside a node where they are given.
 
-    With `has_contention` a rank's outgoing messages and its incoming ones each pass one at a time. `first_rank` is the
-    world rank of the pipeline's rank 0, which tells how its ranks lie over the nodes.
+    With `has_contention` a rank's outgoing messages and its incoming ones each pass one at a time; between nodes it is
+    all messages out of a node, and all into it, that do, and the all-reduces of its ranks with them. `first_rank` is
+    the world rank of the pipeline's rank 0, which tells how its ranks lie over the nodes.
     """
 
     latency: float = 0.0
@@ -147,13 +149,25 @@ class Network:
     has_contention: bool = False
     first_rank: int = 0
 
+    def node_of(self, rank: int) -> int:
+        """Gives the node of a rank of the pipeline; where `ranks_per_node` is not given each rank has its own."""
+        return (self.first_rank + rank) // (self.ranks_per_node or 1)
+
     def parts(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
         """Gives latency and transmission time of a message from one rank to another."""
-        if self.ranks_per_node:
-            node = (self.first_rank + sender) // self.ranks_per_node
-            if node == (self.first_rank + receiver) // self.ranks_per_node:
-                return self.node_latency, num_bytes * self.node_per_byte
+        if self.ranks_per_node and self.node_of(sender) == self.node_of(receiver):
+            return self.node_latency, num_bytes * self.node_per_byte
         return self.latency, num_bytes * self.per_byte
+
+    def lanes(self, sender: int, receiver: int) -> tuple[int, int]:
+        """Gives who competes for the way out and for the way in: ranks, or between nodes all ranks of a node."""
+        if self.ranks_per_node and self.node_of(sender) == self.node_of(receiver):
+            return sender, receiver
+        return self.outer_lane(sender), self.outer_lane(receiver)
+
+    def outer_lane(self, rank: int) -> int:
+        """Gives the lane of a rank to other nodes: -1 - node, or the rank itself where nodes are not told apart."""
+        return -1 - self.node_of(rank) if self.ranks_per_node else rank
 
     def delay(self, sender: int, receiver: int, num_bytes: float) -> float:
         """Gives the time from posting to arrival, without contention."""

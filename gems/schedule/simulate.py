@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gems.errors import ScheduleError
@@ -39,6 +39,8 @@ def simulate(
     costs: StageCosts,
     network: Network = FREE,
     cap: float | None = None,
+    slowdowns: Sequence[float] = (),
+    late: Mapping[int, float] | None = None,
 ) -> Simulation:
     """Plays all ranks forward at once. Transfers and copies post; who needs the data waits.
 
@@ -48,17 +50,29 @@ def simulate(
         network: time of messages.
         cap: the most activations a rank may hold. An action that brings some then waits, in the order of the list,
             for copies to host memory to make room.
+        slowdowns: how many times as long the compute of each rank takes, 1 for all of them where none are given.
+        late: by the stage that names a reduction, when peers in other replicas join it at the earliest.
 
     Raises:
         ScheduleError: an action waits for something that never comes (a deadlock, a missing partner, or no room).
     """
-    return _Player(schedule, costs, network, cap).play()
+    return _Player(schedule, costs, network, cap, slowdowns, late or {}).play()
 
 
 class _Player:
-    def __init__(self, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: StageCosts,
+        network: Network,
+        cap: float | None,
+        slowdowns: Sequence[float],
+        late: Mapping[int, float],
+    ) -> None:
         ranks = range(schedule.num_ranks)
         self.schedule, self.costs, self.network = schedule, costs, network
+        self.slowdowns, self.late = slowdowns or (1.0,) * schedule.num_ranks, late
+        self.reduced: dict[int, float] = {}
         self.clock = [0.0] * schedule.num_ranks
         self.next = [0] * schedule.num_ranks
         self.start: list[list[float]] = [[] for _ in ranks]
@@ -123,7 +137,7 @@ class _Player:
             return True
         ledger = self.ledgers[rank]
         begin = ledger.take(rank, action, begin)
-        time = self.costs.time(action)
+        time = self.costs.time(action) * self.slowdowns[rank]
         finish = begin + time
         ledger.give(action)
         self.clock[rank] = finish
@@ -131,7 +145,7 @@ class _Player:
         self.end[rank].append(finish)
         if kind is not Kind.STEP:
             if kind is not Kind.R and kind not in WAIT_KINDS:
-                self.busy[rank] += time
+                self.busy[rank] += self.costs.time(action)
             self.finish(action, finish)
         return True
 
@@ -161,9 +175,9 @@ class _Player:
             sender[0], receiver[0], self.boundary_bytes(send.stage, receive.stage)
         )
         if self.network.has_contention:
-            ways = ((sender[0], Kind.SEND_F), (receiver[0], Kind.RECV_F))
-            depart = max(depart, *(self.engines.get(way, 0.0) for way in ways))
-            self.engines.update(dict.fromkeys(ways, depart + transmission))
+            out, into = self.network.lanes(sender[0], receiver[0])
+            ways = [(out, Kind.SEND_F), (into, Kind.RECV_F)]
+            depart = self.pass_through(ways, depart, transmission)
         arrival = depart + latency + transmission
         for there, index, _ in (mine, other):
             self.end[there][index] = arrival
@@ -195,10 +209,23 @@ class _Player:
                     heapq.heappush(self.ready, (self.clock[rank], peer))
         elif len(group) < len(peers):
             return False
-        begin = self.clock[rank]
-        self.clock[rank] = max(group.values()) + self.costs.time(action)
+        if action.stage not in self.reduced:
+            begin = max(self.late.get(action.stage, 0.0), *group.values())
+            link_time = self.costs.reduce_link[action.stage]
+            if self.network.has_contention and link_time:
+                lanes = {self.network.outer_lane(peer) for peer in peers}
+                ways = [(lane, kind) for lane in lanes for kind in (Kind.SEND_F, Kind.RECV_F)]
+                begin = self.pass_through(ways, begin, link_time)
+            self.reduced[action.stage] = begin + self.costs.time(action)
+        begin, self.clock[rank] = self.clock[rank], self.reduced[action.stage]
         self.stamp(rank, begin, self.clock[rank])
         return True
+
+    def pass_through(self, ways: Sequence[tuple[int, Kind]], begin: float, time: float) -> float:
+        """Takes ways that pass one thing at a time, as soon as all of them are free; gives when that is."""
+        begin = max(begin, *(self.engines.get(way, 0.0) for way in ways))
+        self.engines.update(dict.fromkeys(ways, begin + time))
+        return begin
 
     def stamp(self, rank: int, start: float, end: float) -> None:
         self.start[rank].append(start)

@@ -1,0 +1,125 @@
+"""All-reduces: closed forms of both rings, what a schedule hides of them, and links that nodes share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gems.schedule import generate
+from gems.schedule.all_reduce import all_reduce, hierarchical, ring
+from gems.schedule.costs import Network, StageCosts, uniform
+from gems.schedule.lower import lower
+from gems.schedule.placement import bidirectional
+from gems.schedule.simulate import simulate
+
+FLAT = Network(latency=3.0, per_byte=0.5)
+NODES = Network(latency=3.0, per_byte=0.5, ranks_per_node=4, node_latency=1.0, node_per_byte=0.1)
+SHARED = replace(NODES, has_contention=True)
+
+
+class TestClosedForms:
+    @pytest.mark.parametrize("num", [2, 3, 8, 512])
+    def test_a_ring(self, num: int) -> None:
+        found = ring(FLAT, range(num), 1000.0)
+        assert found.time == pytest.approx(2 * (num - 1) * 3 + 2 * (num - 1) / num * 500)
+        assert found.link_time == pytest.approx(2 * (num - 1) / num * 500)
+
+    def test_a_ring_in_a_node_uses_its_links_alone(self) -> None:
+        found = all_reduce(NODES, (4, 5, 7), 600.0)
+        assert (found.time, found.link_time) == (pytest.approx(2 * 2 * 1 + 2 * 2 / 3 * 60), 0.0)
+
+    def test_two_levels(self) -> None:
+        """4 ranks on each of 3 nodes: each scatters a quarter, and 4 rings of 3 go between the nodes."""
+        inside = 2 * 3 * (1 + 800 / 4 * 0.1)
+        between = 2 * 2 * 3 + 2 * 2 / 3 * 800 * 0.5
+        assert hierarchical(SHARED, range(12), 800.0).time == pytest.approx(inside + between)
+        own = hierarchical(NODES, range(12), 800.0)
+        assert own.time == pytest.approx(inside + 2 * 2 * 3 + 2 * 2 / 3 * 800 * 0.5 / 4)
+        assert own.link_time == pytest.approx(2 * 2 / 3 * 800 * 0.5 / 4)
+
+    def test_a_node_with_fewer_ranks_has_larger_parts(self) -> None:
+        uneven = hierarchical(NODES, (0, 1, 2, 4), 600.0)
+        assert uneven.time == pytest.approx(2 * 2 * (1 + 600 / 3 * 0.1) + 2 * 3 + 600 * 0.5)
+
+    def test_one_rank_a_node_is_a_ring_of_nodes(self) -> None:
+        group = (0, 4, 8)
+        assert hierarchical(SHARED, group, 90.0).time == ring(SHARED, group, 90.0).time
+
+    def test_the_faster_one_is_taken(self) -> None:
+        small, large = (all_reduce(SHARED, range(64), size) for size in (1.0, 1e7))
+        assert small.algorithm == "hierarchical"  # 30 latencies between nodes instead of 126
+        assert large.algorithm == "ring"  # what goes through the node's link is as much, and nothing beside it
+        for size in (1.0, 1e3, 1e7):
+            both = [form(SHARED, range(64), size).time for form in (ring, hierarchical)]
+            assert all_reduce(SHARED, range(64), size).time == min(both)
+
+    def test_nobody_to_sum_with(self) -> None:
+        assert all_reduce(NODES, (3,), 1e6).time == 0.0
+
+
+def gems_costs(num_ranks: int, reduce: float, link: float = 0.0) -> StageCosts:
+    pairs = tuple(reduce if stage < (num_ranks + 1) // 2 else 0.0 for stage in range(num_ranks))
+    links = tuple(link if cost else 0.0 for cost in pairs)
+    return replace(uniform(num_ranks, num_ranks), reduce=pairs, reduce_link=links)
+
+
+class TestOverlap:
+    @pytest.mark.parametrize("num_ranks", [4, 6, 8])
+    @pytest.mark.parametrize("reduce", [0.0, 1.0, 3.0, 7.5])
+    def test_a_pair_of_gems_is_final_before_the_end(self, num_ranks: int, reduce: float) -> None:
+        """The last micro-batch ends on rank 0 or P-1, so pair {i, P-1-i} has i backward times to hide its sum."""
+        made, b = lower(generate("gems_master", num_ranks, 4)), 2.0
+        alone = simulate(made, gems_costs(num_ranks, 0.0)).span
+        exposed = max(max(0.0, reduce - i * b) for i in range(num_ranks // 2))
+        assert simulate(made, gems_costs(num_ranks, reduce)).span == pytest.approx(alone + exposed)
+
+    def test_the_inner_pairs_hide_what_the_outer_ones_cannot(self) -> None:
+        made, b = lower(generate("gems_master", 8, 4)), 2.0
+        alone = simulate(made, gems_costs(8, 0.0)).span
+        for i in range(4):
+            costs = gems_costs(8, 0.0)
+            mine = tuple(7.0 if stage == i else 0.0 for stage in range(8))
+            span = simulate(made, replace(costs, reduce=mine)).span
+            assert span == pytest.approx(alone + max(0.0, 7.0 - i * b))
+
+
+class TestSharedLinks:
+    def test_sums_of_one_node_pass_its_link_one_after_another(self) -> None:
+        """P=4 on one node of 4, with replicas on others: pair {1, 2} is final 2 before {0, 3} and fills the link for 5."""
+        made = lower(generate("gems_master", 4, 2))
+        alone = simulate(made, gems_costs(4, 0.0)).span
+        costs = gems_costs(4, 6.0, 5.0)
+        assert simulate(made, costs, replace(SHARED, node_latency=0.0)).span == pytest.approx(alone - 2 + 5 + 6)
+        assert simulate(made, costs, replace(NODES, node_latency=0.0)).span == pytest.approx(alone + 6)
+
+    def test_messages_out_of_a_node_share_its_link(self) -> None:
+        """Ranks 1 and 2 of nodes of 2 exchange a forward and, in the other direction, a backward at the same time."""
+        network = Network(per_byte=1.0, ranks_per_node=2, has_contention=True)
+        assert network.lanes(0, 1) == (0, 1)
+        assert network.lanes(1, 2) == (-1, -2) == network.lanes(0, 3)
+        assert replace(network, first_rank=1).lanes(0, 1) == (-1, -2)
+        assert replace(network, ranks_per_node=None).lanes(1, 2) == (1, 2)
+
+    def test_the_placement_decides_which_nodes_a_sum_uses(self) -> None:
+        assert bidirectional(8).peers_of(0) == (0, 7)
+        made = lower(generate("gems_master", 8, 2))
+        costs = gems_costs(8, 5.0, 5.0)
+        network = replace(SHARED, latency=0.0, node_latency=0.0, per_byte=0.0, node_per_byte=0.0)
+        alone = simulate(made, gems_costs(8, 0.0), network).span
+        # All four pairs lie across the two nodes: the innermost is final 6 before the end, and each takes 5.
+        assert simulate(made, costs, network).span == pytest.approx(alone - 6 + 4 * 5)
+
+
+class TestSlowRanks:
+    def test_compute_takes_longer_and_useful_compute_does_not(self) -> None:
+        made, costs = lower(generate("1f1b", 1, 4)), uniform(1, 1)
+        plain, slow = simulate(made, costs), simulate(made, costs, slowdowns=(1.5,))
+        assert slow.span == pytest.approx(1.5 * plain.span)
+        assert (slow.busy, slow.efficiency) == (plain.busy, pytest.approx(1 / 1.5))
+
+    def test_a_reduction_waits_for_another_replica(self) -> None:
+        made, costs = lower(generate("gems_master", 4, 4)), gems_costs(4, 3.0)
+        alone = simulate(made, costs)
+        assert simulate(made, costs, late={0: alone.span + 7, 1: 0.0}).span == pytest.approx(alone.span + 10)
+        assert simulate(made, costs, late={0: 0.0}).span == alone.span
