@@ -20,6 +20,7 @@ MACHINES = ("real", "emulated", "simulated", "probe")
 PROFILES = ("fake", "measured", "incremental")
 PROFILED_ON = ("real", "fake")
 MOST_SYNC = 3
+MOST_NOISE = 0.5
 # Linux's limits, with room for what a run adds to its name and folder.
 MOST_NAME_BYTES, MOST_PART_BYTES, MOST_PATH_BYTES = 200, 255, 3000
 # Policies that need to be told how much a device has.
@@ -151,6 +152,8 @@ def check_ranges(spec: RunSpec) -> None:
         ("machine.float64_flops_per_s", spec.machine.float64_flops_per_s, True),
         ("machine.memory_bytes_per_s", spec.machine.memory_bytes_per_s, True),
         ("machine.efficiency", spec.machine.efficiency, True),
+        ("machine.noise", spec.machine.noise, False),
+        ("machine.held_out_error", spec.machine.held_out_error, False),
         ("train.learning_rate", train.learning_rate, True),
         ("train.stall_limit_s", train.stall_limit_s, True),
         ("train.sample_interval_s", train.sample_interval_s, True),
@@ -164,6 +167,10 @@ def check_ranges(spec: RunSpec) -> None:
             raise ConfigError(
                 name, number, "must be above 0 and finite" if open_end else "must be 0 or more and finite"
             )
+    if spec.machine.noise > MOST_NOISE:
+        raise ConfigError(
+            "machine.noise", spec.machine.noise, f"must be at most {MOST_NOISE}, a share of a compute's time"
+        )
     if train.warmup_steps >= train.steps:
         raise ConfigError(
             "train.warmup_steps", train.warmup_steps, f"must be below train.steps={train.steps}"

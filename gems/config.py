@@ -189,6 +189,11 @@ class MachineConfig:
     by itself. `flops_per_s` (float32, as torch's convolutions compute it) and
     `memory_bytes_per_s` are a datasheet's, and `efficiency` the share of them that kernels reach: with them
     profile=fake predicts times. The defaults are one core of a server's processor.
+
+    `noise` is the relative standard deviation of a rank's compute from step to step, which predictions draw by `seed`.
+    `calibrated_from` says what the figures were measured on, and `held_out_error` how far step times predicted with them
+    were off (median, of 1) in runs that were not used: predictions carry both. `contention` lets a rank's messages pass
+    one at a time each way, and a node's through one link.
     """
 
     name: str = "auto"
@@ -211,6 +216,9 @@ class MachineConfig:
     float64_flops_per_s: float | None = None
     memory_bytes_per_s: float = 1e10
     efficiency: float = 1.0
+    noise: float = 0.0
+    calibrated_from: str | None = None
+    held_out_error: float | None = None
 
 
 RESUME_AUTO, RESUME_NEVER = "auto", "never"

@@ -166,7 +166,7 @@ def network_in_seconds(spec: RunSpec) -> Network:
 
 
 def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
-    """Simulates one step of a resolved run's schedule, and gives with it the network that it was played on.
+    """Simulates one step of a resolved run's schedule without noise, and gives with it the network it was played on.
 
     Replicas are alike, but for how their ranks lie over the nodes: of those that differ the slowest is given, for
     which the others wait at the reduction.

@@ -10,6 +10,7 @@ from gems.cli import Options, print_json
 from gems.config import RunSpec
 from gems.costed import costed
 from gems.memory.case import Outcome
+from gems.noise import interval_of, median_of, noisy_steps
 from gems.planned import planned
 from gems.program import cap_of, costs_of, found_of, network_in_seconds, play, schedule_of
 from gems.resolve import global_batch
@@ -29,7 +30,10 @@ MAX_RANK_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One simulated step of a resolved run, in the units of the costs, and what it was simulated with."""
+    """One simulated step of a resolved run, in the units of the costs, and what it was simulated with.
+
+    With machine.noise `played` is the median of drawn steps, and `interval` holds 95 % of them; without it, its span alone.
+    """
 
     schedule: Schedule
     costs: StageCosts
@@ -39,6 +43,7 @@ class Prediction:
     times: tuple[RankTime, ...]
     memory: tuple[RankMemory, ...]
     bound: float
+    interval: tuple[float, float]
 
 
 def predict(spec: RunSpec) -> Prediction:
@@ -53,13 +58,30 @@ def predict(spec: RunSpec) -> Prediction:
     with drawn_faults():
         made = schedule_of(spec)
     costs, cap = costs_of(spec, made.placement), cap_of(spec)
-    network, played = play(spec, made)
+    network, quiet = play(spec, made)
+    played, interval = _with_noise(spec, made, costs, network, cap, quiet)
     return Prediction(
         made, costs, network, cap, played,
         rank_times(made, costs, played, network),
         memory_over_time(made, costs, played, spec.cost.activation_bytes, spec.cost.param_bytes),
         bound_of(spec, made, costs, network, max(played.peak) if cap is None else cap),
+        interval,
     )  # fmt: skip
+
+
+def _with_noise(
+    spec: RunSpec,
+    schedule: Schedule,
+    costs: StageCosts,
+    network: Network,
+    cap: float | None,
+    quiet: Simulation,
+) -> tuple[Simulation, tuple[float, float]]:
+    """Gives the median step under machine.noise, and the times between which 95 % of the steps lie."""
+    if not spec.machine.noise:
+        return quiet, (quiet.span, quiet.span)
+    steps = noisy_steps(schedule, costs, network, cap, spec.machine.noise, spec.parallel.replicas, spec.seed)
+    return median_of(steps), interval_of(steps)
 
 
 def _predict_planned(spec: RunSpec) -> Prediction:
@@ -67,24 +89,21 @@ def _predict_planned(spec: RunSpec) -> Prediction:
     with drawn_faults():
         outcome = planned(spec).memory
     assert outcome is not None
-    schedule, costs, network, played = (
-        outcome.schedule,
-        outcome.costs,
-        network_in_seconds(spec),
-        outcome.played,
-    )
+    schedule, costs, network = outcome.schedule, outcome.costs, network_in_seconds(spec)
+    played, interval = _with_noise(spec, schedule, costs, network, None, outcome.played)
     return Prediction(
         schedule, costs, network, None, played,
         rank_times(schedule, costs, played, network),
-        tuple(_memory_of(outcome, rank) for rank in range(schedule.num_ranks)),
+        tuple(_memory_of(outcome, played, rank) for rank in range(schedule.num_ranks)),
         memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network),
+        interval,
     )  # fmt: skip
 
 
-def _memory_of(outcome: Outcome, rank: int) -> RankMemory:
+def _memory_of(outcome: Outcome, played: Simulation, rank: int) -> RankMemory:
     """Gives a rank's bytes over time: while an action runs, and behind it."""
     held = []
-    points, starts, ends = outcome.ranks[rank].points, outcome.played.start[rank], outcome.played.end[rank]
+    points, starts, ends = outcome.ranks[rank].points, played.start[rank], played.end[rank]
     for point, start, end in zip(points, starts, ends, strict=True):
         for time, on_device in ((start, point.during_bytes), (end, point.device_bytes)):
             held.append(
@@ -144,6 +163,8 @@ def simulation_dict(spec: RunSpec, found: Prediction) -> dict[str, Any]:
         "directions": found.schedule.num_directions,
         "step_units": played.span,
         "step_s": step_s,
+        "step_low_s": found.interval[0] * unit_s,
+        "step_high_s": found.interval[1] * unit_s,
         "images_per_s": global_batch(spec) / step_s,
         "efficiency": played.efficiency,
         "bubble": 1.0 - computing / (num_ranks * played.span),
@@ -186,6 +207,7 @@ def _table(answer: dict[str, Any]) -> str:
     cap = "none" if answer["cap"] is None else f"{answer['cap']:g}"
     rows = [
         ("step [s]", f"{answer['step_s']:g} ({answer['step_units']:g} units)"),
+        *_noise_row(answer),
         ("images/s", f"{answer['images_per_s']:.4g}"),
         ("efficiency [%]", f"{100 * answer['efficiency']:.1f}"),
         ("bubble [%]", f"{100 * answer['bubble']:.1f}"),
@@ -199,6 +221,11 @@ def _table(answer: dict[str, Any]) -> str:
         f"{answer['micro_batches']} micro-batches: simulated, a prediction"
     )
     return _lines(head, rows)
+
+
+def _noise_row(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    low, high = answer["step_low_s"], answer["step_high_s"]
+    return [("95 % of steps [s]", f"{low:g} to {high:g} (machine.noise)")] if low < high else []
 
 
 def _lines(head: str, rows: Sequence[tuple[str, str]]) -> str:

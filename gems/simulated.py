@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from gems import __version__
 from gems.config import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.json_files import read_json, write_json
-from gems.program import costs_of, play
+from gems.noise import noisy_steps
+from gems.program import cap_of, costs_of, play
 from gems.resolve import global_batch
 from gems.runfolder import RunFolder
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
@@ -24,6 +26,7 @@ from gems.signature import signature
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace
 
 MAX_EVENTS = 4_000_000
+MAX_NOISY_STEPS = 100
 _STREAM_OF = {
     **dict.fromkeys(COMPUTE_KINDS | {Kind.REDUCE_GRAD, Kind.STEP}, STREAMS.index("compute")),
     **dict.fromkeys(SEND_KINDS | RECV_KINDS, STREAMS.index("link")),
@@ -60,47 +63,63 @@ def main(argv: list[str]) -> int:
 def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     """Builds the trace of a run on paper: one step is simulated, and the others are the same one later.
 
-    Replicas are alike, so that the events are those of replica 0 alone; the root attribute `identical_replicas` says
-    how many stand for it. Of a very long run fewer steps are written, as their figures are all the same. Bytes on the
-    device are activations and the buffers of messages; parameters are in the attribute `param_bytes`, a rank's.
+    With machine.noise steps differ: `MAX_NOISY_STEPS` of them are drawn, and come round again after that. Replicas are
+    alike, so that the events are those of replica 0 alone; the root attribute `identical_replicas` says how many stand
+    for it. Of a very long run fewer steps are written, as they tell nothing new. Bytes on the device are activations
+    and the buffers of messages; parameters are in the attribute `param_bytes`, a rank's.
 
     Raises:
         ScheduleError: the schedule would not run.
     """
-    costs, cost = costs_of(spec, schedule.placement), spec.cost
-    _, played = play(spec, schedule)
-    memory = memory_over_time(schedule, costs, played, cost.activation_bytes, cost.param_bytes)
-    unit_ns = cost.unit_s * 1e9
-    one = _events(spec, schedule, costs, played, memory)
-    num_steps = min(spec.train.steps, max(spec.train.warmup_steps + 1, MAX_EVENTS // max(1, len(one))))
-    span_ns, images = round(played.span * unit_ns), global_batch(spec)
-    steps = [
-        (k, k * span_ns, (k + 1) * span_ns, images, math.nan, k < spec.train.warmup_steps, 1)
-        for k in range(num_steps)
-    ]
-    ends_ns = [round(max(row, default=0.0) * unit_ns) for row in played.end]
+    costs, cost, replicas = costs_of(spec, schedule.placement), spec.cost, spec.parallel.replicas
+    network, quiet = play(spec, schedule)
+    most = max(spec.train.warmup_steps + 1, MAX_EVENTS // max(1, sum(map(len, schedule.rows))))
+    num_steps, noise = min(spec.train.steps, most), spec.machine.noise
+    drawn = [quiet]
+    if noise:
+        count = min(num_steps, MAX_NOISY_STEPS)
+        drawn = noisy_steps(schedule, costs, network, cap_of(spec), noise, replicas, spec.seed, count)
+    spans_ns = [round(drawn[k % len(drawn)].span * cost.unit_s * 1e9) for k in range(num_steps)]
+    starts_ns = [0, *accumulate(spans_ns)]
+    images, warmup = global_batch(spec), spec.train.warmup_steps
+    steps = [(k, starts_ns[k], starts_ns[k + 1], images, math.nan, k < warmup, 1) for k in range(num_steps)]
+    ends_ns = [[round(max(row, default=0.0) * cost.unit_s * 1e9) for row in played.end] for played in drawn]
     rank_steps = [
-        (rank, k, k * span_ns, k * span_ns + end_ns, images, math.nan, k < spec.train.warmup_steps)
-        for rank, end_ns in enumerate(ends_ns)
+        (rank, k, starts_ns[k], starts_ns[k] + ends_ns[k % len(drawn)][rank], images, math.nan, k < warmup)
+        for rank in range(schedule.num_ranks)
         for k in range(num_steps)
     ]
-    peaks = [round(rank.peak - rank.parameters) for rank in memory]
-    replicas = spec.parallel.replicas
+    held = [
+        memory_over_time(schedule, costs, played, cost.activation_bytes, cost.param_bytes) for played in drawn
+    ]
+    events = [
+        _events(spec, schedule, costs, played, memory) for played, memory in zip(drawn, held, strict=True)
+    ]
+    peaks = [round(max(rank.peak - rank.parameters for rank in each)) for each in zip(*held, strict=True)]
     attributes = root_attributes(
         "simulated", signature(spec), spec.world_size, device="simulated", clock="simulated",
         versions=[f"gems {__version__}", f"numpy {np.__version__}"],
-        identical_replicas=replicas, param_bytes=[round(rank.parameters) for rank in memory] * replicas,
-        peak_allocated_bytes=peaks * replicas, steps_asked=spec.train.steps,
+        identical_replicas=replicas, param_bytes=[round(rank.parameters) for rank in held[0]] * replicas,
+        peak_allocated_bytes=peaks * replicas, steps_asked=spec.train.steps, **_credentials(spec),
     )  # fmt: skip
     return Trace(
         attributes=attributes,
-        events=_repeated(one, num_steps, span_ns),
+        events=_all_steps(events, starts_ns[:-1]),
         steps=np.array(steps, DTYPES["steps"]),
         rank_steps=np.array(rank_steps, DTYPES["rank_steps"]),
         schedule_rows=tuple(" ".join(map(str, row)) for row in schedule.rows),
         schedule_sha256=schedule.digest(),
         boundaries=tuple(spec.parallel.boundaries or ()),
     )
+
+
+def _credentials(spec: RunSpec) -> dict[str, object]:
+    """Gives what a machine is known from, and how far predictions with it were off, where it says so."""
+    machine = spec.machine
+    found = {
+        "calibrated_from": machine.calibrated_from, "held_out_error": machine.held_out_error, "noise": machine.noise or None,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _events(
@@ -136,25 +155,26 @@ def _moved_bytes(action: Action, costs: StageCosts, activation_bytes: int) -> fl
     return costs.activation[action.stage] * activation_bytes if action.kind in COPY_KINDS else 0.0
 
 
-def _repeated(events: np.ndarray, num_steps: int, span_ns: int) -> np.ndarray:
-    """Gives the events of all steps, sorted by (rank, start_ns)."""
-    repeated = np.tile(events, num_steps)
-    step = np.repeat(np.arange(num_steps), len(events))
-    repeated["step"] = step
-    repeated["start_ns"] += step * span_ns
-    repeated["end_ns"] += step * span_ns
-    sorted_events: np.ndarray = repeated[np.argsort(repeated["rank"], kind="stable")]
+def _all_steps(events: list[np.ndarray], starts_ns: list[int]) -> np.ndarray:
+    """Gives the events of all steps, sorted by (rank, start_ns); drawn steps come round again."""
+    lengths = [len(events[k % len(events)]) for k in range(len(starts_ns))]
+    made = np.concatenate([events[k % len(events)] for k in range(len(starts_ns))])
+    starts = np.repeat(np.array(starts_ns), lengths)
+    made["step"] = np.repeat(np.arange(len(starts_ns)), lengths)
+    made["start_ns"] += starts
+    made["end_ns"] += starts
+    sorted_events: np.ndarray = made[np.argsort(made["rank"], kind="stable")]
     return sorted_events
 
 
 def _result(trace: Trace) -> dict[str, object]:
-    """Gives what rank 0 of a real run would know, and the time of a step."""
-    first = trace.steps[0]
-    step_s = float(first["end_ns"] - first["start_ns"]) * 1e-9
+    """Gives what rank 0 of a real run would know, and the median time of a step."""
+    counted = trace.steps[trace.steps["is_warmup"] == 0]
+    step_s = float(np.median(counted["end_ns"] - counted["start_ns"])) * 1e-9
     return {
         "num_steps": len(trace.steps),
         "step_s": step_s,
-        "images_per_s": float(first["images"]) / step_s,
+        "images_per_s": float(trace.steps[0]["images"]) / step_s,
         "schedule_sha256": trace.schedule_sha256,
         "schedule_rows": list(trace.schedule_rows),
     }

@@ -77,6 +77,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "yaml",
     ),
     "gems.signature": ("gems.config",),
+    "gems.noise": ("gems.schedule", "numpy"),
     "gems.preparation": (
         "gems.errors", "gems.config", "gems.json_files", "gems.planned", "gems.provenance", "gems.runfolder",
         "gems.signature", "gems.snapshot", "yaml",
@@ -97,14 +98,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.cli", "gems.config", "gems.costed", "gems.errors", "gems.planned", "gems.program", "gems.schedule",
     ),
     "gems.show_simulation": (
-        "gems.cli", "gems.config", "gems.costed", "gems.memory", "gems.planned", "gems.program", "gems.resolve",
+        "gems.cli", "gems.config", "gems.costed", "gems.memory", "gems.noise", "gems.planned", "gems.program", "gems.resolve",
         "gems.schedule", "gems.show_schedule",
     ),
     "gems.plan": ("gems.errors", "numpy", "scipy"),
     "gems.ways": ("gems.config", "gems.costed", "gems.cutting", "gems.errors", "gems.plan", "gems.program", "gems.schedule", "gems.show_simulation", "numpy"),
     "gems.show_hybrid": ("gems.cli", "gems.config", "gems.errors", "gems.plan", "gems.ways"),
     "gems.simulated": (
-        "gems", "gems.errors", "gems.config", "gems.program", "gems.resolve", "gems.json_files", "gems.runfolder", "gems.schedule",
+        "gems", "gems.errors", "gems.config", "gems.noise", "gems.program", "gems.resolve", "gems.json_files", "gems.runfolder", "gems.schedule",
         "gems.signature", "gems.trace", "numpy",
     ),
     "gems.verify": (

@@ -226,6 +226,11 @@ def test_numbers_below_the_least(key: str, value: float) -> None:
     assert error.value.key == key
 
 
+def test_noise_is_a_share_of_a_compute() -> None:
+    with pytest.raises(ConfigError, match=r"machine\.noise=0\.6: must be at most 0\.5"):
+        resolve(spec_of(machine__noise=0.6))
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "/", "..", ".hidden", "a\nb", "a\0"])
 def test_names_that_are_no_folder(name: str) -> None:
     with pytest.raises(ConfigError, match=r"must be a folder's name|must not hold the character 0") as error:

@@ -146,3 +146,15 @@ def test_a_broken_schedule_is_drawn_before_the_error(capsys: pytest.CaptureFixtu
         show_simulation(spec_of("gpipe", 2, 3, cap=2), Options(json=True))
     out, err = capsys.readouterr()
     assert out == "" and "!0F2!" in err
+
+
+def test_noise_gives_the_median_step_and_where_most_steps_lie(capsys: pytest.CaptureFixture[str]) -> None:
+    machines = [MachineConfig(kind="simulated", noise=noise) for noise in (0.0, 0.02)]
+    quiet, noisy = (
+        {key: float(str(found[key])) for key in ("step_low_s", "step_s", "step_high_s")}
+        for found in (
+            shown(capsys, spec_of("gems_master", replicas=16, machine=machine)) for machine in machines
+        )
+    )
+    assert quiet["step_low_s"] == quiet["step_s"] == quiet["step_high_s"] < noisy["step_s"]
+    assert noisy["step_low_s"] < noisy["step_s"] < noisy["step_high_s"]

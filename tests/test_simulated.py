@@ -173,3 +173,33 @@ def test_nothing_heavy_is_loaded() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout.strip()) == (0, "")
+
+
+class TestNoise:
+    MACHINE = MachineConfig(kind="simulated", noise=0.02)
+
+    def test_steps_are_drawn_and_events_lie_in_their_steps(self) -> None:
+        spec = spec_of("gems_master", replicas=8, steps=6, machine=self.MACHINE)
+        trace, again = trace_of(spec), trace_of(spec)
+        took = trace.steps["end_ns"] - trace.steps["start_ns"]
+        assert len(set(took.tolist())) == 6 and (again.steps["end_ns"] == trace.steps["end_ns"]).all()
+        quiet = trace_of(spec_of("gems_master", replicas=8, steps=6, machine=MachineConfig(kind="simulated")))
+        assert took.min() > (quiet.steps["end_ns"] - quiet.steps["start_ns"])[0]  # the slowest of 8 counts
+        for step in trace.steps:
+            mine = trace.events[trace.events["step"] == step["step"]]
+            assert step["start_ns"] <= mine["start_ns"].min() and mine["end_ns"].max() == step["end_ns"]
+        assert (np.diff(trace.events["rank"]) >= 0).all()
+        assert trace.attributes["noise"] == 0.02
+
+    def test_a_long_run_draws_its_steps_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gems.simulated, "MAX_NOISY_STEPS", 3)
+        steps = trace_of(spec_of(steps=7, machine=self.MACHINE)).steps
+        took = (steps["end_ns"] - steps["start_ns"]).tolist()
+        assert took[:3] == took[3:6] and len(set(took)) == 3
+
+
+def test_a_calibrated_machine_is_told_with_its_error() -> None:
+    machine = MachineConfig(kind="simulated", calibrated_from="two nodes", held_out_error=0.02)
+    attributes = trace_of(spec_of(machine=machine)).attributes
+    assert (attributes["calibrated_from"], attributes["held_out_error"]) == ("two nodes", 0.02)
+    assert "held_out_error" not in trace_of(spec_of()).attributes

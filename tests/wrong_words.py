@@ -16,7 +16,7 @@ from gems.overrides import options_of, valid_keys
 
 # Keys whose values are the user's own words: any text is right.
 FREE_TEXT = {
-    "name", "runs_dir", "cache_dir", "cluster.name", "machine.name", "cluster.account", "cluster.account_suffix", "cluster.partition", "cluster.mpi",
+    "name", "runs_dir", "cache_dir", "cluster.name", "machine.name", "machine.calibrated_from", "cluster.account", "cluster.account_suffix", "cluster.partition", "cluster.mpi",
     "cluster.python", "cluster.charge_unit", "cluster.container_image", "data.path", "model.path", "profile.path", "schedule.path",
     "train.initial_checkpoint", "model.target",
 }  # fmt: skip

@@ -115,6 +115,18 @@ def test_incoming_messages_compete_too() -> None:
     assert sorted((times["0SEND_F0"][1], times["0SEND_F1/1"][1])) == [5.0, 9.0]
 
 
+@pytest.mark.parametrize(("ranks_per_node", "arrivals"), [(None, [5.0, 5.0]), (2, [5.0, 9.0])])
+def test_ranks_of_a_node_share_its_way_out(ranks_per_node: int | None, arrivals: list[float]) -> None:
+    """Ranks 0 and 1 each send to one of the ranks 2 and 3 at 1, 4 long: through one link the second arrives at 9."""
+    schedule = with_rows(
+        Schedule("two", 2, Placement(4, ((0, 2), (1, 3))), ((),) * 4, ("add_transfers",), True),
+        ["0F0 0SEND_F0", "0F1/1 0SEND_F1/1", "1RECV_F0 1F0", "1RECV_F1/1 1F1/1"],
+    )
+    network = Network(per_byte=0.5, has_contention=True, ranks_per_node=ranks_per_node)
+    times = times_of(schedule, simulate(schedule, costs_of(2, 8.0), network))
+    assert sorted((times["0SEND_F0"][1], times["0SEND_F1/1"][1])) == arrivals
+
+
 def test_contention_never_makes_a_step_faster() -> None:
     for name in ("gpipe", "1f1b", "gems_master", "interleaved_1f1b", "chimera"):
         made = lower(generate(name, 4, 8, 2))

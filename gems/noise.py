@@ -1,0 +1,135 @@
+"""Noise: compute that takes longer on one rank than on another, and the slowest of the replicas, for which all wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from gems.schedule.action import Kind
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation, simulate
+
+NUM_SAMPLES = 64
+NUM_DRAWS = 100
+LEAST_FACTOR = 0.1  # of a compute time, where a draw of strong noise would make it negative
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When one replica's ranks are ready for each of their reductions, over steps: normal, in the unit of the costs.
+
+    Attributes:
+        stages: the lowest stages that name the reductions.
+        mean: of each reduction.
+        root: a matrix whose product with its transpose is their covariance.
+    """
+
+    stages: tuple[int, ...]
+    mean: np.ndarray
+    root: np.ndarray
+
+    def last(self, num_replicas: int, rng: np.random.Generator) -> Mapping[int, float]:
+        """Draws one step of `num_replicas` replicas and gives when the last of them is ready, by reduction."""
+        if num_replicas < 1 or not self.stages:
+            return {}
+        normal = rng.standard_normal((num_replicas, len(self.stages)))
+        latest = (self.mean + normal @ self.root.T).max(axis=0)
+        return dict(zip(self.stages, latest.tolist(), strict=True))
+
+
+def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) -> np.ndarray:
+    """Draws how many times as long compute takes: an array of draws x ranks, of mean 1 and standard deviation `noise`.
+
+    More than a few draws have these moments exactly, and no correlation between ranks: what depends on them in
+    proportion is then without sampling error.
+    """
+    normal = rng.standard_normal((num, num_ranks))
+    if num > 2 * num_ranks:
+        normal -= normal.mean(axis=0)
+        covariance = normal.T @ normal / num
+        normal = np.linalg.solve(np.linalg.cholesky(covariance), normal.T).T
+    factors: np.ndarray = np.maximum(LEAST_FACTOR, 1.0 + noise * normal)
+    return factors
+
+
+def arrivals_of(
+    schedule: Schedule,
+    costs: StageCosts,
+    network: Network,
+    cap: float | None,
+    noise: float,
+    rng: np.random.Generator,
+) -> Arrivals:
+    """Simulates one replica under noise, often enough to know when its reductions could begin.
+
+    Raises:
+        ScheduleError: the schedule would not run.
+    """
+    num_ranks = schedule.num_ranks
+    reductions = [
+        (rank, place, action.stage)
+        for rank, row in enumerate(schedule.rows)
+        for place, action in enumerate(row)
+        if action.kind is Kind.REDUCE_GRAD
+    ]
+    stages = tuple(sorted({stage for _, _, stage in reductions}))
+    num = max(NUM_SAMPLES, 3 * num_ranks)
+    ready = np.zeros((num, len(stages)))
+    for sample, factors in enumerate(slowdowns(num_ranks, noise, num, rng)):
+        played = simulate(schedule, costs, network, cap, factors.tolist())
+        for rank, place, stage in reductions:
+            column = stages.index(stage)
+            ready[sample, column] = max(ready[sample, column], played.start[rank][place])
+    if not stages:
+        return Arrivals((), np.zeros(0), np.zeros((0, 0)))
+    mean = ready.mean(axis=0)
+    covariance = (ready - mean).T @ (ready - mean) / num
+    values, vectors = np.linalg.eigh(covariance)
+    return Arrivals(stages, mean, vectors * np.sqrt(np.maximum(values, 0.0)))
+
+
+def noisy_steps(
+    schedule: Schedule,
+    costs: StageCosts,
+    network: Network,
+    cap: float | None,
+    noise: float,
+    num_replicas: int,
+    seed: int,
+    num_steps: int = NUM_DRAWS,
+) -> list[Simulation]:
+    """Draws steps of `num_replicas` replicas that are alike but for their noise; each is given as replica 0 sees it.
+
+    Each rank of each replica computes a step faster or slower by its own draw. One replica is simulated some times,
+    which gives the distribution of when it is ready for its reductions. A step then is a simulation of replica 0 in
+    which each reduction begins when the last of all replicas is ready, drawn from that distribution: of R replicas
+    the largest of R draws, so that no replica but one is simulated however many there are.
+
+    Raises:
+        ScheduleError: the schedule would not run.
+    """
+    rng = np.random.default_rng(seed)
+    others = arrivals_of(schedule, costs, network, cap, noise, rng) if num_replicas > 1 else None
+    factors = slowdowns(schedule.num_ranks, noise, num_steps, rng)
+    return [
+        simulate(
+            schedule, costs, network, cap, mine.tolist(),
+            {} if others is None else others.last(num_replicas - 1, rng),
+        )
+        for mine in factors
+    ]  # fmt: skip
+
+
+def median_of(steps: list[Simulation]) -> Simulation:
+    """Gives the step of median time among drawn ones."""
+    return sorted(steps, key=lambda step: step.span)[len(steps) // 2]
+
+
+def interval_of(steps: list[Simulation], level: float = LEVEL) -> tuple[float, float]:
+    """Gives the times between which a share `level` of drawn steps lies, as much above as below."""
+    low, high = np.quantile([step.span for step in steps], [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
