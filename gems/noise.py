@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,6 +66,8 @@ def arrivals_of(
 ) -> Arrivals:
     """Simulates one replica under noise, often enough to know when its reductions could begin.
 
+    Reductions take no time in this, so that the answer is the same for any number of replicas.
+
     Raises:
         ScheduleError: the schedule would not run.
     """
@@ -78,6 +80,8 @@ def arrivals_of(
     ]
     stages = tuple(sorted({stage for _, _, stage in reductions}))
     num = max(NUM_SAMPLES, 3 * num_ranks)
+    none = (0.0,) * costs.num_stages
+    costs = replace(costs, reduce=none, reduce_link=none)
     ready = np.zeros((num, len(stages)))
     for sample, factors in enumerate(slowdowns(num_ranks, noise, num, rng)):
         played = simulate(schedule, costs, network, cap, factors.tolist())
@@ -101,24 +105,27 @@ def noisy_steps(
     num_replicas: int,
     seed: int,
     num_steps: int = NUM_DRAWS,
+    arrivals: Arrivals | None = None,
 ) -> list[Simulation]:
     """Draws steps of `num_replicas` replicas that are alike but for their noise; each is given as replica 0 sees it.
 
     Each rank of each replica computes a step faster or slower by its own draw. One replica is simulated some times,
     which gives the distribution of when it is ready for its reductions. A step then is a simulation of replica 0 in
     which each reduction begins when the last of all replicas is ready, drawn from that distribution: of R replicas
-    the largest of R draws, so that no replica but one is simulated however many there are.
+    the largest of R draws, so that no replica but one is simulated however many there are. `arrivals` is that
+    distribution where it is known (`arrivals_of`), for it does not depend on the number of replicas.
 
     Raises:
         ScheduleError: the schedule would not run.
     """
     rng = np.random.default_rng(seed)
-    others = arrivals_of(schedule, costs, network, cap, noise, rng) if num_replicas > 1 else None
+    if arrivals is None and num_replicas > 1:
+        arrivals = arrivals_of(schedule, costs, network, cap, noise, rng)
     factors = slowdowns(schedule.num_ranks, noise, num_steps, rng)
     return [
         simulate(
             schedule, costs, network, cap, mine.tolist(),
-            {} if others is None else others.last(num_replicas - 1, rng),
+            {} if arrivals is None else arrivals.last(num_replicas - 1, rng),
         )
         for mine in factors
     ]  # fmt: skip
