@@ -13,7 +13,7 @@ from analysis.points import Point
 from gems.trace import SOURCES
 
 __all__ = [
-    "Agreement", "Point", "agreement_rows", "agreements", "base_rows", "bases_of", "kind_of", "may_join", "most_real",
+    "Agreement", "Point", "agreement_rows", "agreements", "base_rows", "bases_of", "images_per_rank", "kind_of", "may_join", "most_real",
     "neighbours", "read_point", "read_points", "rows_of",
 ]  # fmt: skip
 MAX_JOINED = 4  # times as many ranks
@@ -44,17 +44,23 @@ def bases_of(points: Sequence[Point]) -> dict[str, Point]:
 def kind_of(points: Sequence[Point]) -> str:
     """Gives the kind of a scaling study: strong, weak, capability, comparison or mixed.
 
-    Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its images grow;
+    Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its images grow in a line;
     a comparison has one number of ranks.
     """
     if len({point.ranks for point in points}) == 1:
         return "comparison"
-    problems = {(point.work_s is None, point.problem) for point in points}
-    if len(problems) > len({is_measured for is_measured, _ in problems}):
+    problems = {(point.line, point.work_s is None, point.problem) for point in points}
+    if len(problems) > len({(line, is_measured) for line, is_measured, _ in problems}):
         return "capability"
     if len({point.images_per_step for point in points}) == 1:
         return "strong"
-    return "weak" if len({Fraction(point.images_per_step, point.ranks) for point in points}) == 1 else "mixed"
+    lines = {point.line for point in points}
+    return "weak" if len(images_per_rank(points)) == len(lines) else "mixed"
+
+
+def images_per_rank(points: Sequence[Point]) -> set[tuple[str, Fraction]]:
+    """Gives the images of a step over the ranks, by line: one for each line in weak scaling."""
+    return {(point.line, Fraction(point.images_per_step, point.ranks)) for point in points}
 
 
 def most_real(points: Sequence[Point]) -> list[Point]:

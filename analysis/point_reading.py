@@ -60,13 +60,16 @@ def read_point(path: Path) -> Point:
         num_images=int(counted["images"].sum()),
         setting=_setting(attributes, len(steps) - len(counted)),
         run_steps=(len(counted),),
+        model=_model_word(_section(document, "model", ModelConfig))
+        if work_s is None or cost.name == "profile"
+        else "",
     )
 
 
 def read_points(paths: Iterable[Path]) -> list[Point]:
     """Reads runs and gives their points by line, ranks and source; runs of one point are put together.
 
-    Where a line has pipelines of several lengths on as many ranks, each length is a line of its own.
+    Where a line has several models, or pipelines of several lengths, on as many ranks, each of them is a line of its own.
 
     Raises:
         ConfigError: as `read_point`.
@@ -77,13 +80,17 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
         place = replace(read, step_s=(), signatures=(), num_images=None, setting=Setting(), run_steps=())
         known = pooled.get(place)
         pooled[place] = read if known is None else _together(known, read)
-    points = list(pooled.values())
-    crowded = {point.line for point in points if sum(_same_place(point, other) for other in points) > 1}
+    named = list(pooled.values())
+    several = {
+        point.line
+        for point in named
+        if any(_same_place(point, other) and point.model != other.model for other in named)
+    }
+    named = [_in_line(point, point.model) if point.line in several else point for point in named]
+    crowded = {point.line for point in named if sum(_same_place(point, other) for other in named) > 1}
     named = [
-        replace(point, line=f"{point.line}, pipelines of {point.partitions}")
-        if point.line in crowded
-        else point
-        for point in points
+        _in_line(point, f"pipelines of {point.partitions}") if point.line in crowded else point
+        for point in named
     ]
     return sorted(named, key=lambda point: (point.line, point.ranks, SOURCES.index(point.source)))
 
@@ -97,6 +104,17 @@ def _together(point: Point, other: Point) -> Point:
         setting=point.setting.with_(other.setting),
         run_steps=point.run_steps + other.run_steps,
     )
+
+
+def _in_line(point: Point, word: str) -> Point:
+    """Gives the point in a line of its own, told by a word more."""
+    return replace(point, line=f"{point.line}, {word}") if word else point
+
+
+def _model_word(model: ModelConfig) -> str:
+    """Gives a network's name as people write it: resnet-1001-v2."""
+    parts = [model.name, str(model.depth)] if model.name in ("resnet", "vgg") else [model.name]
+    return "-".join([*parts, *([f"v{model.version}"] if model.name == "resnet" else [])])
 
 
 def _same_place(point: Point, other: Point) -> bool:

@@ -67,6 +67,7 @@ class Point:
         num_images: images of all these steps together; `images_per_step` for each where it is not told.
         setting: how the runs were taken.
         run_steps: how many of the step times are of each run; all of one run where it is not told.
+        model: the network's name, depth and version, where costs are those of a network.
     """
 
     line: str
@@ -83,6 +84,7 @@ class Point:
     num_images: int | None = None
     setting: Setting = field(default_factory=Setting)
     run_steps: tuple[int, ...] = ()
+    model: str = ""
 
     @property
     def step_median_s(self) -> float:

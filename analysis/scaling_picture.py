@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.efficiency import agreements, bases_of, kind_of, may_join, most_real
+from analysis.efficiency import agreements, bases_of, images_per_rank, kind_of, may_join, most_real
 from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, set_title
 from analysis.fits import MAX_EXTRAPOLATION, Fit, best_fits
 from analysis.fits.show import curve_ranks
@@ -84,12 +84,18 @@ def title(points: Sequence[Point]) -> tuple[str, str]:
     kind, first = kind_of(points), points[0]
     kinds = {
         "strong": f"strong scaling, {first.images_per_step} images a step",
-        "weak": f"weak scaling, {first.images_per_step / first.ranks:g} images a rank",
+        "weak": f"weak scaling, {_images_words(points)} images a rank",
         "capability": "capability scaling, the work of an image grows",
         "comparison": f"schedules on {counted(first.ranks, 'rank')}",
         "mixed": "scaling, images a step and ranks change apart",
     }
     return kinds[kind], _detail(points)
+
+
+def _images_words(points: Sequence[Point]) -> str:
+    return " or ".join(
+        f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)})
+    )
 
 
 def _detail(points: Sequence[Point]) -> str:

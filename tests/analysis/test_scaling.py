@@ -341,3 +341,18 @@ def test_keys_of_a_later_version_are_passed_over(write: Write) -> None:
             del file["run_yaml"]
             file["run_yaml"] = "parallel: [1]"
         read_point(folder)
+
+
+def test_two_models_of_one_study_are_two_lines_of_weak_scaling(write: Write) -> None:
+    deep = {"model": {"depth": 56}, "cost": {"name": "profile"}}
+    points = read_points(
+        [
+            write("gems_master", partitions, replicas, source="simulated", **of_the_rest)
+            for partitions, of_the_rest in ((4, {"cost": {"name": "profile"}}), (8, deep))
+            for replicas in (2, 4)
+        ]
+    )
+    assert {point.line for point in points} == {"gems_master, resnet-20-v1", "gems_master, resnet-56-v1"}
+    assert kind_of(points) == "weak" and title(points)[0] == "weak scaling, 2 or 4 images a rank"
+    bases = bases_of(points)
+    assert [bases[point.line].ranks for point in points] == [8, 8, 16, 16]
