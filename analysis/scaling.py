@@ -14,6 +14,8 @@ from analysis.fits import Fit, fits_of, why_not_fitted
 from analysis.fits.show import curve_rows, fit_lines, fit_rows
 from analysis.point_reading import read_points
 from analysis.points import Point
+from analysis.projection import Projection, project
+from analysis.projection_picture import place_rows, projection_table, sensitivity_rows, write_projection
 from analysis.rules import Rule, rule_lines, rules_of
 from analysis.scaling_picture import base_words, scaling_figure, title
 from analysis.statistics import Interval
@@ -36,6 +38,7 @@ class Study:
         rules: what the plot may claim.
         tables: CSV: of the points, and of the curves of the fits where there are any.
         pictures: PNG and PDF.
+        projection: bands and sensitivities of a study that is a prediction throughout, None of another.
     """
 
     points: list[Point]
@@ -44,6 +47,7 @@ class Study:
     rules: list[Rule]
     tables: list[Path]
     pictures: list[Path]
+    projection: Projection | None = None
 
     @property
     def csv(self) -> Path:
@@ -55,6 +59,7 @@ def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
     """Reads runs, writes scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
 
     `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv.
+    A study that is a prediction throughout gets the bands of `analysis.projection` beside it.
 
     Raises:
         ConfigError: a run that cannot be read, a law that has too few points, or a folder that cannot be written.
@@ -75,7 +80,10 @@ def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
     pictures = [out / f"{STEM}{suffix}" for suffix in PICTURES]
     for picture in pictures:
         save_figure(figure, picture)
-    return Study(points, fits, why_not_fitted(points, fit), rules_of(points), tables, pictures)
+    projection = project(points, paths)
+    if projection is not None:
+        pictures += write_projection(projection, out)
+    return Study(points, fits, why_not_fitted(points, fit), rules_of(points), tables, pictures, projection)
 
 
 def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
@@ -89,7 +97,10 @@ def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 def study_answer(study: Study) -> dict[str, Any]:
     """Gives a study as plain data."""
-    kind = kind_of(study.points)
+    kind, projection = kind_of(study.points), study.projection
+    predicted = {}
+    if projection is not None:
+        predicted = {"bands": place_rows(projection), "sensitivities": sensitivity_rows(projection)}
     return {
         "scaling": kind,
         "kind": kind,
@@ -102,6 +113,7 @@ def study_answer(study: Study) -> dict[str, Any]:
         "pictures": [str(picture) for picture in study.pictures],
         "csv": str(study.csv),
         "tables": [str(table) for table in study.tables],
+        **predicted,
     }
 
 
@@ -110,6 +122,7 @@ def study_report(study: Study) -> str:
     return "\n".join(
         [
             study_table(study.points),
+            *([] if study.projection is None else [projection_table(study.projection)]),
             *fit_lines(study.fits),
             *(f"not fitted: {reason}" for reason in study.unfitted),
             *rule_lines(study.rules),

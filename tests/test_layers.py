@@ -173,8 +173,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.engine": ANYTHING,
     "jobs": (*PURE, "yaml", "submitit"),
     "analysis": (
-        "gems.errors", "gems.config", "gems.json_files", "gems.profile", "gems.profile.hdf5", "gems.program", "gems.runfolder",
-        "gems.trace", "gems.schedule", "gems.plan", "numpy", "matplotlib", "yaml", "analysis.vdnn",
+        "gems.errors", "gems.config", "gems.json_files", "gems.noise", "gems.profile", "gems.profile.hdf5", "gems.program",
+        "gems.runfolder", "gems.trace", "gems.schedule", "gems.plan", "numpy", "matplotlib", "yaml", "analysis.vdnn",
     ),
     "analysis.vdnn": ("analysis", "gems.compose", "gems.config", "gems.memory.vdnn.paper", "gems.models"),
 }  # fmt: skip
