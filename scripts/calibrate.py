@@ -1,0 +1,147 @@
+"""Calibrates a machine: short probes of its messages, sums and computes become a machine's file with the fits' errors.
+
+`python -m scripts.calibrate --out DIR/machine/NAME.yaml` starts two ranks here (`--ranks`); the file then serves as
+`--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N 2 -n 2 python -m gems.engine.calibrate
+probe.json`, and `--probe probe.json` reads it. `--kind emulated` calibrates emulated devices, whose messages wait for ranks
+to wake up. `--base NAME` takes the rest from a machine of conf/. `--runs RUN ...` takes the noise from finished runs.
+Where there is a GPU its copy engines are timed too. `--held-out ANSWER.json` notes the error that
+`scripts.bench_fidelity` found with such a calibration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gems import __version__
+from gems.calibration import Calibration, calibration_of, machine_yaml, merged, noise_of
+from gems.errors import ConfigError, GemsError
+from gems.json_files import read_json
+from gems.ranks import mpiexec_argv, rank_environment, run_ranks
+from gems.schedule.action import COMPUTE_KINDS
+from gems.trace import KINDS, read_trace
+
+LIMIT_S = 300.0
+LARGE_COPY = 256 * 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Calibrates and writes the file; one line on stderr and exit code 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="scripts.calibrate", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml")
+    parser.add_argument("--kind", choices=("real", "emulated"), default="real")
+    parser.add_argument("--ranks", type=int, help="default 2, and 8 for emulated devices")
+    parser.add_argument("--probe", type=Path, metavar="FILE.json", help="what gems.engine.calibrate wrote")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], metavar="RUN")
+    parser.add_argument("--base", metavar="NAME")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--held-out", type=Path, metavar="FILE.json")
+    options = parser.parse_args(argv)
+    try:
+        probe = read_probe(options.probe) if options.probe else take_probe(options.kind, options.ranks)
+        copies = copy_rates() if options.device != "cpu" and options.kind == "real" else None
+        found = calibration_of({**probe, "copies": copies})
+        found = merged(found, [noise_of(computes_of(run)) for run in options.runs])
+        error = float(read_json(options.held_out)["median_error"]) if options.held_out else None
+        write(options.out, found, probe, options.base, options.device, error)
+    except GemsError as refused:
+        print("calibrate:", " ".join(str(refused).split()), file=sys.stderr)
+        return refused.exit_code
+    print(options.out)
+    return 0
+
+
+def read_probe(path: Path) -> dict[str, Any]:
+    """Reads what the probe wrote.
+
+    Raises:
+        ConfigError: no such file, or none of that form.
+    """
+    found = read_json(path)
+    if not found:
+        raise ConfigError("--probe", path, "is no answer of gems.engine.calibrate")
+    return found
+
+
+def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
+    """Runs the probe on this machine and gives its timings.
+
+    Raises:
+        ConfigError: the ranks did not start, or failed.
+    """
+    ranks = num_ranks or (2 if kind == "real" else 8)
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "probe.json"
+        argv = mpiexec_argv(ranks, [sys.executable, "-m", "gems.engine.calibrate", str(result), kind])
+        ended = run_ranks(argv, rank_environment(1), log=None, timeout_s=LIMIT_S, echo=False)
+        if ended.returncode:
+            raise ConfigError("--ranks", ranks, "the probe failed: " + " ".join(ended.tail[-3:]))
+        return read_probe(result)
+
+
+def computes_of(run: Path) -> np.ndarray:
+    """Gives the compute seconds of each counted step and rank of a finished run.
+
+    Raises:
+        ConfigError: no trace there.
+    """
+    trace = read_trace(run / "trace.h5" if run.is_dir() else run)
+    codes = [code for code, name in enumerate(KINDS) if name in {kind.value for kind in COMPUTE_KINDS}]
+    steps = trace.steps["step"][trace.steps["is_warmup"] == 0]
+    mine = trace.events[np.isin(trace.events["kind"], codes) & np.isin(trace.events["step"], steps)]
+    times_s = np.zeros((len(steps), int(mine["rank"].max(initial=0)) + 1))
+    places = np.searchsorted(np.sort(steps), mine["step"])
+    np.add.at(times_s, (places, mine["rank"]), (mine["end_ns"] - mine["start_ns"]) * 1e-9)
+    return times_s
+
+
+def copy_rates() -> dict[str, float] | None:
+    """Times pinned copies each way on this process's GPU; None where there is none."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    from scripts.copy_bandwidth import bandwidth
+
+    found = bandwidth(torch.device("cuda", 0), LARGE_COPY)
+    return {"d2h_bytes_per_s": found.d2h_bytes_per_s, "h2d_bytes_per_s": found.h2d_bytes_per_s}
+
+
+def write(
+    out: Path, found: Calibration, probe: dict[str, Any], base: str | None, device: str, error: float | None
+) -> None:
+    """Writes the machine's file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    nodes = probe["nodes"]
+    origin = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} ({', '.join(nodes)[:80]}), {datetime.now(UTC):%Y-%m-%d}"
+    comments = [
+        f"python -m scripts.calibrate, gems {__version__}, Python {platform.python_version()}, {probe['mpi']},",
+        f"{probe['sums']['ranks']} ranks on {platform.processor() or platform.machine()}",
+    ]
+    is_emulated = probe["kind"] == "emulated"
+    kind, device = ("emulated", "cpu") if is_emulated else ("real", device)
+    text = machine_yaml(found, out.stem, kind, device, origin, comments, base, error)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
+    except OSError as failure:
+        raise ConfigError("--out", out, f"cannot be written ({failure.strerror})") from failure
+    print(json.dumps({"machine": str(out), **found.machine()}), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
