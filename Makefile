@@ -9,13 +9,15 @@ RUN    ?=
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
 .PHONY: help setup run submit study status logs cancel diagnose resubmit test test-slurm lint format bench bench-engine bench-split bench-schedules \
-        bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-memory-gpu clean
+        bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-memory-gpu bench-fidelity \
+        calibrate clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
 	@echo "make submit CONF=x [ARGS=...] [DRY=1]               send to SLURM by the preset of this machine, or show it"
 	@echo "make study CONF=emulated_scaling [ARGS=...] [DRY=1] run the missing points of a study, and draw it"
 	@echo "make status [RUN='a b'] [ARGS=-v] | logs RUN=a [ARGS=-f] | cancel RUN='a b' [ARGS=--yes]   look at runs and studies, end them"
 	@echo "make diagnose RUN=a | resubmit RUN='a b' [ARGS='cluster.minutes=90 --yes']   say why runs ended, and send them again"
+	@echo "make calibrate ARGS='--out DIR/machine/NAME.yaml'   time this machine's links, for --config-dir DIR machine=NAME"
 	@echo "make test | test-slurm | lint | bench               check"
 
 setup: $(VENV)/.ready
@@ -64,9 +66,12 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume
-bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-memory-gpu: setup
+bench: bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-fidelity
+bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-memory-gpu bench-fidelity: setup
 	$(PY) -m scripts.$(subst -,_,$@) $(ARGS)
+
+calibrate: setup
+	$(PY) -m scripts.calibrate $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -49,6 +49,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.errors", "gems.cache", "gems.config", "gems.memory", "gems.models", "gems.partition", "gems.profile",
         "gems.profile.store", "gems.schedule",
     ),
+    "gems.calibration": ("gems.errors", "gems.schedule", "numpy"),
     "gems.compare_cuts": ("gems.cutting", "gems.partition", "gems.schedule"),
     "gems.costed": ("gems.config", "gems.cutting", "gems.profile", "gems.profile.store", "gems.program", "gems.schedule"),
     "gems.largest": ("gems.config", "gems.cutting", "gems.errors", "gems.memory", "gems.models", "gems.schedule"),

@@ -24,14 +24,15 @@ from gems.schedule.schedule import Schedule
 
 
 class Holdings:
-    """Bytes that an emulated rank would hold on its device."""
+    """Bytes that an emulated rank would hold on its device, and the most of them so far."""
 
     def __init__(self) -> None:
-        self.held_bytes = 0
+        self.held_bytes = self.peak_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
         """Counts bytes that came (above 0) or went (below 0)."""
         self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
 
 class Emulated:

@@ -45,6 +45,7 @@ class _Rank:
 
     device: Emulated
     links: EmulatedLinks
+    holdings: Holdings
     control: Transport
     hop: Callable[[], float]
 
@@ -77,7 +78,8 @@ def emulate(
             stops = _steps(spec, rank, part, heartbeat, folder.progress_json, saver, beginning.step)
             saver.finish()
         hops_s.append(rank.hop())
-        part.set_attributes(measure_offset(comm).attributes("clock_end") | {"hop_s": mean(hops_s)})
+        known = {"hop_s": mean(hops_s), "peak_allocated_bytes": rank.holdings.peak_bytes}
+        part.set_attributes(measure_offset(comm).attributes("clock_end") | known)
         rank.links.close()
         if comm.rank == 0 and not stops:
             write_json(folder.result_json, {
@@ -104,7 +106,8 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
     peers = open_transport(cast(Comm, comm.Split(group[0], comm.rank)))
     control = open_transport(comm)
     transports = [open_transport(pipeline) for _ in range(schedule.num_directions)]
-    recorder = Recorder(part, Holdings())
+    holdings = Holdings()
+    recorder = Recorder(part, holdings)
     links = EmulatedLinks(schedule, rank, costs.boundary_bytes, transports, recorder)
     patience = Patience(links.poll, nap_s, stall_limit_s)
     gradients = np.zeros(reduced_bytes(spec, placement, rank) // 4, np.float32)
@@ -123,7 +126,11 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
     )  # fmt: skip
     size = round(max(costs.boundary_bytes))
     return _Rank(
-        device, links, control, lambda: measure_hop(transports[0], control, size, nap_s, stall_limit_s)
+        device,
+        links,
+        holdings,
+        control,
+        lambda: measure_hop(transports[0], control, size, nap_s, stall_limit_s),
     )
 
 

@@ -1,0 +1,254 @@
+"""Held-out fidelity: predicted step times and peaks beside runs that no constant was taken from.
+
+Emulated: the links are calibrated by a probe of 8 ranks (`scripts.calibrate`), and 14 other runs of 4 to 16 ranks are
+compared with their simulation: schedules, micro-batches, caps, message sizes and replicas. Real: a tiny ResNet on 2 ranks,
+its layers profiled on this machine; two runs give how much longer compute takes in a run than alone (before and after the
+others, so that a machine that changes its speed is seen), and four other runs of other sizes and schedules are compared.
+Prints a table on stderr and JSON on stdout, with the median and the worst error; exits with 1 above the limits. The error
+can be kept beside a calibration: `python -m scripts.calibrate --held-out`. Takes `--part emulated|real`, `--steps N` and
+Hydra overrides for every case. Wants a machine on which nothing else runs: it says how busy it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gems.calibration import Calibration, calibration_of
+from gems.config import RunSpec
+from scripts.calibrate import take_probe
+
+STEP_LIMITS, PEAK_LIMIT = (0.03, 0.08), 0.05  # median and worst of the step's; every peak's
+RUN_LIMIT_S = 550.0
+PARTS = ("emulated", "real")
+EMULATED = [
+    "machine=emulated", "data=synthetic", "cost=uniform", "cost.unit_s=0.01", "cost.activation_bytes=1000000",
+    "train.warmup_steps=1",
+]  # fmt: skip
+REAL = [
+    "machine=cpu", "data=synthetic", "parallel.partitions=2", "profile=measured", "cost=profile", "train.evaluate=false",
+    "train.warmup_steps=2",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A configuration, by a name and its overrides."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+def emulated(schedule: str, ranks: int, micro_batches: int, size_bytes: int, *more: str) -> Case:
+    """Gives an emulated case; `size_bytes` is what a stage hands on."""
+    words = (
+        f"schedule={schedule}", f"parallel.partitions={ranks}", f"parallel.micro_batches={micro_batches}",
+        f"cost.boundary_bytes={size_bytes}", *more,
+    )  # fmt: skip
+    short = " ".join(word.rpartition(".")[2] for word in more)
+    return Case(f"{schedule} P={ranks} N={micro_batches} {size_bytes // 1000} kB {short}".rstrip(), words)
+
+
+def real(schedule: str, side_px: int, micro_batches: int, micro_batch_size: int, *more: str) -> Case:
+    """Gives a case of a real run on 2 ranks."""
+    words = (
+        f"schedule={schedule}", f"data.height_px={side_px}", f"data.width_px={side_px}",
+        f"parallel.micro_batches={micro_batches}", f"parallel.micro_batch_size={micro_batch_size}", *more,
+    )  # fmt: skip
+    return Case(f"{schedule} {side_px} px N={micro_batches} x {micro_batch_size}", words)
+
+
+HELD_OUT_EMULATED = (
+    emulated("1f1b", 4, 8, 100_000),
+    emulated("gems_master", 4, 8, 1_000_000),
+    emulated("gpipe", 4, 16, 4_000_000),
+    emulated("zb_h1", 4, 8, 1_000_000),
+    emulated("capped", 6, 12, 500_000, "schedule.activation_cap=1"),
+    emulated("1f1b", 8, 16, 1_000_000),
+    emulated("gems_master", 8, 8, 1_000_000),
+    emulated("zb_v", 8, 16, 100_000),
+    emulated("capped", 8, 16, 1_000_000, "schedule.activation_cap=2"),
+    emulated("chimera", 8, 8, 2_000_000),
+    emulated("interleaved_1f1b", 8, 16, 200_000),
+    emulated("gems_master", 4, 4, 500_000, "parallel.replicas=2"),
+    emulated("1f1b", 12, 24, 1_000_000),
+    emulated("gems_master", 16, 4, 1_000_000),
+)
+CALIBRATING_REAL = (real("1f1b", 64, 8, 2), real("gpipe", 96, 4, 2))
+HELD_OUT_REAL = (
+    real("1f1b", 64, 16, 4),
+    real("gems_master", 96, 8, 2),
+    real("zb_h1", 128, 8, 1),
+    real("gpipe", 128, 4, 2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a run showed: the median of its counted steps, and the most activation bytes of a rank.
+
+    On emulated devices the bytes are those of all that comes and goes, with the buffers of messages.
+    """
+
+    step_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A held-out run beside its prediction; errors are predicted over observed, less 1."""
+
+    part: str
+    name: str
+    predicted: Observed
+    observed: Observed
+
+    @property
+    def step_error(self) -> float:
+        """Relative error of the step time."""
+        return self.predicted.step_s / self.observed.step_s - 1.0
+
+    @property
+    def peak_error(self) -> float:
+        """Relative error of the peak."""
+        return self.predicted.peak_bytes / self.observed.peak_bytes - 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the chosen parts and gives 1 where the errors are above the limits."""
+    parser = argparse.ArgumentParser(prog="scripts.bench_fidelity")
+    parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--only", metavar="WORD", help="the cases whose name has the word")
+    parser.add_argument("--steps", type=int, default=4, help="counted steps of a run")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args(argv)
+    load = os.getloadavg()[0]
+    print(f"load of this machine at the start: {load:.1f} (0 is quiet)", file=sys.stderr)
+    print(f"{'case':<52}{'predicted ms':>14}{'observed ms':>13}{'error %':>9}{'peak %':>8}", file=sys.stderr)
+    rows: list[Row] = []
+    facts: dict[str, Any] = {"load_at_start": load, "cores": os.cpu_count()}
+    cache = tempfile.TemporaryDirectory()  # profiles are to be of this hour
+    overrides = [f"cache_dir={cache.name}", *options.overrides]
+    for part in options.part or PARTS:
+        held_out = of_emulated if part == "emulated" else of_real
+        for row in held_out(options.steps, overrides, facts, options.only or ""):
+            rows.append(row)
+            print(
+                f"{row.name:<52}{row.predicted.step_s * 1e3:>14.1f}{row.observed.step_s * 1e3:>13.1f}"
+                f"{row.step_error * 100:>+9.2f}{row.peak_error * 100:>+8.2f}",
+                file=sys.stderr,
+            )
+    cache.cleanup()
+    answer = summary(rows)
+    print(
+        f"step: median {answer['median_error']:.1%}, worst {answer['worst_error']:.1%}; "
+        f"peak: worst {answer['worst_peak_error']:.1%}; {len(rows)} runs; load at the end {os.getloadavg()[0]:.1f}",
+        file=sys.stderr,
+    )
+    print(json.dumps({**answer, **facts, "load_at_end": os.getloadavg()[0]}))
+    return int(not answer["is_within_limits"])
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Gives median and worst errors, of 1 and without sign, over all rows."""
+    steps = [abs(row.step_error) for row in rows]
+    median, worst = statistics.median(steps), max(steps)
+    peak = max(abs(row.peak_error) for row in rows)
+    return {
+        "median_error": median, "worst_error": worst, "worst_peak_error": peak,
+        "is_within_limits": median <= STEP_LIMITS[0] and worst <= STEP_LIMITS[1] and peak <= PEAK_LIMIT,
+        "rows": [
+            {
+                "part": row.part, "case": row.name, "predicted_s": row.predicted.step_s, "observed_s": row.observed.step_s,
+                "step_error": row.step_error, "peak_error": row.peak_error,
+            }
+            for row in rows
+        ],
+    }  # fmt: skip
+
+
+def of_emulated(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str = "") -> Iterable[Row]:
+    """Gives the emulated runs beside what links calibrated by the probe predict for them."""
+    from gems.compose import compose
+
+    found = calibration_of(take_probe("emulated"))
+    facts["emulated_machine"] = found.machine()
+    for case in (case for case in HELD_OUT_EMULATED if only in case.name):
+        spec = compose([*EMULATED, *case.words, f"train.steps={steps + 1}", *overrides])
+        yield Row("emulated", case.name, predicted(calibrated(spec, found)), observed(spec))
+
+
+def of_real(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str = "") -> Iterable[Row]:
+    """Gives real runs beside the simulation of their profile, with the pace that other runs showed."""
+    from gems.compose import compose
+
+    found = calibration_of(take_probe("real"))
+    facts["real_machine"] = found.machine()
+
+    def both(case: Case) -> tuple[Observed, Observed]:
+        spec = compose([*REAL, *case.words, f"train.steps={2 * steps + 2}", *overrides])
+        return predicted(calibrated(spec, found)), observed(spec)
+
+    def pace() -> list[float]:
+        return [seen.step_s / guess.step_s for guess, seen in map(both, CALIBRATING_REAL)]
+
+    cases = [case for case in HELD_OUT_REAL if only in case.name]
+    before, pairs, after = pace(), [both(case) for case in cases], pace()
+    facts["real_pace"] = {"before": before, "after": after}
+    factor = statistics.median([*before, *after])
+    for case, (guess, seen) in zip(cases, pairs, strict=True):
+        yield Row("real", case.name, replace(guess, step_s=guess.step_s * factor), seen)
+
+
+def calibrated(spec: RunSpec, found: Calibration) -> RunSpec:
+    """Gives the run on a machine with the calibrated links, without noise: the median step is compared."""
+    values = {key: value for key, value in found.machine().items() if key != "noise"}
+    return replace(spec, machine=replace(spec.machine, **values))
+
+
+def predicted(spec: RunSpec) -> Observed:
+    """Simulates the very list that the ranks would run."""
+    from gems.costed import costed
+    from gems.show_simulation import predict
+
+    spec = costed(spec)
+    found = predict(spec)
+    if spec.machine.kind == "emulated":
+        peak = max(rank.peak - rank.parameters for rank in found.memory)
+    else:
+        peak = max(found.played.peak) * spec.cost.activation_bytes
+    return Observed(found.played.span * spec.cost.unit_s, peak)
+
+
+def observed(spec: RunSpec) -> Observed:
+    """Runs the configuration on this machine and reads its trace."""
+    from analysis.load import load_parts
+    from analysis.metrics import step_times_s
+    from gems.json_files import read_json
+    from gems.preparation import prepare
+    from gems.ranks import mpiexec_argv, rank_environment, run_ranks
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = prepare(replace(spec, runs_dir=scratch))
+        argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", "gems.engine.run", str(folder.path)])
+        ended = run_ranks(
+            argv, rank_environment(1), folder.logs / "ranks.log", timeout_s=RUN_LIMIT_S, echo=False
+        )
+        if ended.returncode:
+            raise SystemExit("\n".join(ended.tail))
+        trace = load_parts(folder.path).trace
+        counted = step_times_s(trace.steps)[trace.steps["is_warmup"] == 0]
+        counted_bytes = read_json(folder.result_json).get("peak_activation_bytes")
+        peaks = counted_bytes or trace.attributes["peak_allocated_bytes"]  # of emulated devices
+        return Observed(statistics.median(map(float, counted)), float(max(map(int, peaks))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""scripts.calibrate and scripts.bench_fidelity: from a probe on two ranks to a machine's file, and errors summed up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.program import schedule_of
+from gems.resolve import resolve
+from gems.simulated import simulated_trace
+from gems.trace import write_trace
+from scripts.bench_fidelity import (
+    HELD_OUT_EMULATED,
+    HELD_OUT_REAL,
+    Observed,
+    Row,
+    calibrated,
+    predicted,
+    summary,
+)
+from scripts.calibrate import computes_of, main
+
+
+@pytest.mark.timeout(200)
+def test_a_probe_becomes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, answer = tmp_path / "machine" / "here.yaml", tmp_path / "fidelity.json"
+    answer.write_text(json.dumps({"median_error": 0.02}))
+    words = ["--out", str(out), "--device", "cpu", "--base", "cpu", "--held-out", str(answer)]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    found = yaml.safe_load(out.read_text())
+    assert found["link_bytes_per_s"] > 0 and 0 <= found["noise"] <= 0.5
+    assert (found["name"], found["held_out_error"]) == ("here", 0.02)
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path / "x.yaml"), "--probe", str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def spec_of(noise: float = 0.0, steps: int = 3) -> RunSpec:
+    return resolve(
+        RunSpec(
+            schedule=ScheduleConfig("1f1b"),
+            parallel=ParallelConfig(4, micro_batches=8),
+            cost=CostConfig(unit_s=0.01, activation_bytes=1000),
+            machine=MachineConfig(kind="emulated", noise=noise),
+            train=TrainConfig(steps=steps, warmup_steps=1),
+        )
+    )
+
+
+def test_the_compute_of_a_run_by_step_and_rank(tmp_path: Path) -> None:
+    spec = spec_of(noise=0.1, steps=60)
+    write_trace(tmp_path / "trace.h5", simulated_trace(spec, schedule_of(spec)))
+    found = computes_of(tmp_path)
+    assert found.shape == (59, 4)
+    assert found.mean() == pytest.approx(8 * 0.03, rel=0.05) and np.std(found) == pytest.approx(
+        0.024, rel=0.2
+    )
+
+
+def test_a_prediction_with_calibrated_links_has_no_noise() -> None:
+    from gems.calibration import Calibration, LinkFit
+
+    fast, slow = (Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.1) for latency in (0.0, 0.001))
+    spec = spec_of()
+    assert predicted(calibrated(spec, fast)).step_s == pytest.approx(0.33)
+    assert predicted(calibrated(spec, slow)).step_s > 0.335
+    assert predicted(calibrated(spec, fast)).peak_bytes == 4000
+
+
+def test_errors_are_those_of_the_prediction() -> None:
+    rows = [
+        Row("real", "x", Observed(1.0 + error, 100.0), Observed(1.0, 102.0)) for error in (-0.01, 0.03, 0.02)
+    ]
+    found = summary(rows)
+    assert (found["median_error"], found["worst_error"]) == (pytest.approx(0.02), pytest.approx(0.03))
+    assert found["worst_peak_error"] == pytest.approx(2 / 102) and found["is_within_limits"]
+    assert not summary([Row("real", "x", Observed(1.1, 1.0), Observed(1.0, 1.0))])["is_within_limits"]
+
+
+def test_the_bench_has_the_runs_that_it_claims() -> None:
+    assert len(HELD_OUT_EMULATED) >= 12 and len(HELD_OUT_REAL) == 4
+    assert len({case.words for case in (*HELD_OUT_EMULATED, *HELD_OUT_REAL)}) == 18
