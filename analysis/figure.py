@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,20 @@ SOURCE_MARKS = {
     "emulated": "EMULATED compute",
     "simulated": "SIMULATED, a prediction",
 }
+
+
+def source_mark(source: str, attributes: Mapping[str, object]) -> str:
+    """Gives the words that mark what a picture's figures come from, with the error of predictions where it is known.
+
+    `attributes` are the root attributes of the trace; a calibrated machine's predictions carry `held_out_error`.
+    """
+    mark, error = SOURCE_MARKS.get(source, source), attributes.get("held_out_error")
+    return mark if source != "simulated" or error is None else f"{mark}; {error_words(float(str(error)))}"
+
+
+def error_words(held_out_error: float) -> str:
+    """Gives a calibration's error in words."""
+    return f"held-out error of step times {100 * held_out_error:.1f} %"
 
 
 def new_figure(width_in: float, height_in: float, num_panels: int = 1) -> tuple[Figure, list[Axes]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from analysis.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title
+from analysis.figure import TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title, source_mark
 from analysis.memory_parts import buffer_bytes
 from analysis.run_facts import facts_of
 from analysis.step_window import StepWindow, step_window
@@ -164,7 +164,7 @@ def _human(size_bytes: int) -> str:
 def _title(trace: Trace, window: StepWindow, curves: list[Curve], unit: Unit) -> tuple[str, str]:
     name = facts_of(trace).schedule or "unnamed schedule"
     size = counted(trace.world_size, "rank")
-    source = SOURCE_MARKS.get(trace.source, trace.source)
+    source = source_mark(trace.source, trace.attributes)
     low, high = (unit.show(pick(curve.peak_bytes for curve in curves)) for pick in (min, max))
     peaks = f"peak {high} {unit.name}" if low == high else f"peaks {low} to {high} {unit.name}"
     detail = f"{window.label}: device memory, {peaks}"

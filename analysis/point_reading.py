@@ -63,6 +63,7 @@ def read_point(path: Path) -> Point:
         model=_model_word(_section(document, "model", ModelConfig))
         if work_s is None or cost.name == "profile"
         else "",
+        held_out_error=None if (error := attributes.get("held_out_error")) is None else float(error),
     )
 
 

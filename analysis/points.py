@@ -68,6 +68,7 @@ class Point:
         setting: how the runs were taken.
         run_steps: how many of the step times are of each run; all of one run where it is not told.
         model: the network's name, depth and version, where costs are those of a network.
+        held_out_error: how far predictions with the machine's calibration were off, of 1; None where it is not known.
     """
 
     line: str
@@ -85,6 +86,7 @@ class Point:
     setting: Setting = field(default_factory=Setting)
     run_steps: tuple[int, ...] = ()
     model: str = ""
+    held_out_error: float | None = None
 
     @property
     def step_median_s(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, save_figure, set_title
+from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, error_words, save_figure, set_title
 from analysis.projection import SHARE, Projection, Sensitivity
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _draw_sensitivities(axes: Axes, found: Sequence[Sensitivity], colours: dict[
 def _error_words(found: Projection) -> str:
     if found.held_out_error is None:
         return "not checked against runs on that machine"
-    return f"held-out error of step times {found.held_out_error:.1%} (median)"
+    return error_words(found.held_out_error)
 
 
 def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:

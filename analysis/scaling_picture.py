@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.efficiency import agreements, bases_of, images_per_rank, kind_of, may_join, most_real
-from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, set_title
+from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, error_words, set_title
 from analysis.fits import MAX_EXTRAPOLATION, Fit, best_fits
 from analysis.fits.show import curve_ranks
 from analysis.points import Point
@@ -103,6 +103,9 @@ def _detail(points: Sequence[Point]) -> str:
     is_range = any(point.step_interval_s.is_range and not point.is_deterministic for point in points)
     bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
     detail = f"median step, bars are {bars}, warm-up left out"
+    known = [error for point in points if point.source == "simulated" and (error := point.held_out_error) is not None]
+    if known:
+        detail += f"; {error_words(max(known))}"
     if not found:
         return detail
     low, high = (round(100 * pick(each.error for each in found), 1) + 0.0 for pick in (min, max))  # no "-0.0"

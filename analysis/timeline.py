@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from analysis.events import of_kinds, ranks_written
-from analysis.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title
+from analysis.figure import TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title, source_mark
 from analysis.metrics import backward_mean_s, stage_mean_s
 from analysis.run_facts import RunFacts, facts_of
 from analysis.step_window import StepWindow, step_window
@@ -195,7 +195,7 @@ def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) ->
     if num_lanes < trace.world_size:
         alike = ", the others are alike" if num_lanes == ranks_written(trace) else ""
         size += f" ({num_lanes} shown{alike})"
-    source = SOURCE_MARKS.get(trace.source, trace.source)
+    source = source_mark(trace.source, trace.attributes)
     details = [window.label]
     if window.is_whole:
         details[0] += f": {window.span_s * 1e3:.4g} ms"

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,7 @@ def probe(result: Path, comm: Comm, kind: str) -> None:
     nodes: list[str] = comm.allgather(os.uname().nodename)
     messages = {level: _messages(comm, pair, kind) for level, pair in pairs_of(nodes).items()}
     transport = Transport(comm, STALL_LIMIT_S)
-    sums_s = [_median_s(lambda size=size: _sum(transport, size), SUMS) for size in SUM_BYTES]
+    sums_s = [_median_s(partial(_sum, transport, size), SUMS) for size in SUM_BYTES]
     computes_s = comm.allgather(_computes())
     if comm.rank == 0:
         write_json(result, {
@@ -99,7 +100,7 @@ def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[An
     mine: list[float] = []
     if comm.rank in pair:
         transport = Transport(group, STALL_LIMIT_S)
-        mine = [_median_s(lambda size=size: _trip(transport, size), TRIPS) / 2 for size in MESSAGE_BYTES]
+        mine = [_median_s(partial(_trip, transport, size), TRIPS) / 2 for size in MESSAGE_BYTES]
     return {"bytes": list(MESSAGE_BYTES), "s": comm.bcast(mine, pair[0])}
 
 
@@ -123,7 +124,8 @@ def _sum(transport: Transport, num_bytes: int) -> float:
     transport.barrier()
     begin = time.perf_counter()
     transport.sum_in_place(values)
-    return max(transport.comm.allgather(time.perf_counter() - begin))
+    spent_s: list[float] = transport.comm.allgather(time.perf_counter() - begin)
+    return max(spent_s)
 
 
 def _median_s(measure: Callable[[], float], times: int) -> float:

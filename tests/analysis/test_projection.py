@@ -13,8 +13,10 @@ import yaml
 import analysis.projection
 from analysis.__main__ import main
 from analysis.efficiency import read_points
+from analysis.figure import source_mark
 from analysis.projection import COMPUTE, Projection, constants_of, project, varied
 from analysis.published import published
+from analysis.scaling import title
 from gems.config import (
     CostConfig,
     MachineConfig,
@@ -27,7 +29,7 @@ from gems.config import (
 from gems.program import schedule_of
 from gems.resolve import resolve
 from gems.simulated import simulated_trace
-from gems.trace import write_trace
+from gems.trace import read_trace, write_trace
 
 MACHINE = MachineConfig(
     kind="simulated", link_latency_s=1e-5, link_bytes_per_s=1e9, ranks_per_node=4, node_latency_s=1e-6,
@@ -107,6 +109,14 @@ def test_the_figure_of_another_model_is_not_beside_it() -> None:
     assert published("gems_master", "resnet-1001-v2", 512) is None
 
 
+def test_pictures_of_predictions_tell_their_error(tmp_path: Path) -> None:
+    paths = runs(tmp_path, replace(MACHINE, held_out_error=0.031), (1, 2))
+    assert "held-out error of step times 3.1 %" in title(read_points(paths))[1]
+    mark = source_mark("simulated", read_trace(paths[0] / "trace.h5").attributes)
+    assert mark == "SIMULATED, a prediction; held-out error of step times 3.1 %"
+    assert source_mark("measured", {"held_out_error": 0.1}) == "measured"
+
+
 def test_the_command_writes_pictures_and_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = list(map(str, runs(tmp_path, replace(MACHINE, held_out_error=0.031), (1, 256))))
     assert main(["scaling", *paths, "--out", str(tmp_path / "out"), "--json"]) == 0
@@ -119,4 +129,4 @@ def test_the_command_writes_pictures_and_tables(tmp_path: Path, capsys: pytest.C
     assert len(answer["sensitivities"]) == 6
     assert main(["scaling", *paths, "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "held-out error of step times 3.1%" in out and "published 97.32" in out
+    assert "held-out error of step times 3.1 %" in out and "published 97.32" in out
