@@ -103,7 +103,11 @@ def _detail(points: Sequence[Point]) -> str:
     is_range = any(point.step_interval_s.is_range and not point.is_deterministic for point in points)
     bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
     detail = f"median step, bars are {bars}, warm-up left out"
-    known = [error for point in points if point.source == "simulated" and (error := point.held_out_error) is not None]
+    known = [
+        error
+        for point in points
+        if point.source == "simulated" and (error := point.held_out_error) is not None
+    ]
     if known:
         detail += f"; {error_words(max(known))}"
     if not found:
