@@ -17,6 +17,7 @@ TRANSPORTS = ("auto", "host", "gpu")
 OPTIMIZERS = ("sgd", "adam")
 COSTS = ("uniform", "profile")
 MACHINES = ("real", "emulated", "simulated", "probe")
+PLAYED = ("emulated", "simulated")
 PROFILES = ("fake", "measured", "incremental")
 PROFILED_ON = ("real", "fake")
 MOST_SYNC = 3
@@ -115,6 +116,7 @@ def check_ranges(spec: RunSpec) -> None:
         ("machine.ranks_per_node", spec.machine.ranks_per_node, 1),
         ("machine.device_bytes", spec.machine.device_bytes, 1),
         ("machine.host_bytes", spec.machine.host_bytes, 1),
+        ("machine.slow_rank", spec.machine.slow_rank, 0),
         ("memory.swapout_threshold", memory.swapout_threshold, 1),
         ("memory.swapin_ahead", memory.swapin_ahead, 1),
         ("memory.swapin_groupby", memory.swapin_groupby, 0),
@@ -134,6 +136,7 @@ def check_ranges(spec: RunSpec) -> None:
         ("cost.link", cost.link, False),
         ("cost.recompute", cost.recompute, False),
         ("cost.offload", cost.offload, False),
+        ("cost.input", cost.input, False),
         ("cost.unit_s", cost.unit_s, True),
         ("schedule.activation_cap", spec.schedule.activation_cap, True),
         ("schedule.budget_s", spec.schedule.budget_s, True),
@@ -174,6 +177,35 @@ def check_ranges(spec: RunSpec) -> None:
     if train.warmup_steps >= train.steps:
         raise ConfigError(
             "train.warmup_steps", train.warmup_steps, f"must be below train.steps={train.steps}"
+        )
+
+
+def check_pace(spec: RunSpec) -> None:
+    """Checks the slow rank and the inputs that an emulated or simulated machine may be given.
+
+    Raises:
+        ConfigError: a rank that is not there, a slowdown that speeds up or has no rank, or any of them on a real machine.
+    """
+    machine, cost = spec.machine, spec.cost
+    for key, value, default in (
+        ("machine.slow_rank", machine.slow_rank, None),
+        ("machine.slowdown", machine.slowdown, 1.0),
+        ("cost.input", cost.input, 0.0),
+    ):
+        if value != default and machine.kind not in PLAYED:
+            raise ConfigError(
+                key, value, f"is for a machine without devices, and machine.kind={machine.kind} has its own times",
+                "use machine=emulated or machine=simulated",
+            )  # fmt: skip
+    if machine.slowdown < 1:
+        raise ConfigError("machine.slowdown", machine.slowdown, "must be 1 or more: how many times longer")
+    if machine.slow_rank is None and machine.slowdown != 1:
+        raise ConfigError(
+            "machine.slowdown", machine.slowdown, "needs machine.slow_rank, the rank that is slow"
+        )
+    if machine.slow_rank is not None and machine.slow_rank >= spec.world_size:
+        raise ConfigError(
+            "machine.slow_rank", machine.slow_rank, f"must be below the world size, {spec.world_size} ranks"
         )
 
 

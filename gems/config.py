@@ -158,7 +158,9 @@ class MemoryConfig:
 class CostConfig:
     """Costs of one micro-batch on one of P equal parts of the model, in units of time, activations and bytes.
 
-    `unit_s` says how long a unit of time is, `activation_bytes` how large a unit of activations.
+    `unit_s` says how long a unit of time is, `activation_bytes` how large a unit of activations. `input` is the time in
+    which a rank where a direction begins reads the input of a micro-batch, one after the other, on an emulated or
+    simulated machine.
     """
 
     name: str = "uniform"
@@ -168,6 +170,7 @@ class CostConfig:
     link: float = 0.0
     recompute: float | None = None
     offload: float = 0.0
+    input: float = 0.0
     times: list[float] = field(default_factory=lambda: [1.0])
     activations: list[float] = field(default_factory=lambda: [1.0])
     unit_s: float = 1.0
@@ -194,6 +197,7 @@ class MachineConfig:
     `calibrated_from` says what the figures were measured on, and `held_out_error` how far step times predicted with them
     were off (median, of 1) in runs that were not used: predictions carry both. `contention` lets a rank's messages pass
     one at a time each way, and a node's through one link.
+    Emulated or simulated, the world rank `slow_rank` takes `slowdown` times as long to compute as `cost` says.
     """
 
     name: str = "auto"
@@ -207,6 +211,8 @@ class MachineConfig:
     node_latency_s: float = 0.0
     node_bytes_per_s: float | None = None
     contention: bool = False
+    slow_rank: int | None = None
+    slowdown: float = 1.0
     device_bytes: int | None = None
     host_bytes: int | None = None
     d2h_bytes_per_s: float = 5e9

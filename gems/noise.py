@@ -9,6 +9,7 @@ import numpy as np
 
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network, StageCosts
+from gems.schedule.pace import EVEN, Pace
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 
@@ -63,6 +64,7 @@ def arrivals_of(
     cap: float | None,
     noise: float,
     rng: np.random.Generator,
+    pace: Pace = EVEN,
 ) -> Arrivals:
     """Simulates one replica under noise, often enough to know when its reductions could begin.
 
@@ -84,7 +86,7 @@ def arrivals_of(
     costs = replace(costs, reduce=none, reduce_link=none)
     ready = np.zeros((num, len(stages)))
     for sample, factors in enumerate(slowdowns(num_ranks, noise, num, rng)):
-        played = simulate(schedule, costs, network, cap, factors.tolist())
+        played = simulate(schedule, costs, network, cap, replace(pace, slowdowns=tuple(factors.tolist())))
         for rank, place, stage in reductions:
             column = stages.index(stage)
             ready[sample, column] = max(ready[sample, column], played.start[rank][place])
@@ -106,6 +108,7 @@ def noisy_steps(
     seed: int,
     num_steps: int = NUM_DRAWS,
     arrivals: Arrivals | None = None,
+    pace: Pace = EVEN,
 ) -> list[Simulation]:
     """Draws steps of `num_replicas` replicas that are alike but for their noise; each is given as replica 0 sees it.
 
@@ -113,7 +116,8 @@ def noisy_steps(
     which gives the distribution of when it is ready for its reductions. A step then is a simulation of replica 0 in
     which each reduction begins when the last of all replicas is ready, drawn from that distribution: of R replicas
     the largest of R draws, so that no replica but one is simulated however many there are. `arrivals` is that
-    distribution where it is known (`arrivals_of`), for it does not depend on the number of replicas.
+    distribution where it is known (`arrivals_of`), for it does not depend on the number of replicas. `pace` is what disturbs
+    replica 0 besides; the others have none of it.
 
     Raises:
         ScheduleError: the schedule would not run.
@@ -124,8 +128,8 @@ def noisy_steps(
     factors = slowdowns(schedule.num_ranks, noise, num_steps, rng)
     return [
         simulate(
-            schedule, costs, network, cap, mine.tolist(),
-            {} if arrivals is None else arrivals.last(num_replicas - 1, rng),
+            schedule, costs, network, cap,
+            replace(pace, slowdowns=tuple(mine.tolist()), late={} if arrivals is None else arrivals.last(num_replicas - 1, rng)),
         )
         for mine in factors
     ]  # fmt: skip

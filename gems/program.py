@@ -17,6 +17,7 @@ from gems.schedule.capped.solver import IS_INSTALLED
 from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.families.named import named
 from gems.schedule.lower import compute_only, lower
+from gems.schedule.pace import Pace
 from gems.schedule.placement import Placement
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
@@ -165,18 +166,34 @@ def network_in_seconds(spec: RunSpec) -> Network:
     return network_of(replace(spec, cost=replace(spec.cost, unit_s=1.0, link=0.0)))
 
 
+def pace_of(spec: RunSpec, replica: int) -> Pace:
+    """Gives what disturbs one replica of the pipeline: its slow rank, if it has it, and the time that inputs take."""
+    machine, num_ranks = spec.machine, spec.parallel.partitions
+    slow = machine.slow_rank
+    has_slow_rank = slow is not None and slow // num_ranks == replica
+    return Pace(
+        slow % num_ranks if slow is not None and has_slow_rank else None, machine.slowdown, spec.cost.input
+    )
+
+
 def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
     """Simulates one step of a resolved run's schedule without noise, and gives with it the network it was played on.
 
-    Replicas are alike, but for how their ranks lie over the nodes: of those that differ the slowest is given, for
-    which the others wait at the reduction.
+    Replicas are alike, but for how their ranks lie over the nodes and for a slow rank: of those that differ the slowest
+    is given, for which the others wait at the reduction.
     """
     network, parallel = network_of(spec), spec.parallel
     per_node = network.ranks_per_node or 1
-    firsts = {replica * parallel.partitions % per_node for replica in range(parallel.replicas)}
+    places = {
+        (replica * parallel.partitions % per_node, pace_of(spec, replica)): None
+        for replica in range(parallel.replicas)
+    }
     costs, cap = costs_of(spec, made.placement), cap_of(spec)
-    networks = [replace(network, first_rank=first) for first in sorted(firsts)]
-    return max(((each, simulate(made, costs, each, cap)) for each in networks), key=lambda pair: pair[1].span)
+    played = []
+    for first, pace in places:
+        each = replace(network, first_rank=first)
+        played.append((each, simulate(made, costs, each, cap, pace)))
+    return max(played, key=lambda pair: pair[1].span)
 
 
 def _read(spec: RunSpec) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gems.checks import check_choices, check_memory, check_ranges, check_schedule, check_start
+from gems.checks import check_choices, check_memory, check_pace, check_ranges, check_schedule, check_start
 from gems.cluster_checks import check_cluster
 from gems.config import ParallelConfig, RunSpec
 from gems.data import check_data, kind_of, labels_per_sample, resolve_data, sources_of
@@ -34,6 +34,7 @@ def resolve(spec: RunSpec) -> RunSpec:
     check_size(replace(spec, parallel=parallel))
     check_schedule(spec)
     check_memory(spec)
+    check_pace(spec)
     check_start(spec)
     num_layers = len(layers_of(spec.model, spec.data))
     family = FAMILIES.get(spec.schedule.name)

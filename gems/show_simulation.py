@@ -12,7 +12,7 @@ from gems.costed import costed
 from gems.memory.case import Outcome
 from gems.noise import interval_of, median_of, noisy_steps
 from gems.planned import planned
-from gems.program import cap_of, costs_of, found_of, network_in_seconds, play, schedule_of
+from gems.program import cap_of, costs_of, found_of, network_in_seconds, pace_of, play, schedule_of
 from gems.resolve import global_batch
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind
@@ -62,7 +62,7 @@ def predict(spec: RunSpec) -> Prediction:
     played, interval = _with_noise(spec, made, costs, network, cap, quiet)
     return Prediction(
         made, costs, network, cap, played,
-        rank_times(made, costs, played, network),
+        rank_times(made, costs, played, network, pace_of(spec, 0)),
         memory_over_time(made, costs, played, spec.cost.activation_bytes, spec.cost.param_bytes),
         bound_of(spec, made, costs, network, max(played.peak) if cap is None else cap),
         interval,
@@ -80,7 +80,8 @@ def _with_noise(
     """Gives the median step under machine.noise, and the times between which 95 % of the steps lie."""
     if not spec.machine.noise:
         return quiet, (quiet.span, quiet.span)
-    steps = noisy_steps(schedule, costs, network, cap, spec.machine.noise, spec.parallel.replicas, spec.seed)
+    machine, replicas = spec.machine, spec.parallel.replicas
+    steps = noisy_steps(schedule, costs, network, cap, machine.noise, replicas, spec.seed, pace=pace_of(spec, 0))
     return median_of(steps), interval_of(steps)
 
 
@@ -180,7 +181,7 @@ def simulation_dict(spec: RunSpec, found: Prediction) -> dict[str, Any]:
         **{
             f"{name}_s": [getattr(time, part) * unit_s for time in found.times]
             for name, part in (
-                ("useful", "useful"), ("recompute", "recompute"), ("link_wait", "link"), ("reduce", "reduce"),
+                ("useful", "useful"), ("recompute", "recompute"), ("link_wait", "link"), ("input_wait", "input"), ("reduce", "reduce"),
                 ("optimizer", "step"), ("idle", "idle"),
             )
         },
@@ -235,7 +236,7 @@ def _lines(head: str, rows: Sequence[tuple[str, str]]) -> str:
 
 def _rank_table(answer: dict[str, Any]) -> str:
     """Gives a row a rank: where its time goes, in percent of the step, and its peaks."""
-    parts = ("useful", "recompute", "link_wait", "reduce", "optimizer", "idle")
+    parts = ("useful", "recompute", "link_wait", "input_wait", "reduce", "optimizer", "idle")
     head = f"{'rank':>6}" + "".join(f"{part:>11}" for part in parts) + f"{'peak units':>12}{'peak MiB':>12}"
     lines = [head + "   (times in % of the step)"]
     for rank in range(min(answer["partitions"], MAX_RANK_ROWS)):

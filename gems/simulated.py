@@ -14,10 +14,18 @@ from gems.config import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.json_files import read_json, write_json
 from gems.noise import noisy_steps
-from gems.program import cap_of, costs_of, play
+from gems.program import cap_of, costs_of, pace_of, play
 from gems.resolve import global_batch
 from gems.runfolder import RunFolder
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.action import (
+    BLOCKING_KINDS,
+    COMPUTE_KINDS,
+    COPY_KINDS,
+    RECV_KINDS,
+    SEND_KINDS,
+    Action,
+    Kind,
+)
 from gems.schedule.costs import StageCosts
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
@@ -33,7 +41,8 @@ _STREAM_OF = {
     Kind.OFFLOAD: STREAMS.index("copy_out"),
     Kind.PREFETCH: STREAMS.index("copy_in"),
 }
-_CODE_OF = {Kind(name): code for code, name in enumerate(KINDS)}
+_CODE_OF = {kind: KINDS.index(kind.value) for kind in Kind}
+_INPUT = KINDS.index("INPUT")
 
 
 def main(argv: list[str]) -> int:
@@ -78,7 +87,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     drawn = [quiet]
     if noise:
         count = min(num_steps, MAX_NOISY_STEPS)
-        drawn = noisy_steps(schedule, costs, network, cap_of(spec), noise, replicas, spec.seed, count)
+        drawn = noisy_steps(schedule, costs, network, cap_of(spec), noise, replicas, spec.seed, count, pace=pace_of(spec, 0))
     spans_ns = [round(drawn[k % len(drawn)].span * cost.unit_s * 1e9) for k in range(num_steps)]
     starts_ns = [0, *accumulate(spans_ns)]
     images, warmup = global_batch(spec), spec.train.warmup_steps
@@ -132,8 +141,18 @@ def _events(
     """Gives the events of one step of replica 0, sorted by (rank, start_ns)."""
     unit_ns, activation_bytes = spec.cost.unit_s * 1e9, spec.cost.activation_bytes
     rows = []
+    pace = pace_of(spec, 0)
     for rank, row in enumerate(schedule.rows):
+        inputs_ready, free = pace.inputs_ready(schedule, rank), 0.0
         for action, start, end in zip(row, played.start[rank], played.end[rank], strict=True):
+            ready = inputs_ready.get(action, 0.0)
+            if ready > free:
+                held = memory[rank].at(ready)
+                rows.append((
+                    rank, 0, _INPUT, action.stage, -1, action.direction, action.micro_batch, STREAMS.index("compute"),
+                    round(free * unit_ns), round(ready * unit_ns), 0, round(held.device), round(held.host),
+                ))  # fmt: skip
+            free = end if action.kind in BLOCKING_KINDS else free
             held = memory[rank].at(end)
             rows.append((
                 rank, 0, _CODE_OF[action.kind], action.stage, -1 if action.segment is None else action.segment,

@@ -30,7 +30,7 @@ MOST = {
     "data.prefetch_steps": 10**4, "train.steps": 10**12, "train.warmup_steps": 10**12,
     "cluster.nodes": MOST_WORLD, "cluster.ranks_per_node": MOST_WORLD, "cluster.cpus_per_rank": 2**16,
     "cluster.gpus_per_node": 2**16, "cluster.usable_cpus_per_node": 2**20, "cluster.minutes": MOST_MINUTES,
-    "machine.threads_per_rank": 2**12, "machine.ranks_per_node": MOST_WORLD, "memory.segments": MOST_LAYERS,
+    "machine.slow_rank": MOST_WORLD, "machine.threads_per_rank": 2**12, "machine.ranks_per_node": MOST_WORLD, "memory.segments": MOST_LAYERS,
     "profile.repetitions": 10**6,
 }  # fmt: skip
 

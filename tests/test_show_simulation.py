@@ -138,7 +138,7 @@ def test_the_grid_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[4] == "1f1b: 4 ranks x 1 replicas, 4 stages, 8 micro-batches: simulated, a prediction"
     assert any(line.split() == ["step", "[s]", "33", "(33", "units)"] for line in lines)
     assert any(line.split()[:1] == ["efficiency"] and line.endswith("72.7") for line in lines)
-    assert lines[-4].split() == ["0", "72.7", "0.0", "0.0", "0.0", "0.0", "27.3", "4", "4.0"]
+    assert lines[-4].split() == ["0", "72.7", "0.0", "0.0", "0.0", "0.0", "0.0", "27.3", "4", "4.0"]
 
 
 def test_a_broken_schedule_is_drawn_before_the_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from gems.schedule.action import COPY_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
 from gems.schedule.dependencies import dependencies
 from gems.schedule.ledger import Ledger
+from gems.schedule.pace import EVEN, Pace
 from gems.schedule.schedule import Schedule
 
 
@@ -50,6 +51,7 @@ class Emulated:
         recorder: gets the events.
         reduce: sums the gradients with the peers, and returns when that is done.
         heartbeat: marks each action.
+        pace: what makes this rank slower than the costs, or lets it wait for its inputs.
     """
 
     def __init__(
@@ -65,11 +67,17 @@ class Emulated:
         recorder: Recorder,
         reduce: Callable[[], None],
         heartbeat: Heartbeat | None = None,
+        pace: Pace = EVEN,
     ) -> None:
         row = schedule.rows[rank]
         self._schedule, self._rank, self._costs, self._cap = schedule, rank, costs, cap
         self._links, self._patience, self._recorder, self._reduce_all = links, patience, recorder, reduce
-        self._time_ns = {action: round(costs.time(action) * unit_s * 1e9) for action in row}
+        self._time_ns = {
+            action: round(costs.time(action) * pace.factor(rank, action) * unit_s * 1e9) for action in row
+        }
+        self._inputs_ns = {
+            action: round(time * unit_s * 1e9) for action, time in pace.inputs_ready(schedule, rank).items()
+        }
         self._copies_of = {
             action: tuple(need for need in dependencies(action, schedule) if need.kind in COPY_KINDS)
             for action in row
@@ -83,7 +91,7 @@ class Emulated:
             if action.kind in COPY_KINDS
         }
         self._ledger = counter
-        self._free_ns = 0
+        self._free_ns = self._begin_ns = 0
         self._engines: dict[Kind, int] = {}
         self._copied: dict[Action, int] = {}
         self._due: list[tuple[int, int, Callable[[], None]]] = []
@@ -106,7 +114,7 @@ class Emulated:
         self._engines.clear()
         self._copied.clear()
         with promptly():
-            self._free_ns = time.perf_counter_ns()
+            self._free_ns = self._begin_ns = time.perf_counter_ns()
             self._loop.run(step)
             self._patience.for_(lambda: self._links.is_quiet, "sends to leave")
         self._settle_copies(None)
@@ -117,6 +125,10 @@ class Emulated:
         receives = self._links.receives_of.get(action, ())
         for receive in receives:
             begin_ns = max(begin_ns, self._arrival_of(receive))
+        ready_ns = self._begin_ns + self._inputs_ns.get(action, 0)
+        if ready_ns > begin_ns:
+            self._recorder.waited(self._recorder.step, begin_ns, ready_ns, action)
+            begin_ns = ready_ns
         begin_ns = round(self._ledger.take(self._rank, action, begin_ns))
         self._settle_copies(begin_ns)
         self._recorder.hold(self._brings[action])

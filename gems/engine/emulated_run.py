@@ -31,7 +31,7 @@ from gems.engine.recorder import Recorder
 from gems.engine.transport import Comm, Transport, library, ranks_here
 from gems.heartbeat import Heartbeat
 from gems.json_files import write_json
-from gems.program import cap_of, costs_of, reduced_bytes
+from gems.program import cap_of, costs_of, pace_of, reduced_bytes
 from gems.resolve import global_batch
 from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
@@ -122,7 +122,7 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
 
     device = Emulated(
         schedule, rank, costs, spec.cost.unit_s, spec.cost.activation_bytes, cap_of(spec),
-        links, patience, recorder, reduce, heartbeat,
+        links, patience, recorder, reduce, heartbeat, pace_of(spec, replica),
     )  # fmt: skip
     size = round(max(costs.boundary_bytes))
     return _Rank(

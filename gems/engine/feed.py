@@ -54,6 +54,11 @@ class Feed:
         return Batch({}, {}) if self._ahead is None else self._on_device(self._ahead.get(step))
 
     @property
+    def reads(self) -> bool:
+        """Whether this rank reads anything in a step."""
+        return self._ahead is not None
+
+    @property
     def _data(self) -> Dataset:
         assert self._dataset is not None, "a rank that reads has opened its data set"
         return self._dataset

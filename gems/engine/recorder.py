@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 COMPUTE, LINK = STREAMS.index("compute"), STREAMS.index("link")
 COPY_OUT, COPY_IN = STREAMS.index("copy_out"), STREAMS.index("copy_in")
+INPUT = KINDS.index("INPUT")
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 Mark = Any  # host nanoseconds on a processor, a torch.cuda.Event on a GPU
 
@@ -120,6 +121,30 @@ class Recorder:
         if self.is_on:
             self._add(
                 action, stream, start_ns, end_ns, moved_bytes, self._ledger.held_bytes, self._host_bytes
+            )
+
+    def waited(self, step: int, start_ns: int, end_ns: int, read: Action | None = None) -> None:
+        """Records that the rank waited for input: that of the forward `read`, or else of the whole of `step`."""
+        if self._part is not None and self.is_on:
+            stage, direction = (-1, 0) if read is None else (read.stage, read.direction)
+            micro_batch = -1 if read is None or read.micro_batch is None else read.micro_batch
+            held = (self._ledger.held_bytes, self._host_bytes)
+            self._part.add(
+                "events",
+                (
+                    self._part.rank,
+                    step,
+                    INPUT,
+                    stage,
+                    -1,
+                    direction,
+                    micro_batch,
+                    COMPUTE,
+                    start_ns,
+                    end_ns,
+                    0,
+                    *held,
+                ),
             )
 
     def end_step(self) -> None:

@@ -163,7 +163,11 @@ def _steps(
             saver.begin()
             start_ns = time.perf_counter_ns()
             heartbeat.beat(step, "load")
-            score = pipeline.train.run(step, feed.batch(step))
+            batch = feed.batch(step)
+            if feed.reads:
+                recorder.waited(step, start_ns, recorder.now())
+            score = pipeline.train.run(step, batch)
+            del batch
             if step == 0:  # later ones hold it from the start
                 recorder.hold(state_bytes(pipeline.optimizer))
             recorder.settle()

@@ -39,6 +39,8 @@ COPY_KINDS = frozenset({Kind.OFFLOAD, Kind.PREFETCH})
 # What waits for a copy on the rank itself: FREE for the copy out, whose memory is free behind it, AWAIT for the copy back.
 WAIT_KINDS = frozenset({Kind.FREE, Kind.AWAIT})
 RANK_KINDS = frozenset({Kind.REDUCE_GRAD, Kind.STEP})
+# What a rank goes on behind only when it has ended; the others post.
+BLOCKING_KINDS = COMPUTE_KINDS | WAIT_KINDS | RANK_KINDS
 
 _TEXT = re.compile(
     r"(?P<stage>\d+)(?:\.(?P<segment>\d+))?(?P<kind>[A-Z_]+)(?P<micro_batch>\d+)?(?:/(?P<direction>\d+))?"

@@ -11,6 +11,7 @@ from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS,
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import dependencies
 from gems.schedule.ledger import Ledger
+from gems.schedule.pace import EVEN, Pace
 from gems.schedule.schedule import Schedule
 
 
@@ -39,8 +40,7 @@ def simulate(
     costs: StageCosts,
     network: Network = FREE,
     cap: float | None = None,
-    slowdowns: Sequence[float] = (),
-    late: Mapping[int, float] | None = None,
+    pace: Pace = EVEN,
 ) -> Simulation:
     """Plays all ranks forward at once. Transfers and copies post; who needs the data waits.
 
@@ -50,28 +50,23 @@ def simulate(
         network: time of messages.
         cap: the most activations a rank may hold. An action that brings some then waits, in the order of the list,
             for copies to host memory to make room.
-        slowdowns: how many times as long the compute of each rank takes, 1 for all of them where none are given.
-        late: by the stage that names a reduction, when peers in other replicas join it at the earliest.
+        pace: what makes ranks slower than the costs, or lets them wait for their inputs.
 
     Raises:
         ScheduleError: an action waits for something that never comes (a deadlock, a missing partner, or no room).
     """
-    return _Player(schedule, costs, network, cap, slowdowns, late or {}).play()
+    return _Player(schedule, costs, network, cap, pace).play()
 
 
 class _Player:
     def __init__(
-        self,
-        schedule: Schedule,
-        costs: StageCosts,
-        network: Network,
-        cap: float | None,
-        slowdowns: Sequence[float],
-        late: Mapping[int, float],
+        self, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, pace: Pace
     ) -> None:
         ranks = range(schedule.num_ranks)
-        self.schedule, self.costs, self.network = schedule, costs, network
-        self.slowdowns, self.late = slowdowns or (1.0,) * schedule.num_ranks, late
+        self.schedule, self.costs, self.network, self.pace = schedule, costs, network, pace
+        self.inputs_ready = {
+            action: time for rank in ranks for action, time in pace.inputs_ready(schedule, rank).items()
+        }
         self.reduced: dict[int, float] = {}
         self.clock = [0.0] * schedule.num_ranks
         self.next = [0] * schedule.num_ranks
@@ -136,8 +131,10 @@ class _Player:
             self.copy(rank, action, begin)
             return True
         ledger = self.ledgers[rank]
+        if self.inputs_ready:
+            begin = max(begin, self.inputs_ready.get(action, 0.0))
         begin = ledger.take(rank, action, begin)
-        time = self.costs.time(action) * self.slowdowns[rank]
+        time = self.costs.time(action) * self.pace.factor(rank, action)
         finish = begin + time
         ledger.give(action)
         self.clock[rank] = finish
@@ -210,7 +207,7 @@ class _Player:
         elif len(group) < len(peers):
             return False
         if action.stage not in self.reduced:
-            begin = max(self.late.get(action.stage, 0.0), *group.values())
+            begin = max(self.pace.late.get(action.stage, 0.0), *group.values())
             link_time = self.costs.reduce_link[action.stage]
             if self.network.has_contention and link_time:
                 lanes = {self.network.outer_lane(peer) for peer in peers}

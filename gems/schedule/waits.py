@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import dependencies
+from gems.schedule.pace import EVEN, Pace
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 
@@ -18,8 +19,9 @@ class RankTime:
     """The time of one rank in one step, in the unit of the costs; the parts add up to the step.
 
     `useful` is F, B, I and W; `recompute` is R; `link` is waiting while the awaited message was under way, the exposed
-    communication; `reduce` is the gradient reduction with its waiting for peers; `step` the optimizer's; `idle` the
-    rest, in which the rank waits for others to compute, for room under the cap, or for copies to come back.
+    communication; `input` is waiting for the input of a micro-batch; `reduce` is the gradient reduction with its waiting for
+    peers; `step` the optimizer's; `idle` the rest, in which the rank waits for others to compute, for room under the
+    cap, or for copies to come back.
     """
 
     useful: float
@@ -28,12 +30,13 @@ class RankTime:
     reduce: float
     step: float
     idle: float
+    input: float = 0.0
 
 
 def rank_times(
-    schedule: Schedule, costs: StageCosts, played: Simulation, network: Network = FREE
+    schedule: Schedule, costs: StageCosts, played: Simulation, network: Network = FREE, pace: Pace = EVEN
 ) -> tuple[RankTime, ...]:
-    """Splits each rank's step into its parts; `network` is the one that `played` was simulated with."""
+    """Splits each rank's step into its parts; `network` and `pace` are those that `played` was simulated with."""
     spans = {
         action: (start, end)
         for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True)
@@ -41,14 +44,16 @@ def rank_times(
         if action.kind is not Kind.STEP and action.kind is not Kind.REDUCE_GRAD
     }
     times = []
-    for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True):
+    for rank, (row, starts, ends) in enumerate(zip(schedule.rows, played.start, played.end, strict=True)):
         free = 0.0
-        parts = dict.fromkeys(("useful", "recompute", "link", "reduce", "step"), 0.0)
+        parts = dict.fromkeys(("useful", "recompute", "link", "input", "reduce", "step"), 0.0)
+        inputs_ready = pace.inputs_ready(schedule, rank)
         for action, start, end in zip(row, starts, ends, strict=True):
             kind = action.kind
             if kind in COMPUTE_KINDS:
                 parts["recompute" if kind is Kind.R else "useful"] += end - start
                 if start > free:
+                    parts["input"] += max(0.0, min(start, inputs_ready.get(action, 0.0)) - free)
                     departed, arrived = _flight(action, schedule, costs, network, spans)
                     parts["link"] += max(0.0, min(start, arrived) - max(free, departed))
             elif kind is Kind.REDUCE_GRAD or kind is Kind.STEP:

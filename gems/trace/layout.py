@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 SOURCES = ("measured", "emulated", "simulated")
+# The kinds of actions, and behind them what a rank does beside its list: INPUT, waiting for the data of a step or micro-batch.
 KINDS = (
     "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "STEP", "I", "W", "R", "OFFLOAD", "PREFETCH",
-    "FREE", "AWAIT",
+    "FREE", "AWAIT", "INPUT",
 )  # fmt: skip
 STREAMS = ("compute", "link", "copy_out", "copy_in")
 
@@ -21,7 +22,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("rank", "i4", "1", "world rank"),
         ("step", "i4", "1", "optimizer step"),
         ("kind", "i2", "1", "action kind, index into the attribute kinds"),
-        ("stage", "i4", "1", "stage"),
+        ("stage", "i4", "1", "stage, -1 for none"),
         ("segment", "i4", "1", "segment of the stage, -1 for the whole"),
         ("direction", "i1", "1", "0 down, 1 up"),
         ("micro_batch", "i4", "1", "micro-batch of the step, -1 for none"),
