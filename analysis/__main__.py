@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("memory", type=Path, metavar="MEMORY", help="the file that gems memory writes")
     memory.add_argument("--out", type=Path, default=Path("memory.png"), help=".png, .pdf or .svg")
     collect = verbs.add_parser("collect", help="merge a run's parts into trace.h5, draw it, print the table")
+    attribution = verbs.add_parser("attribution", help="say where the time of a step goes, and draw it")
+    attribution.add_argument(
+        "--out", type=Path, help=".png, .pdf or .svg of the waterfall, with a .csv beside it"
+    )
+    attribution.add_argument("--ranks", action="store_true", help="a row a rank too")
     vdnn = verbs.add_parser("vdnn", help="simulate the vDNN paper's studies, beside its figures")
     vdnn.add_argument("--json", action="store_true", help="one object on stdout")
     hybrid = verbs.add_parser(
@@ -96,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     hybrid.add_argument("--json", action="store_true", help="one object on stdout")
     hybrid.add_argument("--out", type=Path, help="picture: .png, .pdf or .svg")
-    for verb in (timeline, summary, collect):
+    for verb in (timeline, summary, collect, attribution):
         verb.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
         verb.add_argument("--json", action="store_true", help="one object on stdout")
     return parser
@@ -167,6 +172,21 @@ def _collect(options: argparse.Namespace) -> None:
         print(json.dumps(answer, allow_nan=False))
         return
     print(summary_table(collected.metrics, loaded.trace, collected.files))
+
+
+def _attribution(options: argparse.Namespace) -> None:
+    from analysis.attribution import attribution_of
+    from analysis.attribution.table import attribution_dict, attribution_table
+    from analysis.waterfall import draw_waterfall
+
+    found = attribution_of(_load(options.path).trace)
+    files = [] if options.out is None else [str(options.out), str(draw_waterfall(found, options.out))]
+    if options.json:
+        print(json.dumps({**attribution_dict(found), "files": files}, allow_nan=False))
+        return
+    print(attribution_table(found, options.ranks))
+    if files:
+        print(*files, sep="\n")
 
 
 def _scaling(options: argparse.Namespace) -> None:
@@ -242,6 +262,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
     "partition": _partition,
     "memory": _memory,
     "scaling": _scaling,
+    "attribution": _attribution,
     "vdnn": _vdnn,
     "hybrid": _hybrid,
 }

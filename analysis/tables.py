@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from analysis.attribution import attribution_of
+from analysis.attribution.table import largest_line
 from analysis.metrics import Metrics
 from analysis.run_facts import facts_of
 from analysis.statistics import fewest_values
 from analysis.units import UNKNOWN, Unit, bytes_unit, counted, number, time_unit
+from gems.errors import ConfigError
 from gems.trace import Trace
 
 MAX_RANK_ROWS = 16
@@ -31,6 +34,7 @@ def summary_table(metrics: Metrics, trace: Trace, extra: Mapping[str, str]) -> s
     """
     rows = [
         *_speed_rows(metrics, trace.source),
+        *_loss_row(trace),
         *_training_rows(metrics, trace),
         *_memory_rows(metrics),
         *_prediction_rows(trace),
@@ -122,6 +126,14 @@ def _recompute_row(metrics: Metrics, source: str) -> list[Row]:
     if bubble is None or efficiency is None or abs(1.0 - bubble - efficiency) < 1e-6:
         return []
     return [(f"efficiency without recomputation, {source} [%]", _percent(efficiency))]
+
+
+def _loss_row(trace: Trace) -> list[Row]:
+    """Gives the three causes that take most of a step; nothing where the trace has not what tells them."""
+    try:
+        return [("lost most to [% of the step]", largest_line(attribution_of(trace)))]
+    except ConfigError:
+        return []
 
 
 def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from gems.schedule.pace import Pace
 from gems.schedule import generate
 from gems.schedule.all_reduce import all_reduce, hierarchical, ring
 from gems.schedule.costs import Network, StageCosts, uniform
@@ -118,12 +119,12 @@ class TestSharedLinks:
 class TestSlowRanks:
     def test_compute_takes_longer_and_useful_compute_does_not(self) -> None:
         made, costs = lower(generate("1f1b", 1, 4)), uniform(1, 1)
-        plain, slow = simulate(made, costs), simulate(made, costs, slowdowns=(1.5,))
+        plain, slow = simulate(made, costs), simulate(made, costs, pace=Pace(slowdowns=(1.5,)))
         assert slow.span == pytest.approx(1.5 * plain.span)
         assert (slow.busy, slow.efficiency) == (plain.busy, pytest.approx(1 / 1.5))
 
     def test_a_reduction_waits_for_another_replica(self) -> None:
         made, costs = lower(generate("gems_master", 4, 4)), gems_costs(4, 3.0)
         alone = simulate(made, costs)
-        assert simulate(made, costs, late={0: alone.span + 7, 1: 0.0}).span == pytest.approx(alone.span + 10)
-        assert simulate(made, costs, late={0: 0.0}).span == alone.span
+        assert simulate(made, costs, pace=Pace(late={0: alone.span + 7, 1: 0.0})).span == pytest.approx(alone.span + 10)
+        assert simulate(made, costs, pace=Pace(late={0: 0.0})).span == alone.span

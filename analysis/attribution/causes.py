@@ -1,0 +1,204 @@
+"""The causes: why a step takes longer than its useful compute, found by taking one disturbance after another away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from analysis.attribution.graph import Graph, graph_of, schedule_from
+from analysis.attribution.measured import Measured, measure
+from analysis.attribution.pace import USEFUL, balanced, pace_of
+from analysis.attribution.replay import Times, replay
+from analysis.events import ranks_written
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Kind
+from gems.schedule.ledger import BRINGING_KINDS
+from gems.trace import Trace
+
+CAUSES = (
+    "bubble", "imbalance", "point_to_point", "all_reduce", "memory", "recompute", "input", "host", "noise",
+)  # fmt: skip
+# What is taken away first also has what it does together with what is taken away later.
+ORDER = (
+    "noise", "input", "host", "memory", "recompute", "all_reduce", "point_to_point", "imbalance", "bubble",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """Where the time of a step goes: ideal_s + sum(run_s.values()) = step_s, and the same on each rank.
+
+    Attributes:
+        source: measured, emulated or simulated.
+        num_steps: steps counted, warm-up steps left out.
+        step_s: mean time of a step, the last rank's end counted.
+        ideal_s: useful compute (F, B, I, W) of a rank at the undisturbed pace, if all ranks had equally much.
+        causes_s: of each cause seconds a step on each world rank; below 0 where a cause saved time.
+        own_s: the part of it that the rank itself spent, whether or not the others waited for it.
+        residual_s: measured step time less that of the replay with nothing taken away; part of `host`.
+        pace: what the undisturbed pace comes from, see `analysis.attribution.pace.pace_of`.
+    """
+
+    source: str
+    num_steps: int
+    step_s: float
+    ideal_s: float
+    causes_s: Mapping[str, tuple[float, ...]]
+    own_s: Mapping[str, tuple[float, ...]]
+    residual_s: float
+    pace: str
+
+    @property
+    def run_s(self) -> dict[str, float]:
+        """Gives seconds a step lost to each cause, mean over the ranks."""
+        return {cause: float(np.mean(self.causes_s[cause])) for cause in CAUSES}
+
+    @property
+    def efficiency(self) -> float:
+        """Ideal over step time."""
+        return self.ideal_s / self.step_s if self.step_s else 1.0
+
+    def largest(self, count: int) -> list[tuple[str, float]]:
+        """Gives the causes that took most time, the largest first, with seconds a step."""
+        lost = sorted(self.run_s.items(), key=lambda item: -item[1])
+        return [(cause, time_s) for cause, time_s in lost[:count] if time_s > 0]
+
+
+def attribution_of(trace: Trace) -> Attribution:
+    """Splits the time of a trace's counted steps into ideal compute and nine causes, without rest.
+
+    The schedule is played again from the measured times of all actions and messages, and then with one cause after
+    another taken away, each being charged with the time that this saves:
+
+    1. noise: each action takes its undisturbed pace (`pace_of`); so a rank slower than its peers is noise;
+    2. input: data are there at once;
+    3. host: no optimizer step, no gaps while nothing is waited for, no begin behind the others, no end behind the last
+       action; with it the residual of the replay;
+    4. memory: copies take no time, nor does waiting for room;
+    5. recompute: R takes none;
+    6. all_reduce: reductions end with the arrival of the last rank of their group;
+    7. point_to_point: messages arrive when both sides are ready for them;
+    8. imbalance: all stages take as long as their mean;
+    9. bubble: what is then left above the useful compute of a rank.
+
+    All ranks lose the same time to a cause, for all end the step together, some spending it and some waiting for
+    them. On a rank a cause has what the rank spent itself beyond the ranks' mean, and the ranks' idle time differs by as
+    much: it is shared out among the causes in the proportion in which the run's idle time is theirs.
+
+    Raises:
+        ConfigError: a trace without counted steps or without the schedule's rows, or of ranks that do not suit it.
+    """
+    graph = graph_of(schedule_from(trace.schedule_rows))
+    measured = measure(trace, graph)
+    times, step_s = measured.times, float(measured.window.step_s.mean())
+    pace_s, pace = pace_of(trace, graph, times.work_s)
+    balanced_s = balanced(graph, pace_s)
+    ideal_s = float(_by_rank(graph, balanced_s).mean())
+    spans = [float(replay(graph, level).mean()) for level in _levels(graph, times, pace_s, balanced_s)]
+    residual_s = step_s - spans[0]
+    lost = {
+        cause: before - after
+        for cause, (before, after) in zip(ORDER, pairwise((*spans, ideal_s)), strict=True)
+    }
+    lost["host"] += residual_s
+    own = _own(graph, measured, pace_s, ideal_s)
+    causes = _by_cause(lost, own)
+    copies = trace.world_size // ranks_written(trace)
+    return Attribution(
+        trace.source, len(measured.window.steps), step_s, ideal_s,
+        {cause: _as_tuple(causes[cause], copies) for cause in CAUSES},
+        {cause: _as_tuple(own[cause], copies) for cause in CAUSES},
+        residual_s, pace,
+    )  # fmt: skip
+
+
+def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarray) -> Iterator[Times]:
+    """Gives the times as measured, and then without one cause after the other, in the order of `ORDER` but the last.
+
+    All share arrays that the next one changes.
+    """
+    times = replace(times, work_s=times.work_s.copy(), lag_s=times.lag_s.copy())
+    work, lag = times.work_s, times.lag_s
+    compute, for_room = graph.of_kinds(*COMPUTE_KINDS), waits_for_room(graph)
+    yield times
+    work[compute] = pace_s[compute, None, None]
+    yield times
+    never = (np.full_like(given, -np.inf) for given in (times.data_s, times.input_s))
+    times = replace(times, data_s=next(never), input_s=next(never))
+    yield times
+    none = np.zeros_like(times.begin_s)
+    times = replace(times, begin_s=none, tail_s=none)
+    lag[np.setdiff1d(np.concatenate([compute, graph.of_kinds(Kind.STEP)]), for_room)] = 0.0
+    lag[graph.is_arrival] = 0.0
+    work[graph.of_kinds(Kind.STEP)] = 0.0
+    yield times
+    lag[for_room] = 0.0
+    work[graph.of_kinds(*COPY_KINDS, *WAIT_KINDS)] = 0.0
+    yield times
+    work[graph.of_kinds(Kind.R)] = 0.0
+    yield times
+    work[graph.of_kinds(Kind.REDUCE_GRAD)] = 0.0
+    yield times
+    lag[graph.of_kinds(*RECV_KINDS)] = 0.0
+    yield times
+    work[compute] = balanced_s[compute, None, None]
+    yield times
+
+
+def waits_for_room(graph: Graph) -> np.ndarray:
+    """Gives the nodes whose lag is waiting for room: those that bring activations where copies make it unasked."""
+    schedule = graph.schedule
+    if not schedule.has_copies or schedule.has_any(Kind.FREE):
+        return np.empty(0, dtype=np.int64)
+    return graph.of_kinds(*(BRINGING_KINDS & COMPUTE_KINDS))
+
+
+def _own(graph: Graph, measured: Measured, pace_s: np.ndarray, ideal_s: float) -> dict[str, np.ndarray]:
+    """Gives what each rank itself spent on each cause, (ranks x R,) in seconds a step; nothing is the bubble's own."""
+    times, for_room = measured.times, waits_for_room(graph)
+    useful, compute = graph.of_kinds(*USEFUL), graph.of_kinds(*COMPUTE_KINDS)
+    step = graph.of_kinds(Kind.STEP)
+    gaps = np.concatenate([compute, step, np.flatnonzero(graph.is_arrival)])
+
+    def summed(nodes: np.ndarray, node_s: np.ndarray) -> np.ndarray:
+        sums = np.zeros_like(times.begin_s)
+        np.add.at(sums, graph.rank[nodes], node_s[nodes])
+        return sums
+
+    pace = np.broadcast_to(pace_s[:, None, None], times.work_s.shape)
+    own = {
+        "bubble": np.zeros_like(times.begin_s),
+        "imbalance": summed(useful, pace) - ideal_s,
+        "point_to_point": measured.messages_s,
+        "all_reduce": summed(graph.of_kinds(Kind.REDUCE_GRAD), times.work_s),
+        "memory": measured.copies_s + summed(for_room, times.lag_s),
+        "recompute": summed(graph.of_kinds(Kind.R), pace),
+        "input": measured.input_s,
+        "host": summed(np.setdiff1d(gaps, for_room), times.lag_s)
+        + summed(step, times.work_s)
+        + times.begin_s,
+        "noise": summed(compute, times.work_s - pace),
+    }
+    return {cause: own[cause].mean(axis=2).T.ravel() for cause in CAUSES}
+
+
+def _by_cause(lost: Mapping[str, float], own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gives what each rank loses to each cause: the mean over ranks is `lost`, and all ranks lose equally much in all."""
+    more = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
+    spent = np.sum([more[cause] for cause in CAUSES], axis=0)
+    waits = {cause: max(0.0, lost[cause] - float(own[cause].mean())) for cause in CAUSES}
+    total = sum(waits.values())
+    shares = {cause: wait / total if total else float(cause == "bubble") for cause, wait in waits.items()}
+    return {cause: lost[cause] + more[cause] - spent * shares[cause] for cause in CAUSES}
+
+
+def _by_rank(graph: Graph, node_s: np.ndarray) -> np.ndarray:
+    """Sums times of nodes over each rank of the pipeline."""
+    sums: np.ndarray = np.bincount(graph.rank, node_s, graph.num_ranks)
+    return sums
+
+
+def _as_tuple(values: np.ndarray, copies: int) -> tuple[float, ...]:
+    return tuple(float(value) for value in values) * copies

@@ -1,0 +1,226 @@
+"""The graph of a step: what each action of one pipeline waits for, in an order in which it can be reckoned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gems.errors import ConfigError
+from gems.schedule.action import BLOCKING_KINDS, COPY_KINDS, RANK_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.dependencies import dependencies
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+
+_CODE_OF = {kind: code for code, kind in enumerate(Kind)}
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What each node of one pipeline's step waits for.
+
+    A node is an action on its rank, but for sends, which only post; a gradient reduction has two, the rank's coming to
+    it and its end. What a node waits for stands in a table of M + P + I + 1 rows: the M nodes, the beginnings of the P
+    ranks, the inputs of the I forwards that read one, and at last a row that is always there.
+
+    Attributes:
+        schedule: lowered.
+        actions: of each node.
+        kind: (M,) of each node, as a place in the list of kinds.
+        rank: of each node, (M,).
+        is_arrival: (M,) whether a node is the coming to a reduction.
+        before: (M,) the row of what the rank did last.
+        waits: (M, K) rows that a node waits for, `before` among them; of a receive, what both sides did before posting it.
+        batches: nodes that wait for none of each other, in an order in which they can be reckoned; with each, whether
+            they are ends of reductions, which wait for their rows in all replicas.
+        readers: the I nodes that read an input.
+        last: (P,) the row of each rank's last action.
+    """
+
+    schedule: Schedule
+    actions: tuple[Action, ...]
+    kind: np.ndarray
+    rank: np.ndarray
+    is_arrival: np.ndarray
+    before: np.ndarray
+    waits: np.ndarray
+    batches: tuple[tuple[np.ndarray, bool], ...]
+    readers: np.ndarray
+    last: np.ndarray
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one pipeline."""
+        return len(self.last)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, M."""
+        return len(self.actions)
+
+    def of_kinds(self, *kinds: Kind) -> np.ndarray:
+        """Gives the nodes of some kinds, (count,); a reduction's coming is not among them."""
+        return np.flatnonzero(self._is_of(kinds) & ~self.is_arrival)
+
+    def needed(self, kinds: frozenset[Kind]) -> tuple[np.ndarray, np.ndarray]:
+        """Gives the nodes that need a node of some kinds, and with each the one that it needs."""
+        others = np.zeros(self.num_ranks + len(self.readers) + 1, dtype=bool)
+        users, column = np.nonzero(np.concatenate([self._is_of(kinds), others])[self.waits])
+        return users, self.waits[users, column]
+
+    def _is_of(self, kinds: Iterable[Kind]) -> np.ndarray:
+        return np.isin(self.kind, [_CODE_OF[kind] for kind in kinds])
+
+
+def schedule_from(rows: Sequence[str]) -> Schedule:
+    """Reads the schedule that a trace holds as text: a row of actions for each rank of a pipeline.
+
+    Raises:
+        ConfigError: there is none, or a text is no action.
+    """
+    if not rows:
+        raise ConfigError(
+            "trace", "without a schedule", "holds no actions of ranks, which say what waits for what",
+            "give the run folder or trace.h5 of a run that has ended",
+        )  # fmt: skip
+    parsed = tuple(tuple(Action.parse(word) for word in row.split()) for row in rows)
+    ranks = {(a.direction, a.stage): rank for rank, row in enumerate(parsed) for a in row if a.kind is Kind.F}
+    num_directions = 1 + max((direction for direction, _ in ranks), default=0)
+    num_stages = 1 + max((stage for _, stage in ranks), default=0)
+    if len(ranks) != num_directions * num_stages:
+        raise ConfigError("trace", "schedule", "has stages without a forward")
+    placement = Placement(
+        len(parsed), tuple(tuple(ranks[d, s] for s in range(num_stages)) for d in range(num_directions))
+    )
+    micro_batches = {action.micro_batch for row in parsed for action in row if action.kind is Kind.F}
+    return Schedule("trace", len(micro_batches), placement, parsed, passes=("add_transfers",))
+
+
+def graph_of(schedule: Schedule) -> Graph:
+    """Gives the graph of a lowered schedule.
+
+    Raises:
+        ConfigError: an action waits for something that never comes.
+    """
+    return _Builder(schedule).build()
+
+
+class _Builder:
+    """Adds nodes behind those that they wait for; until all are there, row -1 - r is the beginning of rank r."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.nodes: list[tuple[int, Action, bool, int, tuple[int, ...]]] = []
+        self.place: dict[Action, int] = {}
+        self.before = [-1 - rank for rank in range(schedule.num_ranks)]
+        self.following = [0] * schedule.num_ranks
+        self.engines: dict[tuple[int, Kind], int] = {}
+        self.sends: dict[Action, int] = {}
+        self.receives: dict[Action, tuple[Action, int]] = {}
+
+    def build(self) -> Graph:
+        rows = self.schedule.rows
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(rows):
+                while self.following[rank] < len(row) and self.advance(rank, row[self.following[rank]]):
+                    moved = True
+        for rank, row in enumerate(rows):
+            if self.following[rank] < len(row):
+                action = row[self.following[rank]]
+                raise ConfigError(
+                    "trace", "schedule", f"{action} of rank {rank} waits for something that never comes"
+                )
+        return self.graph()
+
+    def advance(self, rank: int, action: Action) -> bool:
+        """Adds an action where all that it waits for is there, or says that it is not."""
+        kind = action.kind
+        if kind is Kind.REDUCE_GRAD:
+            return self.reduce(rank)
+        if kind in RECV_KINDS:
+            (send,) = dependencies(action, self.schedule)
+            self.receives[send] = action, self.before[rank]
+            self.meet(send)
+        elif kind in SEND_KINDS:
+            self.sends[action] = self.before[rank]
+            self.meet(action)
+        else:
+            needs = () if kind in RANK_KINDS else dependencies(action, self.schedule)
+            if any(need not in self.place for need in needs):
+                return False
+            waits = [self.place[need] for need in needs]
+            if (rank, kind) in self.engines:
+                waits.append(self.engines[rank, kind])
+            self.add(rank, action, waits)
+            if kind in COPY_KINDS:
+                self.engines[rank, kind] = len(self.nodes) - 1
+        self.following[rank] += 1
+        return True
+
+    def meet(self, send: Action) -> None:
+        """Adds the receive of a message that both sides have posted."""
+        if send in self.sends and send in self.receives:
+            receive, before = self.receives[send]
+            self.place[receive] = len(self.nodes)
+            rank = self.schedule.rank_of(receive)
+            self.nodes.append((rank, receive, False, before, (before, self.sends[send])))
+
+    def reduce(self, rank: int) -> bool:
+        """Adds the reductions of a group once all of its ranks have come to theirs."""
+        peers, rows = self.schedule.placement.peers_of(rank), self.schedule.rows
+        come = [rows[peer][self.following[peer]] for peer in peers if self.following[peer] < len(rows[peer])]
+        if len(come) < len(peers) or any(action.kind is not Kind.REDUCE_GRAD for action in come):
+            return False
+        first = len(self.nodes)
+        for is_arrival in (True, False):
+            for peer, action in zip(peers, come, strict=True):
+                waits = [] if is_arrival else list(range(first, first + len(peers)))
+                self.add(peer, action, waits, is_arrival)
+        for peer in peers:
+            self.following[peer] += 1
+        return True
+
+    def add(self, rank: int, action: Action, waits: list[int], is_arrival: bool = False) -> None:
+        before, place = self.before[rank], len(self.nodes)
+        self.nodes.append((rank, action, is_arrival, before, (before, *waits)))
+        if action.kind in BLOCKING_KINDS:
+            self.before[rank] = place
+        if action.kind not in RANK_KINDS:
+            self.place[action] = place
+
+    def graph(self) -> Graph:
+        num_nodes, num_ranks = len(self.nodes), self.schedule.num_ranks
+        first = self.schedule.first_segment(0)
+        readers = [
+            place
+            for place, (_, action, *_) in enumerate(self.nodes)
+            if action.kind is Kind.F and action.stage == 0 and action.segment == first
+        ]
+        never = num_nodes + num_ranks + len(readers)
+        input_row = {place: num_nodes + num_ranks + number for number, place in enumerate(readers)}
+        rows = [
+            [*waits, *([input_row[p]] if p in input_row else [])] for p, (*_, waits) in enumerate(self.nodes)
+        ]
+        waits = np.full((num_nodes, max(map(len, rows), default=1)), never)
+        depth = np.zeros(num_nodes, dtype=np.int64)
+        for place, row in enumerate(rows):
+            known = [wait if wait >= 0 else num_nodes - 1 - wait for wait in row]
+            waits[place, : len(known)] = known
+            depth[place] = 1 + max((depth[wait] for wait in known if wait < num_nodes), default=0)
+        actions = tuple(action for _, action, *_ in self.nodes)
+        is_arrival = np.array([node[2] for node in self.nodes], dtype=bool)
+        kind = np.array([_CODE_OF[action.kind] for action in actions])
+        is_end = (kind == _CODE_OF[Kind.REDUCE_GRAD]) & ~is_arrival
+        order = np.lexsort((is_end, depth))
+        cuts = np.flatnonzero(np.diff(depth[order]) | np.diff(is_end[order].astype(np.int64))) + 1
+        batches = tuple((batch, bool(is_end[batch[0]])) for batch in np.split(order, cuts) if len(batch))
+        before = np.array([node[3] for node in self.nodes])
+        last = np.array(self.before)
+        return Graph(
+            self.schedule, actions, kind, np.array([node[0] for node in self.nodes]), is_arrival,
+            np.where(before < 0, num_nodes - 1 - before, before), waits, batches, np.array(readers, dtype=np.int64),
+            np.where(last < 0, num_nodes - 1 - last, last),
+        )  # fmt: skip

@@ -1,0 +1,245 @@
+"""What a trace says about the counted steps: when each action of the graph ran, and what was waited for on each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from analysis.attribution.graph import Graph
+from analysis.attribution.replay import Times, ready_of, table_of
+from analysis.events import of_kinds, ranks_written
+from analysis.metrics import step_times_s
+from gems.errors import ConfigError
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Kind
+from gems.trace import KINDS, Trace
+
+NS = 1e-9
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The counted steps: their numbers, and begin and length of each, as `analysis.metrics.step_times_s` charges them."""
+
+    steps: np.ndarray
+    begin_ns: np.ndarray
+    step_s: np.ndarray
+
+    def at(self, rows: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Gives rank in the pipeline, replica and number of the step of some rows."""
+        number = np.searchsorted(self.steps, rows["step"])
+        return rows["rank"] % num_ranks, rows["rank"] // num_ranks, number
+
+    def since_begin_s(self, rows: np.ndarray, column: str) -> np.ndarray:
+        """Gives a time of some rows in seconds from the begin of their step."""
+        since: np.ndarray = (rows[column] - self.begin_ns[np.searchsorted(self.steps, rows["step"])]) * NS
+        return since
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The times of the counted steps, and what each rank waited for messages, copies and input, (ranks, R, N) in s."""
+
+    window: Window
+    times: Times
+    messages_s: np.ndarray
+    copies_s: np.ndarray
+    input_s: np.ndarray
+
+
+def window_of(trace: Trace) -> Window:
+    """Takes the whole steps that are no warm-up steps.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    steps = np.sort(trace.steps, order="step")
+    counted = steps["is_warmup"] == 0
+    if not counted.any():
+        raise ConfigError(
+            "trace", trace.source, "holds no step that every rank finished, warm-up steps aside"
+        )
+    step_s = step_times_s(steps)
+    begin_ns = steps["end_ns"] - np.rint(step_s / NS).astype(np.int64)
+    return Window(steps["step"][counted], begin_ns[counted], step_s[counted])
+
+
+def measure(trace: Trace, graph: Graph) -> Measured:
+    """Reads the times of the graph's nodes from the events of a trace.
+
+    Raises:
+        ConfigError: no counted step, a number of ranks that is no multiple of the schedule's, or a compute action that
+            a counted step lacks.
+    """
+    num_ranks, written = graph.num_ranks, ranks_written(trace)
+    if written % num_ranks:
+        raise ConfigError(
+            "trace", f"{written} ranks", f"is no multiple of the {num_ranks} rows of its schedule"
+        )
+    window = window_of(trace)
+    shape = written // num_ranks, len(window.steps)
+    events = trace.events[np.isin(trace.events["step"], window.steps)]
+    is_input = of_kinds(events, "INPUT")
+    starts, ends = _spans(events[~is_input], graph, window, shape)
+    begin, over = _rank_spans(trace, graph, window, shape)
+    data, inputs, waited = _inputs(events[is_input], graph, window, shape)
+    table, ready = _filled(graph, table_of(graph, begin, data, inputs), starts, ends)
+    ends = table[: graph.num_nodes]
+    starts = np.where(np.isnan(starts), ready, starts)
+    lag, work = _taken(graph, starts, ends, ready)
+    messages, copies = _exposed(graph, table, starts, ready)
+    _shorten_unseen(graph, table, lag)
+    last = table[graph.last]
+    tail = np.where(np.isnan(over), 0.0, over - last)
+    return Measured(window, Times(work, lag, begin, data, inputs, tail), messages, copies, waited)
+
+
+def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Gives begin and end of each node, (nodes, R, N) in seconds from the step's begin; NaN where there is no event."""
+    schedule, actions = graph.schedule, graph.actions
+    last_micro_batch = max((action.micro_batch or 0 for action in actions), default=0)
+    most_segments = max((count or 0 for count in schedule.num_segments), default=0)
+    sizes = graph.num_ranks, len(KINDS), schedule.num_stages, most_segments + 1, 2, last_micro_batch + 2
+    nodes = np.flatnonzero(~graph.is_arrival)
+    fields = np.array([
+        (
+            graph.rank[node], KINDS.index(a.kind.value), a.stage, 0 if a.segment is None else a.segment + 1, a.direction,
+            0 if a.micro_batch is None else a.micro_batch + 1,
+        )
+        for node in nodes for a in (actions[node],)
+    ]).T  # fmt: skip
+    codes = np.ravel_multi_index(tuple(fields), sizes)
+    order = np.argsort(codes)
+    seen = np.stack([
+        events["rank"] % graph.num_ranks, events["kind"], events["stage"], events["segment"] + 1, events["direction"],
+        events["micro_batch"] + 1,
+    ]).astype(np.int64)  # fmt: skip
+    inside = ((seen >= 0) & (seen < np.array(sizes)[:, None])).all(axis=0)
+    events, found = events[inside], np.ravel_multi_index(tuple(seen[:, inside]), sizes)
+    spot = order[np.minimum(np.searchsorted(codes, found, sorter=order), len(codes) - 1)]
+    is_node = codes[spot] == found
+    events, place = events[is_node], nodes[spot[is_node]]
+    _, replica, number = window.at(events, graph.num_ranks)
+    starts, ends = (np.full((graph.num_nodes, *shape), np.nan) for _ in range(2))
+    starts[place, replica, number] = window.since_begin_s(events, "start_ns")
+    ends[place, replica, number] = window.since_begin_s(events, "end_ns")
+    compute = graph.of_kinds(*COMPUTE_KINDS)
+    missing = np.argwhere(np.isnan(ends[compute]))
+    if len(missing):
+        node, where, step = (int(index) for index in missing[0])
+        rank = where * graph.num_ranks + graph.rank[compute[node]]
+        raise ConfigError(
+            "trace", f"step {window.steps[step]}", f"lacks {actions[compute[node]]} on rank {rank}"
+        )
+    reductions = graph.of_kinds(Kind.REDUCE_GRAD)
+    arrivals = {int(graph.rank[node]): int(node) for node in np.flatnonzero(graph.is_arrival)}
+    for node in reductions:
+        ends[arrivals[int(graph.rank[node])]] = starts[node]
+    return starts, ends
+
+
+def _rank_spans(trace: Trace, graph: Graph, window: Window, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Gives when each rank begins and ends each step, (ranks, R, N) in seconds from the step's begin.
+
+    A trace without the ranks' own steps has them begin with the step; their ends are NaN.
+    """
+    begin, over = np.zeros((graph.num_ranks, *shape)), np.full((graph.num_ranks, *shape), np.nan)
+    rows = trace.rank_steps[np.isin(trace.rank_steps["step"], window.steps)]
+    at = window.at(rows, graph.num_ranks)
+    begin[at] = window.since_begin_s(rows, "start_ns")
+    over[at] = window.since_begin_s(rows, "end_ns")
+    return begin, over
+
+
+def _inputs(
+    events: np.ndarray, graph: Graph, window: Window, shape: Shape
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gives when the data of whole steps are there, when those of single forwards are, and what is waited for them."""
+    data, waited = np.full((graph.num_ranks, *shape), -np.inf), np.zeros((graph.num_ranks, *shape))
+    inputs = np.full((len(graph.readers), *shape), -np.inf)
+    ready_s = window.since_begin_s(events, "end_ns")
+    np.add.at(waited, window.at(events, graph.num_ranks), ready_s - window.since_begin_s(events, "start_ns"))
+    whole = events["micro_batch"] < 0
+    data[window.at(events[whole], graph.num_ranks)] = ready_s[whole]
+    places = {
+        (graph.rank[node], graph.actions[node].direction, graph.actions[node].micro_batch): number
+        for number, node in enumerate(graph.readers)
+    }
+    for row, time_s in zip(events[~whole], ready_s[~whole], strict=True):
+        replica, rank = divmod(int(row["rank"]), graph.num_ranks)
+        place = places.get((rank, int(row["direction"]), int(row["micro_batch"])))
+        if place is not None:
+            inputs[place, replica, np.searchsorted(window.steps, row["step"])] = time_s
+    return data, inputs, waited
+
+
+def _filled(
+    graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gives the table of all ends, and when each node was ready, (nodes, R, N) in seconds.
+
+    What the trace has no event of (a wait for a copy, say) ends as soon as it is ready.
+    """
+    ready_s = np.empty_like(ends)
+    for batch, is_end in graph.batches:
+        ready = ready_of(graph, table, batch, is_end)
+        ready_s[batch] = ready
+        table[batch] = np.where(np.isnan(ends[batch]), ready, ends[batch])
+    return table, ready_s
+
+
+def _taken(
+    graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gives how long each node lagged before it began, and what it then took, (nodes, R, N) in seconds."""
+    lag, work = starts - ready, ends - starts
+    copies = graph.of_kinds(*COPY_KINDS, *WAIT_KINDS, Kind.REDUCE_GRAD)
+    lag[copies], work[copies] = 0.0, ends[copies] - ready[copies]
+    receives = np.concatenate([graph.of_kinds(*RECV_KINDS), np.flatnonzero(graph.is_arrival)])
+    lag[receives], work[receives] = ends[receives] - ready[receives], 0.0
+    return lag, work
+
+
+def _exposed(
+    graph: Graph, table: np.ndarray, starts: np.ndarray, ready: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gives what each rank waited while a message that it needed, and else a copy, was under way, (ranks, R, N) in s."""
+    free = table[graph.before]
+    waits_itself = graph.of_kinds(*WAIT_KINDS)
+    until = ready.copy()
+    until[waits_itself] = table[waits_itself]
+    left = np.clip(until - free, 0.0, None)
+    blocks = np.zeros(graph.num_nodes, dtype=bool)
+    blocks[graph.of_kinds(*COMPUTE_KINDS, *WAIT_KINDS)] = True
+    found = []
+    for kinds, departed in ((RECV_KINDS, ready), (COPY_KINDS, starts)):
+        waits = np.zeros((graph.num_ranks, *ready.shape[1:]))
+        users, needs = graph.needed(kinds)
+        is_blocked = blocks[users]
+        users, needs = users[is_blocked], needs[is_blocked]
+        waited = np.minimum(until[users], table[needs]) - np.maximum(free[users], departed[needs])
+        waited = np.minimum(np.clip(waited, 0.0, None), left[users])
+        left[users] -= waited
+        np.add.at(waits, graph.rank[users], waited)
+        found.append(waits)
+    return found[0], found[1]
+
+
+def _shorten_unseen(graph: Graph, table: np.ndarray, lag: np.ndarray) -> None:
+    """Bounds the flights of messages that nobody waited for: a busy rank sees them late.
+
+    They count at most as the median of those on the same way that were waited for, or as the shortest where there are
+    none.
+    """
+    users, receives = graph.needed(RECV_KINDS)
+    exposed = table[receives] > table[graph.before[users]]
+    ways: dict[tuple[Kind, int, int], list[int]] = {}
+    for number, receive in enumerate(receives):
+        action = graph.actions[receive]
+        ways.setdefault((action.kind, action.stage, action.direction), []).append(number)
+    for numbers in ways.values():
+        places, is_exposed = receives[numbers], exposed[numbers]
+        flights = lag[places]
+        bound = np.median(flights[is_exposed]) if is_exposed.any() else flights.min()
+        lag[places] = np.where(is_exposed, flights, np.minimum(flights, bound))

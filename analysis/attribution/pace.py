@@ -1,0 +1,67 @@
+"""The pace of the stages: what an action takes when nothing disturbs it, and what it would take with equal stages."""
+
+from __future__ import annotations
+
+import numpy as np
+import yaml
+
+from analysis.attribution.graph import Graph
+from gems.config import RunSpec
+from gems.program import costs_of
+from gems.schedule.action import COMPUTE_KINDS, Kind
+from gems.trace import Trace
+
+USEFUL = (Kind.F, Kind.B, Kind.I, Kind.W)
+COSTS, PEERS, OWN = "costs", "peers", "own median"
+Part = tuple[Kind, int, int | None]
+
+
+def pace_of(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray, str]:
+    """Gives the undisturbed time of each node, (nodes,) in seconds, 0 for what is no compute, and what it comes from.
+
+    An emulated or simulated run has it from its configured costs. Otherwise it is, of the ranks that run the same stage in
+    any replica or direction, the fastest one's median over steps and micro-batches, so that a rank that is always slow
+    shows against its peers; with no peer it is the rank's own median, and a rank that is always slow is a slow stage.
+    """
+    places = graph.of_kinds(*COMPUTE_KINDS)
+    found = np.zeros(graph.num_nodes)
+    if trace.source != "measured" and trace.run_yaml:
+        spec = RunSpec.from_dict(yaml.safe_load(trace.run_yaml))
+        costs = costs_of(spec, graph.schedule.placement)
+        if graph.schedule.num_stages == costs.num_stages and not costs.segments:
+            found[places] = [costs.time(graph.actions[place]) * spec.cost.unit_s for place in places]
+            return found, COSTS
+    runs: dict[Part, dict[int, list[int]]] = {}
+    for place in places:
+        action = graph.actions[place]
+        part = action.kind, action.stage, action.segment
+        runs.setdefault(part, {}).setdefault(int(graph.rank[place]), []).append(int(place))
+    has_peers = work_s.shape[1] > 1 or all(len(ranks) > 1 for ranks in runs.values())
+    for ranks in runs.values():
+        medians = [np.median(work_s[mine], axis=(0, 2)).min() for mine in ranks.values()]
+        for mine in ranks.values():
+            found[mine] = min(medians)
+    return found, PEERS if has_peers else OWN
+
+
+def balanced(graph: Graph, pace_s: np.ndarray) -> np.ndarray:
+    """Gives the time of each node if all stages took as long as their mean, (nodes,) in seconds.
+
+    Each kind of useful compute by itself; the segments of a stage keep their shares of it. Recomputation takes none.
+    """
+    found = np.zeros_like(pace_s)
+    for kind in USEFUL:
+        places = graph.of_kinds(kind)
+        if not len(places):
+            continue
+        parts: dict[int, dict[int | None, float]] = {}
+        for place in places:
+            action = graph.actions[place]
+            parts.setdefault(action.stage, {})[action.segment] = float(pace_s[place])
+        totals = {stage: sum(segments.values()) for stage, segments in parts.items()}
+        mean = sum(totals.values()) / len(totals)
+        for place in places:
+            stage = graph.actions[place].stage
+            total = totals[stage]
+            found[place] = mean * pace_s[place] / total if total else mean / len(parts[stage])
+    return found

@@ -1,0 +1,100 @@
+"""An attribution as text, as one object for JSON, and as the rows of a CSV."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from analysis.attribution.causes import CAUSES, Attribution
+from analysis.units import counted, time_unit
+from gems.errors import ConfigError
+
+COLUMNS = ("rank", "part", "time_s", "share_of_step", "own_s")
+IDEAL = "ideal"
+WORDS = {
+    "bubble": "bubble", "imbalance": "imbalance", "point_to_point": "point-to-point", "all_reduce": "all-reduce",
+    "memory": "memory", "recompute": "recompute", "input": "input", "host": "host", "noise": "noise",
+}  # fmt: skip
+
+
+def attribution_dict(found: Attribution) -> dict[str, Any]:
+    """Gives an attribution as plain data: seconds a step for the run and, with an item a rank, for each rank."""
+    return {
+        "source": found.source,
+        "num_steps": found.num_steps,
+        "step_s": found.step_s,
+        "ideal_s": found.ideal_s,
+        "efficiency": found.efficiency,
+        "causes_s": found.run_s,
+        "rank_causes_s": {cause: list(found.causes_s[cause]) for cause in CAUSES},
+        "rank_own_s": {cause: list(found.own_s[cause]) for cause in CAUSES},
+        "residual_s": found.residual_s,
+        "pace": found.pace,
+    }
+
+
+def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
+    """Gives a row a part of the step, in time and percent of it; with `with_ranks` a row a rank behind it."""
+    unit = time_unit([found.step_s])
+    rows = [
+        ("ideal", found.ideal_s),
+        *((WORDS[cause], time_s) for cause, time_s in found.run_s.items()),
+        ("step", found.step_s),
+    ]
+    width = max(len(name) for name, _ in rows)
+    head = f"{counted(found.num_steps, 'step')} of a {found.source} run, mean; undisturbed pace from {found.pace}"
+    lines = [head, f"  {'':<{width}}{f'time [{unit.name}]':>14}{'of the step [%]':>17}"]
+    lines += [
+        f"  {name:<{width}}{time_s / unit.size:>14.3f}{_percent(time_s, found):>17.2f}"
+        for name, time_s in rows
+    ]
+    if with_ranks:
+        lines += ["", *_rank_lines(found)]
+    return "\n".join(lines)
+
+
+def _rank_lines(found: Attribution) -> list[str]:
+    """Gives a row a rank, in percent of the step; ideal and causes sum to 100 on each."""
+    used = [cause for cause in CAUSES if any(abs(_percent(s, found)) >= 0.005 for s in found.causes_s[cause])]
+    head = f"  {'rank':>6}{'ideal':>10}" + "".join(f"{WORDS[cause]:>16}" for cause in used)
+    lines = [head + "   (% of the step)"]
+    for rank in range(len(found.causes_s[CAUSES[0]])):
+        shares = "".join(f"{_percent(found.causes_s[cause][rank], found):>16.2f}" for cause in used)
+        lines.append(f"  {rank:>6}{_percent(found.ideal_s, found):>10.2f}{shares}")
+    return lines
+
+
+def largest_line(found: Attribution, count: int = 3) -> str:
+    """Gives the causes that took most time in one line: `bubble 27.3, host 1.2`."""
+    parts = [f"{WORDS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)]
+    return ", ".join(parts) or "nothing"
+
+
+def write_csv(found: Attribution, path: Path) -> None:
+    """Writes a row a part of the step, for the run (rank empty) and for each rank.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    rows: list[tuple[object, ...]] = [("", IDEAL, found.ideal_s, found.efficiency, found.ideal_s)]
+    for rank in (None, *range(len(found.causes_s[CAUSES[0]]))):
+        for cause in CAUSES:
+            lost, own = found.causes_s[cause], found.own_s[cause]
+            time_s = found.run_s[cause] if rank is None else lost[rank]
+            own_s = float(np.mean(own)) if rank is None else own[rank]
+            rows.append(("" if rank is None else rank, cause, time_s, time_s / found.step_s, own_s))
+    try:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows(rows)
+    except OSError as error:
+        raise ConfigError("out", path, f"cannot be written ({error.strerror or error})") from error
+
+
+def _percent(time_s: float, found: Attribution) -> float:
+    share = 100 * time_s / found.step_s if found.step_s else 0.0
+    return 0.0 if abs(share) < 0.005 else share
