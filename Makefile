@@ -8,9 +8,11 @@ DRY    ?=
 RUN    ?=
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
-.PHONY: help setup run submit study status logs cancel diagnose resubmit test test-slurm lint format bench bench-engine bench-split bench-schedules \
-        bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-memory-gpu bench-fidelity \
-        calibrate clean
+BENCHES = bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
+          bench-resume bench-fidelity bench-attribution
+
+.PHONY: help setup run submit study status logs cancel diagnose resubmit test test-slurm lint format bench \
+        $(BENCHES) bench-memory-gpu calibrate clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
 	@echo "make submit CONF=x [ARGS=...] [DRY=1]               send to SLURM by the preset of this machine, or show it"
@@ -66,8 +68,8 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-fidelity
-bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan bench-resume bench-memory-gpu bench-fidelity: setup
+bench: $(BENCHES)
+$(BENCHES) bench-memory-gpu: setup
 	$(PY) -m scripts.$(subst -,_,$@) $(ARGS)
 
 calibrate: setup

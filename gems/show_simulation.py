@@ -81,7 +81,9 @@ def _with_noise(
     if not spec.machine.noise:
         return quiet, (quiet.span, quiet.span)
     machine, replicas = spec.machine, spec.parallel.replicas
-    steps = noisy_steps(schedule, costs, network, cap, machine.noise, replicas, spec.seed, pace=pace_of(spec, 0))
+    steps = noisy_steps(
+        schedule, costs, network, cap, machine.noise, replicas, spec.seed, pace=pace_of(spec, 0)
+    )
     return median_of(steps), interval_of(steps)
 
 

@@ -87,7 +87,9 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     drawn = [quiet]
     if noise:
         count = min(num_steps, MAX_NOISY_STEPS)
-        drawn = noisy_steps(schedule, costs, network, cap_of(spec), noise, replicas, spec.seed, count, pace=pace_of(spec, 0))
+        drawn = noisy_steps(
+            schedule, costs, network, cap_of(spec), noise, replicas, spec.seed, count, pace=pace_of(spec, 0)
+        )
     spans_ns = [round(drawn[k % len(drawn)].span * cost.unit_s * 1e9) for k in range(num_steps)]
     starts_ns = [0, *accumulate(spans_ns)]
     images, warmup = global_batch(spec), spec.train.warmup_steps

@@ -90,7 +90,8 @@ def attribution_of(trace: Trace) -> Attribution:
     Raises:
         ConfigError: a trace without counted steps or without the schedule's rows, or of ranks that do not suit it.
     """
-    graph = graph_of(schedule_from(trace.schedule_rows))
+    on_processor = trace.source == "measured" and trace.attributes.get("device") == "cpu"
+    graph = graph_of(schedule_from(trace.schedule_rows), copies_block=on_processor)
     measured = measure(trace, graph)
     times, step_s = measured.times, float(measured.window.step_s.mean())
     pace_s, pace = pace_of(trace, graph, times.work_s)
@@ -121,7 +122,7 @@ def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarr
     """
     times = replace(times, work_s=times.work_s.copy(), lag_s=times.lag_s.copy())
     work, lag = times.work_s, times.lag_s
-    compute, for_room = graph.of_kinds(*COMPUTE_KINDS), waits_for_room(graph)
+    compute = graph.of_kinds(*COMPUTE_KINDS)
     yield times
     work[compute] = pace_s[compute, None, None]
     yield times
@@ -130,11 +131,10 @@ def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarr
     yield times
     none = np.zeros_like(times.begin_s)
     times = replace(times, begin_s=none, tail_s=none)
-    lag[np.setdiff1d(np.concatenate([compute, graph.of_kinds(Kind.STEP)]), for_room)] = 0.0
-    lag[graph.is_arrival] = 0.0
+    lag[_with_gaps(graph)] = 0.0
     work[graph.of_kinds(Kind.STEP)] = 0.0
     yield times
-    lag[for_room] = 0.0
+    lag[waits_for_room(graph)] = 0.0
     work[graph.of_kinds(*COPY_KINDS, *WAIT_KINDS)] = 0.0
     yield times
     work[graph.of_kinds(Kind.R)] = 0.0
@@ -155,12 +155,22 @@ def waits_for_room(graph: Graph) -> np.ndarray:
     return graph.of_kinds(*(BRINGING_KINDS & COMPUTE_KINDS))
 
 
+def _with_gaps(graph: Graph) -> np.ndarray:
+    """Gives the nodes whose lag is the host's doing."""
+    copies = COPY_KINDS if graph.copies_block else ()
+    acting = graph.of_kinds(*COMPUTE_KINDS, *copies, Kind.STEP)
+    found: np.ndarray = np.setdiff1d(
+        np.concatenate([acting, np.flatnonzero(graph.is_arrival)]), waits_for_room(graph)
+    )
+    return found
+
+
 def _own(graph: Graph, measured: Measured, pace_s: np.ndarray, ideal_s: float) -> dict[str, np.ndarray]:
     """Gives what each rank itself spent on each cause, (ranks x R,) in seconds a step; nothing is the bubble's own."""
     times, for_room = measured.times, waits_for_room(graph)
     useful, compute = graph.of_kinds(*USEFUL), graph.of_kinds(*COMPUTE_KINDS)
     step = graph.of_kinds(Kind.STEP)
-    gaps = np.concatenate([compute, step, np.flatnonzero(graph.is_arrival)])
+    blocking_copies = graph.of_kinds(*(COPY_KINDS if graph.copies_block else ()))
 
     def summed(nodes: np.ndarray, node_s: np.ndarray) -> np.ndarray:
         sums = np.zeros_like(times.begin_s)
@@ -173,12 +183,10 @@ def _own(graph: Graph, measured: Measured, pace_s: np.ndarray, ideal_s: float) -
         "imbalance": summed(useful, pace) - ideal_s,
         "point_to_point": measured.messages_s,
         "all_reduce": summed(graph.of_kinds(Kind.REDUCE_GRAD), times.work_s),
-        "memory": measured.copies_s + summed(for_room, times.lag_s),
+        "memory": measured.copies_s + summed(for_room, times.lag_s) + summed(blocking_copies, times.work_s),
         "recompute": summed(graph.of_kinds(Kind.R), pace),
         "input": measured.input_s,
-        "host": summed(np.setdiff1d(gaps, for_room), times.lag_s)
-        + summed(step, times.work_s)
-        + times.begin_s,
+        "host": summed(_with_gaps(graph), times.lag_s) + summed(step, times.work_s) + times.begin_s,
         "noise": summed(compute, times.work_s - pace),
     }
     return {cause: own[cause].mean(axis=2).T.ravel() for cause in CAUSES}

@@ -26,6 +26,7 @@ class Graph:
 
     Attributes:
         schedule: lowered.
+        copies_block: whether a rank goes on behind a copy only when it has ended, as on a processor.
         actions: of each node.
         kind: (M,) of each node, as a place in the list of kinds.
         rank: of each node, (M,).
@@ -39,6 +40,7 @@ class Graph:
     """
 
     schedule: Schedule
+    copies_block: bool
     actions: tuple[Action, ...]
     kind: np.ndarray
     rank: np.ndarray
@@ -97,20 +99,21 @@ def schedule_from(rows: Sequence[str]) -> Schedule:
     return Schedule("trace", len(micro_batches), placement, parsed, passes=("add_transfers",))
 
 
-def graph_of(schedule: Schedule) -> Graph:
+def graph_of(schedule: Schedule, copies_block: bool = False) -> Graph:
     """Gives the graph of a lowered schedule.
 
     Raises:
         ConfigError: an action waits for something that never comes.
     """
-    return _Builder(schedule).build()
+    return _Builder(schedule, copies_block).build()
 
 
 class _Builder:
     """Adds nodes behind those that they wait for; until all are there, row -1 - r is the beginning of rank r."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, copies_block: bool) -> None:
+        self.schedule, self.copies_block = schedule, copies_block
+        self.blocking = BLOCKING_KINDS | COPY_KINDS if copies_block else BLOCKING_KINDS
         self.nodes: list[tuple[int, Action, bool, int, tuple[int, ...]]] = []
         self.place: dict[Action, int] = {}
         self.before = [-1 - rank for rank in range(schedule.num_ranks)]
@@ -186,7 +189,7 @@ class _Builder:
     def add(self, rank: int, action: Action, waits: list[int], is_arrival: bool = False) -> None:
         before, place = self.before[rank], len(self.nodes)
         self.nodes.append((rank, action, is_arrival, before, (before, *waits)))
-        if action.kind in BLOCKING_KINDS:
+        if action.kind in self.blocking:
             self.before[rank] = place
         if action.kind not in RANK_KINDS:
             self.place[action] = place
@@ -220,7 +223,7 @@ class _Builder:
         before = np.array([node[3] for node in self.nodes])
         last = np.array(self.before)
         return Graph(
-            self.schedule, actions, kind, np.array([node[0] for node in self.nodes]), is_arrival,
+            self.schedule, self.copies_block, actions, kind, np.array([node[0] for node in self.nodes]), is_arrival,
             np.where(before < 0, num_nodes - 1 - before, before), waits, batches, np.array(readers, dtype=np.int64),
             np.where(last < 0, num_nodes - 1 - last, last),
         )  # fmt: skip

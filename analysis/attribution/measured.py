@@ -194,8 +194,9 @@ def _taken(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gives how long each node lagged before it began, and what it then took, (nodes, R, N) in seconds."""
     lag, work = starts - ready, ends - starts
-    copies = graph.of_kinds(*COPY_KINDS, *WAIT_KINDS, Kind.REDUCE_GRAD)
-    lag[copies], work[copies] = 0.0, ends[copies] - ready[copies]
+    planned = () if graph.copies_block else COPY_KINDS
+    in_one = graph.of_kinds(*planned, *WAIT_KINDS, Kind.REDUCE_GRAD)
+    lag[in_one], work[in_one] = 0.0, ends[in_one] - ready[in_one]
     receives = np.concatenate([graph.of_kinds(*RECV_KINDS), np.flatnonzero(graph.is_arrival)])
     lag[receives], work[receives] = ends[receives] - ready[receives], 0.0
     return lag, work

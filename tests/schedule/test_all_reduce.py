@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from gems.schedule.pace import Pace
 from gems.schedule import generate
 from gems.schedule.all_reduce import all_reduce, hierarchical, ring
 from gems.schedule.costs import Network, StageCosts, uniform
 from gems.schedule.lower import lower
+from gems.schedule.pace import Pace
 from gems.schedule.placement import bidirectional
 from gems.schedule.simulate import simulate
 
@@ -126,5 +126,7 @@ class TestSlowRanks:
     def test_a_reduction_waits_for_another_replica(self) -> None:
         made, costs = lower(generate("gems_master", 4, 4)), gems_costs(4, 3.0)
         alone = simulate(made, costs)
-        assert simulate(made, costs, pace=Pace(late={0: alone.span + 7, 1: 0.0})).span == pytest.approx(alone.span + 10)
+        assert simulate(made, costs, pace=Pace(late={0: alone.span + 7, 1: 0.0})).span == pytest.approx(
+            alone.span + 10
+        )
         assert simulate(made, costs, pace=Pace(late={0: 0.0})).span == alone.span
