@@ -88,7 +88,7 @@ def measure(trace: Trace, graph: Graph) -> Measured:
     ends = table[: graph.num_nodes]
     starts = np.where(np.isnan(starts), ready, starts)
     lag, work = _taken(graph, starts, ends, ready)
-    messages, copies = _exposed(graph, table, starts, ready)
+    messages, copies = _exposed(graph, table, ready)
     _shorten_unseen(graph, table, lag)
     last = table[graph.last]
     tail = np.where(np.isnan(over), 0.0, over - last)
@@ -202,10 +202,11 @@ def _taken(
     return lag, work
 
 
-def _exposed(
-    graph: Graph, table: np.ndarray, starts: np.ndarray, ready: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Gives what each rank waited while a message that it needed, and else a copy, was under way, (ranks, R, N) in s."""
+def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Gives what each rank waited while a message that it needed was under way, and else for a copy, (ranks, R, N) in s.
+
+    A copy is the rank's own, so also waiting for those before it on the engine is waiting for copies.
+    """
     free = table[graph.before]
     waits_itself = graph.of_kinds(*WAIT_KINDS)
     until = ready.copy()
@@ -214,7 +215,7 @@ def _exposed(
     blocks = np.zeros(graph.num_nodes, dtype=bool)
     blocks[graph.of_kinds(*COMPUTE_KINDS, *WAIT_KINDS)] = True
     found = []
-    for kinds, departed in ((RECV_KINDS, ready), (COPY_KINDS, starts)):
+    for kinds, departed in ((RECV_KINDS, ready), (COPY_KINDS, np.full_like(ready, -np.inf))):
         waits = np.zeros((graph.num_ranks, *ready.shape[1:]))
         users, needs = graph.needed(kinds)
         is_blocked = blocks[users]
