@@ -15,7 +15,7 @@ NUM_RANKS = 4
 
 # files that share ranks, whose start takes as long as many a test
 TOGETHER = {
-    "runs": ("emulated", "training", "transport"),
+    "runs": ("attribution", "emulated", "training", "transport"),
     "bits": ("exactness", "memory", "zoo"),
     "states": ("resume",),
 }

@@ -1,0 +1,60 @@
+"""Emulated runs of four ranks with one planted cause each: its part of the step is what grows most."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+
+from analysis.attribution import Attribution, attribution_of
+from analysis.load import load_parts
+from gems.engine.emulated_run import emulate
+from gems.heartbeat import Heartbeat
+from gems.preparation import prepare
+from gems.runfolder import RunFolder
+from gems.trace import KINDS, part_path, read_part
+from tests.engine.toys import make_spec
+
+PLANTS = {
+    "imbalance": {"cost__times": [1.0, 2.0, 1.0, 1.0]},
+    "point_to_point": {"cost__boundary_bytes": 8_000_000},
+    "noise": {"machine__slow_rank": 1, "machine__slowdown": 1.6},
+    "input": {"cost__input": 8.0},
+}
+
+
+def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
+    """Runs one configuration and gives its folder and where its time went; collective."""
+    path = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
+    options = {
+        "machine__kind": "emulated", "cost__unit_s": 0.002, "parallel__micro_batches": 8, "cost__boundary_bytes": 1000,
+        "train__steps": 4, "train__warmup_steps": 1,
+    }  # fmt: skip
+    spec = make_spec("1f1b", 4, 1, runs_dir=path, **(options | changes))
+    folder = prepare(spec) if comm.rank == 0 else RunFolder.of(spec)
+    comm.Barrier()
+    heartbeat = Heartbeat(folder.heartbeat(comm.rank))
+    emulate(spec, folder, comm, heartbeat)
+    heartbeat.close()
+    comm.Barrier()
+    trace = load_parts(folder.path).trace
+    trace.schedule_rows = tuple(" ".join(map(str, row)) for row in folder.read_schedule().rows)
+    return folder, attribution_of(trace)
+
+
+@pytest.fixture(scope="module")
+def without(comm) -> Attribution:
+    return attributed(comm)[1]
+
+
+@pytest.mark.parametrize("cause", PLANTS)
+def test_the_planted_cause_grows_most(comm, without: Attribution, cause: str):
+    folder, found = attributed(comm, **PLANTS[cause])
+    assert found.ideal_s + sum(found.run_s.values()) == pytest.approx(found.step_s)
+    assert abs(found.residual_s) < 0.01 * found.step_s
+    grew = {name: time_s - without.run_s[name] for name, time_s in found.run_s.items()}
+    assert max(grew, key=lambda name: grew[name]) == cause, grew
+    if cause == "input":
+        for rank in range(comm.size):
+            kinds = read_part(part_path(folder.path, rank)).events["kind"]
+            assert (KINDS.index("INPUT") in kinds) == (rank == 0)
