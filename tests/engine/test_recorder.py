@@ -49,6 +49,21 @@ def test_rows_name_the_action_and_what_was_held():
     assert start == backward["start_ns"] <= backward["end_ns"] <= step["end_ns"]
 
 
+def test_waiting_for_input_is_of_a_step_or_of_a_forward():
+    part, ledger = ListPart(5), Ledger(CPU)
+    recorder = Recorder(part, ledger, CPU)
+    recorder.hold(7)
+    recorder.waited(3, 10, 20)
+    recorder.waited(3, 20, 25, Action(Kind.F, 0, 6, 1))
+    recorder.is_on = False
+    recorder.waited(4, 30, 40)
+    whole, single = as_dicts(part.rows)
+    for row in (whole, single):
+        assert (KINDS[row["kind"]], row["rank"], row["step"], row["device_bytes"]) == ("INPUT", 5, 3, 7)
+    assert (whole["stage"], whole["micro_batch"], whole["start_ns"], whole["end_ns"]) == (-1, -1, 10, 20)
+    assert (single["stage"], single["direction"], single["micro_batch"]) == (0, 1, 6)
+
+
 def test_rows_fit_the_trace_file(tmp_path):
     part = TracePart(tmp_path / "rank0000.h5", 0, root_attributes("measured", "x", 1))
     recorder = Recorder(part, Ledger(CPU), CPU)

@@ -24,7 +24,7 @@ from gems.preparation import prepare
 from gems.ranks import Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.runfolder import RunFolder
 from gems.shared_memory import remove_stale_shared_memory
-from gems.trace import part_path, read_part
+from gems.trace import KINDS, part_path, read_part
 from tests.engine.toys import make_spec
 
 NUM_RANKS = 2
@@ -183,7 +183,14 @@ def test_a_killed_rank_leaves_all_parts_readable(tmp_path):
         # a rank writes a step before it marks the next; its peer may be one step behind it
         assert steps == list(range(len(steps))) and len(steps) >= last.step - (rank != 1)
         for step in steps:
-            assert (part.events["step"] == step).sum() == 3 * 2 + 3 * 2 - 4 + 2
+            of_step = part.events[part.events["step"] == step]
+            is_wait = of_step["kind"] == KINDS.index("INPUT")
+            assert (~is_wait).sum() == 3 * 2 + 3 * 2 - 4 + 2
+            # one rank waits for the images of the step, the other for the labels, before anything else
+            (wait,) = of_step[is_wait]
+            assert (wait["stage"], wait["micro_batch"]) == (-1, -1)
+            begin_ns = part.rank_steps["start_ns"][step]
+            assert begin_ns == wait["start_ns"] <= wait["end_ns"] <= of_step["start_ns"][~is_wait].min()
 
 
 def run_alone(folder: RunFolder, **environment: str) -> subprocess.CompletedProcess:

@@ -314,12 +314,13 @@ def test_steps_count_the_images_of_both_directions_and_all_replicas(comm, finish
     assert set(events[starts]["direction"]) == {0, 1}
 
 
-def test_events_of_each_step_are_the_row_of_the_rank(comm, finished):
+def test_events_of_each_step_are_the_row_of_the_rank_and_its_input(comm, finished):
     spec, folder = finished
     rows = read_json(folder.result_json)["schedule_rows"]
     for rank in range(comm.size):
         part = read_part(part_path(folder.path, rank))
-        wanted = sorted(rows[rank % spec.parallel.partitions].split())
+        # every rank begins a direction, and so waits for the images of each step too
+        wanted = sorted([*rows[rank % spec.parallel.partitions].split(), "-1INPUT"])
         for step in (0, 1, spec.train.steps - 1):
             seen = sorted(map(text_of, part.events[part.events["step"] == step]))
             assert seen == wanted, (rank, step)
