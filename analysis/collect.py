@@ -14,7 +14,7 @@ from gems.json_files import read_json
 from gems.profile import ModelProfile
 from gems.profile.hdf5 import add_to_trace
 from gems.runfolder import RunFolder
-from gems.trace import write_trace
+from gems.trace import read_trace, write_trace
 
 RESULTS = (
     "validation_accuracy", "validation_majority", "validation_loss", "num_validation", "peak_activation_bytes",
@@ -71,4 +71,5 @@ def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
     profile = read_json(folder.profile_json)
     if profile:
         add_to_trace(folder.trace_h5, ModelProfile.from_json(profile, folder.profile_json))
+        trace.layer_times = read_trace(folder.trace_h5).layer_times
     return loaded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import yaml
 
@@ -12,7 +14,9 @@ from gems.schedule.action import COMPUTE_KINDS, Kind
 from gems.trace import Trace
 
 USEFUL = (Kind.F, Kind.B, Kind.I, Kind.W)
-COSTS, PEERS, OWN = "costs", "peers", "own median"
+COSTS, PEERS, OWN, PROFILE = "costs", "peers", "own median", "own median and profile"
+# A measured profile tells the ranks' shares of the time to within about this.
+STRAGGLES = 1.25
 Part = tuple[Kind, int, int | None]
 
 
@@ -21,7 +25,9 @@ def pace_of(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray,
 
     An emulated or simulated run has it from its configured costs. Otherwise it is, of the ranks that run the same stage in
     any replica or direction, the fastest one's median over steps and micro-batches, so that a rank that is always slow
-    shows against its peers; with no peer it is the rank's own median, and a rank that is always slow is a slow stage.
+    shows against its peers. With no peer it is the rank's own median; where the trace has a measured profile, a rank
+    that is slower against it than most by more than STRAGGLES is held to their measure. Without one, a rank that is
+    always slow is a slow stage.
     """
     places = graph.of_kinds(*COMPUTE_KINDS)
     found = np.zeros(graph.num_nodes)
@@ -41,7 +47,38 @@ def pace_of(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray,
         medians = [np.median(work_s[mine], axis=(0, 2)).min() for mine in ranks.values()]
         for mine in ranks.values():
             found[mine] = min(medians)
-    return found, PEERS if has_peers else OWN
+    if has_peers:
+        return found, PEERS
+    scales = _scales(trace, graph, found)
+    return (found, OWN) if scales is None else (found * scales[graph.rank], PROFILE)
+
+
+def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
+    """Gives what each rank's own median is multiplied by, (ranks,): below 1 for one that straggles against the profile.
+
+    None without a measured profile: a predicted one does not tell a slow rank from a layer that it misjudges.
+    """
+    times, cuts = trace.layer_times, trace.boundaries
+    num_stages = graph.schedule.num_stages
+    if times is None or times.source != "measured" or len(cuts) != num_stages + 1:
+        return None
+    if cuts[-1] != len(times.forward_s):
+        return None
+    layers_s = np.array([times.forward_s, times.input_grad_s, times.weight_grad_s])
+    stages_s = np.array([layers_s[:, first:end].sum(axis=1) for first, end in pairwise(cuts)])
+    predicted_s = np.zeros(graph.num_nodes)
+    for place in graph.of_kinds(*USEFUL):
+        kind, stage, *_ = graph.actions[place]
+        forward_s, input_s, weight_s = stages_s[stage]
+        whole_s = {Kind.F: forward_s, Kind.B: input_s + weight_s, Kind.I: input_s, Kind.W: weight_s}[kind]
+        predicted_s[place] = whole_s / len(graph.schedule.segments_of(stage))
+    useful = graph.of_kinds(*USEFUL)
+    took, told = (np.bincount(graph.rank[useful], s[useful], graph.num_ranks) for s in (own_s, predicted_s))
+    if not told.all():
+        return None
+    ratios = took / told
+    usual = float(np.sort(ratios)[(graph.num_ranks - 1) // 2])
+    return np.where(ratios > STRAGGLES * usual, usual / ratios, 1.0)
 
 
 def balanced(graph: Graph, pace_s: np.ndarray) -> np.ndarray:

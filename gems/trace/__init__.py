@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from gems.trace.attempts import join_attempts
 from gems.trace.hdf5 import open_trace
-from gems.trace.layout import COLUMNS, DTYPES, KINDS, SCHEMA_VERSION, SOURCES, STREAMS, Trace, root_attributes
+from gems.trace.layout import (
+    COLUMNS,
+    DTYPES,
+    KINDS,
+    SCHEMA_VERSION,
+    SOURCES,
+    STREAMS,
+    LayerTimes,
+    Trace,
+    root_attributes,
+)
 from gems.trace.part import PART_TABLES, TracePart, merge_parts, part_path, read_part
 from gems.trace.whole import read_column, read_trace, write_trace
 
@@ -20,6 +30,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "SOURCES",
     "STREAMS",
+    "LayerTimes",
     "Trace",
     "TracePart",
     "join_attempts",

@@ -67,12 +67,22 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """What the profile in a trace says that each layer takes for a micro-batch, in seconds, and the profile's source."""
+
+    source: str
+    forward_s: tuple[float, ...]
+    input_grad_s: tuple[float, ...]
+    weight_grad_s: tuple[float, ...]
+
+
 @dataclass(slots=True)
 class Trace:
     """A trace in memory: structured arrays of the tables in `COLUMNS`, the root attributes and the texts.
 
     `memory_plan` is the JSON of what became of activations and what that was predicted to take; empty where they were
-    kept.
+    kept. `layer_times` are those of the profile in the file, None where it has none.
     """
 
     attributes: dict[str, Any]
@@ -85,6 +95,7 @@ class Trace:
     schedule_sha256: str = ""
     boundaries: tuple[int, ...] = ()
     memory_plan: str = ""
+    layer_times: LayerTimes | None = None
 
     @property
     def source(self) -> str:

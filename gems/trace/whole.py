@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 
 from gems.trace.hdf5 import get_attributes, open_trace, set_attributes
-from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, SCHEMA_VERSION, STREAMS, Trace
+from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, SCHEMA_VERSION, STREAMS, LayerTimes, Trace
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -67,6 +67,15 @@ def read_column(file: h5py.File, table: str, column: str) -> Any:
     return file[table][column][()]
 
 
+def _layer_times(file: h5py.File) -> LayerTimes | None:
+    """Reads what the profile in a trace says of the layers' times; None without a profile."""
+    if "profile" not in file:
+        return None
+    group = file["profile"]
+    columns = (tuple(map(float, group[name][()])) for name in ("forward_s", "input_grad_s", "weight_grad_s"))
+    return LayerTimes(str(group.attrs["source"]), *columns)
+
+
 def read_trace(path: Path) -> Trace:
     """Reads a whole trace.
 
@@ -87,5 +96,6 @@ def read_trace(path: Path) -> Trace:
             schedule_sha256=str(file["schedule"].attrs["sha256"]),
             boundaries=tuple(int(b) for b in file["partition/boundaries"][()]),
             memory_plan=file["memory_plan"].asstr()[()] if "memory_plan" in file else "",
+            layer_times=_layer_times(file),
             **tables,
         )

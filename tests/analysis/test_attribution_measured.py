@@ -9,7 +9,7 @@ from analysis.attribution import CAUSES, attribution_of
 from analysis.attribution.graph import graph_of, schedule_from
 from analysis.attribution.measured import measure
 from gems.errors import ConfigError
-from gems.trace import KINDS, Trace
+from gems.trace import KINDS, LayerTimes, Trace
 from tests.analysis.attributed import by_hand, check_sums, spec_of, trace_of
 
 ONE_RANK = ("0F0 0B0 0REDUCE_GRAD 0STEP",)
@@ -63,6 +63,24 @@ def test_a_straggler_without_peers_is_a_slow_stage() -> None:
     assert found.ideal_s == pytest.approx(27) and found.run_s["imbalance"] == pytest.approx(
         42 - 27 - 9 * 27 / 24
     )
+
+
+@pytest.mark.parametrize(("slowdown", "straggles"), [(1.5, True), (1.2, False)])
+def test_a_straggler_without_peers_shows_against_a_measured_profile(slowdown: float, straggles: bool) -> None:
+    """Eight layers over four stages, as unequal as the profile says; rank 1 is slower than it says."""
+    trace = trace_of(spec_of(times=[1, 1.5, 1, 1], machine={"slow_rank": 1, "slowdown": slowdown}))
+    trace.attributes["source"] = "measured"
+    trace.boundaries = (0, 2, 4, 6, 8)
+    layer_s = tuple(0.1 * weight for weight in (1, 1, 1.5, 1.5, 1, 1, 1, 1))
+    trace.layer_times = LayerTimes("measured", layer_s, layer_s, layer_s)
+    found = attribution_of(trace)
+    check_sums(found)
+    without = attribution_of(trace_of(spec_of(times=[1, 1.5, 1, 1])))
+    lost_s = found.step_s - without.step_s
+    assert found.pace == "own median and profile"
+    assert found.run_s["noise"] == pytest.approx(lost_s if straggles else 0.0, abs=1e-6)
+    trace.layer_times = LayerTimes("fake", layer_s, layer_s, layer_s)
+    assert attribution_of(trace).run_s["noise"] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_other_direction_has_peers_too() -> None:

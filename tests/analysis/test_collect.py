@@ -57,6 +57,9 @@ def test_a_finished_run_becomes_one_trace_with_pictures(folder):
     with h5py.File(folder.trace_h5) as file:
         profile = read_profile(file["profile"])
     assert json.loads(json.dumps(profile.to_json())) == json.loads(folder.profile_json.read_text())
+    assert trace.layer_times == collected.loaded.trace.layer_times
+    assert trace.layer_times is not None and trace.layer_times.source == profile.source
+    assert trace.layer_times.forward_s == tuple(layer.forward_s for layer in profile.layers)
     assert trace.run_yaml == folder.run_yaml.read_text()
     assert collected.metrics.num_steps == 2
     assert collected.metrics.images_per_s == pytest.approx(8 / (STEP_NS * 1e-9))
