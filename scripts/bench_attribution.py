@@ -21,8 +21,8 @@ LEAST_SHARE, MOST_REST = 0.9, 0.005
 ROUNDS = 2
 SCHEDULES = ("1f1b", "gems_master")
 BASE = (
-    "machine=emulated", "data=synthetic", "parallel.partitions=4", "parallel.micro_batches=8", "cost.unit_s=0.005",
-    "cost.boundary_bytes=1000", "train.steps=10", "train.warmup_steps=2",
+    "machine=emulated", "data=synthetic", "parallel.partitions=4", "parallel.micro_batches=8", "cost.unit_s=0.01",
+    "cost.boundary_bytes=1000", "train.steps=8", "train.warmup_steps=2",
 )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ class Plant:
 
 
 PLANTS = (
-    Plant("imbalance", "imbalance", ("cost.times=[4,1,1,4]",)),
+    Plant("imbalance", "imbalance", ("cost.times=[8,1,1,8]",)),
     Plant("slow link", "point_to_point", ("cost.boundary_bytes=32000000",)),
     Plant("straggler", "noise", ("machine.slow_rank=1", "machine.slowdown=1.5")),
     Plant("input stall", "input", ("cost.input=8",)),
