@@ -16,6 +16,14 @@ def of_kinds(events: np.ndarray, *kinds: str) -> np.ndarray:
     return mask
 
 
+def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:
+    """Gives the events of each rank that has any, in the order in which they stand."""
+    if (np.diff(events["rank"]) < 0).any():
+        events = events[np.argsort(events["rank"], kind="stable")]
+    ranks, firsts = np.unique(events["rank"], return_index=True)
+    return dict(zip(ranks.tolist(), np.split(events, firsts[1:]), strict=True)) if len(events) else {}
+
+
 def ranks_written(trace: Trace) -> int:
     """Gives the number of ranks whose events a trace holds: those of one replica where it says that all are alike."""
     return trace.world_size // int(trace.attributes.get("identical_replicas", 1))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from analysis.events import by_rank
 from analysis.figure import TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title, source_mark
 from analysis.memory_parts import buffer_bytes
 from analysis.run_facts import facts_of
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PANELS = 16
+MAX_COLUMNS = 1400  # of pixels in a panel
 CURVE_COLOUR, AREA_COLOUR, PEAK_COLOUR = "#1f65a8", "#d6e6f3", "#c94f07"
 BUFFER_COLOUR, HOST_COLOUR = "#e8a33d", "#117a8b"
 COUNTED = ("emulated", "simulated")
@@ -71,8 +73,8 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     window = step_window(trace, step)
-    ranks = np.unique(window.events["rank"])
-    curves = [curve for rank in ranks if (curve := curve_of(trace, window, int(rank))) is not None]
+    parts = {rank: replace(trace, events=events) for rank, events in by_rank(trace.events).items()}
+    curves = [curve for rank, part in parts.items() if (curve := curve_of(part, window, rank)) is not None]
     if not curves:
         raise ConfigError("trace", trace.source, "its events carry no device_bytes")
     highest = sorted(curves, key=lambda curve: -curve.peak_bytes)[:MAX_PANELS]
@@ -80,7 +82,7 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     unit = bytes_unit([highest[0].peak_bytes])
     figure, panels = new_figure(WIDTH_IN, 1.3 + 0.62 * max(len(shown), 2), len(shown))
     for axes, curve in zip(panels, shown, strict=True):
-        _draw_curve(axes, curve, unit)
+        _draw_curve(axes, thinned(curve), unit)
         _name_curve(axes, trace, curve)
     panels[0].set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
     panels[0].set_ylim(0.0, highest[0].peak_bytes / unit.size * 1.25 or 1.0)
@@ -108,6 +110,27 @@ def curve_of(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
         of_rank = trace.events[trace.events["rank"] == rank]
         buffers = np.minimum(buffer_bytes(of_rank, time_ns + window.start_ns), held_bytes)
     return Curve(rank, np.maximum(time_ns, 0) * MS, held_bytes, buffers, host_bytes)
+
+
+def thinned(curve: Curve) -> Curve:
+    """Leaves of a long curve the first, least, most and last bytes of each column of pixels, so that it looks the same."""
+    if len(curve.time_ms) <= 4 * MAX_COLUMNS:
+        return curve
+    column = np.floor(curve.time_ms / max(curve.time_ms[-1], 1e-12) * MAX_COLUMNS).astype(np.int64)
+    by_bytes = np.lexsort((curve.held_bytes, column))
+    is_first = np.diff(column[by_bytes], prepend=-1) > 0
+    is_last = np.append(is_first[1:], True)
+    starts = np.flatnonzero(np.diff(column, prepend=-1) > 0)
+    kept = np.unique(
+        np.concatenate([by_bytes[is_first], by_bytes[is_last], starts, starts[1:] - 1, [len(column) - 1]])
+    )
+    return Curve(
+        curve.rank,
+        curve.time_ms[kept],
+        curve.held_bytes[kept],
+        curve.buffer_bytes[kept],
+        curve.host_bytes[kept],
+    )
 
 
 def _draw_curve(axes: Axes, curve: Curve, unit: Unit) -> None:

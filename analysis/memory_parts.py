@@ -7,6 +7,7 @@ import numpy as np
 from analysis.events import of_kinds
 
 CONSUMERS = {"RECV_F": ("F",), "RECV_B": ("B", "I")}
+PLACE = ("step", "stage", "direction", "micro_batch")
 
 
 def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
@@ -23,11 +24,8 @@ def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
     came_ns, went_ns, sizes = [sends["start_ns"]], [sends["end_ns"]], [sends["moved_bytes"]]
     for kind, consumers in CONSUMERS.items():
         receives = events[of_kinds(events, kind)]
-        read_ns = {_place(event): event["end_ns"] for event in events[of_kinds(events, *consumers)]}
         came_ns.append(receives["start_ns"])
-        went_ns.append(
-            np.array([read_ns.get(_place(event), event["end_ns"]) for event in receives], np.int64)
-        )
+        went_ns.append(_read_ns(receives, events[of_kinds(events, *consumers)]))
         sizes.append(receives["moved_bytes"])
     moved = np.concatenate(sizes)
     came = _held(np.concatenate(came_ns), moved, times_ns)
@@ -35,8 +33,19 @@ def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
     return held
 
 
-def _place(event: np.void) -> tuple[int, int, int, int]:
-    return int(event["step"]), int(event["stage"]), int(event["direction"]), int(event["micro_batch"])
+def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
+    """Gives the end of each receive's reader, of the last where there are several; its own end without one."""
+    both = np.concatenate([readers, receives])
+    keys = np.zeros(len(both), np.int64)
+    for name in PLACE:
+        values = both[name].astype(np.int64)
+        keys = keys * (values.max(initial=0) + 2) + values + 1
+    places = np.unique(keys, return_inverse=True)[1]
+    end_ns = np.full(int(places.max(initial=0)) + 1, -1, np.int64)
+    end_ns[places[: len(readers)]] = readers["end_ns"]
+    found = end_ns[places[len(readers) :]]
+    read_ns: np.ndarray = np.where(found < 0, receives["end_ns"], found)
+    return read_ns
 
 
 def _held(changed_ns: np.ndarray, sizes: np.ndarray, times_ns: np.ndarray) -> np.ndarray:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from analysis.dense import blended, coverage
 from analysis.events import of_kinds, ranks_written
-from analysis.figure import TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title, source_mark
+from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title, source_mark
 from analysis.metrics import backward_mean_s, stage_mean_s
 from analysis.run_facts import RunFacts, facts_of
 from analysis.step_window import StepWindow, step_window
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LANES = 64
+MAX_BOXES = 40_000  # more are drawn by columns of pixels
 IDLE_COLOUR = "#f0f0f0"
 MS = 1e-6
 STAGE_WORDS: dict[int, tuple[str, ...]] = {1: (), 2: ("1st stage of a rank", "2nd stage")}
@@ -118,12 +120,14 @@ def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     """
     if (events["direction"] > 0).any():
         return events, ("direction 0 (down)", "direction 1 (up)")
-    events, most = events.copy(), 1
-    for rank in np.unique(events["rank"]):
-        mine = events["rank"] == rank
-        stages = np.unique(events["stage"][mine & of_kinds(events, "F")])
-        most = max(most, len(stages))
-        events["direction"][mine] = np.searchsorted(stages, events["stage"][mine]) % 2
+    events = events.copy()
+    num_stages = int(events["stage"].max(initial=0)) + 1
+    place = events["rank"].astype(np.int64) * num_stages
+    forwards = np.unique((place + events["stage"])[of_kinds(events, "F")])
+    before = np.searchsorted(forwards, place)  # of the stages of the ranks below
+    events["direction"] = (np.searchsorted(forwards, place + events["stage"]) - before) % 2
+    of_rank = forwards // num_stages
+    most = int(np.unique(of_rank, return_counts=True)[1].max(initial=1))
     return events, STAGE_WORDS.get(most, ("1st, 3rd ... stage of a rank", "2nd, 4th ... stage"))
 
 
@@ -149,12 +153,12 @@ def _draw_idle(axes: Axes, trace: Trace, window: StepWindow, ranks: np.ndarray) 
 def _draw_boxes(
     figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
 ) -> list[Look]:
-    """Draws all events and gives the looks that were used."""
+    """Draws all events and gives the looks that were used; where they are too many, by columns of pixels."""
+    if len(events) > MAX_BOXES:
+        return _draw_dense(figure, axes, window, events, ranks)
     drawn = []
     for look in LOOKS:
-        is_mine = of_kinds(events, *look.kinds) & (events["end_ns"] > events["start_ns"])
-        if look.shade is not None:
-            is_mine &= events["direction"] == look.shade
+        is_mine = of_look(events, look)
         for lane, rank in enumerate(ranks):
             boxes = events[is_mine & (events["rank"] == rank)]
             start_ms = (boxes["start_ns"] - window.start_ns) * MS
@@ -170,6 +174,38 @@ def _draw_boxes(
         if is_mine.any():
             drawn.append(look)
     return drawn
+
+
+def _draw_dense(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> list[Look]:
+    """Draws each lane of each track as an image: a column's colour is the mean of what happens in it."""
+    from matplotlib.colors import to_rgb
+
+    num_columns = round(figure.get_figwidth() * DPI)
+    per_ns = num_columns / max(window.end_ns - window.start_ns, 1)
+    start, end = ((events[name] - window.start_ns) * per_ns for name in ("start_ns", "end_ns"))
+    lane = np.searchsorted(ranks, events["rank"])
+    shares: dict[Look, np.ndarray] = {}
+    for look in LOOKS:
+        is_mine = of_look(events, look)
+        if is_mine.any():
+            shares[look] = coverage(start[is_mine], end[is_mine], lane[is_mine], len(ranks), num_columns)
+    for top, bottom in dict.fromkeys((look.top, look.bottom) for look in shares):
+        mine = {look: share for look, share in shares.items() if look.top == top}
+        colours = np.array([to_rgb(look.colour) for look in mine])
+        for place, pixels in enumerate(blended(np.stack(list(mine.values())), colours)):
+            axes.imshow(
+                pixels[None], extent=(0.0, window.span_s * 1e3, place + bottom, place + top),
+                aspect="auto", interpolation="nearest", zorder=1.5,
+            )  # fmt: skip
+    return list(shares)
+
+
+def of_look(events: np.ndarray, look: Look) -> np.ndarray:
+    """Gives the mask of the events, shaded, that are drawn by a look."""
+    is_mine = of_kinds(events, *look.kinds) & (events["end_ns"] > events["start_ns"])
+    return is_mine if look.shade is None else is_mine & (events["direction"] == look.shade)
 
 
 def _edge_pt(figure: Figure, width_ms: np.ndarray, window: StepWindow) -> float:
