@@ -9,9 +9,9 @@ RUN    ?=
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
 BENCHES = bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
-          bench-resume bench-fidelity bench-attribution
+          bench-resume bench-fidelity bench-attribution bench-report
 
-.PHONY: help setup run submit study status logs cancel diagnose resubmit test test-slurm lint format bench \
+.PHONY: help setup run submit study status logs cancel diagnose resubmit report test test-slurm lint format bench \
         $(BENCHES) bench-memory-gpu calibrate clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
@@ -20,6 +20,7 @@ help:
 	@echo "make status [RUN='a b'] [ARGS=-v] | logs RUN=a [ARGS=-f] | cancel RUN='a b' [ARGS=--yes]   look at runs and studies, end them"
 	@echo "make diagnose RUN=a | resubmit RUN='a b' [ARGS='cluster.minutes=90 --yes']   say why runs ended, and send them again"
 	@echo "make calibrate ARGS='--out DIR/machine/NAME.yaml'   time this machine's links, for --config-dir DIR machine=NAME"
+	@echo "make report CONF=study | RUN='a b' [ARGS='--out x.html']  one HTML page about runs, which needs no network"
 	@echo "make test | test-slurm | lint | bench               check"
 
 setup: $(VENV)/.ready
@@ -52,6 +53,10 @@ diagnose: setup
 
 resubmit: setup
 	@$(PY) -m jobs resubmit $(RUN) $(ARGS)
+
+# CONF names a study or a run below runs/, RUN one or several of these, or paths.
+report: setup
+	@$(PY) -m analysis report $(if $(RUN),$(RUN),$(CONF)) $(ARGS)
 
 test: setup
 	$(PY) -m pytest -m "not slurm" -n 2 --dist loadfile

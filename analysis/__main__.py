@@ -101,6 +101,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     hybrid.add_argument("--json", action="store_true", help="one object on stdout")
     hybrid.add_argument("--out", type=Path, help="picture: .png, .pdf or .svg")
+    report = verbs.add_parser("report", help="write one HTML page about runs, which needs no network")
+    report.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folder, trace file, or name of a run or study"
+    )
+    report.add_argument(
+        "--out", type=Path, help=".html; default report.html in the folder of the run or study"
+    )
+    report.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where names are looked for")
+    report.add_argument("--json", action="store_true", help="one object on stdout")
+    export = verbs.add_parser(
+        "export", help="write events for Perfetto or a table, or step times for Extra-P"
+    )
+    export.add_argument("runs", nargs="+", metavar="RUN", help="as for report; several for extrap alone")
+    export.add_argument("--format", choices=("perfetto", "csv", "extrap"), required=True)
+    export.add_argument(
+        "--out", type=Path, help="file to write; default perfetto.json, events.csv or extrap.jsonl"
+    )
+    export.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where names are looked for")
+    export.add_argument("--json", action="store_true", help="one object on stdout")
     for verb in (timeline, summary, collect, attribution):
         verb.add_argument("path", type=Path, metavar="PATH", help="run folder or trace file")
         verb.add_argument("--json", action="store_true", help="one object on stdout")
@@ -227,6 +246,25 @@ def _memory(options: argparse.Namespace) -> None:
     print(options.out)
 
 
+def _report(options: argparse.Namespace) -> None:
+    from analysis.report import build_report
+    from analysis.report.find import default_out, find_runs
+
+    runs = find_runs(options.runs, options.runs_dir)
+    made = build_report(runs, options.out or default_out(options.runs, runs, options.runs_dir))
+    for note in made.notes:
+        print("analysis:", note, file=sys.stderr)
+    print(json.dumps(made.to_json(), allow_nan=False) if options.json else made.path)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from analysis.export import export_runs
+    from analysis.report.find import find_runs
+
+    made = export_runs(find_runs(options.runs, options.runs_dir), options.format, options.out)
+    print(json.dumps(made.to_json(), allow_nan=False) if options.json else made.path)
+
+
 def _vdnn(options: argparse.Namespace) -> None:
     from analysis.vdnn import answer, rows_of, studies, table
 
@@ -265,6 +303,8 @@ VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
     "attribution": _attribution,
     "vdnn": _vdnn,
     "hybrid": _hybrid,
+    "report": _report,
+    "export": _export,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""The formats by name, and the file that each writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis.export.events_csv import csv_pieces
+from analysis.export.extrap import extrap_lines
+from analysis.export.perfetto import perfetto_pieces
+from analysis.load import load_trace
+from gems.errors import ConfigError, one_of
+from gems.trace import Trace
+
+OF_ONE_RUN: dict[str, tuple[str, Callable[[Trace], Iterable[str]]]] = {
+    "perfetto": ("perfetto.json", perfetto_pieces),
+    "csv": ("events.csv", csv_pieces),
+}
+EXTRAP, EXTRAP_FILE = "extrap", "extrap.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The file that was written, its format, and its size."""
+
+    path: Path
+    format: str
+    size_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Gives the same as plain data."""
+        return {**asdict(self), "path": str(self.path)}
+
+
+def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Export:
+    """Writes an export piece by piece: `perfetto` and `csv` of one run, `extrap` of one or several.
+
+    The default file is beside the trace, or of several runs beside the folder of the first.
+
+    Raises:
+        ConfigError: no such format, several runs for a format of one, a run that cannot be read, or a file that cannot
+            be written.
+    """
+    if name == EXTRAP:
+        first = runs[0].resolve()
+        folder = first if first.is_dir() and len(runs) == 1 else first.parent
+        return _write(out or folder / EXTRAP_FILE, name, extrap_lines(runs))
+    if name not in OF_ONE_RUN:
+        raise ConfigError("format", name, one_of((*OF_ONE_RUN, EXTRAP)))
+    if len(runs) != 1:
+        raise ConfigError(
+            "export", f"{len(runs)} runs", f"{name} takes one run", "name one, or --format extrap"
+        )
+    file_name, pieces = OF_ONE_RUN[name]
+    folder = runs[0] if runs[0].is_dir() else runs[0].parent
+    return _write(out or folder / file_name, name, pieces(load_trace(runs[0]).trace))
+
+
+def _write(path: Path, name: str, pieces: Iterable[str]) -> Export:
+    """Writes a file that appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="") as file:
+            file.writelines(pieces)
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError("out", path, f"cannot be written ({error.strerror or error})") from error
+    return Export(path, name, path.stat().st_size)

@@ -1,0 +1,83 @@
+"""Building the page: runs are read one after another, so that one of them is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis.load import load_trace
+from analysis.report.markup import Html
+from analysis.report.page import page
+from analysis.report.run_section import RunSection, run_section
+from analysis.report.selection import MAX_EVENTS
+from analysis.report.study_section import study_section
+from gems.errors import ConfigError
+
+MAX_RUNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The file that was written, and what is in it."""
+
+    path: Path
+    size_bytes: int
+    num_events: int
+    runs: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Gives the same as plain data."""
+        return {**asdict(self), "path": str(self.path)}
+
+
+def build_report(runs: Sequence[Path], out: Path) -> Report:
+    """Writes one page about a run, or about several with a section that sets them beside each other.
+
+    Up to 16 runs have sections of their own; of more, the first and the last by their order, spread evenly between. All
+    runs are in the table of the study. Runs share the room for events, see `select_events`.
+
+    Raises:
+        ConfigError: a run that cannot be read, or a page that cannot be written.
+    """
+    if not runs:
+        raise ConfigError("report", "none", "name at least one run")
+    shown = spread(runs, MAX_RUNS)
+    notes = (
+        [f"{len(shown)} of {len(runs)} runs have a section of their own"] if len(shown) < len(runs) else []
+    )
+    sections: list[RunSection] = []
+    for place, path in enumerate(shown):
+        loaded = load_trace(path)
+        notes += [f"{path.name}: {note}" for note in loaded.notes]
+        sections.append(run_section(place, name_of(path), loaded, MAX_EVENTS // len(shown)))
+    study: Html | None = None
+    if len(runs) > 1:
+        try:
+            study = study_section(runs)
+        except ConfigError as error:
+            notes.append(f"no scaling section: {error}")
+    text = page(sections, study, notes)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("out", out, f"cannot be written ({error.strerror or error})") from error
+    size_bytes = out.stat().st_size
+    return Report(
+        out, size_bytes, sum(each.num_events for each in sections), tuple(map(str, runs)), tuple(notes)
+    )
+
+
+def spread(runs: Sequence[Path], count: int) -> list[Path]:
+    """Gives at most `count` of the runs, evenly spread, the first and the last among them."""
+    if len(runs) <= count:
+        return list(runs)
+    return [runs[round(place * (len(runs) - 1) / (count - 1))] for place in range(count)]
+
+
+def name_of(path: Path) -> str:
+    """Names a run by its folder, or a trace file by its own name where that says more."""
+    resolved = path.resolve()
+    return resolved.parent.name if resolved.name == "trace.h5" else resolved.name

@@ -1,0 +1,87 @@
+"""Runs by their names: folders, trace files, studies with all of their points, or names below the folder of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from analysis.load import PARTS, WHOLE_TRACE
+from gems.errors import ConfigError, nearest
+from gems.json_files import read_json
+
+RUN_YAML, STUDY_JSON = "run.yaml", "study.json"
+SIGNATURE_CHARS = 8
+
+
+def find_runs(words: Sequence[str], runs_dir: Path) -> list[Path]:
+    """Gives the run folders and trace files that `words` name, each once.
+
+    A word is a path, or the name of a run or a study below `runs_dir`; a run's name without its signature stands for all
+    runs of that name. Of a study those points are taken that have a trace.
+
+    Raises:
+        ConfigError: there is none of a name, or a study none of whose points has a trace.
+    """
+    found = dict.fromkeys(path for word in words for path in _named(word, runs_dir))
+    return list(found)
+
+
+def default_out(words: Sequence[str], runs: Sequence[Path], runs_dir: Path) -> Path:
+    """Names the page: report.html in the folder of the one run or study that was named, else beside the first run."""
+    if len(words) == 1:
+        for folder in (Path(words[0]), runs_dir / words[0]):
+            if folder.is_dir():
+                return folder / "report.html"
+    first = runs[0]
+    if len(runs) == 1 and first.is_dir():
+        return first / "report.html"
+    return first.resolve().parent / (
+        "report.html" if first.name == WHOLE_TRACE or first.is_dir() else f"{first.stem}-report.html"
+    )
+
+
+def _named(word: str, runs_dir: Path) -> Iterator[Path]:
+    for path in (Path(word), runs_dir / word):
+        if path.is_file() or (path.is_dir() and _is_run(path)):
+            yield path
+            return
+        if (path / STUDY_JSON).is_file():
+            yield from _points(path)
+            return
+    entries = sorted(path for path in runs_dir.iterdir() if path.is_dir()) if runs_dir.is_dir() else []
+    same = [path for path in entries if _is_run(path) and _name(path) == word]
+    if not same:
+        known = [path.name for path in entries if _is_run(path) or (path / STUDY_JSON).is_file()]
+        advice = (
+            "nearest: " + ", ".join(nearest(word, known))
+            if known
+            else "another folder of runs: --runs-dir FOLDER"
+        )
+        raise ConfigError(
+            "run", word, f"is no run, no study and no trace file, here or in {runs_dir}", advice
+        )
+    yield from same
+
+
+def _points(study: Path) -> Iterator[Path]:
+    try:
+        rows = read_json(study / STUDY_JSON).get("points")
+    except ValueError as error:
+        raise ConfigError("study", study, f"its {STUDY_JSON} is damaged ({error})") from error
+    names = [row.get("run_folder") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    folders = [study.parent / name for name in names if isinstance(name, str) and name and "/" not in name]
+    finished = [folder for folder in folders if (folder / WHOLE_TRACE).is_file()]
+    if not finished:
+        raise ConfigError(
+            "study", study.name, "none of its points has a trace", f"make study CONF={study.name}"
+        )
+    yield from finished
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in (RUN_YAML, WHOLE_TRACE)) or any(path.glob(PARTS))
+
+
+def _name(path: Path) -> str:
+    name, _, end = path.name.rpartition("-")
+    return name if len(end) == SIGNATURE_CHARS else path.name

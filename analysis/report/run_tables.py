@@ -1,0 +1,123 @@
+"""The tables of one run: ranks, stages, causes of lost time, and what was predicted beside what was found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from analysis.metrics import Metrics
+from analysis.report.parts import Causes
+from analysis.report.stage_times import stage_medians_s
+from analysis.report.table import Cell, Table
+from analysis.units import MIB
+from gems.trace import Trace
+
+KINDS = ("F", "B", "I", "W", "R")
+PEAKS = (
+    ("activations", "predicted_activation_bytes", "peak_activation_bytes"),
+    ("allocated", "peak_bytes", "peak_allocated_bytes"),
+)
+
+
+def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Causes | None) -> Table:
+    """Gives a row a rank: host, time in compute and its share, peaks in MiB, and lost time by cause where it is known."""
+    hosts = trace.attributes.get("hostnames", ())
+    lost = (
+        {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.by_rank_s.items()}
+    )
+    rows: list[tuple[Cell, ...]] = []
+    for rank in range(trace.world_size):
+        busy_s = metrics.busy_s[rank]
+        share = None if busy_s is None or not metrics.time_s else 100 * busy_s / metrics.time_s
+        peaks = (metrics.peak_device_bytes, metrics.peak_driver_bytes, metrics.peak_rss_bytes)
+        rows.append(
+            (
+                rank, str(hosts[rank]) if rank < len(hosts) else None, busy_s, share,
+                *(None if peak[rank] is None else float(peak[rank] or 0) / MIB for peak in peaks),
+                *(1e3 * found[rank] if rank < len(found) else None for found in lost.values()),
+            )
+        )  # fmt: skip
+    columns = (
+        "rank", "host", "in compute [s]", "in compute [%]", "peak, ledger [MiB]", "peak, driver [MiB]",
+        "peak, resident [MiB]", *lost,
+    )  # fmt: skip
+    return Table(name, f"Ranks, {trace.source}", columns, rows, (0, 0, 3, 1, 2, 1, 1, *(3 for _ in lost)))
+
+
+def stage_table(name: str, trace: Trace) -> Table | None:
+    """Gives a row a stage: its layers, the median of each kind of compute in ms, and the whole over the stages' mean."""
+    medians = stage_medians_s(trace)
+    if not medians:
+        return None
+    kinds = [kind for kind in KINDS if any(kind in found for found in medians.values())]
+    totals = {stage: sum(found.values()) for stage, found in medians.items()}
+    mean_s = sum(totals.values()) / len(totals)
+    cuts = trace.boundaries
+    rows: list[tuple[Cell, ...]] = [
+        (
+            stage,
+            f"{cuts[stage]} to {cuts[stage + 1] - 1}" if stage + 1 < len(cuts) else None,
+            *(None if kind not in found else 1e3 * found[kind] for kind in kinds),
+            1e3 * totals[stage],
+            totals[stage] / mean_s if mean_s else None,
+        )
+        for stage, found in sorted(medians.items())
+    ]
+    columns = ("stage", "layers", *(f"{kind} [ms]" for kind in kinds), "together [ms]", "over the mean")
+    return Table(name, f"Stages, medians of one pass, {trace.source}", columns, rows)
+
+
+def cause_table(name: str, causes: Causes, source: str) -> Table:
+    """Gives a row a cause: what of the step it took, mean over the ranks."""
+    step_s = causes.step_s or 1.0
+    parts = {"useful compute, ideal": causes.ideal_s, **causes.run_s}
+    rows = [
+        (cause.replace("_", " "), 1e3 * seconds, 100 * seconds / step_s) for cause, seconds in parts.items()
+    ]
+    return Table(
+        name, f"Where a step's time went, {source}", ("cause", "ms/step", "of the step [%]"), rows, (0, 3, 2)
+    )
+
+
+def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
+    """Gives a row a quantity that was predicted: prediction, finding and the relative difference; None without any."""
+    rows: list[tuple[Cell, ...]] = []
+
+    def add(quantity: str, rank: int | None, predicted: float | None, found: float | None) -> None:
+        if predicted is not None and found:
+            rows.append((quantity, rank, predicted, found, 100 * (predicted / found - 1.0)))
+
+    planned = _planned(trace)
+    add("step time [ms]", None, _scaled(planned.get("step_s"), 1e3), _scaled(metrics.step_median_s, 1e3))
+    add(
+        "bubble, by formula [%]",
+        None,
+        _scaled(metrics.bubble_formula, 100),
+        _scaled(metrics.bubble_measured, 100),
+    )
+    for quantity, predicted_name, found_name in PEAKS:
+        predicted = trace.attributes.get(predicted_name, planned.get(predicted_name, ()))
+        found = trace.attributes.get(found_name, ())
+        if isinstance(predicted, Sequence) and isinstance(found, Sequence) and len(found):
+            for rank, peak in enumerate(found):
+                if peak is None or peak < 0:  # of a rank whose part is missing
+                    continue
+                of_rank = predicted[rank % len(predicted)] if predicted else None
+                add(f"peak, {quantity} [MiB]", rank, _scaled(of_rank, 1 / MIB), _scaled(peak, 1 / MIB))
+    columns = ("quantity", "rank", "predicted", trace.source, "difference [%]")
+    return Table(name, f"Predicted beside {trace.source}", columns, rows, (0, 0, 3, 3, 2)) if rows else None
+
+
+def _planned(trace: Trace) -> dict[str, Any]:
+    """Gives what the memory plan predicted."""
+    try:
+        document = json.loads(trace.memory_plan) if trace.memory_plan else {}
+    except ValueError:
+        return {}
+    predicted = document.get("predicted") if isinstance(document, dict) else None
+    return predicted if isinstance(predicted, dict) else {}
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else float(value) * factor

@@ -1,0 +1,85 @@
+"""Several runs on one page: how they scale, by which law, what was predicted of them, and what the picture may claim."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.efficiency import agreement_rows, rows_of
+from analysis.fits import fits_of, why_not_fitted
+from analysis.fits.show import fit_lines
+from analysis.point_reading import read_points
+from analysis.report.markup import Html, element, svg_image
+from analysis.report.table import Cell, Table
+from analysis.rules import Rule, rules_of
+from analysis.scaling_picture import scaling_figure, title
+from analysis.units import counted, number
+
+COLUMNS = {
+    "schedule": "schedule", "source": "source", "ranks": "ranks", "partitions": "partitions", "replicas": "replicas",
+    "micro_batches": "micro-batches", "images_per_step": "images/step", "num_steps": "steps",
+    "step_median_s": "step, median [s]", "step_low_s": "from [s]", "step_high_s": "to [s]", "step_bounds": "these are",
+    "images_per_s": "images/s", "parallel_efficiency": "parallel efficiency",
+    "compute_efficiency": "compute efficiency", "base_ranks": "base, ranks", "base_images_per_s": "base, images/s",
+}  # fmt: skip
+
+
+def study_section(runs: Sequence[Path]) -> Html:
+    """Builds the section that sets runs beside each other, from their steps and configurations alone.
+
+    Raises:
+        ConfigError: a run without a whole step after warm-up, or one whose trace does not hold its configuration.
+    """
+    points = read_points(runs)
+    fits = fits_of(points)
+    headline, detail = title(points)
+    picture = io.BytesIO()
+    scaling_figure(points, fits).savefig(picture, format="svg", facecolor="white")
+    found = rows_of(points)
+    rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in COLUMNS) for row in found]
+    table = Table("points", "Points of the study", tuple(COLUMNS.values()), rows, (4,) * len(COLUMNS))
+    bases = [element("li", words) for words in dict.fromkeys(map(_base_words, found))]
+    laws = [*fit_lines(fits), *(f"not fitted: {reason}" for reason in why_not_fitted(points))]
+    predicted = agreement_rows(points)
+    parts = [
+        element("h2", headline),
+        element("p", detail),
+        element("ul", *bases),
+        element("figure", svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks")),
+        element("ul", *(element("li", words) for words in laws)),
+        table.html(),
+        *([_agreement(predicted).html()] if predicted else []),
+        _rules(rules_of(points)).html(),
+    ]
+    return element("section", *parts, id="study")
+
+
+def _base_words(row: dict[str, Any]) -> str:
+    size = f"{number(row['base_images_per_s'])} images/s on {counted(row['base_ranks'], 'rank')}"
+    return f"base of {row['schedule']}: {size}, {row['base_source']}"
+
+
+def _rules(rules: Sequence[Rule]) -> Table:
+    words = {True: "kept", False: "not kept", None: "nothing to judge"}
+    rows: list[tuple[Cell, ...]] = [(rule.number, rule.title, words[rule.holds], rule.text) for rule in rules]
+    return Table(
+        "rules", "What this picture may claim", ("rule", "it asks for", "verdict", "why"), rows, (0,) * 4
+    )
+
+
+def _agreement(found: Sequence[dict[str, Cell]]) -> Table:
+    rows = [
+        (
+            each["line"],
+            each["ranks"],
+            each["source"],
+            each["step_s"],
+            each["simulated_s"],
+            100 * float(each["error"] or 0),
+        )
+        for each in found
+    ]
+    columns = ("schedule", "ranks", "run", "step of the run [s]", "simulated step [s]", "error [%]")
+    return Table("agreement", "Simulated beside what ran", columns, rows, (0, 0, 0, 4, 4, 2))
