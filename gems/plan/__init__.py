@@ -1,1 +1,1 @@
-"""Which configuration to spend devices on: end-to-end time of data, model and hybrid parallelism. Pure: no torch, no MPI."""
+"""Plans: which configuration to run, and how to spend devices. Pure: no torch, no MPI, no Hydra."""

@@ -1,0 +1,137 @@
+"""The list schedule: operators by what is left behind them, each where it ends first (HEFT: Topcuoglu et al. 2002, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from gems.plan.dlplacer.devices import Devices, Timed
+from gems.plan.dlplacer.graph import OpGraph
+from gems.plan.dlplacer.play import play, with_messages
+
+MOST_ROUNDS = 20
+MOST_MOVES = 4000
+
+
+def heft(graph: OpGraph, devices: Devices) -> Timed | None:
+    """Places forward by earliest end, backward follows; then moves operators one by one as long as the step gets shorter.
+
+    The result is never above all operators on one device, where that fits. None where not even a packing by size keeps
+    the devices' limit.
+    """
+    starts = [_earliest(graph, devices), (0,) * graph.num_ops, _packed(graph, devices)]
+    fitting = [timed_by_rank(graph, devices, places) for places in starts if devices.fit(graph, places)]
+    return _moved(graph, devices, min(fitting, key=_span)) if fitting else None
+
+
+def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> Timed:
+    """Times a placement: of the operators that are ready the one goes first with the longest way left."""
+    forward = _by_rank(graph, devices, places, True)
+    backward = _by_rank(graph, devices, places, False)
+    return play(
+        graph,
+        devices,
+        places,
+        with_messages(graph, places, forward, True),
+        with_messages(graph, places, backward, False),
+    )
+
+
+def _span(timed: Timed) -> float:
+    return timed.span_s
+
+
+def ranks_of(graph: OpGraph, devices: Devices, places: Sequence[int] | None, is_forward: bool) -> list[float]:
+    """Gives the longest way from the start of an operator to the end, with transfers where they cross, or half of each."""
+    found = [0.0] * graph.num_ops
+    for v in reversed(graph.order) if is_forward else graph.order:
+        left = 0.0
+        for w in graph.users[v] if is_forward else graph.feeders[v]:
+            source = v if is_forward else w
+            share = 0.5 if places is None else float(places[v] != places[w])
+            left = max(left, found[w] + share * devices.delay_s(graph.ops[source].output_bytes))
+        op = graph.ops[v]
+        found[v] = left + (op.forward_s if is_forward else op.backward_s)
+    return found
+
+
+def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward: bool) -> list[int]:
+    """Orders the operators; each waits for those before it, whatever their ranks (which may be 0)."""
+    ranks = ranks_of(graph, devices, places, is_forward)
+    others = graph.feeders if is_forward else graph.users
+    behind = graph.users if is_forward else graph.feeders
+    missing = [len(some) for some in others]
+    end = [0.0] * graph.num_ops
+    free = [0.0] * devices.num
+    ready = {v for v, count in enumerate(missing) if not count}
+    order: list[int] = []
+    while ready:
+        begin = {}
+        for v in ready:
+            arrived = (
+                end[u]
+                + (places[u] != places[v])
+                * devices.delay_s(graph.ops[u if is_forward else v].output_bytes)
+                for u in others[v]
+            )
+            begin[v] = max(free[places[v]], *arrived, 0.0)
+        v = min(ready, key=lambda v: (begin[v], -ranks[v], v))
+        ready.remove(v)
+        order.append(v)
+        op = graph.ops[v]
+        end[v] = free[places[v]] = begin[v] + (op.forward_s if is_forward else op.backward_s)
+        for w in behind[v]:
+            missing[w] -= 1
+            if not missing[w]:
+                ready.add(w)
+    return order
+
+
+def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
+    """Places operators by falling rank on the device where their forward ends first, among those with room."""
+    ranks = ranks_of(graph, devices, None, True)
+    position = {v: at for at, v in enumerate(graph.order)}
+    places = [0] * graph.num_ops
+    end = [0.0] * graph.num_ops
+    free, held = [0.0] * devices.num, [0] * devices.num
+    for v in sorted(range(graph.num_ops), key=lambda v: (-ranks[v], position[v])):
+        op = graph.ops[v]
+        best = None
+        for place in range(devices.num):
+            begin = free[place]
+            for u in graph.feeders[v]:
+                delay = 0.0 if places[u] == place else devices.delay_s(graph.ops[u].output_bytes)
+                begin = max(begin, end[u] + delay)
+            is_full = devices.limit_bytes is not None and held[place] + op.held_bytes > devices.limit_bytes
+            key = (is_full, begin + op.forward_s, place)
+            best = key if best is None else min(best, key)
+        assert best is not None
+        places[v], end[v] = best[2], best[1]
+        free[best[2]] = best[1]
+        held[best[2]] += op.held_bytes
+    return tuple(places)
+
+
+def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
+    """Places the largest operators first, each where least is held."""
+    places, held = [0] * graph.num_ops, [0] * devices.num
+    for v in sorted(range(graph.num_ops), key=lambda v: (-graph.ops[v].held_bytes, v)):
+        places[v] = held.index(min(held))
+        held[places[v]] += graph.ops[v].held_bytes
+    return tuple(places)
+
+
+def _moved(graph: OpGraph, devices: Devices, best: Timed) -> Timed:
+    tries = 0
+    for _ in range(MOST_ROUNDS):
+        before = best.span_s
+        for v, place in product(range(graph.num_ops), range(devices.num)):
+            if place == best.places[v] or tries >= MOST_MOVES:
+                continue
+            places = (*best.places[:v], place, *best.places[v + 1 :])
+            if devices.fit(graph, places):
+                tries += 1
+                best = min(best, timed_by_rank(graph, devices, places), key=_span)
+        if best.span_s >= before:
+            break
+    return best

@@ -1,0 +1,101 @@
+"""Pieces: a graph cut at the operators that everything passes through, and put together again.
+
+An operator is a cut vertex when each other one is before or behind it and no edge leads past it. Behind it nothing starts
+before it has ended, and nothing before it is left to do; so forward of the whole is forward of the pieces one after the
+other, backward likewise, and only the cut vertex ties them: it, and its backward with it, lies on one device. Devices are
+equal, so a piece's may be renamed until its cut vertex lies where the piece before has put it. Hence the best placement of the
+whole is made of best placements of the pieces, as long as no limit on bytes couples them. A chain falls into single operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gems.plan.dlplacer.devices import Timed
+from gems.plan.dlplacer.graph import OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a graph, with the number of each of its operators in the whole.
+
+    Where `has_entry`, the first is the cut vertex that the piece before ends with; here it takes no time and holds nothing.
+    """
+
+    graph: OpGraph
+    numbers: tuple[int, ...]
+    has_entry: bool
+
+
+def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
+    """Gives the operators that all ways through the graph pass, first to last."""
+    position = {v: at for at, v in enumerate(graph.order)}
+    first = {position[u] for u in range(graph.num_ops) if not graph.feeders[u]}
+    ends = [v for v in range(graph.num_ops) if not graph.users[v]]
+    found = []
+    open_until = -1  # the furthest reader of what has been made before
+    for at, v in enumerate(graph.order):
+        # all sources lie before it or are it, all readers of earlier ones end at it, and no earlier one ends nowhere
+        is_cut = open_until <= at and max(first) <= at and all(position[end] >= at for end in ends)
+        if is_cut:
+            found.append(v)
+        open_until = max(open_until, *(position[w] for w in graph.users[v]), -1)
+    return tuple(found)
+
+
+def pieces_of(graph: OpGraph) -> tuple[Piece, ...]:
+    """Cuts a graph at all its cut vertices, each of which ends a piece."""
+    cuts = cut_vertices(graph)
+    position = {v: at for at, v in enumerate(graph.order)}
+    pieces = []
+    entry: int | None = None
+    for end in (*cuts, None):
+        begin = -1 if entry is None else position[entry]
+        last = graph.num_ops - 1 if end is None else position[end]
+        inside = graph.order[begin + 1 : last + 1]
+        if inside:
+            pieces.append(_piece(graph, entry, inside))
+        entry = end
+    return tuple(pieces)
+
+
+def joined(graph: OpGraph, pieces: Sequence[Piece], solved: Sequence[Timed], num_devices: int) -> Timed:
+    """Puts the pieces' answers together: devices renamed, forward from first to last, backward from last to first."""
+    places, forward, backward = [0] * graph.num_ops, [0.0] * graph.num_ops, [0.0] * graph.num_ops
+    at = 0.0
+    for piece, timed in zip(pieces, solved, strict=True):
+        names = list(range(num_devices))
+        if piece.has_entry:
+            here, there = timed.places[0], places[piece.numbers[0]]
+            names[here], names[there] = there, here
+        for number, place, start in _inner(piece, timed.places, timed.forward_start_s):
+            places[number], forward[number] = names[int(place)], at + start
+        at += timed.forward_span_s
+    span = at
+    for piece, timed in zip(reversed(pieces), reversed(solved), strict=True):
+        for number, _, start in _inner(piece, timed.places, timed.backward_start_s):
+            backward[number] = at + start - timed.forward_span_s
+        at += timed.span_s - timed.forward_span_s
+    return Timed(tuple(places), tuple(forward), tuple(backward), span, at)
+
+
+def _inner(
+    piece: Piece, places: Sequence[int], starts: Sequence[float]
+) -> list[tuple[int, int, float]]:
+    rows = list(zip(piece.numbers, places, starts, strict=True))
+    return rows[1:] if piece.has_entry else rows
+
+
+def _piece(graph: OpGraph, entry: int | None, inside: Sequence[int]) -> Piece:
+    numbers = tuple(inside) if entry is None else (entry, *inside)
+    local = {number: at for at, number in enumerate(numbers)}
+    ops = [graph.ops[number] for number in numbers]
+    if entry is not None:
+        ops[0] = replace(ops[0], forward_s=0.0, backward_s=0.0, held_bytes=0)
+    edges = tuple(
+        (local[source], local[target])
+        for target in inside
+        for source in graph.feeders[target]
+    )
+    return Piece(OpGraph(tuple(ops), edges), numbers, entry is not None)
