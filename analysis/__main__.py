@@ -81,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     memory = verbs.add_parser("memory", help="draw an answer of `gems memory`: bytes over time by policy")
     memory.add_argument("memory", type=Path, metavar="MEMORY", help="the file that gems memory writes")
     memory.add_argument("--out", type=Path, default=Path("memory.png"), help=".png, .pdf or .svg")
+    placement = verbs.add_parser(
+        "placement", help="draw an answer of `gems place --json`: operators on devices over time"
+    )
+    placement.add_argument(
+        "placement", type=Path, metavar="PLACEMENT", help="the file that gems place writes"
+    )
+    placement.add_argument("--out", type=Path, default=Path("placement.png"), help=".png, .pdf or .svg")
     collect = verbs.add_parser("collect", help="merge a run's parts into trace.h5, draw it, print the table")
     attribution = verbs.add_parser("attribution", help="say where the time of a step goes, and draw it")
     attribution.add_argument(
@@ -265,6 +272,13 @@ def _export(options: argparse.Namespace) -> None:
     print(json.dumps(made.to_json(), allow_nan=False) if options.json else made.path)
 
 
+def _placement(options: argparse.Namespace) -> None:
+    from analysis.placement_picture import draw_placement
+
+    draw_placement(options.placement, options.out)
+    print(options.out)
+
+
 def _vdnn(options: argparse.Namespace) -> None:
     from analysis.vdnn import answer, rows_of, studies, table
 
@@ -299,6 +313,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
     "draw": _draw,
     "partition": _partition,
     "memory": _memory,
+    "placement": _placement,
     "scaling": _scaling,
     "attribution": _attribution,
     "vdnn": _vdnn,

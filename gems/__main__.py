@@ -17,6 +17,8 @@ VERBS = {
                       flags=("--compare",), choices={"--largest": ("depth", "resolution", "micro_batch"), "--picture": ()}),
     "memory": Verb("gems.show_memory:show_memory", "what becomes of each layer's activations, and what that costs: --compare all policies, --picture FILE",
                    flags=("--compare",), choices={"--picture": ()}),
+    "place": Verb("gems.show_dlplacer:show_dlplacer", "on which devices a model's operators run: --devices N, --method auto|cp_sat|milp|heft, --picture FILE",
+                  choices={"--devices": (), "--method": ("auto", "cp_sat", "milp", "heft"), "--picture": ()}),
     "verify": Verb("gems.verify:verify", "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip
 

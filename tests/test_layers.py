@@ -19,7 +19,7 @@ DYNAMIC = ("import_module", "__import__")
 PURE = (
     "gems.errors", "gems.config", "gems.cluster", "gems.cluster_checks", "gems.presets", "gems.checks", "gems.value_checks", "gems.value_types", "gems.resolve", "gems.compose", "gems.overrides", "gems.cli", "gems.runfolder", "gems.signature", "gems.preparation", "gems.json_files", "gems.provenance", "gems.snapshot", "gems.heartbeat", "gems.standing", "gems.waiting",
     "gems.cache", "gems.program", "gems.planned", "gems.policies", "gems.cutting", "gems.costed", "gems.memory",
-    "gems.witness", "gems.process_family", "gems.probe_rank", "gems.ranks", "gems.schedule", "gems.partition", "gems.models", "gems.data", "gems.plan",
+    "gems.witness", "gems.process_family", "gems.probe_rank", "gems.ranks", "gems.placing", "gems.plan", "gems.schedule", "gems.partition", "gems.models", "gems.data",
 )  # fmt: skip
 
 # A package or module -> what it may import beside the standard library and itself: other rows of this table, and
@@ -113,6 +113,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.errors", "gems.cli", "gems.config", "gems.costed", "gems.json_files", "gems.models", "gems.preparation",
         "gems.ranks", "gems.runfolder",
     ),
+    "gems.placing": ("gems.config", "gems.errors", "gems.plan.dlplacer", "gems.profile.store", "gems.program"),
+    "gems.show_dlplacer": ("gems.cli", "gems.config", "gems.drawing", "gems.errors", "gems.models", "gems.placing", "gems.plan.dlplacer"),
+    "gems.plan": ("gems.errors",),
+    "gems.plan.dlplacer": ("gems.errors", "gems.plan.dlplacer.exact", "numpy", "scipy"),
+    "gems.plan.dlplacer.exact": ("gems.plan.dlplacer", "ortools"),
     "gems.trace": ("gems.errors", "h5py", "numpy"),
     "gems.schedule": ("gems.errors", "gems.schedule.capped.solver"),
     "gems.schedule.capped.solver": ("gems.schedule", "ortools"),
@@ -150,6 +155,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.profile.incremental": (
         "gems.config", "gems.models", "gems.models.build", "gems.profile", "gems.profile.fake",
         "gems.profile.ends", "gems.profile.kernels", "gems.profile.live", "gems.profile.measured", "torch",
+    ),
+    "gems.profile.branches": (
+        "gems.config", "gems.errors", "gems.models", "gems.models.blocks", "gems.models.build", "gems.plan.dlplacer",
+        "gems.profile.ends", "gems.profile.fake", "gems.profile.kernels", "gems.profile.meter", "gems.profile.roofline",
+        "gems.profile.store", "gems.profile.whole", "torch",
     ),
     "gems.profile.take": (
         "gems.errors", "gems.config", "gems.models", "gems.profile", "gems.profile.fake", "gems.profile.incremental",
@@ -210,6 +220,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
                 "measured",
                 "incremental",
                 "take",
+                "branches",
             )
         ),
     ),

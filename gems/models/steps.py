@@ -82,6 +82,11 @@ def chain_layer(
     return Layer(name, kind, _CHAIN, options)
 
 
+def is_chain(layer: Layer) -> bool:
+    """Whether a layer is one that runs steps, which its options name."""
+    return layer.target == _CHAIN
+
+
 def channels_after(in_channels: int, steps: Sequence[Step]) -> int:
     """Gives the channels of the feature map after `steps`."""
     for step in steps:

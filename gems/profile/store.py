@@ -18,7 +18,7 @@ from gems.profile.model_profile import ModelProfile
 
 REFUSED = "refused"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
-TAKER = "gems.profile.take"
+TAKER, OPERATORS_TAKER = "gems.profile.take", "gems.profile.branches"
 
 
 def profile_of(spec: RunSpec) -> ModelProfile:
@@ -101,15 +101,28 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
         )  # fmt: skip
 
 
-def taken_in_child(spec: RunSpec) -> dict[str, Any]:
-    """Takes the profile in a child process, which loads torch, and gives its document.
+def operators_taken(spec: RunSpec) -> dict[str, Any]:
+    """Gives the operators of a resolved run's model with their roofline times, from the cache or a child process.
+
+    The document is of schema gems.operators/1.
+
+    Raises:
+        ConfigError: they could not be taken.
+    """
+    key = json.dumps({**key_of(spec), "train.optimizer": spec.train.optimizer, "train.momentum": spec.train.momentum},
+                     sort_keys=True, default=str)  # fmt: skip
+    return cached(spec.cache_dir, "operators", key, lambda: taken_in_child(spec, OPERATORS_TAKER, "ops"))
+
+
+def taken_in_child(spec: RunSpec, taker: str = TAKER, wanted: str = "layers") -> dict[str, Any]:
+    """Takes the profile in a child process, which loads torch, and gives its document, which holds `wanted`.
 
     Raises:
         ConfigError: what the child refused, or how it failed.
     """
     print(f"gems: taking the profile ({spec.profile.name}) ...", file=sys.stderr, flush=True)
     ended = subprocess.run(
-        [sys.executable, "-m", TAKER], input=json.dumps(spec.to_dict()), capture_output=True, text=True
+        [sys.executable, "-m", taker], input=json.dumps(spec.to_dict()), capture_output=True, text=True
     )
     try:
         answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout.strip() else {}
@@ -117,7 +130,7 @@ def taken_in_child(spec: RunSpec) -> dict[str, Any]:
         answer = {}
     if REFUSED in answer:
         raise ConfigError(*answer[REFUSED])
-    if ended.returncode or not isinstance(answer, dict) or "layers" not in answer:
+    if ended.returncode or not isinstance(answer, dict) or wanted not in answer:
         lines = ended.stderr.strip().splitlines() or [f"the process ended with {ended.returncode}"]
         # Python prints an error before its notes, such as the layer at fault
         told = max((n for n, line in enumerate(lines) if ERROR.match(line)), default=len(lines) - 1)

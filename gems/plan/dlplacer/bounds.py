@@ -32,7 +32,9 @@ def _phase_bound_s(graph: OpGraph, num_devices: int, what: str) -> float:
     heads, tails = _longest(graph, times, True), _longest(graph, times, False)
     longest = max(heads[v] + times[v] + tails[v] for v in range(graph.num_ops))
     packed = max(
-        min(heads[v] for v in some) + math.fsum(times[v] for v in some) / num_devices + min(tails[v] for v in some)
+        min(heads[v] for v in some)
+        + math.fsum(times[v] for v in some) / num_devices
+        + min(tails[v] for v in some)
         for some in _windows(heads, tails)
     )
     return max(longest, packed)
@@ -40,9 +42,7 @@ def _phase_bound_s(graph: OpGraph, num_devices: int, what: str) -> float:
 
 def _windows(heads: Sequence[float], tails: Sequence[float]) -> list[list[int]]:
     limits = {(head, tail) for head in set(heads) for tail in set(tails)}
-    found = [
-        [v for v in range(len(heads)) if heads[v] >= head and tails[v] >= tail] for head, tail in limits
-    ]
+    found = [[v for v in range(len(heads)) if heads[v] >= head and tails[v] >= tail] for head, tail in limits]
     return [some for some in found if some]
 
 

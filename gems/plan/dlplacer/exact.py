@@ -11,7 +11,9 @@ from gems.plan.dlplacer.graph import OpGraph
 from gems.plan.dlplacer.play import Item, play, with_messages
 
 IS_INSTALLED = find_spec("ortools") is not None
-GRAINS = 10**6  # of the best known step: times are whole numbers of them, rounded down, so that a bound is one of the real times
+GRAINS = (
+    10**6
+)  # of the best known step: times are whole numbers of them, rounded down, so that a bound is one of the real times
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,7 @@ def joined(graph: OpGraph, pieces: Sequence[Piece], solved: Sequence[Timed], num
     return Timed(tuple(places), tuple(forward), tuple(backward), span, at)
 
 
-def _inner(
-    piece: Piece, places: Sequence[int], starts: Sequence[float]
-) -> list[tuple[int, int, float]]:
+def _inner(piece: Piece, places: Sequence[int], starts: Sequence[float]) -> list[tuple[int, int, float]]:
     rows = list(zip(piece.numbers, places, starts, strict=True))
     return rows[1:] if piece.has_entry else rows
 
@@ -93,9 +91,5 @@ def _piece(graph: OpGraph, entry: int | None, inside: Sequence[int]) -> Piece:
     ops = [graph.ops[number] for number in numbers]
     if entry is not None:
         ops[0] = replace(ops[0], forward_s=0.0, backward_s=0.0, held_bytes=0)
-    edges = tuple(
-        (local[source], local[target])
-        for target in inside
-        for source in graph.feeders[target]
-    )
+    edges = tuple((local[source], local[target]) for target in inside for source in graph.feeders[target])
     return Piece(OpGraph(tuple(ops), edges), numbers, entry is not None)

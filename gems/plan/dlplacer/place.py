@@ -113,10 +113,14 @@ def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | 
         raise ConfigError("--method", method, f"allowed: {', '.join(METHODS)}")
     if method == "cp_sat" or (method == "auto" and exact.IS_INSTALLED):
         if not exact.IS_INSTALLED:
-            raise ConfigError("--method", method, "needs OR-tools", "install the extra: pip install .[solver]")
+            raise ConfigError(
+                "--method", method, "needs OR-tools", "install the extra: pip install .[solver]"
+            )
         return "cp_sat", lambda graph, on, hint, limit_s: exact.solve(graph, on, hint, limit_s, seed)
     if method == "milp" and devices.has_contention:
-        raise ConfigError("--method", method, "lets messages pass each other", "use cp_sat or heft with machine.contention")
+        raise ConfigError(
+            "--method", method, "lets messages pass each other", "use cp_sat or heft with machine.contention"
+        )
     if method == "milp" or (method == "auto" and programme.IS_INSTALLED and not devices.has_contention):
         return "milp", programme.solve
     return "heft", None

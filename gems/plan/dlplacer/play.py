@@ -31,7 +31,9 @@ def waited_for(graph: OpGraph, places: Sequence[int], message: Message, is_forwa
     return (u,) if is_forward else tuple(w for w in graph.users[u] if places[w] == place)
 
 
-def with_messages(graph: OpGraph, places: Sequence[int], order: Iterable[int], is_forward: bool) -> list[Item]:
+def with_messages(
+    graph: OpGraph, places: Sequence[int], order: Iterable[int], is_forward: bool
+) -> list[Item]:
     """Puts each message right behind the last operator that it waits for."""
     left: dict[Message, int] = {}
     for u, here in enumerate(places):

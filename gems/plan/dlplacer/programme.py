@@ -145,7 +145,12 @@ class _Table:
         """start[first] + time <= start[then] where both lie on `place` and the pair's variable says so."""
         big = 1.0 + time
         self._add(
-            [(start[first], 1.0), (start[then], -1.0), (self.on[first][place], big), (self.on[then][place], big)]
+            [
+                (start[first], 1.0),
+                (start[then], -1.0),
+                (self.on[first][place], big),
+                (self.on[then][place], big),
+            ]
             + [(column, sign * big) for column, sign in wanted],
             -time + big * (2.0 + at_most),
         )

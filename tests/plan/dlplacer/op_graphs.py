@@ -50,10 +50,7 @@ def best_span_s(graph: OpGraph, devices: Devices) -> float:
         if not devices.fit(graph, places):
             continue
         spans = [
-            min(
-                phase_s(graph, devices, places, order, is_forward)
-                for order in some
-            )
+            min(phase_s(graph, devices, places, order, is_forward) for order in some)
             for some, is_forward in ((forwards, True), (backwards, False))
         ]
         best = min(best, sum(spans))
@@ -62,6 +59,7 @@ def best_span_s(graph: OpGraph, devices: Devices) -> float:
 
 def orders(num_ops: int, before: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
     """Gives all topological orders."""
+
     def more(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(done) == num_ops:
             yield done

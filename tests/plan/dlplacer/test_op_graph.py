@@ -5,11 +5,11 @@ import math
 from dataclasses import replace
 
 import pytest
+from op_graphs import branches, random_graph
 
 from gems.errors import ConfigError
 from gems.plan.dlplacer.devices import Devices
 from gems.plan.dlplacer.graph import Op, OpGraph
-from op_graphs import branches, random_graph
 
 A, B = Op("a", 1.0), Op("b", 2.0, 3.0)
 
