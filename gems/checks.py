@@ -9,7 +9,7 @@ from gems.config import RESUME_AUTO, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, nearest, one_of
 from gems.memory import POLICIES, RECLAIMS, RECOMPUTES
 from gems.partition import METHODS, OBJECTIVES
-from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACEMENTS
+from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
 DTYPES = ("float32", "float64", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -26,7 +26,7 @@ MOST_NOISE = 0.5
 MOST_NAME_BYTES, MOST_PART_BYTES, MOST_PATH_BYTES = 200, 255, 3000
 # Policies that need to be told how much a device has.
 LIMITED = ("vdnn_dyn", "lms", "lms_limit", "plan")
-SCHEDULES = (*FAMILIES, FROM_FILE)
+SCHEDULES = (*FAMILIES, FROM_FILE, PLACED)
 
 
 def check_choices(spec: RunSpec) -> None:
@@ -270,6 +270,8 @@ def check_schedule(spec: RunSpec) -> None:
         raise ConfigError(
             "schedule.path", "null", "must be given for schedule=file", "a file of `gems schedule --json`"
         )
+    if schedule.name == PLACED:
+        _check_placed(spec)
     for key, values, valid in (
         ("allow", schedule.allow, ACTIONS),
         ("placements", schedule.placements, PLACEMENTS),
@@ -280,6 +282,32 @@ def check_schedule(spec: RunSpec) -> None:
     for key, weights in (("cost.times", cost.times), ("cost.activations", cost.activations)):
         if not weights or any(not math.isfinite(weight) or weight <= 0 for weight in weights):
             raise ConfigError(key, weights, "must be one or more numbers above 0")
+
+
+def _check_placed(spec: RunSpec) -> None:
+    """Checks what stands beside schedule=placed, which lays operators and not stages on ranks."""
+    for key, value, usual in (
+        ("parallel.boundaries", spec.parallel.boundaries, None),
+        ("schedule.activation_cap", spec.schedule.activation_cap, None),
+        ("schedule.activation_cap_bytes", spec.schedule.activation_cap_bytes, None),
+        ("memory", spec.memory.name, "keep"),
+        ("cost", spec.cost.name, "uniform"),
+    ):
+        if value != usual:
+            raise ConfigError(
+                key,
+                value,
+                "is for schedules of stages, and schedule=placed lays operators on ranks",
+                "leave it out",
+            )
+    if spec.parallel.partitions < 2:
+        raise ConfigError(
+            "parallel.partitions", spec.parallel.partitions, "must be 2 or more for schedule=placed"
+        )
+    if spec.machine.kind == "emulated":
+        raise ConfigError(
+            "machine", spec.machine.name, "runs no operators", "use a real machine, or machine=simulated"
+        )
 
 
 def check_memory(spec: RunSpec) -> None:

@@ -1,24 +1,34 @@
-"""Placing: a run's operators and devices, from its profile and its machine."""
+"""Placing: a run's operators on devices, and on the ranks of a schedule, from its profile and its machine."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gems.cache import cached
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.plan.dlplacer.devices import Devices
 from gems.plan.dlplacer.graph import OpGraph
 from gems.plan.dlplacer.place import Placement, place
 from gems.profile.store import operators_taken
-from gems.program import network_in_seconds
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.families.placed import placed
+from gems.schedule.placement import Placement as StagePlacement
+from gems.schedule.schedule import Schedule
 
 
-def placement_of(spec: RunSpec, num_devices: int, method: str = "auto") -> Placement:
+def placement_of(spec: RunSpec, num_devices: int, network: Network, method: str = "auto") -> Placement:
     """Places the operators of a resolved run's model, one micro-batch of a step, within partition.budget_s.
+
+    `network` is that of the machine, in seconds.
 
     Raises:
         ConfigError: operators that cannot be profiled, or a method that is not there.
         DoesNotFitError: nothing that was found keeps machine.device_bytes.
     """
-    return place(graph_of(spec), devices_of(spec, num_devices), spec.partition.budget_s, method, spec.seed)
+    devices = devices_of(spec, num_devices, network)
+    return place(graph_of(spec), devices, spec.partition.budget_s, method, spec.seed)
 
 
 def graph_of(spec: RunSpec) -> OpGraph:
@@ -35,8 +45,62 @@ def graph_of(spec: RunSpec) -> OpGraph:
     return OpGraph.from_json(operators_taken(spec))
 
 
-def devices_of(spec: RunSpec, num: int) -> Devices:
+def devices_of(spec: RunSpec, num: int, network: Network) -> Devices:
     """Gives equal devices with the machine's links: those of neighbours, as ranks 0 and 1 are."""
-    network = network_in_seconds(spec)
     latency_s, s_per_byte = network.parts(0, 1, 1.0)
     return Devices(num, latency_s, s_per_byte, spec.machine.device_bytes, network.has_contention)
+
+
+def placed_on(spec: RunSpec, network: Network) -> Schedule:
+    """Gives the compute-only schedule of schedule=placed: a stage an operator, on the ranks of the placement.
+
+    The placement is kept in the cache, so that all who ask get the same one.
+
+    Raises:
+        ConfigError: as `placement_of`, or a model without branches, of which no rank would run beside another.
+        DoesNotFitError: as `placement_of`.
+    """
+    graph, num_ranks = graph_of(spec), spec.parallel.partitions
+    devices = devices_of(spec, num_ranks, network)
+    key = repr((graph, devices, spec.partition.budget_s, spec.seed))
+
+    def make() -> dict[str, Any]:
+        return asdict(placement_of(spec, num_ranks, network).timed)
+
+    timed = _Kept(**cached(spec.cache_dir, "placement", key, make))
+    unused = sorted(set(range(num_ranks)) - set(timed.places))
+    if unused:
+        raise ConfigError(
+            "parallel.partitions", num_ranks, f"is more than the branches of {spec.model.name} can use: "
+            f"the fastest placement leaves rank {unused[0]} without work",
+            "use fewer, or a model with branches (inception_v3, googlenet)",
+        )  # fmt: skip
+    order = {v: at for at, v in enumerate(graph.order)}
+    by_forward = sorted(order, key=lambda v: (timed.forward_start_s[v], order[v]))
+    by_backward = sorted(order, key=lambda v: (timed.backward_start_s[v], -order[v]))
+    placement = StagePlacement(num_ranks, (tuple(timed.places),), graph.feeders)
+    return placed(placement, spec.parallel.micro_batches or 1, by_forward, by_backward)
+
+
+def stage_costs_of(spec: RunSpec) -> StageCosts:
+    """Gives the costs of the stages of schedule=placed, in units: the operators' times, bytes held and handed on."""
+    graph, unit_s = graph_of(spec), spec.cost.unit_s
+    backward = tuple(op.backward_s / unit_s for op in graph.ops)
+    return StageCosts(
+        forward=tuple(op.forward_s / unit_s for op in graph.ops),
+        input_grad=backward,
+        weight_grad=(0.0,) * graph.num_ops,
+        activation=tuple(float(op.held_bytes) for op in graph.ops),
+        boundary_bytes=tuple(float(op.output_bytes) for op in graph.ops),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A `Timed` as JSON has it."""
+
+    places: list[int]
+    forward_start_s: list[float]
+    backward_start_s: list[float]
+    forward_span_s: float
+    span_s: float

@@ -10,7 +10,8 @@ from typing import Any
 from gems.cache import cached
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.schedule import FAMILIES, FROM_FILE, SEARCHED
+from gems.placing import placed_on, stage_costs_of
+from gems.schedule import FAMILIES, FROM_FILE, PLACED, SEARCHED
 from gems.schedule.all_reduce import NONE, AllReduce, all_reduce
 from gems.schedule.capped import capped
 from gems.schedule.capped.solver import IS_INSTALLED
@@ -37,6 +38,8 @@ def compute_schedule_of(spec: RunSpec) -> Schedule:
     name = spec.schedule.name
     if name == FROM_FILE:
         return _read(spec)
+    if name == PLACED:
+        return placed_on(spec, network_in_seconds(spec))
     if name in SEARCHED:
         return from_json(found_of(spec)["schedule"])
     return FAMILIES[name].build(request_of(spec))
@@ -119,7 +122,10 @@ def depth_costs_of(spec: RunSpec) -> DepthCosts:
 
 def costs_of(spec: RunSpec, placement: Placement) -> StageCosts:
     """Gives the costs of a schedule's stages in units, the gradients' all-reduce among them."""
-    stages = depth_costs_of(spec).stages(placement.num_stages)
+    if placement.feeders is None:
+        stages = depth_costs_of(spec).stages(placement.num_stages)
+    else:
+        stages = stage_costs_of(spec)
     reduce, link = [0.0] * placement.num_stages, [0.0] * placement.num_stages
     for rank in range(placement.num_ranks):
         found = reduction_of(spec, placement, rank)

@@ -14,6 +14,7 @@ from gems.models import title_of
 from gems.placing import placement_of
 from gems.plan.dlplacer.bounds import closed_form_s
 from gems.plan.dlplacer.place import Placement
+from gems.program import network_in_seconds
 
 MIB = 2**20
 MOST_DEVICES = 64
@@ -27,7 +28,7 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
     picture = options.chosen.get("--picture")
     if picture is not None:
         check_picture(Path(picture))
-    found = placement_of(spec, num_devices, options.chosen.get("--method", "auto"))
+    found = placement_of(spec, num_devices, network_in_seconds(spec), options.chosen.get("--method", "auto"))
     answer = _answer(spec, found)
     if picture is not None:
         answer["picture"] = draw("placement", answer, Path(picture))

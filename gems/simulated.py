@@ -30,6 +30,7 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
+from gems.schedule.transfers import boundary_of
 from gems.signature import signature
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace
 
@@ -169,10 +170,8 @@ def _events(
 
 def _moved_bytes(action: Action, costs: StageCosts, activation_bytes: int) -> float:
     """Gives the bytes that a transfer or a copy carries."""
-    if action.kind is Kind.SEND_F or action.kind is Kind.RECV_B:
-        return costs.boundary_bytes[action.stage]
-    if action.kind is Kind.SEND_B or action.kind is Kind.RECV_F:
-        return costs.boundary_bytes[action.stage - 1]
+    if action.kind in SEND_KINDS | RECV_KINDS:
+        return costs.boundary_bytes[boundary_of(action)]
     return costs.activation[action.stage] * activation_bytes if action.kind in COPY_KINDS else 0.0
 
 

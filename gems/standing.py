@@ -11,17 +11,11 @@ from gems.heartbeat import Beat
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.schedule import Schedule
+from gems.schedule.transfers import other_stage, partner_of
 
 SILENT_AFTER_S = 10.0  # signs of life come every second; on a network's file system they may lag
 FINISHED = "finished"
 SENDS = "sends to leave"  # what a rank says that waits for its own messages to go
-_TO_STAGE = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
-_PARTNER = {
-    Kind.RECV_F: Kind.SEND_F,
-    Kind.RECV_B: Kind.SEND_B,
-    Kind.SEND_F: Kind.RECV_F,
-    Kind.SEND_B: Kind.RECV_B,
-}
 Point = tuple[int, int]  # (step, index in the rank's row); -1 is before the first action
 
 
@@ -183,7 +177,7 @@ class World:
         """Gives the rank of the world at the other end of a transfer."""
         first = rank - rank % self._schedule.num_ranks
         ranks = self._schedule.placement.ranks[transfer.direction]
-        return first + ranks[transfer.stage + _TO_STAGE[transfer.kind]]
+        return first + ranks[other_stage(transfer)]
 
     def _point(self, rank: int) -> Point:
         beat, action = self._beats[rank], self._action(rank)
@@ -199,11 +193,6 @@ class World:
         if place not in self._index:
             self._index[place] = {action: i for i, action in enumerate(self._schedule.rows[place])}
         return self._index[place]
-
-
-def partner_of(transfer: Action) -> Action:
-    """Gives the other half of a transfer: the receive of a send, the send of a receive."""
-    return transfer._replace(kind=_PARTNER[transfer.kind], stage=transfer.stage + _TO_STAGE[transfer.kind])
 
 
 def action_of(mark: str) -> Action | None:

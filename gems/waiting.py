@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from gems.heartbeat import Beat
 from gems.schedule.action import RECV_KINDS
 from gems.schedule.schedule import Schedule
-from gems.standing import SILENT_AFTER_S, Standing, State, World, action_of, partner_of
+from gems.schedule.transfers import partner_of
+from gems.standing import SILENT_AFTER_S, Standing, State, World, action_of
 
 SHOWN = 3
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from gems.engine.recorder import LINK, Recorder
-from gems.engine.routes import boundary_of, check_tags, peer_of, tag_of
+from gems.engine.routes import check_tags, peer_of, tag_of
 from gems.engine.transport import Channel, Transport
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
 from gems.schedule.dependencies import dependencies
 from gems.schedule.schedule import Schedule
+from gems.schedule.transfers import boundary_of
 
 
 @dataclass(slots=True)

@@ -11,12 +11,13 @@ import torch
 
 from gems.engine.patience import SPIN_S
 from gems.engine.recorder import Recorder
-from gems.engine.routes import boundary_of, check_tags, peer_of, tag_of
+from gems.engine.routes import check_tags, peer_of, tag_of
 from gems.engine.staging import Staging
 from gems.engine.transport import Comm, Transport
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
+from gems.schedule.transfers import boundary_of
 
 Boundary = tuple[TensorSpec, ...]
 

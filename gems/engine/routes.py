@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 from gems.errors import ConfigError
-from gems.schedule.action import SEND_KINDS, Action, Kind
+from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
+from gems.schedule.transfers import boundary_of, other_stage, sender_of
 
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
-_TO_STAGE = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 
 
 def tag_of(action: Action, index: int, num_stages: int, max_tensors: int) -> int:
     """Gives the tag of tensor `index` of a transfer: one number for each (micro-batch, stage of the sender, way, tensor).
 
-    The direction is not in it: each direction has a communicator of its own.
+    The direction is not in it: each direction has a communicator of its own. Between the stages of a graph it is the stage
+    whose output travels, or comes back as a gradient: between two ranks it does so once.
     """
-    sender = sender_of(action)
+    sender = sender_of(action) if action.segment is None else boundary_of(action)
     assert action.micro_batch is not None
     return ((action.micro_batch * num_stages + sender) * 2 + (action.kind in _BACKWARD)) * max_tensors + index
 
 
-def sender_of(action: Action) -> int:
-    """Gives the stage that sends, of a send or of its receive."""
-    return action.stage if action.kind in SEND_KINDS else action.stage + _TO_STAGE[action.kind]
-
-
-def boundary_of(action: Action) -> int:
-    """Gives the boundary that a transfer crosses: s of that between stages s and s + 1."""
-    return min(action.stage, action.stage + _TO_STAGE[action.kind])
-
-
 def peer_of(action: Action, schedule: Schedule) -> int:
     """Gives the rank of the pipeline at the other end of a transfer."""
-    return schedule.placement.rank_of(action.direction, action.stage + _TO_STAGE[action.kind])
+    return schedule.placement.rank_of(action.direction, other_stage(action))
 
 
 def check_tags(schedule: Schedule, max_tensors: int, max_tag: int) -> None:

@@ -23,6 +23,7 @@ from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 FROM_FILE = "file"
+PLACED = "placed"
 SEARCHED = ("capped",)
 ACTIONS = ("recompute", "offload")
 PLACEMENTS = ("linear", "bidirectional", "v", "wave")

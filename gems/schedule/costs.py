@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ class StageCosts:
         """Gives the time of an action on its rank or copy engine; transfers take none here."""
         kind, stage = action.kind, action.stage
         if action.segment is not None:
-            return self.segments[stage][action.segment].time(kind)
+            is_transfer = kind in SEND_KINDS or kind in RECV_KINDS
+            return 0.0 if is_transfer else self.segments[stage][action.segment].time(kind)
         if kind is Kind.F:
             return self.forward[stage]
         if kind is Kind.B:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from gems.schedule import stage_graph
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
+from gems.schedule.transfers import partner_of
 
 _SAME = {
     Kind.W: Kind.I, Kind.R: Kind.F, Kind.OFFLOAD: Kind.F, Kind.FREE: Kind.OFFLOAD, Kind.AWAIT: Kind.PREFETCH,
@@ -25,6 +27,8 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     kind, stage, micro_batch, direction, segment = action
+    if schedule.placement.feeders is not None:
+        return stage_graph.needs(action, schedule.placement, schedule.has_transfers)
     if kind in _SAME:
         return (_named(_SAME[kind], stage, micro_batch, direction, segment),)
     if kind is Kind.F:
@@ -82,8 +86,25 @@ def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedu
     return _named(compute, other, micro_batch, direction, segment)
 
 
+def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, Action, int], ...]:
+    """Gives, for each transfer that carries what a compute action makes, its send, its receive and the receiving rank.
+
+    In a chain there is one at most; in a graph of stages one for each rank that reads it.
+    """
+    placement = schedule.placement
+    if placement.feeders is None:
+        transfer = transfer_after(action, schedule)
+        return () if transfer is None else (transfer,)
+    sends = stage_graph.sends_after(action, placement)
+    receives = map(partner_of, sends)
+    return tuple(
+        (send, receive, placement.rank_of(receive.direction, receive.stage))
+        for send, receive in zip(sends, receives, strict=True)
+    )
+
+
 def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
-    """Gives the send and the receive that carry what a compute action makes, and the receiving rank.
+    """Gives the send and the receive that carry what a compute action of a chain makes, and the receiving rank.
 
     None where the data stays on its rank or nothing follows.
     """

@@ -5,35 +5,58 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Action, Kind
-from gems.schedule.dependencies import dependencies, transfer_after
+from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.schedule import Schedule
 
 RECEIVES_AHEAD = 1
+GRAPH_RECEIVES_AHEAD = 8  # stages of a graph are single operators
 MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 
 
-def add_transfers(schedule: Schedule, receives_ahead: int = RECEIVES_AHEAD) -> Schedule:
+def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Schedule:
     """Inserts sends behind the compute whose data they carry, and receives ahead of the compute that needs it.
 
     A receive only posts a buffer, so it stands `receives_ahead` compute actions early: a message then finds its
-    buffer while the rank still computes. More would only hold more buffers.
+    buffer while the rank still computes. More would only hold more buffers. Without a number it is 1 in a chain, 8 in
+    a graph of stages. There several actions may make what one send carries: it stands behind the last of them.
     """
+    is_graph = schedule.placement.feeders is not None
+    if receives_ahead is None:
+        receives_ahead = GRAPH_RECEIVES_AHEAD if is_graph else RECEIVES_AHEAD
     posted = replace(schedule, passes=(*schedule.passes, "add_transfers"))
     rows = []
     for row in schedule.rows:
         receives = [
             [need for need in dependencies(action, posted) if need.kind in RECV_KINDS] for action in row
         ]
+        if is_graph:
+            receives = _first_of_each(receives)
+        done: set[Action] = set()
+        open_sends: list[Action] = []
         receives += [[]] * receives_ahead
         lowered = [receive for needed in receives[:receives_ahead] for receive in needed]
         for action, needed in zip(row, receives[receives_ahead:], strict=True):
             lowered += needed
             lowered.append(action)
-            transfer = transfer_after(action, schedule)
-            if transfer is not None:
-                lowered.append(transfer[0])
+            sends = [send for send, _, _ in transfers_after(action, schedule)]
+            if is_graph:
+                done.add(action)
+                open_sends += sends
+                sends = [send for send in open_sends if done.issuperset(dependencies(send, posted))]
+                open_sends = [send for send in open_sends if send not in sends]
+            lowered += sends
         rows.append(tuple(lowered))
     return _more(posted, tuple(rows), posted.passes)
+
+
+def _first_of_each(receives: list[list[Action]]) -> list[list[Action]]:
+    """Keeps of a receive that several actions need the first place."""
+    seen: set[Action] = set()
+    kept = []
+    for some in receives:
+        kept.append([receive for receive in some if receive not in seen])
+        seen.update(some)
+    return kept
 
 
 def add_reduce(schedule: Schedule) -> Schedule:

@@ -11,6 +11,7 @@ from gems.schedule.dependencies import dependencies
 from gems.schedule.ledger import TOLERANCE, Ledger
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
+from gems.schedule.transfers import boundary_of
 
 ACTIVATIONS, BOUNDARIES, HOST = range(3)
 Change = tuple[float, int, float]
@@ -91,13 +92,19 @@ def _changes(
     ledger = Ledger(schedule, costs)
     changes: list[Change] = []
     arriving: dict[Action, float] = {}
+    last_reader = {
+        need: action
+        for action in row
+        if action.kind in COMPUTE_KINDS
+        for need in dependencies(action, schedule)
+    }
     for action, start, end in zip(row, starts, ends, strict=True):
-        kind, stage = action.kind, action.stage
+        kind = action.kind
         if kind in SEND_KINDS:
-            size = costs.boundary_bytes[stage if kind is Kind.SEND_F else stage - 1]
+            size = costs.boundary_bytes[boundary_of(action)]
             changes += [(start, BOUNDARIES, size), (end, BOUNDARIES, -size)]
         elif kind in RECV_KINDS:
-            arriving[action] = costs.boundary_bytes[stage - 1 if kind is Kind.RECV_F else stage]
+            arriving[action] = costs.boundary_bytes[boundary_of(action)]
             changes.append((start, BOUNDARIES, arriving[action]))
         elif kind is Kind.OFFLOAD:
             size = costs.moved(action) * activation_bytes
@@ -108,7 +115,7 @@ def _changes(
         else:
             if kind in COMPUTE_KINDS:
                 for need in dependencies(action, schedule):
-                    if need in arriving:
+                    if need in arriving and last_reader[need] is action:
                         changes.append((end, BOUNDARIES, -arriving.pop(need)))
             if kind is Kind.PREFETCH:
                 changes.append((end, HOST, -costs.moved(action) * activation_bytes))

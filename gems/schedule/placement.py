@@ -11,13 +11,24 @@ class Placement:
 
     Ranks here are places inside one pipeline, 0 to `num_ranks` - 1. With `replicas` copies of the pipeline, world
     rank = replica x num_ranks + rank.
+
+    Stages form a chain, unless `feeders` names, for each stage, the lower ones whose outputs it reads, ascending. Stage 0 alone reads
+    none there (it reads the data), the last is read by none (it makes the loss), all others by some.
+
+    Raises:
+        ValueError: `feeders` are no such graph.
     """
 
     num_ranks: int
     ranks: tuple[tuple[int, ...], ...]
+    feeders: tuple[tuple[int, ...], ...] | None = None
     _held: tuple[tuple[tuple[int, int], ...], ...] = field(init=False, repr=False, compare=False)
+    _users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "_users", () if self.feeders is None else _users_of(self.feeders, self.num_stages)
+        )
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
         for direction, row in enumerate(self.ranks):
             for stage, rank in enumerate(row):
@@ -45,6 +56,18 @@ class Placement:
         """Gives the (direction, stage) pairs that `rank` holds, by stage and then direction."""
         return self._held[rank]
 
+    def feeders_of(self, stage: int) -> tuple[int, ...]:
+        """Gives the stages whose outputs a stage reads, ascending."""
+        if self.feeders is None:
+            return (stage - 1,) if stage else ()
+        return self.feeders[stage]
+
+    def users_of(self, stage: int) -> tuple[int, ...]:
+        """Gives the stages that read what a stage makes, ascending."""
+        if self.feeders is None:
+            return (stage + 1,) if stage + 1 < self.num_stages else ()
+        return self._users[stage]
+
     def lowest_stage(self, rank: int) -> int:
         """Gives the lowest stage on `rank`, which names its gradient reduction."""
         return min(stage for _, stage in self.stages_on(rank))
@@ -63,6 +86,23 @@ class Placement:
         return tuple(
             replica * self.num_ranks + peer for replica in range(num_replicas) for peer in self.peers_of(rank)
         )
+
+
+def _users_of(feeders: tuple[tuple[int, ...], ...], num_stages: int) -> tuple[tuple[int, ...], ...]:
+    if len(feeders) != num_stages:
+        raise ValueError(f"feeders are those of {len(feeders)} stages, and there are {num_stages}")
+    users: list[list[int]] = [[] for _ in feeders]
+    for stage, some in enumerate(feeders):
+        if list(some) != sorted(set(some)) or any(not 0 <= feeder < stage for feeder in some):
+            raise ValueError(f"stage {stage} reads {list(some)}, which must be lower stages, ascending")
+        if bool(some) != bool(stage):
+            raise ValueError(f"stage {stage} reads {list(some)}: stage 0 alone reads the data")
+        for feeder in some:
+            users[feeder].append(stage)
+    for stage, readers in enumerate(users):
+        if bool(readers) == (stage == num_stages - 1):
+            raise ValueError(f"stage {stage} is read by {readers}: the last stage alone makes the loss")
+    return tuple(map(tuple, users))
 
 
 def linear(num_ranks: int) -> Placement:

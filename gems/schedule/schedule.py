@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.placement import Placement
 
+_TRANSFERS = SEND_KINDS | RECV_KINDS
 _MARKS = (Kind.I, Kind.R, Kind.OFFLOAD, Kind.PREFETCH, Kind.FREE, Kind.AWAIT)
 Place = tuple[int, int | None, int, int | None]
 
@@ -43,7 +44,7 @@ class Schedule:
             for kind, stage, micro_batch, direction, segment in row:
                 if kind in marks:
                     marks[kind].add((stage, micro_batch, direction, segment))
-                if segment is not None:
+                if segment is not None and kind not in _TRANSFERS:
                     last[stage] = max(segment, last.get(stage, 0))
                     if segment == 0:
                         in_segments.add(stage)

@@ -15,8 +15,10 @@ SCHEMA = "gems.schedule/1"
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """Gives the dictionary of schema gems.schedule/1; an action is [kind, stage, direction, micro_batch].
 
-    One of a segment has the segment behind that.
+    One of a segment has the segment behind that, and a transfer between stages of a graph the stage at its other end;
+    `feeders` are there for such a graph alone.
     """
+    feeders = schedule.placement.feeders
     return {
         "schema": SCHEMA,
         "name": schedule.name,
@@ -25,6 +27,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "micro_batches": schedule.num_micro_batches,
         "directions": schedule.num_directions,
         "placement": [list(row) for row in schedule.placement.ranks],
+        **({} if feeders is None else {"feeders": [list(some) for some in feeders]}),
         "passes": list(schedule.passes),
         "actions": [[_words(action) for action in row] for row in schedule.rows],
     }
@@ -58,7 +61,9 @@ def from_json(document: dict[str, Any]) -> Schedule:
 
 def _placement(document: dict[str, Any]) -> Placement:
     ranks = tuple(tuple(map(int, row)) for row in document["placement"])
-    placement = Placement(int(document["ranks"]), ranks)
+    feeders = document.get("feeders")
+    graph = None if feeders is None else tuple(tuple(map(int, some)) for some in feeders)
+    placement = Placement(int(document["ranks"]), ranks, graph)
     if len(ranks) != document["directions"] or any(len(row) != document["stages"] for row in ranks):
         raise ValueError("placement must give a rank to each stage in each direction")
     if not ranks or any(not 0 <= rank < placement.num_ranks for row in ranks for rank in row):

@@ -13,6 +13,7 @@ from gems.schedule.dependencies import dependencies
 from gems.schedule.ledger import Ledger
 from gems.schedule.pace import EVEN, Pace
 from gems.schedule.schedule import Schedule
+from gems.schedule.transfers import partner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,7 @@ class _Player:
             if ended > begin:
                 begin = ended
         if kind in SEND_KINDS:
-            other = action.stage + (1 if kind is Kind.SEND_F else -1)
-            receive = Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B
-            self.post(rank, action, action, Action(receive, other, action.micro_batch, action.direction))
+            self.post(rank, action, action, partner_of(action))
             return True
         if kind in COPY_KINDS:
             self.copy(rank, action, begin)

@@ -16,12 +16,13 @@ from gems.schedule.action import (
     Kind,
 )  # fmt: skip
 from gems.schedule.costs import StageCosts, uniform
-from gems.schedule.dependencies import dependencies, transfer_after
+from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 
 _MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 _TRANSFER_KINDS = SEND_KINDS | RECV_KINDS
+_GRAPH_KINDS = _TRANSFER_KINDS | RANK_KINDS | {Kind.F, Kind.B}
 
 
 def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | None = None) -> Schedule:
@@ -59,6 +60,7 @@ def _check(schedule: Schedule) -> None:
             len(schedule.rows), "none", f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks"
         )
     _check_peers(schedule)
+    _check_graph(schedule)
     _check_places(schedule)
     _check_compute_is_whole(schedule)
     _check_transfers(schedule)
@@ -79,6 +81,18 @@ def _check_peers(schedule: Schedule) -> None:
                 raise ScheduleError(
                     rank, "none", f"shares stage {stage} with rank {peer}, but holds others beside it"
                 )
+
+
+def _check_graph(schedule: Schedule) -> None:
+    if schedule.placement.feeders is None:
+        return
+    for rank, action in schedule.actions():
+        if action.kind not in _GRAPH_KINDS or action.direction:
+            raise ScheduleError(
+                rank, action, "stages of a graph run whole, in one direction, with a full backward"
+            )
+        if action.segment is not None and action.kind not in _TRANSFER_KINDS:
+            raise ScheduleError(rank, action, "stages of a graph have no segments")
 
 
 def _check_places(schedule: Schedule) -> None:
@@ -141,16 +155,13 @@ def _kinds_of(
 def _check_transfers(schedule: Schedule) -> None:
     left = {action for row in schedule.rows for action in row if action.kind in _TRANSFER_KINDS}
     for rank, action in schedule.actions() if schedule.has_transfers else ():
-        transfer = transfer_after(action, schedule)
-        if transfer is None:
-            continue
-        send, receive, there = transfer
-        if send not in left:
-            raise ScheduleError(rank, action, f"its data is never sent: {send} is missing")
-        if receive not in left:
-            raise ScheduleError(there, receive, f"is missing, the partner of {send} on rank {rank}")
-        left.discard(send)
-        left.discard(receive)
+        for send, receive, there in transfers_after(action, schedule):
+            if send not in left:
+                raise ScheduleError(rank, action, f"its data is never sent: {send} is missing")
+            if receive not in left:
+                raise ScheduleError(there, receive, f"is missing, the partner of {send} on rank {rank}")
+            left.discard(send)
+            left.discard(receive)
     for action in sorted(left):
         raise ScheduleError(schedule.rank_of(action), action, "carries data that no rank makes or needs")
 
