@@ -62,6 +62,8 @@ def planned(spec: RunSpec) -> RunPlan:
     check_batch(spec)
     if spec.machine.kind != "real":
         return RunPlan(whole, (), None, None)
+    if whole.placement.feeders is not None:
+        return RunPlan(whole, (), None, None)
     boundaries = cut(spec, whole).boundaries
     if spec.memory.name == "keep":
         return RunPlan(whole, boundaries, profile_used(spec, whole), None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gems.engine.gradients import Gradients, Held
+from gems.engine.graph_handing import GraphHanding
 from gems.engine.handing import Handing, unshared
 from gems.engine.ledger import Share, tensor_bytes
 from gems.engine.links import Links
@@ -73,7 +74,8 @@ class Executor:
         self._last_stage = schedule.num_stages - 1
         # what stages keep between F and the end of backward
         self.activations = Share(recorder.hold) if segments is None else segments.store.activations
-        self.handing = Handing(schedule, row, links, recorder)
+        is_graph = schedule.placement.feeders is not None
+        self.handing = (GraphHanding if is_graph else Handing)(schedule, row, links, recorder)
         for direction, stage in {(a.direction, a.stage) for a in row if a.kind is Kind.I}:
             stages[direction, stage].split_layers()
         self._batch = Batch({}, {})

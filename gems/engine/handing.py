@@ -67,7 +67,7 @@ class Handing:
         taker = self._takers[action]
         self._out[taker] = tensors
         if taker is action and action not in self._stays:
-            self.handed_over.hold(_num_bytes(tensors))
+            self.handed_over.hold(num_bytes(tensors))
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Gives back what came for `action`: receive buffers, or tensors of a neighbour on this rank."""
@@ -77,7 +77,7 @@ class Handing:
         if source.kind in RECV_KINDS:
             self._links.release(tensors)
         else:
-            self.handed_over.hold(-_num_bytes(tensors))
+            self.handed_over.hold(-num_bytes(tensors))
 
     def lend(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Notes what came for `action` and the weight gradients of its stage may still read."""
@@ -142,7 +142,8 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Gives the bytes of tensors, each counted for itself."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -142,6 +142,10 @@ class Links:
         self._recorder.hold(-sum(tensor.nbytes for tensor in tensors))
         self._staging.give_back(tensors)
 
+    def num_gradients(self, stage: int) -> int:
+        """Gives how many tensors the gradient of a stage's output has."""
+        return len(with_gradient(self._boundaries[stage]))
+
     def poll(self) -> None:
         """Lets messages move while the rank computes."""
         for transport in self._transports:

@@ -12,6 +12,7 @@ from torch import nn
 from gems.config import RunSpec
 from gems.cutting import cut
 from gems.engine.agreement import check_same_schedule, check_world
+from gems.engine.contents import Contents, contents_of
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
 from gems.engine.gradients import Gradients, Held
@@ -26,8 +27,6 @@ from gems.engine.store.segments import Segments, needs_store, open_segments
 from gems.engine.transport import Comm, Transport, ranks_here
 from gems.heartbeat import Heartbeat
 from gems.memory.plan import MemoryPlan
-from gems.models import layers_of
-from gems.models.build import boundary_shapes, build_layers, input_spec
 from gems.planned import planned
 from gems.resolve import labels_per_step
 from gems.schedule.families.forward_only import forward_only
@@ -47,7 +46,7 @@ class Pipeline:
     replica: int
     device: torch.device
     schedule: Schedule
-    cuts: tuple[int, ...]
+    contents: Contents
     modules: dict[Held, nn.ModuleList]
     stages: dict[Held, Stage]
     gradients: Gradients
@@ -78,10 +77,13 @@ class Pipeline:
         ]
 
     def named_layers(self, held: Held) -> list[tuple[str, nn.Module]]:
-        """Gives the layers of a stage on this rank with their names, in order."""
-        _, stage = held
-        layers = layers_of(self.spec.model, self.spec.data)[self.cuts[stage] : self.cuts[stage + 1]]
-        return [(layer.name, module) for layer, module in zip(layers, self.modules[held], strict=True)]
+        """Gives the layers of a stage on this rank, or the operator of one, with the layers' names, in order."""
+        return list(zip(self.contents.names_in(held[1]), self.modules[held], strict=True))
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where the layers are cut into stages; none where operators are placed."""
+        return self.contents.cuts
 
     def has_in_evaluation(self, stage: int) -> bool:
         """Whether this rank holds `stage` in the direction that evaluation uses."""
@@ -122,11 +124,10 @@ def build_pipeline(
     parallel, placement = spec.parallel, schedule.placement
     replica, rank = divmod(comm.rank, parallel.partitions)
     dtype = DTYPES[spec.train.dtype]
-    layers = layers_of(spec.model, spec.data)
-    cuts = cuts or cut(spec, schedule).boundaries
-    given = input_spec(spec.data, parallel.micro_batch_size, dtype)
-    shapes = boundary_shapes(layers, given.shape, dtype, given.dtype)
-    boundaries = [shapes[cut - 1] for cut in cuts[1:-1]]
+    is_graph = placement.feeders is not None
+    cuts = () if is_graph else cuts or cut(spec, schedule).boundaries
+    contents = contents_of(spec, placement, cuts)
+    boundaries = contents.boundaries(spec, dtype)
     stall_limit_s = spec.train.stall_limit_s
     spin_s = spin_of(ranks_here(comm))
     sharpen_sleep()
@@ -136,12 +137,13 @@ def build_pipeline(
     transports = open_transports(pipeline_comm, schedule.num_directions, stall_limit_s, spin_s)
     staging = open_staging(spec.machine.transport, device, comm)
     links = Links(schedule, rank, boundaries, transports, staging, recorder)
-    modules = {
-        (direction, stage): nn.ModuleList(
-            build_layers(layers, cuts[stage], cuts[stage + 1], spec.seed, dtype, device)
+    built = [
+        contents.build(
+            [stage for way, stage in placement.stages_on(rank) if way == direction], spec.seed, dtype, device
         )
-        for direction, stage in placement.stages_on(rank)
-    }
+        for direction in range(placement.num_directions)
+    ]
+    modules = {(direction, stage): built[direction][stage] for direction, stage in placement.stages_on(rank)}
     stages = {held: Stage(kept, held[1] == 0, links.poll) for held, kept in modules.items()}
     gradients = Gradients(modules, Transport(reduce_comm, stall_limit_s, spin_s), dtype, device)
     optimizer = build_optimizer(spec.train, (p for kept in modules.values() for p in kept.parameters()))
@@ -165,6 +167,6 @@ def build_pipeline(
     control = Transport(comm, stall_limit_s)
     seed_generators(device, spec.seed, replica, rank)
     return Pipeline(
-        spec, comm, rank, replica, device, schedule, cuts, modules, stages, gradients, optimizer, recorder, control, train, evaluate,
+        spec, comm, rank, replica, device, schedule, contents, modules, stages, gradients, optimizer, recorder, control, train, evaluate,
         plan, segments,
     )  # fmt: skip

@@ -20,7 +20,6 @@ from gems.engine.gradients import Held
 from gems.engine.pipeline import Pipeline
 from gems.engine.rerun.layer_state import RandomState
 from gems.errors import ConfigError
-from gems.models import layers_of
 
 LOSSES = "losses"
 _PYTHON, _NUMPY, _TORCH = "random/python", "random/numpy", "random/torch"
@@ -58,17 +57,16 @@ class State:
 
 
 def owners_of(pipeline: Pipeline) -> dict[str, int]:
-    """Gives the rank whose shard has a layer.
+    """Gives the rank whose shard has a layer, or, where operators are placed, an operator.
 
     The copies of a stage, over directions and replicas, are equal, and take turns: each writes a share of its layers.
     """
     placement, parallel = pipeline.schedule.placement, pipeline.spec.parallel
-    layers = layers_of(pipeline.spec.model, pipeline.spec.data)
     owners = {}
     for stage in range(placement.num_stages):
-        for index, layer in enumerate(layers[pipeline.cuts[stage] : pipeline.cuts[stage + 1]]):
+        for index, part in enumerate(pipeline.contents.parts_in(stage)):
             replica, direction = divmod(index, placement.num_directions)
-            owners[layer.name] = replica % parallel.replicas * parallel.partitions + placement.rank_of(
+            owners[part] = replica % parallel.replicas * parallel.partitions + placement.rank_of(
                 direction, stage
             )
     return owners
@@ -83,8 +81,8 @@ def state_of(pipeline: Pipeline) -> State:
     """
     owners, mine = owners_of(pipeline), pipeline.comm.rank
     state = State({}, {})
-    for held, name, module in _layers(pipeline):
-        if owners[name] == mine:
+    for held, name, part, module in _layers(pipeline):
+        if owners[part] == mine:
             state.early.update({buffer_name(name, key): buffer for key, buffer in module.named_buffers()})
             for key, parameter in module.named_parameters():
                 state.late[parameter_name(name, key)] = parameter.detach()
@@ -110,8 +108,8 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> None:
     places = {id(p): place for place, p in enumerate(pipeline.optimizer.param_groups[0]["params"])}
     is_same = manifest.layout == layout_of(pipeline.spec, pipeline.schedule, pipeline.cuts)
     with _Shards(folder, manifest) as shards, torch.no_grad():
-        for held, name, module in _layers(pipeline):
-            owner = manifest.owners[name]
+        for held, name, part, module in _layers(pipeline):
+            owner = _owner_of(part, name, manifest, folder)
             for key, buffer in module.named_buffers():
                 shards.copy_into(buffer, owner, buffer_name(name, key))
             for key, parameter in module.named_parameters():
@@ -195,10 +193,23 @@ class _Shards:
         )  # fmt: skip
 
 
-def _layers(pipeline: Pipeline) -> Iterator[tuple[Held, str, nn.Module]]:
+def _layers(pipeline: Pipeline) -> Iterator[tuple[Held, str, str, nn.Module]]:
+    """Gives what this rank holds: direction and stage, the layer's name, and that of the operator where such are placed."""
     for held in pipeline.modules:
-        for name, module in pipeline.named_layers(held):
-            yield held, name, module
+        parts = pipeline.contents.parts_in(held[1])
+        for part, (name, module) in zip(parts, pipeline.named_layers(held), strict=True):
+            yield held, name, part, module
+
+
+def _owner_of(part: str, name: str, manifest: Manifest, folder: Path) -> int:
+    """Gives the rank whose shard has an operator, or its whole layer."""
+    owner = manifest.owners.get(part, manifest.owners.get(name))
+    if owner is None:
+        raise ConfigError(
+            "train.resume", folder, f"has layer {name} in operators on several ranks",
+            "resume it with schedule=placed, or start from its weights (train.initial_checkpoint)",
+        )  # fmt: skip
+    return owner
 
 
 def _counters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -54,7 +54,8 @@ def load(folder: Path) -> State:
     state: State = {}
     for path in paths:
         try:
-            state.update(torch.load(path, map_location="cpu", weights_only=True))
+            for name, tensors in torch.load(path, map_location="cpu", weights_only=True).items():
+                state.setdefault(name, {}).update(tensors)  # stages may hold parts of one layer
         except Exception as error:
             raise ConfigError(
                 "train.initial_checkpoint", path, f"cannot be read ({type(error).__name__}: {error})"
@@ -80,7 +81,10 @@ def restore(pipeline: Pipeline, state: State) -> None:
         raise misfit(min(state.keys() ^ names))
     for held in pipeline.modules:
         for name, module in pipeline.named_layers(held):
+            wanted = state[name]
+            if not pipeline.contents.has_whole_layers:
+                wanted = {key: value for key, value in wanted.items() if key in module.state_dict()}
             try:
-                module.load_state_dict(state[name])
+                module.load_state_dict(wanted)
             except RuntimeError as error:
                 raise misfit(name) from error
