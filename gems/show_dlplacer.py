@@ -48,7 +48,10 @@ def _devices(word: str) -> int:
 def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
     graph, timed, devices = found.graph, found.timed, found.devices
     one_s = graph.time_s
-    crossing = {(u, timed.places[v]) for u, v in graph.edges if timed.places[u] != timed.places[v]}
+    gradients = [u for u, v in graph.edges if timed.places[u] != timed.places[v]]
+    outputs = [
+        u for u, _ in {(u, timed.places[v]) for u, v in graph.edges if timed.places[u] != timed.places[v]}
+    ]
     closed_s = closed_form_s(graph, devices.num)
     return {
         "source": "predicted", "model": title_of(spec.model), "height_px": spec.data.height_px,
@@ -60,7 +63,7 @@ def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
         "bound_s": found.bound_s, "gap": found.gap, "optimal": found.is_optimal, "solve_s": found.solve_s,
         "closed_form_speed_up": one_s / closed_s if closed_s else 1.0,
         "published_speed_up": PUBLISHED.get((spec.model.name, devices.num)), "published_is": "recalled, not confirmed",
-        "moved_bytes": 2 * sum(graph.ops[u].output_bytes for u, _ in crossing), "messages": 2 * len(crossing),
+        "moved_bytes": sum(graph.ops[u].output_bytes for u in (*outputs, *gradients)), "messages": len(outputs) + len(gradients),
         "held_bytes": devices.held(graph, timed.places),
         "busy_s": [
             sum(op.time_s for op, place in zip(graph.ops, timed.places, strict=True) if place == device)

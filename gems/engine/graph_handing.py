@@ -22,8 +22,8 @@ Tensors = tuple[Tensor, ...]
 class GraphHanding(Handing):
     """Keeps outputs until their last reader on this rank is done with them, and gradients until all have come.
 
-    What comes from another rank comes once, whoever reads it here. Gradients of one output are added in the order of the stages
-    that made them, on the rank that made them first, so that a step is the same each time.
+    What comes from another rank comes once, whoever reads it here. The gradients of an output are added from its last reader to its
+    first, as autograd adds them up in one process.
     """
 
     def __init__(self, schedule: Schedule, row: Iterable[Action], links: Links, recorder: Recorder) -> None:
@@ -59,11 +59,11 @@ class GraphHanding(Handing):
             return None
         if action.kind is Kind.F:
             return tuple(tensor for need in needs for tensor in self._brought(need))
-        parts = [self._gradients(need, action.stage) for need in needs]
+        parts = [self._gradient(need, action.stage) for need in needs]
         if len(parts) == 1:
             self._whole.add(action)
             return parts[0]
-        total = _sum(parts)
+        total = _sum(parts[::-1])
         for need, part in zip(needs, parts, strict=True):
             self._give_up(need, part)
         return total
@@ -75,11 +75,9 @@ class GraphHanding(Handing):
             found = self._out[needs[0]]
             self._drop(needs[0])
             return found
-        assert send.segment is not None
-        parts = [self._gradients(need, send.segment) for need in needs]
-        for need, part in zip(needs, parts, strict=True):
-            self._give_up(need, part)
-        return _sum(parts)
+        part = self._gradient(needs[0], send.segment)
+        self._give_up(needs[0], part)
+        return part
 
     def hand_on(self, action: Action, tensors: Tensors) -> None:
         """Keeps an output for its readers, and the gradients of a stage's inputs for the stages that made them."""
@@ -144,8 +142,8 @@ class GraphHanding(Handing):
             self._left[need] = self._readers[need]
         return self._out[need]
 
-    def _gradients(self, need: Action, stage: int) -> Tensors:
-        """Gives the gradients of a stage's output that one reader made here, or those of another rank."""
+    def _gradient(self, need: Action, stage: int | None) -> Tensors:
+        """Gives the gradient of a stage's output that one reader made here, or waits for that of another rank."""
         return (
             self._links.wait(need) if need.kind in RECV_KINDS else self._out.pop(need._replace(segment=stage))
         )

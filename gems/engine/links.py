@@ -17,7 +17,7 @@ from gems.engine.transport import Comm, Transport
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import boundary_of
+from gems.schedule.transfers import boundary_of, sender_of
 
 Boundary = tuple[TensorSpec, ...]
 
@@ -83,7 +83,13 @@ class Links:
         self._staging = staging
         self._recorder = recorder
         self._arrivals: dict[Action, _Arrival] = {}
-        self._max_tensors = max((len(boundary) for boundary in boundaries), default=1)
+        largest = max((len(boundary) for boundary in boundaries), default=1)
+        self._step = (
+            largest  # from the gradients that a stage sends back to one of its feeders to those for the next
+        )
+        self._max_tensors = largest * max(
+            len(schedule.placement.feeders_of(s)) or 1 for s in range(schedule.num_stages)
+        )
         check_tags(schedule, self._max_tensors, transports[0].max_tag)
         self._ways = {
             action: self._way_of(action)
@@ -92,14 +98,16 @@ class Links:
         }
 
     def _way_of(self, action: Action) -> _Way:
-        boundary = self._boundaries[boundary_of(action)]
+        boundary, first = self._boundaries[boundary_of(action)], 0
         if action.kind in (Kind.SEND_B, Kind.RECV_B):
             boundary = with_gradient(boundary)
+            feeders = self.schedule.placement.feeders_of(sender_of(action))
+            first = self._step * feeders.index(boundary_of(action))
         return _Way(
             self._transports[action.direction],
             peer_of(action, self.schedule),
             boundary,
-            tuple(tag_of(action, index, self.schedule.num_stages, self._max_tensors) for index in range(len(boundary))),
+            tuple(tag_of(action, first + index, self.schedule.num_stages, self._max_tensors) for index in range(len(boundary))),
             sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in boundary),
         )  # fmt: skip
 

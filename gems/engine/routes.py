@@ -5,7 +5,7 @@ from __future__ import annotations
 from gems.errors import ConfigError
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import boundary_of, other_stage, sender_of
+from gems.schedule.transfers import other_stage, sender_of
 
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 
@@ -13,10 +13,10 @@ _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 def tag_of(action: Action, index: int, num_stages: int, max_tensors: int) -> int:
     """Gives the tag of tensor `index` of a transfer: one number for each (micro-batch, stage of the sender, way, tensor).
 
-    The direction is not in it: each direction has a communicator of its own. Between the stages of a graph it is the stage
-    whose output travels, or comes back as a gradient: between two ranks it does so once.
+    The direction is not in it: each direction has a communicator of its own. In a graph a stage may send several gradients
+    back, whose tensors are numbered through.
     """
-    sender = sender_of(action) if action.segment is None else boundary_of(action)
+    sender = sender_of(action)
     assert action.micro_batch is not None
     return ((action.micro_batch * num_stages + sender) * 2 + (action.kind in _BACKWARD)) * max_tensors + index
 

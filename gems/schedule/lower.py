@@ -18,7 +18,7 @@ def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Sche
 
     A receive only posts a buffer, so it stands `receives_ahead` compute actions early: a message then finds its
     buffer while the rank still computes. More would only hold more buffers. Without a number it is 1 in a chain, 8 in
-    a graph of stages. There several actions may make what one send carries: it stands behind the last of them.
+    a graph of stages, where several actions may need what one receive brings: it stands ahead of the first.
     """
     is_graph = schedule.placement.feeders is not None
     if receives_ahead is None:
@@ -31,20 +31,12 @@ def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Sche
         ]
         if is_graph:
             receives = _first_of_each(receives)
-        done: set[Action] = set()
-        open_sends: list[Action] = []
         receives += [[]] * receives_ahead
         lowered = [receive for needed in receives[:receives_ahead] for receive in needed]
         for action, needed in zip(row, receives[receives_ahead:], strict=True):
             lowered += needed
             lowered.append(action)
-            sends = [send for send, _, _ in transfers_after(action, schedule)]
-            if is_graph:
-                done.add(action)
-                open_sends += sends
-                sends = [send for send in open_sends if done.issuperset(dependencies(send, posted))]
-                open_sends = [send for send in open_sends if send not in sends]
-            lowered += sends
+            lowered += [send for send, _, _ in transfers_after(action, schedule)]
         rows.append(tuple(lowered))
     return _more(posted, tuple(rows), posted.passes)
 

@@ -1,7 +1,8 @@
 """Needs and transfers where stages form a graph: branches of a model on different ranks.
 
-What a stage makes goes once to each other rank that reads it, in the name of the lowest stage that does so there; its
-gradients are added up on that rank first and come back once. Stages run whole, with a full backward.
+What a stage makes goes once to each other rank that reads it, in the name of the lowest stage that does so there. Each reader's
+gradient comes back by itself, so that all are added up where autograd would, in its order. Stages run whole, with a
+full backward.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from gems.schedule.transfers import partner_of
 
 def needs(action: Action, placement: Placement, has_transfers: bool) -> tuple[Action, ...]:
     """Gives the actions whose data `action` needs; see `gems.schedule.dependencies`."""
-    kind, stage, micro_batch, direction, other = action
+    kind, stage, micro_batch, direction, _ = action
     here = placement.rank_of(direction, stage)
 
     def of(kind: Kind, stage: int, other: int | None = None) -> Action:
@@ -28,27 +29,21 @@ def needs(action: Action, placement: Placement, has_transfers: bool) -> tuple[Ac
         )
     if kind is Kind.B:
         found = [of(Kind.F, stage)]
-        for rank, readers in readers_by_rank(placement, direction, stage).items():
-            if has_transfers and rank != here:
-                found.append(of(Kind.RECV_B, stage, readers[0]))
-            else:
-                found += [of(Kind.B, reader) for reader in readers]
+        for reader in placement.users_of(stage):
+            is_here = not has_transfers or placement.rank_of(direction, reader) == here
+            found.append(of(Kind.B, reader) if is_here else of(Kind.RECV_B, stage, reader))
         return tuple(found)
     if kind is Kind.SEND_F:
         return (of(Kind.F, stage),)
     if kind is Kind.SEND_B:
-        assert other is not None
-        return tuple(of(Kind.B, reader) for reader in readers_by_rank(placement, direction, other)[here])
+        return (of(Kind.B, stage),)
     if kind is Kind.RECV_F or kind is Kind.RECV_B:
         return (partner_of(action),)
     return ()
 
 
 def sends_after(action: Action, placement: Placement) -> tuple[Action, ...]:
-    """Gives the sends that carry what a compute action makes to other ranks.
-
-    Gradients for a stage are added up first, and their send is named by the lowest stage of those that made them.
-    """
+    """Gives the sends that carry what a compute action makes to other ranks."""
     kind, stage, micro_batch, direction, _ = action
     here = placement.rank_of(direction, stage)
     if kind is Kind.F:
@@ -62,7 +57,6 @@ def sends_after(action: Action, placement: Placement) -> tuple[Action, ...]:
             Action(Kind.SEND_B, stage, micro_batch, direction, feeder)
             for feeder in placement.feeders_of(stage)
             if placement.rank_of(direction, feeder) != here
-            and first_reader(placement, direction, feeder, here) == stage
         )
     return ()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 from gems.plan.dlplacer.devices import Devices, Timed
 from gems.plan.dlplacer.graph import OpGraph
-from gems.plan.dlplacer.play import Item, play, with_messages
+from gems.plan.dlplacer.play import Item, Message, play, with_messages
 
 IS_INSTALLED = find_spec("ortools") is not None
 GRAINS = (
@@ -29,7 +30,7 @@ class _Phase:
     """Variables of forward or of backward."""
 
     starts: list[Any]
-    messages: dict[tuple[int, int], Any]
+    messages: dict[Message, Any]
     span: Any
 
 
@@ -114,13 +115,16 @@ def _phase(
         delay = int(devices.delay_s(graph.ops[u].output_bytes) / unit_s)
         source, reader = (u, v) if is_forward else (v, u)
         model.add(starts[reader] >= starts[source] + ticks[source] + delay * crosses[u, v])
-    messages = {}
+    messages: dict[Message, Any] = {}
     if devices.has_contention:
-        messages = _messages(model, graph, devices, on, starts, ticks, unit_s, is_forward)
+        if is_forward:
+            messages = _outputs(model, graph, devices, on, starts, ticks, unit_s)
+        else:
+            messages = _gradients(model, graph, devices, on, crosses, starts, ticks, unit_s)
     return _Phase(starts, messages, span)
 
 
-def _messages(
+def _outputs(
     model: Any,
     graph: OpGraph,
     devices: Devices,
@@ -128,38 +132,82 @@ def _messages(
     starts: list[Any],
     ticks: list[int],
     unit_s: float,
-    is_forward: bool,
-) -> dict[tuple[int, int], Any]:
-    """Makes each message an interval of the two ports that it passes, where the placement has it."""
-    ports: dict[tuple[int, bool], list[Any]] = {}
+) -> dict[Message, Any]:
+    """Makes each output to another device an interval of the two ports that it passes, where the placement has it."""
+    ports = _Ports(model)
     found = {}
-    for u in range(graph.num_ops):
-        size = graph.ops[u].output_bytes
-        length, delay = int(size * devices.s_per_byte / unit_s), int(devices.delay_s(size) / unit_s)
-        for place in range(devices.num) if graph.users[u] else ():
-            start = found[u, place] = model.new_int_var(0, GRAINS, "")
-            goes = model.new_bool_var("")
-            model.add_implication(goes, ~on[u][place])
-            for v in graph.users[u]:
-                model.add_bool_or([~on[v][place], on[u][place], goes])
-                source, reader = (u, v) if is_forward else (v, u)
-                model.add(start >= starts[source] + ticks[source]).only_enforce_if(goes, on[v][place])
-                model.add(starts[reader] >= start + delay).only_enforce_if(goes, on[v][place])
-            model.add_bool_or([~goes, *(on[v][place] for v in graph.users[u])])
-            far = model.new_optional_interval_var(start, length, start + length, goes, "")
-            ports.setdefault((place, is_forward), []).append(far)
-            for home in range(devices.num):
-                if home == place:
-                    continue
-                both = model.new_bool_var("")
-                model.add_bool_or([~goes, ~on[u][home], both])
-                model.add_implication(both, goes)
-                model.add_implication(both, on[u][home])
-                near = model.new_optional_interval_var(start, length, start + length, both, "")
-                ports.setdefault((home, not is_forward), []).append(near)
-    for intervals in ports.values():
-        model.add_no_overlap(intervals)
+    for u, place in product(range(graph.num_ops), range(devices.num)):
+        if not graph.users[u]:
+            continue
+        length, delay = _lengths(graph, devices, u, unit_s)
+        start = found[u, place] = model.new_int_var(0, GRAINS, "")
+        goes = model.new_bool_var("")
+        model.add_implication(goes, ~on[u][place])
+        model.add_bool_or([~goes, *(on[v][place] for v in graph.users[u])])
+        model.add(start >= starts[u] + ticks[u]).only_enforce_if(goes)
+        for v in graph.users[u]:
+            model.add_bool_or([~on[v][place], on[u][place], goes])
+            model.add(starts[v] >= start + delay).only_enforce_if(goes, on[v][place])
+        ports.add((place, "in"), start, length, goes)
+        for home in range(devices.num):
+            if home != place:
+                ports.add((home, "out"), start, length, goes, on[u][home])
+    ports.close()
     return found
+
+
+def _gradients(
+    model: Any,
+    graph: OpGraph,
+    devices: Devices,
+    on: list[list[Any]],
+    crosses: dict[tuple[int, int], Any],
+    starts: list[Any],
+    ticks: list[int],
+    unit_s: float,
+) -> dict[Message, Any]:
+    """Makes each gradient that comes from another device such an interval."""
+    ports = _Ports(model)
+    found = {}
+    for (u, v), goes in crosses.items():
+        length, delay = _lengths(graph, devices, u, unit_s)
+        start = found[v, u] = model.new_int_var(0, GRAINS, "")
+        model.add(start >= starts[v] + ticks[v]).only_enforce_if(goes)
+        model.add(starts[u] >= start + delay).only_enforce_if(goes)
+        for place in range(devices.num):
+            ports.add((place, "out"), start, length, goes, on[v][place])
+            ports.add((place, "in"), start, length, goes, on[u][place])
+    ports.close()
+    return found
+
+
+def _lengths(graph: OpGraph, devices: Devices, u: int, unit_s: float) -> tuple[int, int]:
+    size = graph.ops[u].output_bytes
+    return int(size * devices.s_per_byte / unit_s), int(devices.delay_s(size) / unit_s)
+
+
+class _Ports:
+    """Where messages leave and enter devices, one at a time."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._passing: dict[tuple[int, str], list[Any]] = {}
+
+    def add(self, port: tuple[int, str], start: Any, length: int, *where: Any) -> None:
+        """Lets a message pass a port where all of some booleans hold."""
+        model, goes = self._model, where[0]
+        if len(where) > 1:
+            goes = model.new_bool_var("")
+            model.add_bool_or([*(~each for each in where), goes])
+            for each in where:
+                model.add_implication(goes, each)
+        passing = model.new_optional_interval_var(start, length, start + length, goes, "")
+        self._passing.setdefault(port, []).append(passing)
+
+    def close(self) -> None:
+        """Says that no two messages are in a port at once."""
+        for passing in self._passing.values():
+            self._model.add_no_overlap(passing)
 
 
 def _hint(model: Any, graph: OpGraph, devices: Devices, on: list[list[Any]], hint: Timed) -> None:

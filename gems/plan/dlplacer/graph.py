@@ -17,7 +17,7 @@ class Op:
     """One operator on one micro-batch.
 
     `backward_s` is its whole backward, which runs on the device of its forward. `output_bytes` go to each other device
-    that reads the output, once, and as many come back as its gradient; `held_bytes` stay on its device from forward to
+    that reads the output, once, and as many come back from each reader there as its gradient; `held_bytes` stay on its device from forward to
     backward, parameters with their gradients and the optimizer's state among them.
     """
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from gems.plan.dlplacer.devices import Devices, Timed
 from gems.plan.dlplacer.graph import OpGraph
 
-Message = tuple[int, int]  # the output of an operator to a device, or its gradient back from there
+Message = tuple[
+    int, int
+]  # forward (operator, device): its output to there; backward (reader, feeder): a gradient
 Item = int | Message
 
 
@@ -17,39 +19,22 @@ def needs_of(graph: OpGraph, places: Sequence[int], is_forward: bool) -> list[li
     for v, here in enumerate(places):
         others = graph.feeders[v] if is_forward else graph.users[v]
         local: list[Item] = [u for u in others if places[u] == here]
-        if is_forward:
-            local += [(u, here) for u in others if places[u] != here]
-        else:
-            local += [(v, place) for place in sorted({places[w] for w in others} - {here})]
-        found.append(local)
+        messages = [(u, here) if is_forward else (u, v) for u in others if places[u] != here]
+        found.append([*local, *messages])
     return found
-
-
-def waited_for(graph: OpGraph, places: Sequence[int], message: Message, is_forward: bool) -> tuple[int, ...]:
-    """Gives the operators that a message waits for: one forward; backward all readers there, whose gradients are summed."""
-    u, place = message
-    return (u,) if is_forward else tuple(w for w in graph.users[u] if places[w] == place)
 
 
 def with_messages(
     graph: OpGraph, places: Sequence[int], order: Iterable[int], is_forward: bool
 ) -> list[Item]:
-    """Puts each message right behind the last operator that it waits for."""
-    left: dict[Message, int] = {}
-    for u, here in enumerate(places):
-        for place in {places[w] for w in graph.users[u]} - {here}:
-            left[u, place] = len(waited_for(graph, places, (u, place), is_forward))
+    """Puts each message right behind the operator that makes it."""
     sequence: list[Item] = []
     for v in order:
         sequence.append(v)
         if is_forward:
             sequence += [(v, place) for place in sorted({places[w] for w in graph.users[v]} - {places[v]})]
-            continue
-        for u in graph.feeders[v]:
-            if places[u] != places[v]:
-                left[u, places[v]] -= 1
-                if not left[u, places[v]]:
-                    sequence.append((u, places[v]))
+        else:
+            sequence += [(v, u) for u in graph.feeders[v] if places[u] != places[v]]
     return sequence
 
 
@@ -86,11 +71,12 @@ def _starts(
             start[item] = max(free[here], *(done[need] for need in needs[item]), 0.0)
             free[here] = done[item] = start[item] + (op.forward_s if is_forward else op.backward_s)
             continue
-        u, place = item
-        ready = max(done[w] for w in waited_for(graph, places, item, is_forward))
+        maker, other = item
+        sender, receiver = places[maker], other if is_forward else places[other]
+        size = graph.ops[maker if is_forward else other].output_bytes
+        ready = done[maker]
         if devices.has_contention:
-            sender, receiver = (places[u], place) if is_forward else (place, places[u])
             ready = max(ready, sends[sender], receives[receiver])
-            sends[sender] = receives[receiver] = ready + graph.ops[u].output_bytes * devices.s_per_byte
-        done[item] = ready + devices.delay_s(graph.ops[u].output_bytes)
+            sends[sender] = receives[receiver] = ready + size * devices.s_per_byte
+        done[item] = ready + devices.delay_s(size)
     return start
