@@ -11,8 +11,9 @@ from gems.data import check_data, kind_of, labels_per_sample, resolve_data, sour
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, takes_of
 from gems.models.imported import resolve_target
+from gems.models.operators import num_branching, operators_of
 from gems.partition.even import check_boundaries
-from gems.schedule import FAMILIES
+from gems.schedule import FAMILIES, PLACED
 from gems.value_checks import check_size, check_values
 
 
@@ -36,7 +37,13 @@ def resolve(spec: RunSpec) -> RunSpec:
     check_memory(spec)
     check_pace(spec)
     check_start(spec)
-    num_layers = len(layers_of(spec.model, spec.data))
+    layers = layers_of(spec.model, spec.data)
+    if spec.schedule.name == PLACED and not num_branching(operators_of(layers)):
+        raise ConfigError(
+            "schedule", PLACED, f"lays branches beside each other, and {spec.model.name} is a chain without any",
+            "use a model with branches (inception_v3, googlenet), or a schedule of stages",
+        )  # fmt: skip
+    num_layers = len(layers)
     family = FAMILIES.get(spec.schedule.name)
     num_stages = family.stages(spec.schedule.chunks) * parallel.partitions if family else 0
     if parallel.boundaries is not None:

@@ -1,0 +1,109 @@
+"""Operators of one model on several ranks, against one unsplit process, and what such a run leaves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from gems.config import DataConfig, ModelConfig
+from gems.data import open_dataset
+from gems.engine.checkpoint import weights
+from gems.engine.checkpoint.state import owners_of
+from gems.engine.compare import compare
+from gems.engine.device import DTYPES
+from gems.engine.feed import Feed
+from gems.engine.pipeline import build_pipeline
+from gems.engine.train import evaluate
+from gems.models import layers_of
+from gems.models.operators import operators_of
+from gems.resolve import resolve
+from gems.schedule.families.placed import placed
+from gems.schedule.lower import lower
+from gems.schedule.placement import Placement
+from gems.schedule.validate import validate
+from tests.engine import toys
+from tests.mpi.conftest import sub_world
+
+CPU = torch.device("cpu")
+DATA = {"name": "synthetic", "num_classes": 3, "train_images": 32, "validation_images": 5}
+SIDES = {"googlenet": 64, "inception_v3": 107}
+
+
+def make_run(model: str, partitions: int, replicas: int = 1, seed: int = 0):
+    """Gives a run whose operators lie anywhere, and its schedule."""
+    spec = toys.make_spec(
+        "gpipe", partitions, replicas, model=ModelConfig(name=model, width=4, norm="batch"),
+        data=DataConfig(height_px=SIDES[model], width_px=SIDES[model], **DATA), partition__name="even", train__dtype="float64",
+    )  # fmt: skip
+    operators = operators_of(layers_of(spec.model, spec.data))
+    rng = random.Random(seed)
+    ranks = [*range(partitions), *(rng.randrange(partitions) for _ in range(len(operators) - partitions))]
+    rng.shuffle(ranks)
+    placement = Placement(partitions, (tuple(ranks),), tuple(operator.feeders for operator in operators))
+    order = range(len(operators))
+    return resolve(spec), validate(lower(placed(placement, spec.parallel.micro_batches, order, order[::-1])))
+
+
+@pytest.mark.parametrize(
+    ("model", "partitions", "replicas"),
+    [("googlenet", 4, 1), ("googlenet", 2, 2), ("inception_v3", 3, 1)],
+)
+def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, replicas):
+    spec, schedule = make_run(model, partitions, replicas)
+    part = sub_world(comm, spec.world_size)
+    if part is None:
+        return
+    difference = compare(spec, part, CPU, schedule)
+    assert difference.max_rel_error <= (0.0 if replicas == 1 else 1e-12), difference
+    assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
+
+
+def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, tmp_path_factory):
+    folder = comm.bcast(tmp_path_factory.mktemp("placed") if comm.rank == 0 else None)
+    spec, schedule = make_run("googlenet", 4, seed=3)
+    pipeline = build_pipeline(spec, comm, CPU, schedule=schedule)
+    feed = Feed(
+        spec,
+        open_dataset(spec.data, spec.seed),
+        0,
+        pipeline.images_of,
+        pipeline.labels_of,
+        DTYPES["float64"],
+        CPU,
+    )
+    pipeline.set_training(True)
+    held = [_step(pipeline, feed, step) for step in range(2)]
+    assert held[0] == held[1]
+    handing = pipeline.train.handing
+    assert handing.is_empty and handing.handed_over.held_bytes == 0 and handing.handed_over.peak_bytes > 0
+    accuracy = evaluate(pipeline, feed, (2, 2, 1))
+    assert pipeline.evaluate.handing.is_empty and pipeline.evaluate.handing.handed_over.held_bytes == 0
+    feed.close()
+    assert set(owners_of(pipeline)) == {each.name for each in pipeline.contents.operators}
+    weights.save(pipeline, folder)
+    comm.barrier()
+    state = weights.load(folder)
+    chain = build_pipeline(spec, comm, CPU)
+    again = build_pipeline(
+        make_run("googlenet", 4, seed=4)[0], comm, CPU, schedule=make_run("googlenet", 4, seed=4)[1]
+    )
+    for other in (chain, again):
+        weights.restore(other, state)
+        feed = Feed(
+            spec,
+            open_dataset(spec.data, spec.seed),
+            0,
+            other.images_of,
+            other.labels_of,
+            DTYPES["float64"],
+            CPU,
+        )
+        assert evaluate(other, feed, (2, 2, 1)) == accuracy
+        feed.close()
+
+
+def _step(pipeline, feed, step: int) -> int:
+    pipeline.train.run(step, feed.batch(step))
+    return int(pipeline.recorder.ledger.held_bytes) if hasattr(pipeline.recorder, "ledger") else 0
