@@ -304,10 +304,6 @@ def _check_placed(spec: RunSpec) -> None:
         raise ConfigError(
             "parallel.partitions", spec.parallel.partitions, "must be 2 or more for schedule=placed"
         )
-    if spec.machine.kind == "emulated":
-        raise ConfigError(
-            "machine", spec.machine.name, "runs no operators", "use a real machine, or machine=simulated"
-        )
 
 
 def check_memory(spec: RunSpec) -> None:

@@ -83,14 +83,14 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
 
 
 def stage_costs_of(spec: RunSpec) -> StageCosts:
-    """Gives the costs of the stages of schedule=placed, in units: the operators' times, bytes held and handed on."""
+    """Gives the costs of the stages of schedule=placed, in units: the operators' times, bytes kept for backward and handed on."""
     graph, unit_s = graph_of(spec), spec.cost.unit_s
     backward = tuple(op.backward_s / unit_s for op in graph.ops)
     return StageCosts(
         forward=tuple(op.forward_s / unit_s for op in graph.ops),
         input_grad=backward,
         weight_grad=(0.0,) * graph.num_ops,
-        activation=tuple(float(op.held_bytes) for op in graph.ops),
+        activation=tuple(float(op.held_bytes - op.state_bytes) for op in graph.ops),
         boundary_bytes=tuple(float(op.output_bytes) for op in graph.ops),
     )
 

@@ -137,7 +137,7 @@ class Emulated:
         self._settle_copies(end_ns)
         self._ledger.give(action)
         self._recorder.hold(-self._leaves[action])
-        for receive in receives:
+        for receive in self._links.done_with.get(action, ()):
             self._links.release(receive)
         self._recorder.span(action, COMPUTE, begin_ns, end_ns)
         self._free_ns = end_ns

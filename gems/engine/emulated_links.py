@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gems.engine.recorder import LINK, Recorder
-from gems.engine.routes import check_tags, peer_of, tag_of
+from gems.engine.routes import check_tags, first_index, most_tensors, peer_of, tag_of
 from gems.engine.transport import Channel, Transport
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
 from gems.schedule.dependencies import dependencies
@@ -49,11 +49,16 @@ class EmulatedLinks:
         Raises:
             ConfigError: this MPI has too few tags for the step's messages.
         """
-        check_tags(schedule, 1, transports[0].max_tag)
+        max_tensors = most_tensors(schedule, 1)
+        check_tags(schedule, max_tensors, transports[0].max_tag)
         self._recorder = recorder
         self._under_way: list[_Way] = []
         self._ways: dict[Action, _Way] = {}
         self.receives_of: dict[Action, tuple[Action, ...]] = {}
+        self.done_with: dict[Action, tuple[Action, ...]] = {}
+        last_reader = {
+            need: action for action in schedule.rows[rank] for need in dependencies(action, schedule)
+        }
         sizes = [round(size) for size in boundary_bytes]
         content = np.ones(max(sizes, default=0), np.uint8)
         free: dict[int, list[np.ndarray]] = {}
@@ -62,7 +67,8 @@ class EmulatedLinks:
             if action.kind in SEND_KINDS | RECV_KINDS:
                 size = sizes[boundary_of(action)]
                 transport, is_send = transports[action.direction], action.kind in SEND_KINDS
-                place = peer_of(action, schedule), tag_of(action, 0, schedule.num_stages, 1)
+                index = first_index(action, schedule, 1)
+                place = peer_of(action, schedule), tag_of(action, index, schedule.num_stages, max_tensors)
                 if is_send:
                     channel = transport.send_channel(content[:size], *place)
                 else:
@@ -73,7 +79,8 @@ class EmulatedLinks:
             elif action.kind in COMPUTE_KINDS:
                 needs = tuple(need for need in dependencies(action, schedule) if need.kind in RECV_KINDS)
                 self.receives_of[action] = needs
-                for need in needs:
+                self.done_with[action] = tuple(need for need in needs if last_reader[need] is action)
+                for need in self.done_with[action]:
                     buffer = taken.pop(need)
                     free[len(buffer)].append(buffer)
 

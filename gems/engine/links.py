@@ -11,13 +11,13 @@ import torch
 
 from gems.engine.patience import SPIN_S
 from gems.engine.recorder import Recorder
-from gems.engine.routes import check_tags, peer_of, tag_of
+from gems.engine.routes import check_tags, first_index, most_tensors, peer_of, tag_of
 from gems.engine.staging import Staging
 from gems.engine.transport import Comm, Transport
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import boundary_of, sender_of
+from gems.schedule.transfers import boundary_of
 
 Boundary = tuple[TensorSpec, ...]
 
@@ -84,12 +84,7 @@ class Links:
         self._recorder = recorder
         self._arrivals: dict[Action, _Arrival] = {}
         largest = max((len(boundary) for boundary in boundaries), default=1)
-        self._step = (
-            largest  # from the gradients that a stage sends back to one of its feeders to those for the next
-        )
-        self._max_tensors = largest * max(
-            len(schedule.placement.feeders_of(s)) or 1 for s in range(schedule.num_stages)
-        )
+        self._largest, self._max_tensors = largest, most_tensors(schedule, largest)
         check_tags(schedule, self._max_tensors, transports[0].max_tag)
         self._ways = {
             action: self._way_of(action)
@@ -98,11 +93,12 @@ class Links:
         }
 
     def _way_of(self, action: Action) -> _Way:
-        boundary, first = self._boundaries[boundary_of(action)], 0
+        boundary, first = (
+            self._boundaries[boundary_of(action)],
+            first_index(action, self.schedule, self._largest),
+        )
         if action.kind in (Kind.SEND_B, Kind.RECV_B):
             boundary = with_gradient(boundary)
-            feeders = self.schedule.placement.feeders_of(sender_of(action))
-            first = self._step * feeders.index(boundary_of(action))
         return _Way(
             self._transports[action.direction],
             peer_of(action, self.schedule),

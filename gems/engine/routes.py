@@ -5,7 +5,7 @@ from __future__ import annotations
 from gems.errors import ConfigError
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import other_stage, sender_of
+from gems.schedule.transfers import boundary_of, other_stage, sender_of
 
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 
@@ -19,6 +19,22 @@ def tag_of(action: Action, index: int, num_stages: int, max_tensors: int) -> int
     sender = sender_of(action)
     assert action.micro_batch is not None
     return ((action.micro_batch * num_stages + sender) * 2 + (action.kind in _BACKWARD)) * max_tensors + index
+
+
+def first_index(action: Action, schedule: Schedule, largest: int) -> int:
+    """Gives the number of a transfer's first tensor among those that its stage sends that way.
+
+    A stage of a graph sends a gradient to each of its feeders; `largest` is the most tensors of any boundary.
+    """
+    if action.kind not in _BACKWARD:
+        return 0
+    return largest * schedule.placement.feeders_of(sender_of(action)).index(boundary_of(action))
+
+
+def most_tensors(schedule: Schedule, largest: int) -> int:
+    """Gives the most tensors that a stage sends one way."""
+    placement = schedule.placement
+    return largest * max(len(placement.feeders_of(stage)) or 1 for stage in range(schedule.num_stages))
 
 
 def peer_of(action: Action, schedule: Schedule) -> int:

@@ -56,10 +56,18 @@ class _Measure:
             metered = meter(module, inputs, is_first, loss, self.workspace)
             made = as_tuple(module(*inputs))
             outputs = tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in made)
-        held_bytes = metered.param_bytes * (2 + self.states) + metered.buffer_bytes + metered.left_bytes
+        state_bytes = metered.param_bytes * (2 + self.states) + metered.buffer_bytes
+        held_bytes = state_bytes + metered.left_bytes
         handed_bytes = 0 if loss else sum(output.num_bytes for output in metered.outputs)
         return _Known(
-            Op("", times.forward_s, times.input_grad_s + times.weight_grad_s, handed_bytes, held_bytes),
+            Op(
+                "",
+                times.forward_s,
+                times.input_grad_s + times.weight_grad_s,
+                handed_bytes,
+                held_bytes,
+                state_bytes,
+            ),
             outputs,
         )
 

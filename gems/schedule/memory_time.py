@@ -47,7 +47,7 @@ def memory_time_bound(
     """
     directions = range(placement.num_directions)
     share = 1.0 / placement.num_directions
-    held_for = [_times_held(costs, placement.ranks[direction], is_split, network) for direction in directions]
+    held_for = [_times_held(costs, placement, direction, is_split, network) for direction in directions]
     period = 0.0
     for rank in range(placement.num_ranks):
         busy = product = 0.0
@@ -71,20 +71,23 @@ def memory_time_bound(
 
 
 def _times_held(
-    costs: StageCosts, ranks: tuple[int, ...], is_split: bool, network: Network
+    costs: StageCosts, placement: Placement, direction: int, is_split: bool, network: Network
 ) -> tuple[float, ...]:
     """Gives for each stage the least time from the begin of F to the end of B or I."""
-    held = []
-    behind = 0.0
+    ranks = placement.ranks[direction]
+    held = [0.0] * costs.num_stages
     for stage in reversed(range(costs.num_stages)):
         backward = costs.input_grad[stage] + (0.0 if is_split else costs.weight_grad[stage])
-        behind += costs.forward[stage] + backward
-        held.append(behind)
-        if stage and ranks[stage] != ranks[stage - 1]:
-            size = costs.boundary_bytes[stage - 1]
-            behind += network.delay(ranks[stage - 1], ranks[stage], size)
-            behind += network.delay(ranks[stage], ranks[stage - 1], size)
-    return tuple(reversed(held))
+        longest = 0.0
+        for reader in placement.users_of(stage):
+            behind = held[reader]
+            if ranks[reader] != ranks[stage]:
+                size = costs.boundary_bytes[stage]
+                behind += network.delay(ranks[stage], ranks[reader], size)
+                behind += network.delay(ranks[reader], ranks[stage], size)
+            longest = max(longest, behind)
+        held[stage] = longest + (costs.forward[stage] + backward)
+    return tuple(held)
 
 
 def _period(busy: float, product: float, cap: float | None, allowed: list[list[_Saving]]) -> float:

@@ -16,9 +16,9 @@ SCHEMA = "gems.operators/1"
 class Op:
     """One operator on one micro-batch.
 
-    `backward_s` is its whole backward, which runs on the device of its forward. `output_bytes` go to each other device
-    that reads the output, once, and as many come back from each reader there as its gradient; `held_bytes` stay on its device from forward to
-    backward, parameters with their gradients and the optimizer's state among them.
+    `backward_s` is its whole backward, which runs on the device of its forward. `output_bytes` go once to each other
+    device that reads the output, and as many come back from each reader there as its gradient. `held_bytes` stay on its
+    device from forward to backward; of them `state_bytes` all the time, parameters with gradients and optimizer's state.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Op:
     backward_s: float = 0.0
     output_bytes: int = 0
     held_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def time_s(self) -> float:
@@ -140,7 +141,7 @@ class OpGraph:
 
 
 def _check_op(op: Op) -> None:
-    for key in ("forward_s", "backward_s", "output_bytes", "held_bytes"):
+    for key in ("forward_s", "backward_s", "output_bytes", "held_bytes", "state_bytes"):
         value = getattr(op, key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ConfigError(f"{op.name}.{key}", value, "must be 0 or more and finite")
