@@ -10,7 +10,16 @@ import numpy as np
 
 from analysis.dense import blended, coverage
 from analysis.events import of_kinds, ranks_written
-from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title, source_mark
+from analysis.figure import (
+    DPI,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    new_figure,
+    save_figure,
+    scaled_pt,
+    set_title,
+    source_mark,
+)
 from analysis.metrics import backward_mean_s, stage_mean_s
 from analysis.run_facts import RunFacts, facts_of
 from analysis.step_window import StepWindow, step_window
