@@ -138,6 +138,7 @@ def test_an_unknown_study_names_the_nearest(tmp_path: Path) -> None:
 def test_the_studies_that_come_along_compose(path: Path) -> None:
     study = read_study(path.stem)
     study.axes = {key: choices[:1] for key, choices in study.axes.items()}
+    study.base = [word for word in study.base if word != "cost=profile"]  # which takes a while to be taken
     points = points_of(study, path.stem)
     assert len(points) == len(study.points) * study.repetitions
 
@@ -155,6 +156,21 @@ def test_emulated_scaling_goes_from_4_to_1024_ranks_and_checks_its_prediction() 
     assert {parallel.partitions * cost.unit_s for cost, parallel in costs} == {0.08}  # one model throughout
     assert {parallel.partitions * cost.param_bytes for cost, parallel in costs} == {8 << 20}
     assert {(parallel.micro_batches or 0) // parallel.partitions for _, parallel in costs} == {2}
+
+
+def test_gems_1024_goes_from_4_to_1024_gpus_of_a_modelled_machine() -> None:
+    study = read_study("gems_1024")
+    study.base = [word for word in study.base if word != "cost=profile"]
+    points = [point.spec for point in points_of(study, "gems_1024")]
+    ranks = {
+        depth: [spec.world_size for spec in points if spec.model.depth == depth] for depth in (110, 1001)
+    }
+    assert ranks == {110: [2**k for k in range(2, 11)], 1001: [2**k for k in range(3, 11)]}
+    assert {(spec.data.height_px, spec.data.width_px, spec.schedule.name) for spec in points} == {
+        (1024, 1024, "gems_master")
+    }
+    assert {(spec.machine.kind, spec.machine.name) for spec in points} == {("simulated", "v100_cluster")}
+    assert all(spec.machine.calibrated_from and spec.machine.contention for spec in points)
 
 
 def test_repetitions_are_rounds_with_a_seed_of_their_own_and_no_point_follows_itself() -> None:
