@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gems.engine.checkpoint import weights
+from gems.engine.contents import Contents
 from gems.engine.pipeline import Pipeline
 from gems.errors import ConfigError
 from gems.models import layers_of
@@ -28,7 +29,12 @@ def share(boundaries: list[int], num_directions: int = 1, replica: int = 0, seed
         for direction in range(num_directions)
         for stage, (first, end) in enumerate(pairwise(boundaries))
     }
-    pipeline = SimpleNamespace(spec=spec, replica=replica, cuts=boundaries, modules=modules)
+    pipeline = SimpleNamespace(
+        spec=spec,
+        replica=replica,
+        contents=Contents(layers_of(spec.model, spec.data), boundaries),
+        modules=modules,
+    )
     pipeline.named_layers = lambda held: Pipeline.named_layers(pipeline, held)
     return pipeline
 
