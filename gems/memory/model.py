@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from types import EllipsisType
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +17,7 @@ from gems.partition.spans import Spans
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 
+Where = tuple[int, int] | EllipsisType  # one entry of a table, or all of it
 MESSAGE_COPIES = 2  # a buffer such as a running mean stands in the layer, and in the message that averages it
 
 
@@ -57,8 +61,17 @@ class MemoryModel:
         return tuple(listed)
 
     def peak_bytes(self, schedule: Schedule, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Gives each rank's peak under a cut, in bytes."""
-        return tuple(round(costs.under(boundaries)) for costs in self.rank_costs(schedule))
+        """Gives each rank's peak under one cut, in bytes, without a table over all the others."""
+        spans = tuple(pairwise(boundaries))
+        found = []
+        for rank in range(schedule.num_ranks):
+            held = schedule.placement.stages_on(rank)
+            stages = sorted({stage for _, stage in held})
+            moments = moments_of(schedule, rank)
+            found.append(
+                max(sum(float(self._of_stage(each, s, spans[s])) for s in stages) for each in moments)
+            )
+        return tuple(map(round, found))
 
     def _costs(self, held: tuple[Held, ...], moments: tuple[Moment, ...]) -> RankCosts:
         stages = tuple(sorted({stage for _, stage in held}))
@@ -70,25 +83,29 @@ class MemoryModel:
         return RankCosts(stages, tables)
 
     def _table(self, moment: Moment, stage: int) -> Table:
+        """Gives what one stage of the rank holds at a moment, wherever it lies."""
+        return np.asarray(self._of_stage(moment, stage, ...))
+
+    def _of_stage(self, moment: Moment, stage: int, where: Where) -> Any:
         """Gives what one stage of the rank holds at a moment, in all directions that the rank holds it in."""
-        total = np.zeros_like(self._spans.params)
+        total: Any = 0.0
         for held, counts in moment.counts:
             if held[1] == stage:
-                total += self._static + self._of(counts)
+                total = total + self._static[where] + self._of(counts, where)
                 if moment.active == held:
-                    total += self._transient(moment.kind)
+                    total = total + self._transient(moment.kind)[where]
         return total
 
-    def _of(self, counts: Counts) -> Table:
+    def _of(self, counts: Counts, where: Where) -> Any:
         spans = self._spans
-        found: Table = np.zeros_like(spans.params)
+        found: Any = 0.0
         for number, table in (
             (counts.stashes, "stash"), (counts.weights, "held_for_weights"), (counts.outputs, "handed_on"),
             (counts.inputs + counts.images, "given"), (counts.gradients, "given_back"),
             (counts.input_gradients, "handed_back"),
         ):  # fmt: skip
             if number:
-                found = found + number * getattr(spans, table)
+                found = found + number * getattr(spans, table)[where]
         return found
 
     def _transient(self, kind: Kind) -> Table:
