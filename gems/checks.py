@@ -94,6 +94,7 @@ def check_ranges(spec: RunSpec) -> None:
         ("parallel.parts", parallel.parts, 1),
         ("parallel.micro_batches", parallel.micro_batches, 1),
         ("parallel.micro_batch_size", parallel.micro_batch_size, 1),
+        ("parallel.gpus", parallel.gpus, 1),
         ("data.field_px", data.field_px, 1),
         ("model.width", spec.model.width, 1),
         ("model.vocabulary", spec.model.vocabulary, 1),

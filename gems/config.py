@@ -64,7 +64,10 @@ class DataConfig:
 
 @dataclass(slots=True)
 class ParallelConfig:
-    """How a step is spread over ranks: world size = partitions x replicas."""
+    """How a step is spread over ranks: world size = partitions x replicas, and `gpus` where that is given.
+
+    `gpus` is what a plan may spend; a run is held to it.
+    """
 
     partitions: int = 1
     replicas: int = 1
@@ -73,6 +76,7 @@ class ParallelConfig:
     micro_batches: int | None = None
     micro_batch_size: int = 1
     boundaries: list[int] | None = None
+    gpus: int | None = None
 
 
 @dataclass(slots=True)

@@ -33,21 +33,24 @@ def costed(spec: RunSpec) -> RunSpec:
     if spec.cost.name != PROFILE or spec.cost.activation_bytes:
         return spec
     profile = profile_of(spec)
-    by_layer = replace(spec, cost=_costs(spec, profile, list(range(profile.num_layers + 1))))
+    by_layer = replace(spec, cost=costs_from(spec, profile, list(range(profile.num_layers + 1))))
     if spec.schedule.name in SEARCHED:
         return by_layer
     schedule = lower(compute_schedule_of(by_layer))
     boundaries = cut(spec, schedule).boundaries
     case = case_of(spec, schedule, profile)
     return replace(
-        spec, cost=_costs(spec, profile, boundaries, list(case.stage_costs(boundaries).activation))
+        spec, cost=costs_from(spec, profile, boundaries, list(case.stage_costs(boundaries).activation))
     )
 
 
-def _costs(
+def costs_from(
     spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], kept: list[float] | None = None
 ) -> CostConfig:
-    """Gives the costs of pieces of the depth, each the layers between two boundaries."""
+    """Gives the costs of pieces of the depth, each the layers between two boundaries, in seconds and bytes.
+
+    `kept` is what each piece keeps of one micro-batch, where it is not the sum over its layers.
+    """
     pieces = [profile.layers[first:end] for first, end in pairwise(boundaries)]
     num_ranks = spec.parallel.partitions
     if kept is None:

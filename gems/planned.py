@@ -16,7 +16,7 @@ from gems.policies import plan_of
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.program import cap_of, compute_schedule_of, costs_of, network_in_seconds
-from gems.resolve import check_batch
+from gems.resolve import check_batch, check_gpus
 from gems.schedule import SEARCHED
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
@@ -52,10 +52,11 @@ def planned(spec: RunSpec) -> RunPlan:
 
     Raises:
         ConfigError: counts or a cap that the schedule cannot serve, more stages than layers, a profile that cannot be
-            had, or less data than one step takes.
+            had, other ranks than parallel.gpus, or less data than one step takes.
         DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
         ScheduleError: a schedule that would not run.
     """
+    check_gpus(spec)
     spec = _within_layers(spec)
     compute = compute_schedule_of(spec)
     whole = validate(lower(compute), costs_of(spec, compute.placement), cap_of(spec))
@@ -85,15 +86,19 @@ def case_of_run(spec: RunSpec) -> MemoryCase:
     return memory_case(spec, compute, cut(unlimited, lower(compute)).boundaries)
 
 
-def memory_case(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryCase:
+def memory_case(
+    spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...], profile: ModelProfile | None = None
+) -> MemoryCase:
     """Gives what the memory policies of a resolved run plan for; `schedule` is the compute-only one.
+
+    The profile comes from where the run says, unless it is given.
 
     Raises:
         ConfigError: a profile that cannot be had.
     """
     machine = spec.machine
     return MemoryCase(
-        profile_of(spec), schedule, boundaries, optimizer_of(spec), spec.memory.limit_bytes or machine.device_bytes,
+        profile or profile_of(spec), schedule, boundaries, optimizer_of(spec), spec.memory.limit_bytes or machine.device_bytes,
         machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.least_bytes,
         spec.parallel.replicas,
     )  # fmt: skip

@@ -126,6 +126,21 @@ def _has_runs(spec: RunSpec) -> bool:
     return spec.schedule.name in FAMILIES and FAMILIES[spec.schedule.name].has_runs
 
 
+def check_gpus(spec: RunSpec) -> None:
+    """Checks that a run uses the GPUs that it is given, where parallel.gpus says how many.
+
+    Raises:
+        ConfigError: it uses more or fewer.
+    """
+    parallel = spec.parallel
+    if parallel.gpus not in (None, spec.world_size):
+        raise ConfigError(
+            "parallel.gpus", parallel.gpus,
+            f"must be partitions x replicas = {parallel.partitions} x {parallel.replicas} for a run",
+            "let `gems plan` choose both, or leave it out",
+        )  # fmt: skip
+
+
 def check_batch(spec: RunSpec) -> None:
     """Checks that the data has the images of one step of a resolved run; a machine on paper reads none.
 

@@ -22,6 +22,8 @@ def signature(spec: RunSpec) -> str:
     """
     values = {key: value for key, value in spec.to_dict().items() if key not in ("runs_dir", "cache_dir")}
     values["cluster"] = {key: value for key, value in values["cluster"].items() if key not in OF_THE_SITE}
+    # a run is held to it, so that it says nothing that partitions and replicas do not
+    values["parallel"] = {key: value for key, value in values["parallel"].items() if key != "gpus"}
     unchanged = OF_SAFETY if spec.train.resume not in (RESUME_AUTO, RESUME_NEVER) else (*OF_SAFETY, "resume")
     values["train"] = {key: value for key, value in values["train"].items() if key not in unchanged}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

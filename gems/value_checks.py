@@ -22,7 +22,7 @@ MOST_SIDE = 2**20
 MOST_MINUTES = 10**6
 MOST = {
     "parallel.partitions": MOST_WORLD, "parallel.replicas": MOST_WORLD, "parallel.micro_batches": MOST_FORWARDS,
-    "parallel.replications": MOST_FORWARDS, "parallel.parts": MOST_FORWARDS, "parallel.micro_batch_size": MOST_WORLD,
+    "parallel.replications": MOST_FORWARDS, "parallel.parts": MOST_FORWARDS, "parallel.micro_batch_size": MOST_WORLD, "parallel.gpus": MOST_WORLD,
     "schedule.chunks": MOST_LAYERS, "schedule.max_stages": MOST_LAYERS,
     "model.depth": MOST_LAYERS, "model.width": MOST_SIDE, "model.vocabulary": 2**31 - 1,
     "data.height_px": MOST_SIDE, "data.width_px": MOST_SIDE, "data.channels": MOST_SIDE, "data.num_classes": 2**31 - 1,

@@ -115,7 +115,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gems.placing": ("gems.cache", "gems.config", "gems.errors", "gems.plan.dlplacer", "gems.profile.store", "gems.schedule"),
     "gems.show_dlplacer": ("gems.cli", "gems.config", "gems.drawing", "gems.errors", "gems.models", "gems.placing", "gems.plan.dlplacer", "gems.program"),
-    "gems.plan": ("gems.errors",),
     "gems.plan.dlplacer": ("gems.errors", "gems.plan.dlplacer.exact", "numpy", "scipy"),
     "gems.plan.dlplacer.exact": ("gems.plan.dlplacer", "ortools"),
     "gems.trace": ("gems.errors", "h5py", "numpy"),

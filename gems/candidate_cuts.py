@@ -1,0 +1,105 @@
+"""Cuts of many candidates: by time for each placement, kept for all that share it, and within bytes where that is too large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from gems.cutting import Case
+from gems.partition.exact import solve
+from gems.partition.problem import NoCut, Problem, RankCosts, Table
+from gems.partition.spans import Spans
+from gems.plan.search.candidate import BOTH_WAYS, TWO_STAGES, Candidate
+from gems.profile import ModelProfile
+from gems.schedule.placement import Placement, bidirectional, linear, looped, v
+from gems.schedule.schedule import Schedule
+
+CUT_BUDGET_S = 1.0
+MOST_TABLE_BYTES = 2**29  # of the tables in which a cut within bytes is sought
+
+
+@dataclass(frozen=True, slots=True)
+class TimeCut:
+    """The cut of least time of a placement, and what its heaviest rank computes for one micro-batch at least, in seconds."""
+
+    boundaries: tuple[int, ...]
+    bottleneck_s: float
+
+
+class Cuts:
+    """The cuts of a profile, each made once."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.spans = Spans(profile)
+        self._by_time: dict[object, TimeCut] = {}
+        self._by_bytes: dict[int, tuple[int, ...]] = {}
+
+    def by_time(self, one: Candidate) -> TimeCut:
+        """Gives the cut whose heaviest rank computes least: exact where ranks hold one stage or a pair of them.
+
+        Where they hold several in a row of chunks, each stage is weighed by itself.
+        """
+        placement = placement_of(one)
+        found = self._by_time.get(placement)
+        if found is None:
+            found = self._by_time[placement] = self._cut_by_time(placement)
+        return found
+
+    def within(
+        self, schedule: Schedule, optimizer: str, limit_bytes: int
+    ) -> Iterator[tuple[int, ...]]:
+        """Gives further cuts of a lowered schedule, for one whose cut by time is too large for the device.
+
+        First the exact one, of the least time within the bytes, where its tables are small enough; then the one whose
+        stages keep alike.
+        """
+        spans, num_stages = self.spans, schedule.num_stages
+        case = Case(spans.profile, schedule, optimizer, limit_bytes)
+        case.__dict__["spans"] = spans
+        num_tables = sum(len(rank.moments) * len(rank.stages) for rank in case.memory)
+        if num_tables * 8 * spans.num_layers**2 <= MOST_TABLE_BYTES:
+            try:
+                yield solve(case.problem("time"), CUT_BUDGET_S).boundaries
+            except NoCut:
+                return
+        if num_stages not in self._by_bytes:
+            ranks = tuple(RankCosts((stage,), ((self._kept,),)) for stage in range(num_stages))
+            self._by_bytes[num_stages] = solve(self._problem(num_stages, ranks)).boundaries
+        yield self._by_bytes[num_stages]
+
+    def _kept(self) -> Table:
+        return self.spans.stash
+
+    def _cut_by_time(self, placement: Placement) -> TimeCut:
+        num_stages, num_ranks = placement.num_stages, placement.num_ranks
+        is_alone = num_stages > 2 * num_ranks or (num_stages > num_ranks and placement == looped(num_ranks, 2))
+        ranks = []
+        for rank in range(num_stages if is_alone else num_ranks):
+            held = ((0, rank),) if is_alone else placement.stages_on(rank)
+            stages = tuple(sorted({stage for _, stage in held}))
+            share = [sum(stage == each for _, each in held) / placement.num_directions for stage in stages]
+            tables = tuple(partial(np.multiply, weight, self.spans.time_s) for weight in share)
+            ranks.append(RankCosts(stages, (tables,)))
+        found = solve(self._problem(num_stages, tuple(dict.fromkeys(ranks))), CUT_BUDGET_S)
+        bottleneck_s = 0.0 if is_alone else found.cost if found.is_optimal else found.bound
+        return TimeCut(found.boundaries, bottleneck_s)
+
+    def _problem(self, num_stages: int, ranks: tuple[RankCosts, ...]) -> Problem:
+        return Problem(self.spans.num_layers, num_stages, ranks, self.spans.boundary_bytes())
+
+
+def placement_of(one: Candidate) -> Placement:
+    """Gives where a candidate's stages lie; of a searched schedule, which chooses that itself, a chain."""
+    if one.schedule in BOTH_WAYS:
+        return bidirectional(one.partitions)
+    if one.schedule in TWO_STAGES:
+        return v(one.partitions)
+    return looped(one.partitions, one.chunks) if one.chunks > 1 else linear(one.partitions)
+
+
+def with_stages(one: Candidate, num_stages: int) -> Candidate:
+    """Gives a searched schedule's candidate as a chain of the stages that were found."""
+    return replace(one, schedule="1f1b", partitions=num_stages)

@@ -1,0 +1,110 @@
+"""The search: candidates in the order of their bounds, scored until the next cannot be among the best."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Scored(Protocol):
+    """What evaluating a candidate gives where it fits: seconds, the fewer the better."""
+
+    @property
+    def score_s(self) -> float:
+        """Seconds by which answers are ranked."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """What evaluating a candidate gives where it does not fit: the bytes that its fullest rank would hold."""
+
+    needed_bytes: int
+
+
+C = TypeVar("C")
+S = TypeVar("S", bound=Scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[S]):
+    """The best, first first, and what became of all candidates.
+
+    `num_simulated` were scored, `num_too_large` did not fit when they were cut and played, `num_pruned_bytes` and
+    `num_pruned_time` were left out by their bounds, `num_impossible` have counts that their schedule cannot serve or a policy
+    that keeping makes pointless, and `num_left` were not reached in the time. `least_needed_bytes` is the least that was found
+    too large, None where nothing was.
+    """
+
+    best: tuple[S, ...]
+    num_candidates: int
+    num_simulated: int
+    num_too_large: int
+    num_pruned_bytes: int
+    num_pruned_time: int
+    num_impossible: int
+    num_left: int
+    least_needed_bytes: int | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no candidate that was not scored could be among the best."""
+        return self.num_left == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules(Generic[C, S]):
+    """How candidates are judged.
+
+    `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and the second with some; one
+    that `is_pruned` is below its bytes. `evaluate` gives None for a candidate that cannot be. Those that are `is_slow` to
+    evaluate come after all others.
+    """
+
+    least_s: Callable[[C], float]
+    refined_s: Callable[[C], float]
+    is_pruned: Callable[[C], bool]
+    evaluate: Callable[[C], S | TooLarge | None]
+    is_slow: Callable[[C], bool]
+
+
+def search(
+    candidates: Iterable[C], rules: Rules[C, S], num_best: int, is_over: Callable[[], bool] = lambda: False
+) -> Found[S]:
+    """Gives the `num_best` candidates of the least seconds; the same as if all had been scored, unless `is_over` ends it."""
+    waiting: list[tuple[bool, float, int, bool, C]] = []
+    counted = dict.fromkeys(("simulated", "too_large", "bytes", "time", "impossible", "left"), 0)
+    number = 0
+    for number, one in enumerate(candidates, 1):
+        if rules.is_pruned(one):
+            counted["bytes"] += 1
+        else:
+            waiting.append((rules.is_slow(one), rules.least_s(one), number, False, one))
+    heapq.heapify(waiting)
+    best: list[tuple[float, int, S]] = []
+    needed: list[int] = []
+    while waiting:
+        slow, least_s, place, is_refined, one = heapq.heappop(waiting)
+        if len(best) == num_best and least_s > best[-1][0]:
+            counted["time"] += 1
+            continue
+        if is_over():
+            counted["left"] += 1
+            continue
+        if not is_refined:
+            heapq.heappush(waiting, (slow, max(least_s, rules.refined_s(one)), place, True, one))
+            continue
+        result = rules.evaluate(one)
+        if result is None:
+            counted["impossible"] += 1
+        elif isinstance(result, TooLarge):
+            counted["too_large"] += 1
+            needed.append(result.needed_bytes)
+        else:
+            counted["simulated"] += 1
+            best = sorted([*best, (result.score_s, place, result)], key=lambda each: each[:2])[:num_best]
+    return Found(
+        tuple(result for _, _, result in best), number, counted["simulated"], counted["too_large"], counted["bytes"],
+        counted["time"], counted["impossible"], counted["left"], min(needed, default=None),
+    )  # fmt: skip

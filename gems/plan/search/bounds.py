@@ -1,0 +1,134 @@
+"""Bounds: how fast a candidate can be at most, and how few bytes it can hold at least, whatever its cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from gems.plan.search.candidate import KEEP, Candidate
+from gems.profile import ModelProfile
+
+_SPLIT_LINEAR = ("zb_h1", "zb_h2")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one micro-batch of a whole model is: times in seconds, sizes in bytes.
+
+    `longest_s` is the largest layer's forward and backward, `least_forward` the least share that forward has of a layer's
+    time. `kept_bytes` is what the uncut model keeps for backward, `crossing_bytes` what of that a cut takes out of the
+    stash, by cut, largest first: what is first saved behind it. `param_bytes` and `buffer_bytes` are the model's,
+    `transient_bytes` the least that its largest layer makes at once.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    recompute_s: float
+    longest_s: float
+    least_forward: float
+    kept_bytes: int
+    crossing_bytes: tuple[int, ...]
+    param_bytes: int
+    buffer_bytes: int
+    transient_bytes: int
+
+    @property
+    def time_s(self) -> float:
+        """Forward and whole backward."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+
+def load_of(profile: ModelProfile) -> Load:
+    """Gives the load of a profile's micro-batch."""
+    layers = profile.layers
+    crossing = [0] * max(0, len(layers) - 1)
+    for index, layer in enumerate(layers):
+        for ahead, num_bytes in layer.saved_later:
+            for cut in range(index, min(index + ahead, len(crossing))):
+                crossing[cut] += num_bytes
+    return Load(
+        forward_s=sum(layer.forward_s for layer in layers),
+        input_grad_s=sum(layer.input_grad_s for layer in layers),
+        weight_grad_s=sum(layer.weight_grad_s for layer in layers),
+        recompute_s=sum(layer.recompute_s for layer in layers),
+        longest_s=max(layer.time_s for layer in layers),
+        least_forward=min((layer.forward_s / layer.time_s for layer in layers if layer.time_s), default=0.0),
+        kept_bytes=sum(layer.kept_bytes for layer in layers),
+        crossing_bytes=tuple(sorted(crossing, reverse=True)),
+        param_bytes=sum(layer.param_bytes for layer in layers),
+        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+        transient_bytes=max(
+            min(layer.forward_peak_bytes, layer.plain_peak_bytes, layer.cheap_first_peak_bytes)
+            for layer in layers
+        ),
+    )
+
+
+def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s: float = 0.0) -> float:
+    """Gives seconds below which no cut of a candidate can be, links being free.
+
+    The heaviest rank computes at least its share. Beyond that, where a rank holds one stage and the backward is whole: rank
+    r begins when the stages before it have run forward and ends before they run backward, so that a step of M has
+    N t_r + sum of t_s over s < r <= M for every r; the cut that makes the least M gives M = T / (1 - (1 - 1/N)^P), with T
+    the model's time. A split backward leaves of that the beginning. In GEMS the runs' backwards follow each other
+    (reference of its closed form: gems.schedule.bounds). With a cap of K the micro-batches K apart follow each other.
+
+    Args:
+        one: the candidate.
+        load: of its micro-batch.
+        bottleneck_s: what the heaviest rank computes for one micro-batch at least, where it is known from the best cut.
+        reduce_s: the least that a rank's all-reduce takes.
+    """
+    p, n = one.partitions, one.micro_batches
+    time_s = load.time_s
+    again_s = load.recompute_s if (one.memory, one.how) == ("recompute", "stage") else 0.0
+    heaviest = n * max((time_s + again_s) / p, load.longest_s, bottleneck_s)
+    backward_s = load.input_grad_s + load.weight_grad_s
+    chain = load.forward_s + backward_s
+    if one.schedule == "gems_master":
+        chain = load.forward_s + n // one.parts * backward_s
+    elif one.schedule == "gems_zb":
+        chain = load.forward_s + n * load.input_grad_s
+    elif one.schedule == "1f1b":
+        in_flight = int(min(p, one.cap or p))
+        chain = max(time_s / (1 - (1 - 1 / n) ** p), ceil(n / in_flight) * time_s)
+    elif one.schedule in _SPLIT_LINEAR and load.least_forward:
+        share = load.least_forward
+        chain = max(load.forward_s, share * time_s / (1 - (1 - share / n) ** p))
+    else:
+        chain = load.forward_s + load.input_grad_s
+    return max(heaviest, chain) + reduce_s
+
+
+def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> int:
+    """Gives bytes below which the fullest rank of a candidate cannot be, whatever its cut.
+
+    All ranks together hold the parameters with their gradients and states, once for each direction. With all activations kept a
+    rank in the middle of its step holds c stashes of its part: of a whole A, cut to be least on the fullest rank, that is
+    A / (sum of 1 / c). What a cut takes out of the stash is left out for the worst cuts there are.
+
+    Args:
+        one: the candidate.
+        load: of its micro-batch.
+        param_copies: bytes held for each byte of parameters.
+        buffer_copies: bytes held for each byte of buffers.
+    """
+    static = one.num_directions * (param_copies * load.param_bytes + buffer_copies * load.buffer_bytes)
+    least = max(static / one.partitions, load.transient_bytes)
+    if one.memory != KEEP:
+        return int(least)
+    kept = max(load.kept_bytes - sum(load.crossing_bytes[: one.num_stages - 1]), 0)
+    held = in_flight(one)
+    balanced = kept / sum(1 / count for count in held)
+    together = (min(held) * kept + static) / one.partitions
+    return int(max(least, balanced, together))
+
+
+def in_flight(one: Candidate) -> Sequence[int]:
+    """Gives for each rank how many micro-batches it holds at once of each of its stages at least."""
+    p, n = one.partitions, one.micro_batches
+    if one.schedule == "1f1b":
+        return [int(min(n, p - rank, one.cap or p)) for rank in range(p)]
+    return [one.parts if one.schedule == "gems_master" else 1] * p

@@ -1,0 +1,159 @@
+"""Candidates: all configurations that a number of devices and a global batch allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+KEEP, CAPPED = "keep", "capped"
+# a policy with its way (memory.recompute), by what one evaluation takes
+QUICK_POLICIES = ((KEEP, ""), ("recompute", "stage"), ("recompute", "cheap"))
+SLOW_POLICIES = (("recompute", "segment"), ("vdnn_dyn", ""), ("plan", ""))
+BOTH_WAYS = ("gems_master", "gems_zb", "chimera")
+ONE_STAGE = ("1f1b", "zb_h1", "zb_h2")
+TWO_STAGES = ("zb_v", "v_half", "v_min", "dualpipe_v")
+CHUNKS = (2, 4)
+PARTS = (1, 2, 4)
+SEARCHED_CAPS = (1.0, 2.0, 4.0)
+# Slow ones are asked for up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
+MOST_SEARCHED, MOST_SLOW, MOST_PLANNED = 64, 512, 512
+MOST_FORWARDS = 2**14  # stages x micro-batches of one step
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One configuration: ranks of a pipeline and its copies, schedule with its sizes, micro-batches of a pipeline, policy.
+
+    `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one run, `chunks` the stages of a
+    rank where the schedule leaves that free, `how` the way of a policy that has several.
+    """
+
+    partitions: int
+    replicas: int
+    schedule: str
+    micro_batch_size: int
+    micro_batches: int
+    cap: float | None = None
+    parts: int = 1
+    chunks: int = 1
+    memory: str = KEEP
+    how: str = ""
+
+    @property
+    def kept(self) -> Candidate:
+        """The same configuration with all activations kept."""
+        return replace(self, memory=KEEP, how="")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into; of a searched schedule at least."""
+        return self.partitions * (2 if self.schedule in TWO_STAGES else self.chunks)
+
+    @property
+    def num_directions(self) -> int:
+        """2 where each rank holds the weights of two stages, one for each direction."""
+        return 2 if self.schedule in BOTH_WAYS else 1
+
+    @property
+    def global_batch(self) -> int:
+        """Images of one optimizer step."""
+        return self.replicas * self.micro_batches * self.micro_batch_size
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether one evaluation takes seconds, so that it waits until the quick ones have been tried."""
+        return self.schedule == CAPPED or (self.memory, self.how) in SLOW_POLICIES
+
+    @property
+    def label(self) -> str:
+        """The schedule with its sizes, in a word."""
+        sizes = [f"K={self.cap:g}"] if self.cap is not None else []
+        sizes += [f"parts={self.parts}"] if self.parts > 1 else []
+        sizes += [f"v={self.chunks}"] if self.chunks > 1 else []
+        return " ".join([self.schedule, *sizes])
+
+    @property
+    def policy(self) -> str:
+        """The memory policy with its way, in a word."""
+        return f"{self.memory}/{self.how}" if self.how else self.memory
+
+    def overrides(self, boundaries: Sequence[int] = ()) -> tuple[str, ...]:
+        """Gives the configuration as words of a command line, with the cut where one is given."""
+        words = [
+            f"parallel.partitions={self.partitions}", f"parallel.replicas={self.replicas}",
+            f"parallel.micro_batches={self.micro_batches}", f"parallel.micro_batch_size={self.micro_batch_size}",
+            f"schedule={self.schedule}", f"memory={self.memory}", "cost=profile",
+        ]  # fmt: skip
+        words += [f"parallel.parts={self.parts}"] if self.parts > 1 else []
+        words += [f"schedule.chunks={self.chunks}"] if self.chunks > 1 else []
+        words += [f"schedule.activation_cap={self.cap:g}"] if self.cap is not None else []
+        words += [f"memory.recompute={self.how}"] if self.how else []
+        words += [f"parallel.boundaries=[{','.join(map(str, boundaries))}]"] if boundaries else []
+        return tuple(words)
+
+
+def candidates(
+    num_gpus: int, global_batch: int, num_layers: int, has_policies: bool = True
+) -> list[Candidate]:
+    """Gives all configurations that use every device and make steps of the global batch.
+
+    Left out is what another candidate always replaces: GPipe and layer parallelism, which 1F1B with a cap does with less.
+
+    Args:
+        num_gpus: partitions x replicas.
+        global_batch: images of one optimizer step, the same for each candidate, so that step times compare.
+        num_layers: the most stages.
+        has_policies: whether activations may leave the device or be made again.
+    """
+    policies = (*QUICK_POLICIES, *SLOW_POLICIES) if has_policies else ((KEEP, ""),)
+    found = []
+    for partitions in _divisors(num_gpus):
+        replicas = num_gpus // partitions
+        if global_batch % replicas or partitions > num_layers:
+            continue
+        batch = global_batch // replicas
+        for size in _divisors(batch):
+            shape = Candidate(partitions, replicas, "1f1b", size, batch // size)
+            for one in _schedules(shape):
+                if one.num_stages > num_layers or one.num_stages * one.micro_batches > MOST_FORWARDS:
+                    continue
+                kinds = (replace(one, memory=memory, how=how) for memory, how in policies)
+                found += [each for each in kinds if _is_asked(each, num_layers)]
+    return found
+
+
+def _schedules(shape: Candidate) -> Iterator[Candidate]:
+    """Gives a shape with every schedule that serves its counts."""
+    p, n = shape.partitions, shape.micro_batches
+    yield shape
+    if p == 1:
+        return
+    caps = {2**k for k in range(p.bit_length()) if 2**k < min(p, n)}
+    yield from (replace(shape, cap=float(cap)) for cap in sorted(caps))
+    for name in (*ONE_STAGE[1:], *TWO_STAGES):
+        yield replace(shape, schedule=name)
+    for chunks in CHUNKS:
+        yield replace(shape, schedule="interleaved_1f1b", chunks=chunks)
+    if p * n <= MOST_SEARCHED:
+        yield from (replace(shape, schedule=CAPPED, cap=cap) for cap in SEARCHED_CAPS)
+    if n % 2:
+        return
+    yield replace(shape, schedule="gems_zb")
+    yield replace(shape, schedule="chimera")
+    for parts in PARTS:
+        if n % (2 * parts) == 0:
+            yield replace(shape, schedule="gems_master", parts=parts)
+
+
+def _is_asked(one: Candidate, num_layers: int) -> bool:
+    """Whether what evaluating a candidate takes is within reason; a searched schedule keeps its activations."""
+    if one.schedule == CAPPED:
+        return one.memory == KEEP
+    if one.memory == "plan" and num_layers * one.micro_batches > MOST_PLANNED:
+        return False
+    return not one.is_slow or one.partitions * one.micro_batches <= MOST_SLOW
+
+
+def _divisors(number: int) -> list[int]:
+    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})

@@ -1,0 +1,88 @@
+"""Choices: what was predicted of a configuration, and why it loses to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gems.plan.search.candidate import Candidate
+
+PARTS = ("compute", "recompute", "messages", "all_reduce", "waiting")
+WORDS = {
+    "compute": "computes {} more", "recompute": "recomputes {}", "messages": "exposed messages {} more",
+    "all_reduce": "all-reduce {} more", "waiting": "bubble {} more",
+}  # fmt: skip
+COPIES = "bubble and copies {} more"
+LEAST_SHARE = 0.001  # of the first's step: what is less is not told
+MOST_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A configuration with one simulated step of it.
+
+    `parts_s` are the seconds of a step by what a rank does, means over the ranks, which add up to `step_s`; `peak_bytes` and
+    `host_bytes` have an entry a rank of one pipeline. `score_s` is what choices are ranked by: the step, or the seconds to the target
+    where the epochs to it are known (`epochs`).
+    """
+
+    candidate: Candidate
+    boundaries: tuple[int, ...]
+    step_s: float
+    score_s: float
+    efficiency: float
+    peak_bytes: tuple[int, ...]
+    host_bytes: tuple[int, ...]
+    parts_s: Mapping[str, float]
+    epochs: float | None = None
+
+    @property
+    def images_per_s(self) -> float:
+        """Images of all replicas a second."""
+        return self.candidate.global_batch / self.step_s
+
+    def to_json(self, first: Choice) -> dict[str, Any]:
+        """Gives the choice as plain data, beside the first one."""
+        one = self.candidate
+        return {
+            "step_s": self.step_s, "images_per_s": self.images_per_s, "peak_bytes": list(self.peak_bytes),
+            "host_bytes": list(self.host_bytes), "efficiency": self.efficiency, "partitions": one.partitions,
+            "replicas": one.replicas, "schedule": one.schedule, "activation_cap": one.cap, "parts": one.parts,
+            "chunks": one.chunks, "micro_batch_size": one.micro_batch_size, "micro_batches": one.micro_batches,
+            "global_batch": one.global_batch, "memory": one.policy, "boundaries": list(self.boundaries),
+            "parts_s": dict(self.parts_s), "epochs": self.epochs,
+            "to_target_s": None if self.epochs is None else self.score_s,
+            "loses_by": reasons(first, self), "overrides": list(one.overrides(self.boundaries)),
+        }  # fmt: skip
+
+
+def reasons(first: Choice, other: Choice) -> list[str]:
+    """Says what costs a choice more than the first, each in milliseconds of a step and percent of the first's, largest first.
+
+    The parts are compared for the same images, so that choices of different global batches compare too.
+    """
+    if other is first or first.step_s <= 0:
+        return []
+    scale = first.candidate.global_batch / other.candidate.global_batch
+    more = {part: scale * other.parts_s[part] - first.parts_s[part] for part in PARTS}
+    told = sorted((part for part in PARTS if more[part] > LEAST_SHARE * first.step_s), key=lambda part: -more[part])
+    said = [_words(part, other).format(_amount(more[part], first.step_s)) for part in told[:MOST_REASONS]]
+    if first.epochs and other.epochs and other.epochs > first.epochs:
+        said.append(f"needs {100 * (other.epochs / first.epochs - 1):.1f} % more epochs")
+    if said:
+        return said
+    difference = other.score_s - first.score_s
+    if difference > 0:
+        return [f"as fast to {100 * difference / first.score_s:.2g} %"]
+    held, least = max(other.peak_bytes), max(first.peak_bytes)
+    return [f"as fast, holds {100 * (held / least - 1):+.0f} % bytes" if least else "as fast"]
+
+
+def _words(part: str, other: Choice) -> str:
+    moves = any(other.host_bytes)
+    return COPIES if part == "waiting" and moves else WORDS[part]
+
+
+def _amount(seconds: float, step_s: float) -> str:
+    return f"{1e3 * seconds:.3g} ms ({100 * seconds / step_s:.1f} %)"
