@@ -9,13 +9,14 @@ RUN    ?=
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
 BENCHES = bench-engine bench-split bench-schedules bench-emulated bench-profile bench-partition bench-cuts bench-memory bench-plan \
-          bench-resume bench-fidelity bench-attribution bench-report
+          bench-resume bench-fidelity bench-attribution bench-report bench-planner
 
-.PHONY: help setup run submit study status logs cancel diagnose resubmit report test test-slurm lint format bench \
+.PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-slurm lint format bench \
         $(BENCHES) bench-memory-gpu calibrate clean
 help:
 	@echo "make run [CONF=quickstart] [ARGS='key=value ...']   train on this machine"
 	@echo "make submit CONF=x [ARGS=...] [DRY=1]               send to SLURM by the preset of this machine, or show it"
+	@echo "make plan CONF=x ARGS='parallel.gpus=64 machine=...'   find the fastest configuration that fits; make submit CONF=x_planned sends it"
 	@echo "make study CONF=emulated_scaling [ARGS=...] [DRY=1] run the missing points of a study, and draw it"
 	@echo "make status [RUN='a b'] [ARGS=-v] | logs RUN=a [ARGS=-f] | cancel RUN='a b' [ARGS=--yes]   look at runs and studies, end them"
 	@echo "make diagnose RUN=a | resubmit RUN='a b' [ARGS='cluster.minutes=90 --yes']   say why runs ended, and send them again"
@@ -34,6 +35,9 @@ run: setup
 
 submit: setup
 	@$(PY) -m jobs submit --auto-cluster experiment=$(CONF) $(ARGS) $(if $(DRY),--dry-run)
+
+plan: setup
+	@$(PY) -m gems plan experiment=$(CONF) --write conf/experiment/$(CONF)_planned.yaml $(ARGS)
 
 study: setup
 	@$(PY) -m jobs study study=$(CONF) $(ARGS) $(if $(DRY),--dry-run)

@@ -19,6 +19,10 @@ VERBS = {
                    flags=("--compare",), choices={"--picture": ()}),
     "place": Verb("gems.show_dlplacer:show_dlplacer", "on which devices a model's operators run: --devices N, --method auto|cp_sat|milp|heft, --picture FILE",
                   choices={"--devices": (), "--method": ("auto", "cp_sat", "milp", "heft"), "--picture": ()}),
+    "plan": Verb("gems.show_plan:show_plan", "the fastest configurations on parallel.gpus=N: --global-batch N, --top 10, --budget S, --epochs FILE, --write FILE; "
+                 "or --hybrid: data against model parallelism",
+                 flags=("--hybrid",),
+                 choices=dict.fromkeys(("--top", "--global-batch", "--budget", "--write", "--epochs", "--efficiency", "--speedup"), ())),
     "verify": Verb("gems.verify:verify", "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip
 

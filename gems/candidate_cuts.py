@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,10 +9,11 @@ import numpy as np
 
 from gems.cutting import Case
 from gems.partition.exact import solve
-from gems.partition.problem import NoCut, Problem, RankCosts, Table
+from gems.partition.problem import NoCut, Problem, RankCosts
 from gems.partition.spans import Spans
 from gems.plan.search.candidate import BOTH_WAYS, TWO_STAGES, Candidate
 from gems.profile import ModelProfile
+from gems.schedule.action import Kind
 from gems.schedule.placement import Placement, bidirectional, linear, looped, v
 from gems.schedule.schedule import Schedule
 
@@ -35,7 +35,7 @@ class Cuts:
     def __init__(self, profile: ModelProfile) -> None:
         self.spans = Spans(profile)
         self._by_time: dict[object, TimeCut] = {}
-        self._by_bytes: dict[int, tuple[int, ...]] = {}
+        self._by_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def by_time(self, one: Candidate) -> TimeCut:
         """Gives the cut whose heaviest rank computes least: exact where ranks hold one stage or a pair of them.
@@ -48,34 +48,33 @@ class Cuts:
             found = self._by_time[placement] = self._cut_by_time(placement)
         return found
 
-    def within(
-        self, schedule: Schedule, optimizer: str, limit_bytes: int
-    ) -> Iterator[tuple[int, ...]]:
-        """Gives further cuts of a lowered schedule, for one whose cut by time is too large for the device.
+    def by_bytes(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Gives the cut whose stages hold alike: of each what one micro-batch keeps, as often as `counts` says."""
+        if counts not in self._by_bytes:
+            ranks = tuple(
+                RankCosts((stage,), ((partial(np.multiply, float(count), self.spans.stash),),))
+                for stage, count in enumerate(counts)
+            )
+            self._by_bytes[counts] = solve(self._problem(len(counts), ranks)).boundaries
+        return self._by_bytes[counts]
 
-        First the exact one, of the least time within the bytes, where its tables are small enough; then the one whose
-        stages keep alike.
-        """
-        spans, num_stages = self.spans, schedule.num_stages
-        case = Case(spans.profile, schedule, optimizer, limit_bytes)
-        case.__dict__["spans"] = spans
-        num_tables = sum(len(rank.moments) * len(rank.stages) for rank in case.memory)
-        if num_tables * 8 * spans.num_layers**2 <= MOST_TABLE_BYTES:
-            try:
-                yield solve(case.problem("time"), CUT_BUDGET_S).boundaries
-            except NoCut:
-                return
-        if num_stages not in self._by_bytes:
-            ranks = tuple(RankCosts((stage,), ((self._kept,),)) for stage in range(num_stages))
-            self._by_bytes[num_stages] = solve(self._problem(num_stages, ranks)).boundaries
-        yield self._by_bytes[num_stages]
-
-    def _kept(self) -> Table:
-        return self.spans.stash
+    def within(self, schedule: Schedule, optimizer: str, limit_bytes: int) -> tuple[int, ...] | None:
+        """Gives the exact cut of a lowered schedule, of the least time within the bytes; None where its tables are too large."""
+        case = Case(self.spans.profile, schedule, optimizer, limit_bytes)
+        case.__dict__["spans"] = self.spans
+        num_tables = sum(len(rank.moments) * len(rank.stages) for rank in dict.fromkeys(case.memory))
+        if num_tables * 8 * self.spans.num_layers**2 > MOST_TABLE_BYTES:
+            return None
+        try:
+            return solve(case.problem("time"), CUT_BUDGET_S).boundaries
+        except NoCut:
+            return None
 
     def _cut_by_time(self, placement: Placement) -> TimeCut:
         num_stages, num_ranks = placement.num_stages, placement.num_ranks
-        is_alone = num_stages > 2 * num_ranks or (num_stages > num_ranks and placement == looped(num_ranks, 2))
+        is_alone = num_stages > 2 * num_ranks or (
+            num_stages > num_ranks and placement == looped(num_ranks, 2)
+        )
         ranks = []
         for rank in range(num_stages if is_alone else num_ranks):
             held = ((0, rank),) if is_alone else placement.stages_on(rank)
@@ -89,6 +88,20 @@ class Cuts:
 
     def _problem(self, num_stages: int, ranks: tuple[RankCosts, ...]) -> Problem:
         return Problem(self.spans.num_layers, num_stages, ranks, self.spans.boundary_bytes())
+
+
+def stashes(schedule: Schedule) -> tuple[int, ...]:
+    """Gives for each stage of a list the most micro-batches that a rank holds of it at once."""
+    counts = [1] * schedule.num_stages
+    for row in schedule.rows:
+        now = [0] * schedule.num_stages
+        for action in row:
+            if action.kind is Kind.F:
+                now[action.stage] += 1
+                counts[action.stage] = max(counts[action.stage], now[action.stage])
+            elif action.kind in (Kind.B, Kind.I):
+                now[action.stage] -= 1
+    return tuple(counts)
 
 
 def placement_of(one: Candidate) -> Placement:

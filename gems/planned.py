@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gems.cache import cached
@@ -117,14 +118,23 @@ def check_fits(spec: RunSpec, outcome: Outcome) -> None:
             f"rank {worst} of {len(peaks)} under memory={policy}", peaks[worst], limit, SMALLER
         )
     limit, on_host = spec.machine.host_bytes, outcome.host_bytes
-    together = min(spec.cluster.ranks_per_node or len(on_host), spec.world_size)
-    needed = max(on_host) * together
-    if limit is not None and needed > limit:
+    if limit is not None and not has_room(spec, on_host):
+        together = _on_a_node(spec, on_host)
         raise DoesNotFitError(
-            f"host memory of {together} ranks on a node under memory={policy}", needed, limit,
+            f"host memory of {together} ranks on a node under memory={policy}", max(on_host) * together, limit,
             "recompute more (memory=recompute, memory=plan), use more nodes, or a smaller image or micro-batch",
             key="machine.host_bytes",
         )  # fmt: skip
+
+
+def has_room(spec: RunSpec, on_host: Sequence[int]) -> bool:
+    """Tells whether a node's host memory holds what its ranks keep there, given in bytes for each rank of a pipeline."""
+    limit = spec.machine.host_bytes
+    return limit is None or max(on_host) * _on_a_node(spec, on_host) <= limit
+
+
+def _on_a_node(spec: RunSpec, on_host: Sequence[int]) -> int:
+    return min(spec.cluster.ranks_per_node or len(on_host), spec.world_size)
 
 
 def _within_layers(spec: RunSpec) -> RunSpec:

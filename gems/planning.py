@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from statistics import fmean
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from gems.config import RunSpec
 from gems.costed import PROFILE, costs_from
 from gems.cutting import optimizer_of
 from gems.errors import ConfigError, DoesNotFitError
-from gems.memory.case import Outcome
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
-from gems.memory.segment_costs import stage_costs
-from gems.candidate_cuts import Cuts, with_stages
+from gems.memory.segment_costs import segment_costs, stage_costs
+from gems.memory.walk import Walked, walk
+from gems.candidate_cuts import Cuts, TimeCut, stashes, with_stages
 from gems.plan.search.best_first import Rules, TooLarge
-from gems.plan.search.bounds import Load, least_bytes, least_step_s, load_of
+from gems.plan.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of
 from gems.plan.search.candidate import CAPPED, KEEP, Candidate
 from gems.plan.search.choice import Choice
-from gems.planned import check_fits, memory_case
+from gems.planned import has_room, memory_case
 from gems.policies import plan_of
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.store import profile_of
-from gems.program import all_reduce, compute_schedule_of, costs_of, network_in_seconds
-from gems.schedule.costs import Network, StageCosts
+from gems.program import compute_schedule_of, costs_of
+from gems.schedule.costs import StageCosts
 from gems.schedule.lower import lower
-from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import Simulation, simulate
-from gems.schedule.waits import rank_times
+from gems.stepping import parts_s, reduce_s, slowest
 
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
-PLAN_BUDGET_S = 3.0  # of memory=plan, which has many candidates to plan for
-SECONDS = {"unit_s": 1.0, "link": 0.0}
+PLAN_BUDGET_S, SEARCH_BUDGET_S = (
+    3.0,
+    1.0,
+)  # of memory=plan and schedule=capped, of which there are many candidates
 Epochs = Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A candidate with a cut: its run and its compute-only list; `is_by_bytes` says by which of the two cuts."""
+
+    boundaries: tuple[int, ...]
+    run: RunSpec
+    compute: Schedule
+    is_by_bytes: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,19 @@ class Planner:
     """Judges candidates for a run: `spec` is the resolved one that says everything that no candidate chooses.
 
     `epochs` gives the epochs to the target by global batch, where they are known: then choices are ranked by the seconds to it.
+    `_made` holds profiles, loads and cuts, which do not depend on the limit.
     """
 
     spec: RunSpec
     limit_bytes: int | None
     epochs: Epochs | None = None
+    _made: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
 
-    @cached_property
-    def _made(self) -> dict[object, object]:
-        return {}
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes whose profiles are taken; of a profile that was given, its own."""
+        given = self.spec.profile.path is not None
+        return (self.spec.parallel.micro_batch_size,) if given else PROFILED_SIZES
 
     def rules(self) -> Rules[Candidate, Choice]:
         """Gives how the search judges candidates: by seconds of a step, or to the target."""
@@ -61,13 +74,13 @@ class Planner:
             lambda one: self._scored(one, self._refined_s(one)),
             lambda one: self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes,
             self.evaluate,
-            lambda one: one.is_slow,
+            lambda one: one.turn,
         )
 
-    def least_bytes(self, one: Candidate) -> int:
-        """Gives bytes below which a candidate's fullest rank cannot be."""
+    def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
+        """Gives bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
         copies = OPTIMIZERS[optimizer_of(self.spec)].copies
-        return least_bytes(one, self.load(one.micro_batch_size), copies, MESSAGE_COPIES)
+        return least_bytes(one, self.load(one.micro_batch_size), copies, MESSAGE_COPIES, held)
 
     def profile(self, size: int) -> ModelProfile:
         """Gives the profile of a micro-batch size; beyond two images it follows from those of one and two.
@@ -77,11 +90,11 @@ class Planner:
         """
         made = self._made
         if ("profile", size) not in made:
-            if size in PROFILED_SIZES or self.spec.profile.path is not None:
+            if size in self.sizes:
                 parallel = replace(self.spec.parallel, micro_batch_size=size)
                 made["profile", size] = profile_of(replace(self.spec, parallel=parallel))
             else:
-                points = [self.profile(each) for each in PROFILED_SIZES]
+                points = [self.profile(each) for each in self.sizes]
                 data = self.spec.data
                 made["profile", size] = extrapolate(points, data.height_px, data.width_px, size)
         found = made["profile", size]
@@ -118,140 +131,154 @@ class Planner:
             spec.schedule, name=one.schedule, chunks=one.chunks if one.chunks > 1 else spec.schedule.chunks,
             activation_cap=one.cap, activation_cap_bytes=None, path=None, allow=[],
         )  # fmt: skip
+        if one.schedule == CAPPED:
+            schedule = replace(schedule, budget_s=min(schedule.budget_s, SEARCH_BUDGET_S))
         memory = replace(spec.memory, name=one.memory, recompute=one.how or spec.memory.recompute)
         if one.memory == "plan":
             memory = replace(memory, budget_s=min(memory.budget_s, PLAN_BUDGET_S))
         cost = replace(spec.cost, name=PROFILE, activation_bytes=0)
         ranks_per_node = min(on_node, spec.world_size) if on_node else None
         cluster = replace(spec.cluster, ranks_per_node=ranks_per_node)
-        return replace(
-            spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster
-        )
+        return replace(spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster)
 
     def evaluate(self, one: Candidate) -> Choice | TooLarge | None:
         """Cuts, schedules and simulates a candidate; None where its counts, or a policy where keeping fits, make no sense."""
-        if one.memory != KEEP and isinstance(self._kept(one.kept), Choice):
-            return None
+        if one.memory == KEEP:
+            found = self._kept(one)
+            self._fits[one] = isinstance(found, Choice)
+            return found
+        if one.kept not in self._fits:
+            self._fits[one.kept] = isinstance(self._kept(one.kept), Choice)
         try:
-            return self._kept(one) if one.memory == KEEP else self._under_policy(one)
+            return None if self._fits[one.kept] else self._under_policy(one)
         except ConfigError:
             return None
 
+    @cached_property
+    def _fits(self) -> dict[Candidate, bool]:
+        """Which candidates that keep their activations fit: no policy is faster than that."""
+        return {}
+
     def _kept(self, one: Candidate) -> Choice | TooLarge | None:
-        """Evaluates a candidate that keeps its activations, once."""
-        made = self._made
-        if one not in made:
-            if self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes:
-                made[one] = TooLarge(self.least_bytes(one))
-            else:
-                try:
-                    made[one] = self._keeping(one)
-                except ConfigError:
-                    made[one] = None
-        found = made[one]
-        assert found is None or isinstance(found, Choice | TooLarge)
-        return found
+        if self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes:
+            return TooLarge(self.least_bytes(one))
+        try:
+            return self._keeping(one)
+        except ConfigError:
+            return None
 
     def _keeping(self, one: Candidate) -> Choice | TooLarge:
-        cuts, optimizer = self.cuts(one.micro_batch_size), optimizer_of(self.spec)
-        model = MemoryModel(cuts.spans, OPTIMIZERS[optimizer])
         least = sys.maxsize
-        for boundaries, run, compute in self._scheduled(one):
-            schedule = lower(compute)
-            peaks = model.peak_bytes(schedule, boundaries)
+        for made in self._scheduled(one):
+            at_least = self.least_bytes(one, held_at_once(made.compute))
+            if self.limit_bytes is not None and at_least > self.limit_bytes:
+                return TooLarge(at_least)
+            peaks = self._peaks(made)
             least = min(least, max(peaks))
             if self.limit_bytes is None or max(peaks) <= self.limit_bytes:
-                costs = self._costs(run, schedule, boundaries)
-                return self._played(one, run, boundaries, schedule, costs, peaks, (0,) * len(peaks))
+                if made.is_by_bytes:
+                    made, peaks = self._faster(one, made, peaks)
+                schedule = lower(made.compute)
+                costs = self._costs(made.run, schedule, made.boundaries)
+                return self._played(one, made, schedule, costs, peaks, (0,) * len(peaks))
         return TooLarge(least)
 
-    def _under_policy(self, one: Candidate) -> Choice | TooLarge | None:
+    def _peaks(self, made: _Made) -> tuple[int, ...]:
+        spans, optimizer = self.cuts(made.run.parallel.micro_batch_size).spans, optimizer_of(self.spec)
+        model = MemoryModel(spans, OPTIMIZERS[optimizer])
+        return model.peak_bytes(lower(made.compute), made.boundaries)
+
+    def _faster(self, one: Candidate, made: _Made, peaks: tuple[int, ...]) -> tuple[_Made, tuple[int, ...]]:
+        """Gives the exact cut within the bytes in the place of the one by bytes, where it can be had and keeps them."""
+        assert self.limit_bytes is not None
+        cuts = self.cuts(one.micro_batch_size)
+        boundaries = cuts.within(lower(made.compute), optimizer_of(self.spec), self.limit_bytes)
+        if boundaries is None:
+            return made, peaks
+        other = self._scheduled_at(one, boundaries)
+        others = self._peaks(other)
+        return (other, others) if max(others) <= self.limit_bytes else (made, peaks)
+
+    def _under_policy(self, one: Candidate) -> Choice | TooLarge:
         least = sys.maxsize
-        for boundaries, run, compute in self._scheduled(one):
-            case = replace(
-                memory_case(run, compute, boundaries, self.profile(one.micro_batch_size)),
-                limit_bytes=run.memory.limit_bytes or self.limit_bytes,
-            )
+        for made in self._scheduled(one):
+            run, profile = made.run, self.profile(one.micro_batch_size)
+            case = memory_case(run, made.compute, made.boundaries, profile)
+            case = replace(case, limit_bytes=run.memory.limit_bytes or self.limit_bytes)
             try:
-                outcome = case.outcome(plan_of(run.memory, case))
-                check_fits(run, outcome)
+                plan = replace(plan_of(run.memory, case), least_bytes=case.least_bytes)
             except DoesNotFitError as error:
                 least = min(least, error.needed_bytes)
                 continue
-            return self._choice_of(one, run, boundaries, outcome)
+            schedule = case.lowered(plan)
+            walked: list[Walked] = []
+            for rank in range(schedule.num_ranks):
+                walked.append(walk(profile, plan, schedule, rank, OPTIMIZERS[case.optimizer]))
+                if self.limit_bytes is not None and walked[-1].peak_bytes > self.limit_bytes:
+                    break
+            peaks = tuple(each.peak_bytes for each in walked)
+            on_host = tuple(each.peak_host_bytes for each in walked)
+            if self.limit_bytes is not None and max(peaks) > self.limit_bytes:
+                least = min(least, max(peaks))
+                continue
+            if has_room(run, on_host):
+                rates = run.machine.d2h_bytes_per_s, run.machine.h2d_bytes_per_s
+                spans = self.cuts(one.micro_batch_size).spans
+                reduced_s = reduce_s(run, schedule.placement, made.boundaries, spans)
+                costs = replace(segment_costs(profile, plan, schedule, *rates), reduce=reduced_s)
+                return self._played(one, made, schedule, costs, peaks, on_host)
         return TooLarge(least)
 
-    def _choice_of(
-        self, one: Candidate, run: RunSpec, boundaries: tuple[int, ...], outcome: Outcome
-    ) -> Choice:
-        schedule, made = outcome.schedule, outcome.costs
-        costs = replace(made, reduce=self._reduce_s(run, schedule.placement, boundaries))
-        return self._played(one, run, boundaries, schedule, costs, outcome.peak_bytes, outcome.host_bytes)
-
-    def _scheduled(self, one: Candidate) -> Iterator[tuple[tuple[int, ...], RunSpec, Schedule]]:
-        """Gives the candidate's cuts, each with the run and its compute-only list, as long as another one is asked for."""
+    def _scheduled(self, one: Candidate) -> Iterator[_Made]:
+        """Gives the candidate by its cut of least time, and as long as another one is asked for, by that of least bytes."""
         cuts, profile = self.cuts(one.micro_batch_size), self.profile(one.micro_batch_size)
-        run = self.run_of(one)
         if one.schedule == CAPPED:
+            run = self.run_of(one)
             layers = list(range(profile.num_layers + 1))
             schedule = replace(run.schedule, max_stages=profile.num_layers)
             run = replace(run, cost=costs_from(run, profile, layers), schedule=schedule)
             compute = compute_schedule_of(run)
             chain = with_stages(one, compute.num_stages)
-            yield cuts.by_time(chain).boundaries, run, compute
+            yield _Made(self._by_time(chain).boundaries, run, compute)
             return
-        boundaries = cuts.by_time(one).boundaries
-        run, compute = self._scheduled_at(one, boundaries)
-        yield boundaries, run, compute
-        if self.limit_bytes is None:
+        made = self._scheduled_at(one, self._by_time(one).boundaries)
+        yield made
+        if self.limit_bytes is None or one.num_stages == 1:
             return
-        for other in cuts.within(lower(compute), optimizer_of(self.spec), self.limit_bytes):
-            if other != boundaries:
-                yield other, *self._scheduled_at(one, other)
+        # what is made again is there for one micro-batch at a time
+        counts = stashes(made.compute) if one.memory == KEEP else (1,) * made.compute.num_stages
+        boundaries = cuts.by_bytes(counts)
+        if boundaries != made.boundaries:
+            yield replace(self._scheduled_at(one, boundaries), is_by_bytes=True)
 
-    def _scheduled_at(self, one: Candidate, boundaries: tuple[int, ...]) -> tuple[RunSpec, Schedule]:
+    def _scheduled_at(self, one: Candidate, boundaries: tuple[int, ...]) -> _Made:
         spans, run = self.cuts(one.micro_batch_size).spans, self.run_of(one, boundaries)
         kept = list(stage_costs(spans, boundaries).activation)
         run = replace(run, cost=costs_from(run, spans.profile, boundaries, kept))
-        return run, compute_schedule_of(run)
+        return _Made(boundaries, run, compute_schedule_of(run))
 
     def _costs(self, run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> StageCosts:
         """Gives what the list is simulated with: the profile's seconds, or on a machine without real layers its own costs."""
         if run.machine.kind != "real":
             return costs_of(run, schedule.placement)
         spans = self.cuts(run.parallel.micro_batch_size).spans
-        reduce_s = self._reduce_s(run, schedule.placement, boundaries)
-        return replace(stage_costs(spans, boundaries), reduce=reduce_s)
-
-    def _reduce_s(
-        self, run: RunSpec, placement: Placement, boundaries: tuple[int, ...]
-    ) -> tuple[float, ...]:
-        params = self.cuts(run.parallel.micro_batch_size).spans.params
-        in_seconds = replace(run, cost=replace(run.cost, **SECONDS))  # type: ignore[arg-type]
-        found = [0.0] * placement.num_stages
-        for rank in range(placement.num_ranks):
-            stages = {stage for _, stage in placement.stages_on(rank)}
-            num_bytes = sum(float(params[boundaries[stage], boundaries[stage + 1]]) for stage in stages)
-            group = placement.reduce_group(rank, run.parallel.replicas)
-            found[placement.lowest_stage(rank)] = all_reduce(in_seconds, group, round(num_bytes))
-        return tuple(found)
+        reduced_s = reduce_s(run, schedule.placement, boundaries, spans)
+        return replace(stage_costs(spans, boundaries), reduce=reduced_s)
 
     def _played(
-        self, one: Candidate, run: RunSpec, boundaries: tuple[int, ...], schedule: Schedule, costs: StageCosts,
-        peaks: tuple[int, ...], on_host: tuple[int, ...],
-    ) -> Choice:  # fmt: skip
-        network, played = _slowest(run, schedule, costs)
-        times = rank_times(schedule, costs, played, network)
-        parts_s = {
-            "compute": fmean(time.useful for time in times),
-            "recompute": fmean(time.recompute for time in times),
-            "messages": fmean(time.link for time in times),
-            "all_reduce": fmean(time.reduce for time in times),
-            "waiting": fmean(time.idle + time.step for time in times),
-        }
+        self,
+        one: Candidate,
+        made: _Made,
+        schedule: Schedule,
+        costs: StageCosts,
+        peaks: tuple[int, ...],
+        on_host: tuple[int, ...],
+    ) -> Choice:
+        network, played = slowest(made.run, schedule, costs)
         epochs = None if self.epochs is None else self.epochs(one.global_batch)
         return Choice(
-            one, boundaries, played.span, self._scored(one, played.span), played.efficiency, peaks, on_host, parts_s, epochs,
+            one, made.boundaries, played.span, self._scored(one, played.span), played.efficiency, peaks, on_host,
+            partial(parts_s, schedule, costs, played, network), epochs,
         )  # fmt: skip
 
     def _scored(self, one: Candidate, step_s: float) -> float:
@@ -264,16 +291,17 @@ class Planner:
         load = self.load(one.micro_batch_size)
         if one.schedule == CAPPED:
             return least_step_s(one, load)
-        return least_step_s(one, load, self.cuts(one.micro_batch_size).by_time(one).bottleneck_s)
+        return least_step_s(one, load, self._by_time(one).bottleneck_s)
 
+    def _by_time(self, one: Candidate) -> TimeCut:
+        """Gives the cut by time, which is that of the smallest micro-batch for all: layers' times grow nearly alike.
 
-def _slowest(run: RunSpec, schedule: Schedule, costs: StageCosts) -> tuple[Network, Simulation]:
-    """Simulates a pipeline as it lies over the nodes, the slowest way of its replicas, which are alike but for that."""
-    network, size = network_in_seconds(run), schedule.num_ranks
-    per_node = network.ranks_per_node or sys.maxsize
-    ways: dict[tuple[int, ...], int] = {}
-    for first in sorted({replica * size % per_node for replica in range(run.parallel.replicas)}):
-        nodes = tuple((first + rank) // per_node for rank in range(size))
-        ways.setdefault(nodes, first)
-    networks = [replace(network, first_rank=first) for first in ways.values()]
-    return max(((each, simulate(schedule, costs, each)) for each in networks), key=lambda pair: pair[1].span)
+        For another size the heaviest rank's seconds are bounded by the layer that grows least.
+        """
+        smallest = self.sizes[0]
+        found = self.cuts(smallest).by_time(one)
+        if one.micro_batch_size == smallest:
+            return found
+        pairs = zip(self.profile(one.micro_batch_size).layers, self.profile(smallest).layers, strict=True)
+        grows = min((layer.time_s / base.time_s for layer, base in pairs if base.time_s), default=0.0)
+        return replace(found, bottleneck_s=grows * found.bottleneck_s)

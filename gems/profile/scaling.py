@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from gems.errors import ConfigError
 from gems.profile.model_profile import LayerProfile, ModelProfile
 from gems.profile.saved import product_bytes_of, stash_of
@@ -20,7 +17,6 @@ SIZES = (
 )  # fmt: skip
 STORAGES = ("saved", "passing")
 PAIRS = ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
-Vector = NDArray[np.float64]
 
 
 def extrapolate(
@@ -53,11 +49,10 @@ def _fit(
     points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
 ) -> ModelProfile:
     first = points[0]
-    at = np.array([_pixels(point) for point in points], dtype=float)
-    wanted = float(micro_batch_size * height_px * width_px)
+    weights = _line([_pixels(point) for point in points], float(micro_batch_size * height_px * width_px))
 
     def value(of: Callable[[LayerProfile], float], index: int) -> float:
-        return _line(at, np.array([of(point.layers[index]) for point in points], dtype=float), wanted)
+        return _at(weights, [of(point.layers[index]) for point in points])
 
     def layer(index: int) -> LayerProfile:
         base = first.layers[index]
@@ -93,23 +88,26 @@ def _fit(
         cheap = product_bytes_of((*found["saved"], *found["passing"]))
         return {**found, "stash_bytes": stash, "saved_later": later, "cheap_bytes": cheap}
 
-    given = np.array([point.input_bytes for point in points], dtype=float)
     return replace(
         first,
         height_px=height_px,
         width_px=width_px,
         micro_batch_size=micro_batch_size,
         layers=tuple(layer(index) for index in range(first.num_layers)),
-        input_bytes=round(_line(at, given, wanted)),
+        input_bytes=round(_at(weights, [point.input_bytes for point in points])),
     )
 
 
-def _line(at: Vector, values: Vector, wanted: float) -> float:
-    """Gives the value at `wanted` of the line nearest to the points; never below 0."""
-    scale = float(at.max())
-    table = np.stack([np.ones_like(at), at / scale], axis=1)
-    (offset, slope), *_ = np.linalg.lstsq(table, values, rcond=None)
-    return max(0.0, float(offset + slope * wanted / scale))
+def _line(at: Sequence[int], wanted: float) -> tuple[float, ...]:
+    """Gives what each point counts for in the value at `wanted` of the line nearest to them."""
+    mean = sum(at) / len(at)
+    spread = sum((one - mean) ** 2 for one in at)
+    return tuple(1 / len(at) + (wanted - mean) * (one - mean) / spread for one in at)
+
+
+def _at(weights: Sequence[float], values: Sequence[float]) -> float:
+    """Gives the value on the line; never below 0."""
+    return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
 
 
 def _check(points: Sequence[ModelProfile]) -> None:

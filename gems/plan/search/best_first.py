@@ -58,34 +58,34 @@ class Rules(Generic[C, S]):
     """How candidates are judged.
 
     `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and the second with some; one
-    that `is_pruned` is below its bytes. `evaluate` gives None for a candidate that cannot be. Those that are `is_slow` to
-    evaluate come after all others.
+    that `is_pruned` is below its bytes. `evaluate` gives None for a candidate that cannot be. Those of a later `turn`, which are slower to
+    evaluate, come after all others.
     """
 
     least_s: Callable[[C], float]
     refined_s: Callable[[C], float]
     is_pruned: Callable[[C], bool]
     evaluate: Callable[[C], S | TooLarge | None]
-    is_slow: Callable[[C], bool]
+    turn: Callable[[C], int]
 
 
 def search(
     candidates: Iterable[C], rules: Rules[C, S], num_best: int, is_over: Callable[[], bool] = lambda: False
 ) -> Found[S]:
     """Gives the `num_best` candidates of the least seconds; the same as if all had been scored, unless `is_over` ends it."""
-    waiting: list[tuple[bool, float, int, bool, C]] = []
+    waiting: list[tuple[int, float, int, bool, C]] = []
     counted = dict.fromkeys(("simulated", "too_large", "bytes", "time", "impossible", "left"), 0)
     number = 0
     for number, one in enumerate(candidates, 1):
         if rules.is_pruned(one):
             counted["bytes"] += 1
         else:
-            waiting.append((rules.is_slow(one), rules.least_s(one), number, False, one))
+            waiting.append((rules.turn(one), rules.least_s(one), number, False, one))
     heapq.heapify(waiting)
     best: list[tuple[float, int, S]] = []
     needed: list[int] = []
     while waiting:
-        slow, least_s, place, is_refined, one = heapq.heappop(waiting)
+        turn, least_s, place, is_refined, one = heapq.heappop(waiting)
         if len(best) == num_best and least_s > best[-1][0]:
             counted["time"] += 1
             continue
@@ -93,7 +93,7 @@ def search(
             counted["left"] += 1
             continue
         if not is_refined:
-            heapq.heappush(waiting, (slow, max(least_s, rules.refined_s(one)), place, True, one))
+            heapq.heappush(waiting, (turn, max(least_s, rules.refined_s(one)), place, True, one))
             continue
         result = rules.evaluate(one)
         if result is None:

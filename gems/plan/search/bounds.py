@@ -8,6 +8,8 @@ from math import ceil
 
 from gems.plan.search.candidate import KEEP, Candidate
 from gems.profile import ModelProfile
+from gems.schedule.action import Kind
+from gems.schedule.schedule import Schedule
 
 _SPLIT_LINEAR = ("zb_h1", "zb_h2")
 
@@ -17,18 +19,22 @@ class Load:
     """What one micro-batch of a whole model is: times in seconds, sizes in bytes.
 
     `longest_s` is the largest layer's forward and backward, `least_forward` the least share that forward has of a layer's
-    time. `kept_bytes` is what the uncut model keeps for backward, `crossing_bytes` what of that a cut takes out of the
-    stash, by cut, largest first: what is first saved behind it. `param_bytes` and `buffer_bytes` are the model's,
-    `transient_bytes` the least that its largest layer makes at once.
+    time, `least_again` the least that a layer takes with its forward run twice, over its time. `kept_bytes` is what the
+    uncut model keeps for backward, `cheap_bytes` what it keeps at least where all but products is made again,
+    `crossing_bytes` what of that a cut takes out of the stash, by cut, largest first: what is first saved behind it.
+    `param_bytes` and `buffer_bytes` are the model's, `transient_bytes` the least that its largest layer makes at once.
     """
 
+    num_layers: int
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
     recompute_s: float
     longest_s: float
     least_forward: float
+    least_again: float
     kept_bytes: int
+    cheap_bytes: int
     crossing_bytes: tuple[int, ...]
     param_bytes: int
     buffer_bytes: int
@@ -48,14 +54,18 @@ def load_of(profile: ModelProfile) -> Load:
         for ahead, num_bytes in layer.saved_later:
             for cut in range(index, min(index + ahead, len(crossing))):
                 crossing[cut] += num_bytes
+    timed = [layer for layer in layers if layer.time_s]
     return Load(
+        num_layers=len(layers),
         forward_s=sum(layer.forward_s for layer in layers),
         input_grad_s=sum(layer.input_grad_s for layer in layers),
         weight_grad_s=sum(layer.weight_grad_s for layer in layers),
         recompute_s=sum(layer.recompute_s for layer in layers),
         longest_s=max(layer.time_s for layer in layers),
-        least_forward=min((layer.forward_s / layer.time_s for layer in layers if layer.time_s), default=0.0),
+        least_forward=min((layer.forward_s / layer.time_s for layer in timed), default=0.0),
+        least_again=min((1 + layer.recompute_s / layer.time_s for layer in timed), default=1.0),
         kept_bytes=sum(layer.kept_bytes for layer in layers),
+        cheap_bytes=sum(min(layer.cheap_bytes, layer.stash_bytes) for layer in layers),
         crossing_bytes=tuple(sorted(crossing, reverse=True)),
         param_bytes=sum(layer.param_bytes for layer in layers),
         buffer_bytes=sum(layer.buffer_bytes for layer in layers),
@@ -72,7 +82,7 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
     The heaviest rank computes at least its share. Beyond that, where a rank holds one stage and the backward is whole: rank
     r begins when the stages before it have run forward and ends before they run backward, so that a step of M has
     N t_r + sum of t_s over s < r <= M for every r; the cut that makes the least M gives M = T / (1 - (1 - 1/N)^P), with T
-    the model's time. A split backward leaves of that the beginning. In GEMS the runs' backwards follow each other
+    the model's time (and with every forward run again a times N for N, where a is the least that this adds to a layer). A split backward leaves of that the beginning. In GEMS the runs' backwards follow each other
     (reference of its closed form: gems.schedule.bounds). With a cap of K the micro-batches K apart follow each other.
 
     Args:
@@ -83,8 +93,10 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
     """
     p, n = one.partitions, one.micro_batches
     time_s = load.time_s
-    again_s = load.recompute_s if (one.memory, one.how) == ("recompute", "stage") else 0.0
-    heaviest = n * max((time_s + again_s) / p, load.longest_s, bottleneck_s)
+    is_again = (one.memory, one.how) == ("recompute", "stage")
+    again = load.least_again if is_again else 1.0
+    whole_s = time_s + load.recompute_s * is_again
+    heaviest = n * max(whole_s / p, again * load.longest_s, again * bottleneck_s)
     backward_s = load.input_grad_s + load.weight_grad_s
     chain = load.forward_s + backward_s
     if one.schedule == "gems_master":
@@ -93,7 +105,7 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
         chain = load.forward_s + n * load.input_grad_s
     elif one.schedule == "1f1b":
         in_flight = int(min(p, one.cap or p))
-        chain = max(time_s / (1 - (1 - 1 / n) ** p), ceil(n / in_flight) * time_s)
+        chain = max(time_s / (1 - (1 - 1 / (n * again)) ** p), ceil(n / in_flight) * time_s)
     elif one.schedule in _SPLIT_LINEAR and load.least_forward:
         share = load.least_forward
         chain = max(load.forward_s, share * time_s / (1 - (1 - share / n) ** p))
@@ -102,33 +114,72 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
     return max(heaviest, chain) + reduce_s
 
 
-def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> int:
+def least_bytes(
+    one: Candidate, load: Load, param_copies: int, buffer_copies: int, held: Sequence[float] = ()
+) -> int:
     """Gives bytes below which the fullest rank of a candidate cannot be, whatever its cut.
 
-    All ranks together hold the parameters with their gradients and states, once for each direction. With all activations kept a
-    rank in the middle of its step holds c stashes of its part: of a whole A, cut to be least on the fullest rank, that is
-    A / (sum of 1 / c). What a cut takes out of the stash is left out for the worst cuts there are.
+    All ranks together hold the parameters with their gradients and states, once for each direction. With all activations
+    kept a rank in the middle of its step holds c stashes of its part: of a whole A, cut to be least on the fullest rank, that
+    is A / (sum of 1 / c). What is made again is there at once for a stage, or for one of its segments. What a cut takes out of
+    the stash is left out for the worst cuts there are.
 
     Args:
         one: the candidate.
         load: of its micro-batch.
         param_copies: bytes held for each byte of parameters.
         buffer_copies: bytes held for each byte of buffers.
+        held: micro-batches in flight by rank, where they are known better than by `in_flight`.
     """
     static = one.num_directions * (param_copies * load.param_bytes + buffer_copies * load.buffer_bytes)
     least = max(static / one.partitions, load.transient_bytes)
-    if one.memory != KEEP:
+    num_stages = one.num_stages
+    lost = sum(load.crossing_bytes[: num_stages - 1])
+    kept = max(load.kept_bytes - lost, 0)
+    policy = (one.memory, one.how)
+    if policy == ("recompute", "stage"):
+        return int(max(least, kept / num_stages))
+    if policy == ("recompute", "segment"):
+        return int(max(least, kept / (num_stages * ((load.num_layers / num_stages) ** 0.5 + 2))))
+    if policy == ("recompute", "cheap"):
+        kept = load.cheap_bytes
+    elif one.memory != KEEP:
         return int(least)
-    kept = max(load.kept_bytes - sum(load.crossing_bytes[: one.num_stages - 1]), 0)
-    held = in_flight(one)
+    held = held or in_flight(one)
     balanced = kept / sum(1 / count for count in held)
     together = (min(held) * kept + static) / one.partitions
     return int(max(least, balanced, together))
 
 
-def in_flight(one: Candidate) -> Sequence[int]:
+def in_flight(one: Candidate) -> Sequence[float]:
     """Gives for each rank how many micro-batches it holds at once of each of its stages at least."""
     p, n = one.partitions, one.micro_batches
     if one.schedule == "1f1b":
         return [int(min(n, p - rank, one.cap or p)) for rank in range(p)]
     return [one.parts if one.schedule == "gems_master" else 1] * p
+
+
+def held_at_once(schedule: Schedule) -> list[float]:
+    """Gives for each rank of a list how many micro-batches it holds at once of each of its stages at least, by its own order.
+
+    What a rank holds is the largest of its moments, and so at least the mean of any of them: here of the one in which it holds
+    most of the stage of which it holds least, and of those in which it holds most of each.
+    """
+    found = []
+    for row in schedule.rows:
+        now: dict[int, int] = {}
+        for action in row:
+            now.setdefault(action.stage, 0)
+        tops = {stage: dict(now) for stage in now}
+        fewest = 0
+        for action in row:
+            if action.kind is Kind.F:
+                now[action.stage] += 1
+                if now[action.stage] > tops[action.stage][action.stage]:
+                    tops[action.stage] = dict(now)
+                fewest = max(fewest, min(now.values()))
+            elif action.kind in (Kind.B, Kind.I):
+                now[action.stage] -= 1
+        mean = min(sum(top[stage] for top in tops.values()) / len(tops) for stage in now)
+        found.append(max(float(fewest), mean))
+    return found

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 
 KEEP, CAPPED = "keep", "capped"
 # a policy with its way (memory.recompute), by what one evaluation takes
-QUICK_POLICIES = ((KEEP, ""), ("recompute", "stage"), ("recompute", "cheap"))
-SLOW_POLICIES = (("recompute", "segment"), ("vdnn_dyn", ""), ("plan", ""))
+QUICK_POLICIES = ((KEEP, ""), ("recompute", "stage"))
+SLOW_POLICIES = (("recompute", "cheap"), ("recompute", "segment"), ("vdnn_dyn", ""), ("plan", ""))
 BOTH_WAYS = ("gems_master", "gems_zb", "chimera")
 ONE_STAGE = ("1f1b", "zb_h1", "zb_h2")
 TWO_STAGES = ("zb_v", "v_half", "v_min", "dualpipe_v")
+BY_COUNTS = ("1f1b", "gems_master", "gems_zb", "chimera")
 CHUNKS = (2, 4)
 PARTS = (1, 2, 4)
 SEARCHED_CAPS = (1.0, 2.0, 4.0)
 # Slow ones are asked for up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
-MOST_SEARCHED, MOST_SLOW, MOST_PLANNED = 64, 512, 512
+MOST_SEARCHED, MOST_SLOW, MOST_PLANNED = 64, 512, 128
 MOST_FORWARDS = 2**14  # stages x micro-batches of one step
 
 
@@ -60,9 +61,16 @@ class Candidate:
         return self.replicas * self.micro_batches * self.micro_batch_size
 
     @property
-    def is_slow(self) -> bool:
-        """Whether one evaluation takes seconds, so that it waits until the quick ones have been tried."""
-        return self.schedule == CAPPED or (self.memory, self.how) in SLOW_POLICIES
+    def turn(self) -> int:
+        """When it is tried, by how long its evaluation takes: first lists that follow from the counts alone.
+
+        Then those that look at the stages' times, then policies that take seconds, then schedules that are searched.
+        """
+        if self.schedule == CAPPED:
+            return 3
+        if (self.memory, self.how) in SLOW_POLICIES:
+            return 2
+        return int(self.schedule not in BY_COUNTS)
 
     @property
     def label(self) -> str:
@@ -128,7 +136,7 @@ def _schedules(shape: Candidate) -> Iterator[Candidate]:
     yield shape
     if p == 1:
         return
-    caps = {2**k for k in range(p.bit_length()) if 2**k < min(p, n)}
+    caps = {cap for k in range(p.bit_length()) for cap in (2**k, 3 * 2**k) if cap < min(p, n)}
     yield from (replace(shape, cap=float(cap)) for cap in sorted(caps))
     for name in (*ONE_STAGE[1:], *TWO_STAGES):
         yield replace(shape, schedule=name)
@@ -151,7 +159,7 @@ def _is_asked(one: Candidate, num_layers: int) -> bool:
         return one.memory == KEEP
     if one.memory == "plan" and num_layers * one.micro_batches > MOST_PLANNED:
         return False
-    return not one.is_slow or one.partitions * one.micro_batches <= MOST_SLOW
+    return not one.turn or one.partitions * one.micro_batches <= MOST_SLOW
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from gems.plan.search.candidate import Candidate
@@ -18,12 +19,11 @@ LEAST_SHARE = 0.001  # of the first's step: what is less is not told
 MOST_REASONS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Choice:
     """A configuration with one simulated step of it.
 
-    `parts_s` are the seconds of a step by what a rank does, means over the ranks, which add up to `step_s`; `peak_bytes` and
-    `host_bytes` have an entry a rank of one pipeline. `score_s` is what choices are ranked by: the step, or the seconds to the target
+    `peak_bytes` and `host_bytes` have an entry a rank of one pipeline; `split` gives `parts_s`, which only the best are asked for. `score_s` is what choices are ranked by: the step, or the seconds to the target
     where the epochs to it are known (`epochs`).
     """
 
@@ -34,8 +34,13 @@ class Choice:
     efficiency: float
     peak_bytes: tuple[int, ...]
     host_bytes: tuple[int, ...]
-    parts_s: Mapping[str, float]
+    split: Callable[[], Mapping[str, float]] = field(repr=False, compare=False)
     epochs: float | None = None
+
+    @cached_property
+    def parts_s(self) -> Mapping[str, float]:
+        """The seconds of a step by what a rank does, means over the ranks, which add up to `step_s`."""
+        return self.split()
 
     @property
     def images_per_s(self) -> float:
@@ -66,7 +71,9 @@ def reasons(first: Choice, other: Choice) -> list[str]:
         return []
     scale = first.candidate.global_batch / other.candidate.global_batch
     more = {part: scale * other.parts_s[part] - first.parts_s[part] for part in PARTS}
-    told = sorted((part for part in PARTS if more[part] > LEAST_SHARE * first.step_s), key=lambda part: -more[part])
+    told = sorted(
+        (part for part in PARTS if more[part] > LEAST_SHARE * first.step_s), key=lambda part: -more[part]
+    )
     said = [_words(part, other).format(_amount(more[part], first.step_s)) for part in told[:MOST_REASONS]]
     if first.epochs and other.epochs and other.epochs > first.epochs:
         said.append(f"needs {100 * (other.epochs / first.epochs - 1):.1f} % more epochs")

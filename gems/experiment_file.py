@@ -1,0 +1,63 @@
+"""Experiment files: a run that was chosen, written as what it differs by from the defaults, with why it was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.overrides import options_of
+
+# What is of a site or of a call, and not of a run.
+LEFT_OUT = ("runs_dir", "cache_dir", "cluster", "name")
+
+
+def experiment_text(spec: RunSpec, base: RunSpec, name: str, comments: Sequence[str]) -> str:
+    """Gives the text of an experiment that composes to `spec`.
+
+    Args:
+        spec: the run, resolved.
+        base: what composes without it.
+        name: of the run.
+        comments: lines that stand above.
+    """
+    values = {"name": name, **_differing(spec.to_dict(), base.to_dict(), LEFT_OUT)}
+    cluster = spec.cluster.name
+    if cluster != base.cluster.name and cluster in options_of("cluster"):
+        values = {"defaults": [{"override /cluster": cluster}], **values}
+    head = ["# @package _global_", *(f"# {line}" for line in comments)]
+    body = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
+    return "\n".join(head) + "\n" + body
+
+
+def write_experiment(path: Path, text: str) -> None:
+    """Writes an experiment, in the place of one that an earlier call wrote.
+
+    Raises:
+        ConfigError: no .yaml, no such folder, or no permission.
+    """
+    if path.suffix != ".yaml":
+        raise ConfigError(
+            "--write", path, "must be a file NAME.yaml", "below conf/experiment for make submit CONF=NAME"
+        )
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError("--write", path, f"cannot be written ({error.strerror})") from error
+
+
+def _differing(
+    values: Mapping[str, Any], base: Mapping[str, Any], left_out: Sequence[str] = ()
+) -> dict[str, Any]:
+    found = {}
+    for key, value in values.items():
+        if key in left_out or value == base[key]:
+            continue
+        # a mapping of the user's own is given whole
+        is_section = isinstance(value, Mapping) and isinstance(base[key], Mapping) and key != "kwargs"
+        found[key] = _differing(value, base[key]) if is_section else value
+    return found

@@ -1,0 +1,207 @@
+"""`gems plan`: the fastest configurations of a run on so many GPUs, and why each loses to the first."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gems import __version__
+from gems.cli import Options, print_json
+from gems.compose import compose
+from gems.config import RunSpec
+from gems.errors import ConfigError
+from gems.experiment_file import experiment_text, write_experiment
+from gems.plan.search.best_first import Found, search
+from gems.plan.search.candidate import Candidate, candidates
+from gems.plan.search.choice import Choice, reasons
+from gems.planning import Epochs, Planner
+from gems.resolve import check_batch, global_batch
+from gems.what_fits import refuse
+
+HYBRID = "--hybrid"
+NUM_BEST, BUDGET_S = 10, 45.0
+GIB = 2**30
+
+
+def show_plan(spec: RunSpec, options: Options) -> int:
+    """Prints the best configurations on parallel.gpus GPUs (by default those of the run), best first.
+
+    --global-batch gives the images of a step (by default the run's own), and with --epochs FILE several of them, which are then
+    compared by the time to the target. --top says how many are printed, --budget how many seconds the search may take,
+    --write FILE writes the first as an experiment. --hybrid compares data with model parallelism instead.
+
+    Raises:
+        ConfigError: an option that cannot be, a batch that does not divide, or a profile that cannot be had.
+        DoesNotFitError: no configuration fits; the line says what would.
+    """
+    if HYBRID in options.flags:
+        shown: Callable[[RunSpec, Options], int] = importlib.import_module("gems.show_hybrid").show_hybrid
+        return shown(spec, options)
+    num_best = _whole(options, "--top", NUM_BEST)
+    budget_s = _seconds(options, "--budget", BUDGET_S)
+    epochs = _epochs(options)
+    batches = _batches(options, spec, epochs)
+    path = options.chosen.get("--write")
+    planner = Planner(spec, spec.memory.limit_bytes or spec.machine.device_bytes, epochs)
+    begin = time.perf_counter()
+    num_layers = planner.profile(planner.sizes[0]).num_layers
+    num_gpus = spec.parallel.gpus or spec.world_size
+    asked = [one for batch in batches for one in _candidates(planner, num_gpus, batch, num_layers)]
+    for size in planner.sizes[1:]:
+        if any(one.micro_batch_size >= size for one in asked):
+            planner.profile(size)
+    profile_s = time.perf_counter() - begin
+    begin = time.perf_counter()
+    found = search(asked, planner.rules(), num_best, lambda: time.perf_counter() - begin > budget_s)
+    search_s = time.perf_counter() - begin
+    if not found.best:
+        refuse(planner, asked, found, num_gpus)
+    answer = _answer(spec, found, num_gpus) | {"profile_s": profile_s, "search_s": search_s}
+    if path is not None:
+        answer["experiment"] = path
+        _write(Path(path), planner, found.best[0], num_gpus)
+    if options.json:
+        print_json(answer)
+        return 0
+    print(_table(answer, found))
+    if path is not None:
+        print(f"written: {path}{_how_to_submit(Path(path))}")
+    return 0
+
+
+def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:
+    spec = planner.spec
+    asked = candidates(num_gpus, batch, num_layers, has_policies=spec.machine.kind == "real")
+    if spec.profile.path is not None:
+        asked = [one for one in asked if one.micro_batch_size == spec.parallel.micro_batch_size]
+    if not asked:
+        raise ConfigError(
+            "--global-batch", batch, f"has no split over {num_gpus} GPUs into whole micro-batches and at most {num_layers} stages",
+            "use a multiple of the GPUs",
+        )  # fmt: skip
+    check_batch(planner.run_of(asked[0]))
+    return asked
+
+
+def _answer(spec: RunSpec, found: Found[Choice], num_gpus: int) -> dict[str, Any]:
+    first = found.best[0]
+    return {
+        "source": "simulated", "model": spec.model.name, "height_px": spec.data.height_px, "width_px": spec.data.width_px,
+        "machine": spec.machine.name, "device_bytes": spec.machine.device_bytes, "gpus": num_gpus,
+        "choices": [choice.to_json(first) for choice in found.best], "is_exact": found.is_exact,
+        "candidates": found.num_candidates, "simulated": found.num_simulated, "too_large": found.num_too_large,
+        "pruned_by_bytes": found.num_pruned_bytes, "pruned_by_time": found.num_pruned_time,
+        "impossible": found.num_impossible, "left": found.num_left,
+    }  # fmt: skip
+
+
+def _table(answer: dict[str, Any], found: Found[Choice]) -> str:
+    first = found.best[0]
+    lines = [
+        f"{answer['model']} {answer['height_px']} x {answer['width_px']} px on {answer['gpus']} GPUs ({answer['machine']}"
+        f"{_device(answer['device_bytes'])}), {first.candidate.global_batch} images a step: simulated, a prediction",
+        f"{'':>3}{'step [s]':>10}{'images/s':>10}{'peak [GiB]':>11}{'eff. [%]':>9}  {'ranks x copies':<15}{'micro-batches':<15}"
+        f"{'schedule':<24}{'memory':<19}loses to the first by",
+    ]  # fmt: skip
+    for place, choice in enumerate(found.best, 1):
+        one = choice.candidate
+        lines.append(
+            f"{place:>3}{choice.step_s:>10.4g}{choice.images_per_s:>10.4g}{max(choice.peak_bytes) / GIB:>11.2f}"
+            f"{100 * choice.efficiency:>9.1f}  {f'{one.partitions} x {one.replicas}':<15}"
+            f"{f'{one.micro_batches} of {one.micro_batch_size}':<15}{one.label:<24}{one.policy:<19}"
+            + ", ".join(reasons(first, choice))
+        )
+    if first.epochs is not None:
+        lines.append(
+            f"ranked by the time to the target: {first.score_s / 3600:.4g} h, {first.epochs:g} epochs, for the first"
+        )
+    lines.append(_counts(found, answer["search_s"]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _counts(found: Found[Choice], search_s: float) -> str:
+    exact = (
+        "no other can be better as modelled"
+        if found.is_exact
+        else f"ended by its budget with {found.num_left} not looked at: they may be better (--budget)"
+    )
+    return (
+        f"{found.num_candidates} configurations: {found.num_simulated} simulated, {found.num_too_large} too large when cut, "
+        f"{found.num_pruned_bytes} left out by bytes, {found.num_pruned_time} by time, {found.num_impossible} impossible or pointless; "
+        f"{exact}; {search_s:.1f} s"
+    )
+
+
+def _device(device_bytes: int | None) -> str:
+    return ", memory unlimited" if device_bytes is None else f", {device_bytes / GIB:.1f} GiB each"
+
+
+def _write(path: Path, planner: Planner, first: Choice, num_gpus: int) -> None:
+    one = first.candidate
+    run = planner.run_of(one, first.boundaries)
+    base = compose([])
+    run = replace(
+        run, parallel=replace(run.parallel, replications=None, parts=None) if one.parts == 1 else run.parallel
+    )
+    base = replace(base, parallel=replace(base.parallel, micro_batches=None, replications=None, parts=None))
+    name = path.stem
+    comments = [
+        f"Made by `gems plan` of gems-train {__version__} on {datetime.now(UTC):%Y-%m-%d}, for {num_gpus} GPUs of {planner.spec.machine.name} "
+        f"and {one.global_batch} images a step.",
+        f"Predicted by simulation: {first.step_s:.4g} s a step, {first.images_per_s:.4g} images/s, efficiency {100 * first.efficiency:.1f} %, "
+        f"at most {max(first.peak_bytes)} bytes on a device.",
+        "The same as: " + " ".join(one.overrides(first.boundaries)),
+    ]  # fmt: skip
+    write_experiment(path, experiment_text(run, base, name, comments))
+
+
+def _how_to_submit(path: Path) -> str:
+    return f" (make submit CONF={path.stem})" if path.parent.name == "experiment" else ""
+
+
+def _whole(options: Options, name: str, default: int) -> int:
+    text = options.chosen.get(name, str(default))
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 10**6:
+        raise ConfigError(name, text, "must be a whole number from 1 to 1000000")
+    return int(text)
+
+
+def _seconds(options: Options, name: str, default: float) -> float:
+    text = options.chosen.get(name, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(name, text, "must be seconds above 0")
+    return value
+
+
+def _epochs(options: Options) -> Epochs | None:
+    path = options.chosen.get("--epochs")
+    if path is None:
+        return None
+    epochs: Epochs = importlib.import_module("gems.plan.inputs").read_epochs(Path(path)).law.epochs
+    return epochs
+
+
+def _batches(options: Options, spec: RunSpec, epochs: Epochs | None) -> list[int]:
+    text = options.chosen.get("--global-batch")
+    if text is None:
+        return [global_batch(spec)]
+    words = text.split(",")
+    if len(words) > 1 and epochs is None:
+        raise ConfigError(
+            "--global-batch",
+            text,
+            "must be one number",
+            "several compare by the time to a target: give --epochs FILE",
+        )
+    one_each = [Options(chosen={"--global-batch": word}) for word in words]
+    return sorted({_whole(one, "--global-batch", 1) for one in one_each})

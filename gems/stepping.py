@@ -1,0 +1,54 @@
+"""A step in seconds: the all-reduce of a cut, the simulation of a pipeline as it lies over the nodes, and where its time goes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from statistics import fmean
+
+from gems.config import RunSpec
+from gems.partition.spans import Spans
+from gems.program import all_reduce, network_in_seconds
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.waits import rank_times
+
+
+def reduce_s(
+    run: RunSpec, placement: Placement, boundaries: tuple[int, ...], spans: Spans
+) -> tuple[float, ...]:
+    """Gives the seconds of the gradients' all-reduce, by the lowest stage of each rank, for the parameters that a cut puts there."""
+    in_seconds = replace(run, cost=replace(run.cost, unit_s=1.0, link=0.0))
+    found = [0.0] * placement.num_stages
+    for rank in range(placement.num_ranks):
+        stages = {stage for _, stage in placement.stages_on(rank)}
+        num_bytes = sum(float(spans.params[boundaries[stage], boundaries[stage + 1]]) for stage in stages)
+        group = placement.reduce_group(rank, run.parallel.replicas)
+        found[placement.lowest_stage(rank)] = all_reduce(in_seconds, group, round(num_bytes))
+    return tuple(found)
+
+
+def parts_s(schedule: Schedule, costs: StageCosts, played: Simulation, network: Network) -> dict[str, float]:
+    """Gives the seconds of a simulated step by what a rank does, means over the ranks, which add up to the step."""
+    times = rank_times(schedule, costs, played, network)
+    return {
+        "compute": fmean(time.useful for time in times),
+        "recompute": fmean(time.recompute for time in times),
+        "messages": fmean(time.link for time in times),
+        "all_reduce": fmean(time.reduce for time in times),
+        "waiting": fmean(time.idle + time.step for time in times),
+    }
+
+
+def slowest(run: RunSpec, schedule: Schedule, costs: StageCosts) -> tuple[Network, Simulation]:
+    """Simulates a pipeline as it lies over the nodes, the slowest way of its replicas, which are alike but for that."""
+    network, size = network_in_seconds(run), schedule.num_ranks
+    per_node = network.ranks_per_node or sys.maxsize
+    ways: dict[tuple[int, ...], int] = {}
+    for first in sorted({replica * size % per_node for replica in range(run.parallel.replicas)}):
+        nodes = tuple((first + rank) // per_node for rank in range(size))
+        ways.setdefault(nodes, first)
+    networks = [replace(network, first_rank=first) for first in ways.values()]
+    return max(((each, simulate(schedule, costs, each)) for each in networks), key=lambda pair: pair[1].span)

@@ -1,0 +1,113 @@
+"""What would make a plan fit: more memory, more GPUs, asked of the same search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from gems.errors import ConfigError, DoesNotFitError
+from gems.plan.search.best_first import Found, search
+from gems.plan.search.candidate import Candidate, candidates
+from gems.plan.search.choice import Choice
+from gems.planning import Planner
+
+BUDGET_S = 10.0  # of all questions together
+NEAR = 1.05  # how near to the smallest memory that works the answer is
+MORE_GPUS = (2, 4, 8)
+GIB = 2**30
+
+
+def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int) -> NoReturn:
+    """Refuses a plan that cannot fit, with the bytes needed and what would make it fit.
+
+    Raises:
+        DoesNotFitError: nothing fits.
+        ConfigError: nothing was found, and not because of its bytes.
+    """
+    limit = planner.limit_bytes
+    if limit is None or not (found.num_too_large or found.num_pruned_bytes):
+        raise ConfigError(
+            "parallel.gpus", num_gpus, f"none of {len(asked)} configurations could be judged", "give more time: --budget S"
+        )  # fmt: skip
+    end = time.perf_counter() + BUDGET_S
+    memory = _least_memory(planner, asked, limit, end)
+    needed = found.least_needed_bytes if memory is None else memory[0]
+    needed = max(needed or min(planner.least_bytes(one) for one in asked), limit + 1)
+    ways = []
+    if memory is not None:
+        ways.append(f"devices of {memory[0] / GIB:.2f} GiB work ({_named(memory[1])})")
+    gpus = _more_gpus(planner, asked, num_gpus, end)
+    if gpus is not None:
+        ways.append(f"{gpus[0]} GPUs of this memory work ({_named(gpus[1])})")
+    ways.append("a smaller image works sooner" if not ways else "or a smaller image")
+    cut_off = f", and {found.num_left} were not looked at (--budget)" if found.num_left else ""
+    raise DoesNotFitError(
+        f"the leanest of {len(asked)} configurations on {num_gpus} GPUs",
+        needed,
+        limit,
+        ", ".join(ways) + cut_off,
+    )
+
+
+def _least_memory(
+    planner: Planner, asked: Sequence[Candidate], limit: int, end: float
+) -> tuple[int, Choice] | None:
+    """Gives the smallest device memory that works, to within 5 %, with what fits there; None where none was found in time."""
+    low = high = limit
+    best = None
+    while best is None and time.perf_counter() < end:
+        low, high = high, 2 * high
+        best = _first(planner, asked, high, end)
+    if best is None:
+        return None
+    high = max(best.peak_bytes)
+    while high > NEAR * low and time.perf_counter() < end:
+        middle = (low + high) // 2
+        fitting = _first(planner, asked, middle, end)
+        if fitting is None:
+            low = middle
+        else:
+            best, high = fitting, max(fitting.peak_bytes)
+    return high, best
+
+
+def _more_gpus(
+    planner: Planner, asked: Sequence[Candidate], num_gpus: int, end: float
+) -> tuple[int, Choice] | None:
+    """Gives the least of two, four and eight times the GPUs that fits, with what fits there."""
+    assert planner.limit_bytes is not None
+    batch, num_layers = asked[0].global_batch, planner.profile(planner.sizes[0]).num_layers
+    has_policies = planner.spec.machine.kind == "real"
+    for times in MORE_GPUS:
+        more = candidates(times * num_gpus, batch, num_layers, has_policies)
+        fitting = _first(planner, more, planner.limit_bytes, end)
+        if fitting is not None:
+            return times * num_gpus, fitting
+    return None
+
+
+def _first(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> Choice | None:
+    """Gives the first configuration that is found to fit a limit, the leanest being tried first."""
+    judge = replace(planner, limit_bytes=limit)
+    fitting: list[Choice] = []
+
+    def least(one: Candidate) -> float:
+        return float(judge.least_bytes(one))
+
+    def evaluate(one: Candidate) -> Choice | None:
+        result = judge.evaluate(one)
+        if isinstance(result, Choice):
+            fitting.append(result)
+        return None
+
+    quick = [one for one in asked if one.turn < 2]
+    rules = replace(judge.rules(), least_s=least, refined_s=least, evaluate=evaluate)
+    search(quick, rules, 1, lambda: bool(fitting) or time.perf_counter() > end)
+    return fitting[0] if fitting else None
+
+
+def _named(choice: Choice) -> str:
+    one = choice.candidate
+    return f"{one.partitions} partitions x {one.replicas}, {one.label}, memory={one.policy}, micro-batches of {one.micro_batch_size}"
