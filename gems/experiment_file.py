@@ -34,16 +34,24 @@ def experiment_text(spec: RunSpec, base: RunSpec, name: str, comments: Sequence[
     return "\n".join(head) + "\n" + body
 
 
-def write_experiment(path: Path, text: str) -> None:
-    """Writes an experiment, in the place of one that an earlier call wrote.
+def check_experiment(path: Path) -> None:
+    """Checks that an experiment can be written to a file.
 
     Raises:
-        ConfigError: no .yaml, no such folder, or no permission.
+        ConfigError: no .yaml, or no such folder.
     """
-    if path.suffix != ".yaml":
+    if path.suffix != ".yaml" or not path.parent.is_dir():
         raise ConfigError(
-            "--write", path, "must be a file NAME.yaml", "below conf/experiment for make submit CONF=NAME"
-        )
+            "--write", path, "must be a file NAME.yaml in a folder that is there", "conf/experiment/NAME.yaml for make submit CONF=NAME"
+        )  # fmt: skip
+
+
+def write_experiment(path: Path, text: str) -> None:
+    """Writes an experiment, in the place of one that is there.
+
+    Raises:
+        ConfigError: no permission.
+    """
     try:
         path.write_text(text)
     except OSError as error:

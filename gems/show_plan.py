@@ -16,7 +16,7 @@ from gems.cli import Options, print_json
 from gems.compose import compose
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.experiment_file import experiment_text, write_experiment
+from gems.experiment_file import check_experiment, experiment_text, write_experiment
 from gems.plan.search.best_first import Found, search
 from gems.plan.search.candidate import Candidate, candidates
 from gems.plan.search.choice import Choice, reasons
@@ -43,11 +43,31 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     if HYBRID in options.flags:
         shown: Callable[[RunSpec, Options], int] = importlib.import_module("gems.show_hybrid").show_hybrid
         return shown(spec, options)
+    answer, found = planned_answer(spec, options)
+    if options.json:
+        print_json(answer)
+        return 0
+    print(_table(answer, found))
+    if "experiment" in answer:
+        path = Path(answer["experiment"])
+        print(f"written: {path}{_how_to_submit(path)}")
+    return 0
+
+
+def planned_answer(spec: RunSpec, options: Options) -> tuple[dict[str, Any], Found[Choice]]:
+    """Gives what `gems plan` prints, as plain data and as what was found, and writes the experiment that it is told to.
+
+    Raises:
+        ConfigError: as `show_plan`.
+        DoesNotFitError: as `show_plan`.
+    """
     num_best = _whole(options, "--top", NUM_BEST)
     budget_s = _seconds(options, "--budget", BUDGET_S)
     epochs = _epochs(options)
     batches = _batches(options, spec, epochs)
     path = options.chosen.get("--write")
+    if path is not None:
+        check_experiment(Path(path))
     planner = Planner(spec, spec.memory.limit_bytes or spec.machine.device_bytes, epochs)
     begin = time.perf_counter()
     num_layers = planner.profile(planner.sizes[0]).num_layers
@@ -66,13 +86,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     if path is not None:
         answer["experiment"] = path
         _write(Path(path), planner, found.best[0], num_gpus)
-    if options.json:
-        print_json(answer)
-        return 0
-    print(_table(answer, found))
-    if path is not None:
-        print(f"written: {path}{_how_to_submit(Path(path))}")
-    return 0
+    return answer, found
 
 
 def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:

@@ -1,0 +1,164 @@
+"""`gems plan`: the table, the JSON, the experiment that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import gems.cutting
+import gems.errors
+from gems.compose import compose
+from gems.config import RunSpec
+from gems.planned import planned
+from gems.resolve import global_batch
+from gems.signature import signature
+from tests.commands import Gems, check_refusal, runner
+from tests.partition.profiles import random_profile
+from tests.planners import NUM_LAYERS, RUN, made_up, sized
+
+ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "3")
+
+
+@pytest.fixture
+def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
+    """Runs commands on a made-up model."""
+    made_up(monkeypatch, 5)
+    return runner(capfd, tmp_path, monkeypatch)
+
+
+def test_json(gems_: Gems) -> None:
+    said = gems_(*ASKED, "--top", "5", "--json")
+    assert said.code == 0, said.err
+    answer = json.loads(said.out)
+    choices = answer["choices"]
+    assert (answer["source"], answer["gpus"], len(choices)) == ("simulated", 4, 5)
+    assert [choice["step_s"] for choice in choices] == sorted(choice["step_s"] for choice in choices)
+    for choice in choices:
+        assert choice["images_per_s"] == pytest.approx(4 / choice["step_s"])
+        assert len(choice["peak_bytes"]) == choice["partitions"] and choice["global_batch"] == 4
+        assert choice["partitions"] * choice["replicas"] == 4
+        assert sum(choice["parts_s"].values()) == pytest.approx(choice["step_s"])
+        assert "cost=profile" in choice["overrides"]
+    assert choices[0]["loses_by"] == [] and all(choice["loses_by"] for choice in choices[1:])
+    counted = ("simulated", "too_large", "pruned_by_bytes", "pruned_by_time", "impossible", "left")
+    assert sum(answer[name] for name in counted) == answer["candidates"]
+
+
+def test_the_table_says_how_far_it_looked(gems_: Gems) -> None:
+    said = gems_(*ASKED, "machine.device_bytes=40000")
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
+    assert "4 GPUs" in lines[0] and "a prediction" in lines[0]
+    assert len(lines) == 13 and lines[2].split()[0] == "1" and "more" in lines[5]
+    assert "left out by bytes" in lines[-1]
+
+
+def test_what_is_written_runs_as_planned(
+    gems_: Gems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    path = folder / "small_planned.yaml"
+    said = gems_(*ASKED, "machine.device_bytes=12000", "model.width=8", "--json", "--write", str(path))
+    assert said.code == 0, said.err
+    first = json.loads(said.out)["choices"][0]
+    assert path.read_text().startswith("# @package _global_\n# Made by `gems plan`")
+    spec = compose([f"hydra.searchpath=['file://{tmp_path}']", "experiment=small_planned"])
+    assert spec.name == "small_planned" and global_batch(spec) == 4 and spec.model.width == 8
+    by_words = compose(
+        [*RUN, "machine.device_bytes=12000", "model.width=8", "name=small_planned", *first["overrides"]]
+    )
+    assert signature(spec) == signature(by_words)
+
+    def profile_of(spec: RunSpec) -> object:
+        return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
+
+    for module in (gems.cutting, sys.modules["gems.planned"]):
+        monkeypatch.setattr(module, "profile_of", profile_of)
+    made = planned(spec)
+    assert list(made.boundaries) == first["boundaries"]
+
+
+def test_what_does_not_fit_says_what_would(gems_: Gems) -> None:
+    said = gems_(*ASKED, "machine.device_bytes=2000")
+    assert said.code == 3 and said.out == ""
+    (line,) = said.err.strip().splitlines()
+    assert "configurations on 4 GPUs needs" in line and "machine.device_bytes=2000" in line
+    assert "devices of" in line and "GiB work (" in line
+    needed = int(line.split(" needs ")[1].split()[0])
+    again = gems_(*ASKED, f"machine.device_bytes={needed}", "--json")
+    assert again.code == 0, again.err
+
+
+def test_the_epochs_of_batches_decide(gems_: Gems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = ModuleType("gems.plan.inputs")
+    law = SimpleNamespace(epochs=lambda batch: {4: 10.0, 8: 11.0}[batch])
+    monkeypatch.setattr(module, "read_epochs", lambda path: SimpleNamespace(law=law), raising=False)
+    monkeypatch.setitem(sys.modules, "gems.plan.inputs", module)
+    words = [
+        "plan",
+        *RUN,
+        "parallel.gpus=4",
+        "--budget",
+        "5",
+        "--global-batch",
+        "4,8",
+        "--epochs",
+        "some.csv",
+        "--json",
+    ]
+    said = gems_(*words)
+    assert said.code == 0, said.err
+    choices = json.loads(said.out)["choices"]
+    assert {choice["epochs"] for choice in choices} <= {10.0, 11.0}
+    assert [choice["to_target_s"] for choice in choices] == sorted(
+        choice["to_target_s"] for choice in choices
+    )
+
+
+def test_hybrid_is_another_planner(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("gems.show_hybrid")
+    monkeypatch.setattr(module, "show_hybrid", lambda spec, options: len(options.chosen) + 40, raising=False)
+    monkeypatch.setitem(sys.modules, "gems.show_hybrid", module)
+    assert gems_("plan", *RUN, "--hybrid", "--speedup", "2=1.3").code == 41
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--top", "0"], "--top=0: must be a whole number"),
+        (["--top", "x"], "--top=x: must be a whole number"),
+        (["--budget", "nan"], "--budget=nan: must be seconds above 0"),
+        (["--global-batch", "2,4"], "several compare by the time to a target"),
+        (["--global-batch", "-3"], "--global-batch=-3"),
+        (["--write", "plan.txt"], "must be a file NAME.yaml"),
+        (["--write", "no/such/plan.yaml"], "must be a file NAME.yaml in a folder"),
+        (["--global-batch", "4096"], "data.train_images=1024: must be 4096 or more"),
+        (["parallel.gpus=0"], "parallel.gpus=0: must be 1 or more"),
+        (["parallel.gpus=-1"], "parallel.gpus=-1"),
+        (["parallel.gpus=1000", "--global-batch", "7"], "has no split over 1000 GPUs"),
+    ],
+)
+def test_bad_options_are_one_line(gems_: Gems, words: list[str], line: str) -> None:
+    check_refusal(gems_("plan", *RUN, "parallel.gpus=4", *words), line)
+
+
+def test_a_run_is_held_to_its_gpus() -> None:
+    spec = compose(
+        ["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=4"]
+    )
+    assert planned(spec).schedule.num_ranks == 4
+    assert signature(spec) == signature(
+        compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4"])
+    )
+    other = compose(
+        ["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=8"]
+    )
+    with pytest.raises(
+        gems.errors.ConfigError, match=r"parallel.gpus=8: must be partitions x replicas = 4 x 1"
+    ):
+        planned(other)
