@@ -137,8 +137,7 @@ class Planner:
         if one.memory == "plan":
             memory = replace(memory, budget_s=min(memory.budget_s, PLAN_BUDGET_S))
         cost = replace(spec.cost, name=PROFILE, activation_bytes=0)
-        ranks_per_node = min(on_node, spec.world_size) if on_node else None
-        cluster = replace(spec.cluster, ranks_per_node=ranks_per_node)
+        cluster = replace(spec.cluster, ranks_per_node=on_node or None)
         return replace(spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster)
 
     def evaluate(self, one: Candidate) -> Choice | TooLarge | None:

@@ -17,7 +17,7 @@ from gems.compose import compose
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.experiment_file import check_experiment, experiment_text, write_experiment
-from gems.plan.search.best_first import Found, search
+from gems.plan.search.best_first import Found, TooLarge, search
 from gems.plan.search.candidate import Candidate, candidates
 from gems.plan.search.choice import Choice, reasons
 from gems.planning import Epochs, Planner
@@ -26,6 +26,7 @@ from gems.what_fits import refuse
 
 HYBRID = "--hybrid"
 NUM_BEST, BUDGET_S = 10, 45.0
+ASK_SHARE = 0.3  # of the budget: for what would make a plan fit, where none has been found
 GIB = 2**30
 
 
@@ -78,15 +79,33 @@ def planned_answer(spec: RunSpec, options: Options) -> tuple[dict[str, Any], Fou
             planner.profile(size)
     profile_s = time.perf_counter() - begin
     begin = time.perf_counter()
-    found = search(asked, planner.rules(), num_best, lambda: time.perf_counter() - begin > budget_s)
+    found = _search(planner, asked, num_best, begin + budget_s)
     search_s = time.perf_counter() - begin
     if not found.best:
-        refuse(planner, asked, found, num_gpus)
+        refuse(planner, asked, found, num_gpus, begin + budget_s)
     answer = _answer(spec, found, num_gpus) | {"profile_s": profile_s, "search_s": search_s}
     if path is not None:
         answer["experiment"] = path
         _write(Path(path), planner, found.best[0], num_gpus)
     return answer, found
+
+
+def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float) -> Found[Choice]:
+    """Searches until `end`; while nothing fits, a part of the time is left to find what would."""
+    rules = planner.rules()
+    last = end - ASK_SHARE * (end - time.perf_counter())
+    fitting: list[bool] = []
+
+    def evaluate(one: Candidate) -> Choice | TooLarge | None:
+        result = planner.evaluate(one)
+        if isinstance(result, Choice):
+            fitting.append(True)
+        return result
+
+    def is_over() -> bool:
+        return time.perf_counter() > (end if fitting else last)
+
+    return search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
 
 
 def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:

@@ -13,14 +13,18 @@ from gems.plan.search.candidate import Candidate, candidates
 from gems.plan.search.choice import Choice
 from gems.planning import Planner
 
-BUDGET_S = 10.0  # of all questions together
+LEAST_S = 2.0  # for all questions together, however little time is left
 NEAR = 1.05  # how near to the smallest memory that works the answer is
 MORE_GPUS = (2, 4, 8)
 GIB = 2**30
 
 
-def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int) -> NoReturn:
-    """Refuses a plan that cannot fit, with the bytes needed and what would make it fit.
+def refuse(
+    planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int, end: float
+) -> NoReturn:
+    """Refuses a plan that cannot fit, with the bytes needed and what would make it fit, found until `end`.
+
+    Half of the time is for the memory, the rest for the GPUs.
 
     Raises:
         DoesNotFitError: nothing fits.
@@ -31,8 +35,9 @@ def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], n
         raise ConfigError(
             "parallel.gpus", num_gpus, f"none of {len(asked)} configurations could be judged", "give more time: --budget S"
         )  # fmt: skip
-    end = time.perf_counter() + BUDGET_S
-    memory = _least_memory(planner, asked, limit, end)
+    begin = time.perf_counter()
+    end = max(end, begin + LEAST_S)
+    memory = _least_memory(planner, asked, limit, begin + (end - begin) / 2)
     needed = found.least_needed_bytes if memory is None else memory[0]
     needed = max(needed or min(planner.least_bytes(one) for one in asked), limit + 1)
     ways = []
