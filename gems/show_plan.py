@@ -22,11 +22,13 @@ from gems.plan.search.candidate import Candidate, candidates
 from gems.plan.search.choice import Choice, reasons
 from gems.planning import Epochs, Planner
 from gems.resolve import check_batch, global_batch
-from gems.what_fits import refuse
+from gems.what_fits import leanest, refuse
 
 HYBRID = "--hybrid"
 NUM_BEST, BUDGET_S = 10, 45.0
-ASK_SHARE = 0.3  # of the budget: for what would make a plan fit, where none has been found
+# Of the budget, where nothing has been found to fit: when the search gives way to one for anything that fits, and that one to
+# what would make it fit.
+SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
 GIB = 2**30
 
 
@@ -91,9 +93,9 @@ def planned_answer(spec: RunSpec, options: Options) -> tuple[dict[str, Any], Fou
 
 
 def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float) -> Found[Choice]:
-    """Searches until `end`; while nothing fits, a part of the time is left to find what would."""
-    rules = planner.rules()
-    last = end - ASK_SHARE * (end - time.perf_counter())
+    """Searches until `end`; while nothing fits, a part of the time is left to find anything that does, or what would."""
+    rules, begin = planner.rules(), time.perf_counter()
+    last = begin + (end - begin) * SEARCH_SHARE
     fitting: list[bool] = []
 
     def evaluate(one: Candidate) -> Choice | TooLarge | None:
@@ -105,7 +107,14 @@ def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float)
     def is_over() -> bool:
         return time.perf_counter() > (end if fitting else last)
 
-    return search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
+    found = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
+    if found.best or planner.limit_bytes is None or not found.num_left:
+        return found
+    slow = [one for one in asked if one.turn > 1]
+    lean = leanest(planner, slow, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
+    if lean is None:
+        return found
+    return replace(found, best=(lean,), num_simulated=found.num_simulated + 1, num_left=found.num_left - 1)
 
 
 def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from gems.errors import ConfigError, DoesNotFitError
 from gems.plan.search.best_first import Found, search
-from gems.plan.search.candidate import Candidate, candidates
+from gems.plan.search.bounds import in_flight
+from gems.plan.search.candidate import CAPPED, Candidate, candidates
 from gems.plan.search.choice import Choice
 from gems.planning import Planner
 
@@ -64,13 +65,13 @@ def _least_memory(
     best = None
     while best is None and time.perf_counter() < end:
         low, high = high, 2 * high
-        best = _first(planner, asked, high, end)
+        best = leanest(planner, asked, high, end)
     if best is None:
         return None
     high = max(best.peak_bytes)
     while high > NEAR * low and time.perf_counter() < end:
         middle = (low + high) // 2
-        fitting = _first(planner, asked, middle, end)
+        fitting = leanest(planner, asked, middle, end)
         if fitting is None:
             low = middle
         else:
@@ -87,19 +88,24 @@ def _more_gpus(
     has_policies = planner.spec.machine.kind == "real"
     for times in MORE_GPUS:
         more = candidates(times * num_gpus, batch, num_layers, has_policies)
-        fitting = _first(planner, more, planner.limit_bytes, end)
+        fitting = leanest(planner, more, planner.limit_bytes, end)
         if fitting is not None:
             return times * num_gpus, fitting
     return None
 
 
-def _first(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> Choice | None:
-    """Gives the first configuration that is found to fit a limit, the leanest being tried first."""
+def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> Choice | None:
+    """Gives the first configuration that is found to fit a limit in the time, the leanest being tried first.
+
+    Quick ones come before those that run segments again, and these before those that copy to host memory; schedules that are
+    searched, and memory=plan, take too long.
+    """
     judge = replace(planner, limit_bytes=limit)
     fitting: list[Choice] = []
 
-    def least(one: Candidate) -> float:
-        return float(judge.least_bytes(one))
+    def lean(one: Candidate) -> float:
+        load = judge.load(one.micro_batch_size)
+        return judge.least_bytes(one) + max(in_flight(one)) * load.kept_bytes / load.num_layers
 
     def evaluate(one: Candidate) -> Choice | None:
         result = judge.evaluate(one)
@@ -107,9 +113,12 @@ def _first(planner: Planner, asked: Sequence[Candidate], limit: int, end: float)
             fitting.append(result)
         return None
 
-    quick = [one for one in asked if one.turn < 2]
-    rules = replace(judge.rules(), least_s=least, refined_s=least, evaluate=evaluate)
-    search(quick, rules, 1, lambda: bool(fitting) or time.perf_counter() > end)
+    def turn(one: Candidate) -> int:
+        return one.turn if one.turn < 2 else 2 + (one.memory != "recompute")
+
+    tried = [one for one in asked if one.schedule != CAPPED and one.memory != "plan"]
+    rules = replace(judge.rules(), least_s=lean, refined_s=lean, evaluate=evaluate, turn=turn)
+    search(tried, rules, 1, lambda: bool(fitting) or time.perf_counter() > end)
     return fitting[0] if fitting else None
 
 
