@@ -14,7 +14,7 @@ from gems.plan.search.candidate import CAPPED, Candidate, candidates
 from gems.plan.search.choice import Choice
 from gems.planning import Planner
 
-LEAST_S = 2.0  # for all questions together, however little time is left
+LEAST_S = 6.0  # for all questions together, however little time is left
 NEAR = 1.05  # how near to the smallest memory that works the answer is
 MORE_GPUS = (2, 4, 8)
 GIB = 2**30
@@ -49,8 +49,9 @@ def refuse(
         ways.append(f"{gpus[0]} GPUs of this memory work ({_named(gpus[1])})")
     ways.append("a smaller image works sooner" if not ways else "or a smaller image")
     cut_off = f", and {found.num_left} were not looked at (--budget)" if found.num_left else ""
+    leanest_is = "the leanest found" if memory is not None else "by its bound the leanest"
     raise DoesNotFitError(
-        f"the leanest of {len(asked)} configurations on {num_gpus} GPUs",
+        f"{leanest_is} of {len(asked)} configurations on {num_gpus} GPUs",
         needed,
         limit,
         ", ".join(ways) + cut_off,
