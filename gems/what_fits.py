@@ -38,7 +38,8 @@ def refuse(
         )  # fmt: skip
     begin = time.perf_counter()
     end = max(end, begin + LEAST_S)
-    memory = _least_memory(planner, asked, limit, begin + (end - begin) / 2)
+    quick = [one for one in asked if one.turn < 2]
+    memory = _least_memory(planner, quick, limit, begin + (end - begin) / 2)
     needed = found.least_needed_bytes if memory is None else memory[0]
     needed = max(needed or min(planner.least_bytes(one) for one in asked), limit + 1)
     ways = []
@@ -88,7 +89,8 @@ def _more_gpus(
     batch, num_layers = asked[0].global_batch, planner.profile(planner.sizes[0]).num_layers
     has_policies = planner.spec.machine.kind == "real"
     for times in MORE_GPUS:
-        more = candidates(times * num_gpus, batch, num_layers, has_policies)
+        found = candidates(times * num_gpus, batch, num_layers, has_policies)
+        more = [one for one in found if one.turn < 2]
         fitting = leanest(planner, more, planner.limit_bytes, end)
         if fitting is not None:
             return times * num_gpus, fitting
