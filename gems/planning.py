@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
+from gems.candidate_cuts import Cuts, TimeCut, stashes, with_stages
 from gems.config import RunSpec
 from gems.costed import PROFILE, costs_from
 from gems.cutting import optimizer_of
@@ -14,7 +15,6 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
 from gems.memory.segment_costs import segment_costs, stage_costs
 from gems.memory.walk import Walked, walk
-from gems.candidate_cuts import Cuts, TimeCut, stashes, with_stages
 from gems.plan.search.best_first import Rules, TooLarge
 from gems.plan.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of
 from gems.plan.search.candidate import CAPPED, KEEP, Candidate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gems.checks import check_choices, check_memory, check_pace, check_ranges, check_schedule, check_start
+from gems.checks import check_choices, check_memory, check_ranges, check_start
 from gems.cluster_checks import check_cluster
 from gems.config import ParallelConfig, RunSpec
 from gems.data import check_data, kind_of, labels_per_sample, resolve_data, sources_of
@@ -14,6 +14,7 @@ from gems.models.imported import resolve_target
 from gems.models.operators import num_branching, operators_of
 from gems.partition.even import check_boundaries
 from gems.schedule import FAMILIES, PLACED
+from gems.schedule_checks import check_pace, check_schedule
 from gems.value_checks import check_size, check_values
 
 

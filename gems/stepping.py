@@ -8,7 +8,8 @@ from statistics import fmean
 
 from gems.config import RunSpec
 from gems.partition.spans import Spans
-from gems.program import all_reduce, network_in_seconds
+from gems.program import network_in_seconds
+from gems.schedule.all_reduce import all_reduce
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
@@ -20,13 +21,13 @@ def reduce_s(
     run: RunSpec, placement: Placement, boundaries: tuple[int, ...], spans: Spans
 ) -> tuple[float, ...]:
     """Gives the seconds of the gradients' all-reduce, by the lowest stage of each rank, for the parameters that a cut puts there."""
-    in_seconds = replace(run, cost=replace(run.cost, unit_s=1.0, link=0.0))
+    network = network_in_seconds(run)
     found = [0.0] * placement.num_stages
     for rank in range(placement.num_ranks):
         stages = {stage for _, stage in placement.stages_on(rank)}
         num_bytes = sum(float(spans.params[boundaries[stage], boundaries[stage + 1]]) for stage in stages)
         group = placement.reduce_group(rank, run.parallel.replicas)
-        found[placement.lowest_stage(rank)] = all_reduce(in_seconds, group, round(num_bytes))
+        found[placement.lowest_stage(rank)] = all_reduce(network, group, num_bytes).time
     return tuple(found)
 
 

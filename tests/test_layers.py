@@ -17,7 +17,7 @@ ANYTHING = ("*",)
 DYNAMIC = ("import_module", "__import__")
 
 PURE = (
-    "gems.errors", "gems.config", "gems.cluster", "gems.cluster_checks", "gems.presets", "gems.checks", "gems.value_checks", "gems.value_types", "gems.resolve", "gems.compose", "gems.overrides", "gems.cli", "gems.runfolder", "gems.signature", "gems.preparation", "gems.json_files", "gems.provenance", "gems.snapshot", "gems.heartbeat", "gems.standing", "gems.waiting",
+    "gems.errors", "gems.config", "gems.machine", "gems.schedule_checks", "gems.cluster", "gems.cluster_checks", "gems.presets", "gems.checks", "gems.value_checks", "gems.value_types", "gems.resolve", "gems.compose", "gems.overrides", "gems.cli", "gems.runfolder", "gems.signature", "gems.preparation", "gems.json_files", "gems.provenance", "gems.snapshot", "gems.heartbeat", "gems.standing", "gems.waiting",
     "gems.cache", "gems.program", "gems.planned", "gems.policies", "gems.cutting", "gems.costed", "gems.memory",
     "gems.witness", "gems.process_family", "gems.probe_rank", "gems.ranks", "gems.placing", "gems.plan", "gems.schedule", "gems.partition", "gems.models", "gems.data",
 )  # fmt: skip
@@ -28,7 +28,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems": (),
     "gems.__main__": ("gems.cli",),
     "gems.errors": (),
-    "gems.config": ("gems.errors", "gems.cluster", "gems.value_types"),
+    "gems.config": ("gems.errors", "gems.cluster", "gems.machine", "gems.value_types"),
+    "gems.machine": (),
+    "gems.schedule_checks": ("gems.errors", "gems.config", "gems.schedule"),
     "gems.cluster": ("gems.errors",),
     "gems.cluster_checks": ("gems.errors", "gems.cluster"),
     "gems.presets": ("gems.errors", "yaml"),
@@ -37,7 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.value_checks": ("gems.errors", "gems.config", "gems.schedule"),
     "gems.resolve": (
         "gems.errors", "gems.checks", "gems.cluster_checks", "gems.config", "gems.data", "gems.models", "gems.models.imported",
-        "gems.partition", "gems.schedule", "gems.value_checks",
+        "gems.partition", "gems.schedule", "gems.schedule_checks", "gems.value_checks",
     ),
     "gems.compose": (
         "gems.errors", "gems.config", "gems.overrides", "gems.presets", "gems.resolve", "hydra", "omegaconf", "yaml",
@@ -56,10 +58,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.drawing": ("gems", "gems.errors"),
     "gems.plan": ("gems.errors", "numpy", "scipy"),
     "gems.plan.search": ("gems.plan", "gems.profile", "gems.schedule"),
-    "gems.placing": ("gems.cutting", "gems.partition", "gems.plan.search", "gems.profile", "gems.schedule", "numpy"),
+    "gems.candidate_cuts": ("gems.cutting", "gems.partition", "gems.plan.search", "gems.profile", "gems.schedule", "numpy"),
     "gems.stepping": ("gems.config", "gems.partition", "gems.program", "gems.schedule"),
     "gems.planning": (
-        "gems.config", "gems.costed", "gems.cutting", "gems.errors", "gems.memory", "gems.placing", "gems.plan.search", "gems.planned",
+        "gems.config", "gems.costed", "gems.cutting", "gems.errors", "gems.memory", "gems.candidate_cuts", "gems.plan.search", "gems.planned",
         "gems.policies", "gems.profile", "gems.profile.scaling", "gems.profile.store", "gems.program", "gems.schedule", "gems.stepping",
     ),
     "gems.what_fits": ("gems.errors", "gems.plan.search", "gems.planning"),
@@ -116,7 +118,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.cli", "gems.config", "gems.costed", "gems.memory", "gems.noise", "gems.planned", "gems.program", "gems.resolve",
         "gems.schedule", "gems.show_schedule",
     ),
-    "gems.plan": ("gems.errors", "numpy", "scipy"),
     "gems.ways": ("gems.config", "gems.costed", "gems.cutting", "gems.errors", "gems.plan", "gems.program", "gems.schedule", "gems.show_simulation", "numpy"),
     "gems.show_hybrid": ("gems.cli", "gems.config", "gems.errors", "gems.plan", "gems.ways"),
     "gems.simulated": (
