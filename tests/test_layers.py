@@ -17,7 +17,7 @@ ANYTHING = ("*",)
 DYNAMIC = ("import_module", "__import__")
 
 PURE = (
-    "gems.errors", "gems.config", "gems.machine", "gems.schedule_checks", "gems.cluster", "gems.cluster_checks", "gems.presets", "gems.checks", "gems.value_checks", "gems.value_types", "gems.resolve", "gems.compose", "gems.overrides", "gems.cli", "gems.runfolder", "gems.signature", "gems.preparation", "gems.json_files", "gems.provenance", "gems.snapshot", "gems.heartbeat", "gems.standing", "gems.waiting",
+    "gems.errors", "gems.quiet", "gems.config", "gems.machine", "gems.schedule_checks", "gems.cluster", "gems.cluster_checks", "gems.presets", "gems.checks", "gems.value_checks", "gems.value_types", "gems.resolve", "gems.compose", "gems.overrides", "gems.cli", "gems.runfolder", "gems.signature", "gems.preparation", "gems.json_files", "gems.provenance", "gems.snapshot", "gems.heartbeat", "gems.standing", "gems.waiting",
     "gems.cache", "gems.program", "gems.planned", "gems.policies", "gems.cutting", "gems.costed", "gems.memory",
     "gems.witness", "gems.process_family", "gems.probe_rank", "gems.ranks", "gems.placing", "gems.plan", "gems.schedule", "gems.partition", "gems.models", "gems.data",
 )  # fmt: skip
@@ -86,7 +86,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.show_largest": (
         "gems.cli", "gems.config", "gems.cutting", "gems.largest", "gems.profile", "gems.profile.store", "gems.program",
     ),
-    "gems.memory": ("gems.errors", "gems.partition", "gems.profile", "gems.schedule", "numpy", "scipy"),
+    "gems.quiet": (),
+    "gems.memory": ("gems.errors", "gems.quiet", "gems.partition", "gems.profile", "gems.schedule", "numpy", "scipy"),
     "gems.memory.vdnn.paper": ("gems.errors", "gems.memory", "gems.models"),
     "gems.program": ("gems.errors", "gems.cache", "gems.config", "gems.placing", "gems.schedule", "gems.schedule.capped.solver"),
     "gems.runfolder": (
@@ -130,7 +131,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gems.placing": ("gems.cache", "gems.config", "gems.errors", "gems.plan.dlplacer", "gems.profile.store", "gems.schedule"),
     "gems.show_dlplacer": ("gems.cli", "gems.config", "gems.drawing", "gems.errors", "gems.models", "gems.placing", "gems.plan.dlplacer", "gems.program"),
-    "gems.plan.dlplacer": ("gems.errors", "gems.plan.dlplacer.exact", "numpy", "scipy"),
+    "gems.plan.dlplacer": ("gems.errors", "gems.quiet", "gems.plan.dlplacer.exact", "numpy", "scipy"),
     "gems.plan.dlplacer.exact": ("gems.plan.dlplacer", "ortools"),
     "gems.trace": ("gems.errors", "h5py", "numpy"),
     "gems.schedule": ("gems.errors", "gems.schedule.capped.solver"),

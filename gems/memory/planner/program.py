@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gems.quiet import stdout_to_stderr
+
 Terms = dict[int, float]
 TOLERANCE = 1e-6  # by how much a row may be off, in scaled units, and with it the bound
 UNITS = 1000.0
@@ -90,15 +92,15 @@ class Program:
             factors.extend(terms.values())
             starts.append(len(columns))
         matrix = csr_array((factors, columns, starts), shape=(len(self._rows), self.num_variables))
-        found = milp(
-            cost,
-            integrality=np.array(self._whole) if is_whole else None,
-            bounds=Bounds(np.array(self._low), np.array(self._high)),
-            constraints=LinearConstraint(
-                matrix, [low for _, low, _ in self._rows], [high for _, _, high in self._rows]
-            ),
-            options={"node_limit": node_limit, "mip_rel_gap": gap} if is_whole else {},
-        )
+        lows, highs = ([row[side] for row in self._rows] for side in (1, 2))
+        with stdout_to_stderr():
+            found = milp(
+                cost,
+                integrality=np.array(self._whole) if is_whole else None,
+                bounds=Bounds(np.array(self._low), np.array(self._high)),
+                constraints=LinearConstraint(matrix, lows, highs),
+                options={"node_limit": node_limit, "mip_rel_gap": gap} if is_whole else {},
+            )
         if found.status == 2:
             return None
         bound = float(found.mip_dual_bound) if is_whole and found.mip_dual_bound is not None else None

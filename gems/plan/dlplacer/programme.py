@@ -12,6 +12,7 @@ from gems.plan.dlplacer.devices import Devices, Timed
 from gems.plan.dlplacer.exact import Found
 from gems.plan.dlplacer.graph import OpGraph
 from gems.plan.dlplacer.play import play, with_messages
+from gems.quiet import stdout_to_stderr
 
 IS_INSTALLED = find_spec("scipy") is not None
 MOST_OPS = 40  # more pairs than theirs are no matter of a minute
@@ -34,13 +35,14 @@ def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float) -> Foun
     objective = np.zeros(table.num_variables)
     objective[table.spans] = 1.0
     begin = time.perf_counter()
-    answer = milp(
-        objective,
-        constraints=LinearConstraint(coefficients, -np.inf, np.array(table.upper)),
-        integrality=np.array(table.is_whole),
-        bounds=Bounds(0.0, np.array(table.most)),
-        options={"time_limit": max(0.1, limit_s - (time.perf_counter() - begin)), "mip_rel_gap": 1e-7},
-    )
+    with stdout_to_stderr():
+        answer = milp(
+            objective,
+            constraints=LinearConstraint(coefficients, -np.inf, np.array(table.upper)),
+            integrality=np.array(table.is_whole),
+            bounds=Bounds(0.0, np.array(table.most)),
+            options={"time_limit": max(0.1, limit_s - (time.perf_counter() - begin)), "mip_rel_gap": 1e-7},
+        )
     dual = getattr(answer, "mip_dual_bound", None)
     bound_s = hint.span_s * max(0.0, float(dual)) if dual is not None and np.isfinite(dual) else 0.0
     if answer.x is None:

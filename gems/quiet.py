@@ -1,0 +1,28 @@
+"""Libraries that print: what they write to stdout from C goes to stderr, so that a command's one JSON object stays alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Sends to stderr what the process writes to file descriptor 1 meanwhile, also what C's buffers still hold at the end.
+
+    HiGHS prints lines of its own for some mixed-integer programmes, whatever its options say.
+    """
+    c_library = ctypes.CDLL(None)
+    sys.stdout.flush()
+    c_library.fflush(None)
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        c_library.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
