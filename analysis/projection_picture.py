@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from analysis.csv_file import write_csv
 from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, error_words, save_figure, set_title
 from analysis.projection import SHARE, Projection, Sensitivity
 
@@ -26,8 +26,8 @@ def write_projection(found: Projection, out: Path) -> list[Path]:
         ConfigError: a picture that cannot be written.
     """
     tables = [
-        _write_csv(place_rows(found), out / f"{STEM}.csv"),
-        _write_csv(sensitivity_rows(found), out / f"{TABLE}.csv"),
+        write_csv(place_rows(found), out / f"{STEM}.csv"),
+        write_csv(sensitivity_rows(found), out / f"{TABLE}.csv"),
     ]
     figure = projection_figure(found)
     pictures = [out / f"{STEM}{suffix}" for suffix in PICTURES]
@@ -165,11 +165,3 @@ def _error_words(found: Projection) -> str:
     if found.held_out_error is None:
         return "not checked against runs on that machine"
     return error_words(found.held_out_error)
-
-
-def _write_csv(rows: Sequence[dict[str, Any]], path: Path) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path

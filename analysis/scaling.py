@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from analysis.csv_file import write_csv
 from analysis.efficiency import agreement_rows, base_rows, bases_of, kind_of, rows_of
 from analysis.figure import save_figure
 from analysis.fits import Fit, fits_of, why_not_fitted
@@ -68,10 +68,10 @@ def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
     fits = fits_of(points, fit)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        tables = [_write_csv(rows_of(points), out / f"{STEM}.csv")]
+        tables = [write_csv(rows_of(points), out / f"{STEM}.csv")]
         curves = out / f"{STEM}-fits.csv"
         if fits:
-            tables.append(_write_csv(curve_rows(fits), curves))
+            tables.append(write_csv(curve_rows(fits), curves))
         else:
             curves.unlink(missing_ok=True)
     except OSError as error:
@@ -84,15 +84,6 @@ def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
     if projection is not None:
         pictures += write_projection(projection, out)
     return Study(points, fits, why_not_fitted(points, fit), rules_of(points), tables, pictures, projection)
-
-
-def _write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Writes a table, an empty field where a figure is not known."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 def study_answer(study: Study) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from gems.cache import cache_folder
 
 CODE_ZIP = "code.zip"
 PACKAGES = ("gems", "jobs", "analysis", "conf")
-SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt")
+SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt", ".js", ".css")
 MAIN = "gems/snapshot_main.py"  # the archive's own __main__.py
 UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: byte-code that is never compared with its source
 WITHOUT_REFERENCES = (

@@ -27,6 +27,7 @@ ASIDE = (
     "cache_dir",
     *(f"cluster.{key}" for key in OF_THE_SITE),
     *(f"train.{key}" for key in OF_SAFETY),
+    "parallel.gpus",
 )
 BUNDLE = ["code.zip", "environment.json", "packages.txt"]  # and code.diff in a checkout
 FRESH = sorted(

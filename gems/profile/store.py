@@ -114,15 +114,18 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
     return cached(spec.cache_dir, "operators", key, lambda: taken_in_child(spec, OPERATORS_TAKER, "ops"))
 
 
-def taken_in_child(spec: RunSpec, taker: str = TAKER, wanted: str = "layers") -> dict[str, Any]:
-    """Takes the profile in a child process, which loads torch, and gives its document, which holds `wanted`.
+def taken_in_child(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
+    """Takes the profile (by TAKER unless told) in a child process, which loads torch, and gives its document with `wanted`.
 
     Raises:
         ConfigError: what the child refused, or how it failed.
     """
     print(f"gems: taking the profile ({spec.profile.name}) ...", file=sys.stderr, flush=True)
     ended = subprocess.run(
-        [sys.executable, "-m", taker], input=json.dumps(spec.to_dict()), capture_output=True, text=True
+        [sys.executable, "-m", taker or TAKER],
+        input=json.dumps(spec.to_dict()),
+        capture_output=True,
+        text=True,
     )
     try:
         answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout.strip() else {}

@@ -262,11 +262,11 @@ def test_start_up_loads_nothing_heavy() -> None:
 
 def test_the_module_runs_as_a_program(run_folder: Path) -> None:
     command = [sys.executable, "-m", "analysis"]
-    done = subprocess.run([*command, "report", "x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "reprot", "x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr.strip()
-        == f"analysis: command=report: allowed: {', '.join(VERBS)}; see python -m analysis --help"
+        == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; see python -m analysis --help"
     )
     done = subprocess.run(
         [*command, "summary", str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60
