@@ -50,7 +50,7 @@ def _request(
 
 
 def targets() -> Iterator[Target]:
-    """Gives what issue 3 asks for, with equal times and free links unless the name says otherwise."""
+    """Gives the settings of the figures in README.md, with equal times and free links unless the name says otherwise."""
     for ranks, num, link, asked in (
         (8, 32, 0.0, {1: 0.325, 1.5: 0.44, 2: 0.62, 3: 0.82, 4: 0.91, 6: 0.945, 8: 0.965}),
         (4, 24, 0.0, {1: 0.58, 1.5: 0.81, 2: 0.94}),
