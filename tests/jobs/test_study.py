@@ -478,8 +478,13 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
 
 
 def test_stop_cancels_the_whole_study(
-    study: Callable[..., int], queued: list[str], slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
+    study: Callable[..., int],
+    queued: list[str],
+    slurm: FakeSlurm,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("jobs.cancel.COMMAND_LIMIT_S", 0.1)  # the command is this very process, which stays
     study("cluster=mini")
     capfd.readouterr()
     slurm.does("scancel", f": > {slurm.here}/queue")
