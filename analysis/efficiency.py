@@ -8,14 +8,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from analysis.point_reading import read_point, read_points
 from analysis.points import Point
 from gems.trace import SOURCES
 
-__all__ = [
-    "Agreement", "Point", "agreement_rows", "agreements", "base_rows", "bases_of", "images_per_rank", "kind_of", "may_join", "most_real",
-    "neighbours", "read_point", "read_points", "rows_of",
-]  # fmt: skip
 MAX_JOINED = 4  # times as many ranks
 
 

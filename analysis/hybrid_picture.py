@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from analysis.answer import made_of_answer
 from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure
 from analysis.hybrid import PAPER, Projection, law_speedups_of, speedups_of
 from analysis.units import counted
-from gems.errors import ConfigError
 from gems.plan.pal import WAYS, Verdict
 
 if TYPE_CHECKING:
@@ -69,13 +68,7 @@ def draw_answer(path: Path, out: Path) -> None:
         ConfigError: the file holds no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
-    try:
-        document = json.loads(path.read_text())
-        panel = _panel_of_answer(document)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            "answer", path, f"holds no answer of gems plan --hybrid --json ({error})"
-        ) from error
+    panel = made_of_answer(path, "answer", "gems plan --hybrid --json", _panel_of_answer)
     _draw([panel], "Data parallelism and workers of several devices: predicted", out)
 
 

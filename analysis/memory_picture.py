@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from analysis.answer import made_of_answer
 from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure, scaled_pt, set_title
 from analysis.units import counted
-from gems.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,12 +29,9 @@ def draw_memory_plans(path: Path, out: Path) -> None:
         ConfigError: the file holds no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
-    try:
-        answer = json.loads(path.read_text())
-        figure = memory_plans_figure(answer, answer["curves"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("memory", path, f"holds no answer of gems memory ({error})") from error
-    save_figure(figure, out)
+    save_figure(
+        made_of_answer(path, "memory", "gems memory", lambda answer: memory_plans_figure(answer, answer["curves"])), out
+    )  # fmt: skip
 
 
 def memory_plans_figure(answer: dict[str, Any], curves: list[dict[str, Any]]) -> Figure:

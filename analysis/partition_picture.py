@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from analysis.answer import made_of_answer
 from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure, scaled_pt, set_title
 from analysis.units import counted, number
-from gems.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,13 +33,13 @@ def draw_partition(path: Path, out: Path) -> None:
         ConfigError: the file holds no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
-    try:
-        answer = json.loads(path.read_text())
-        layers, methods = answer["drawn_layers"], answer["methods"]
-        figure = partition_figure(answer, layers, methods)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("partition", path, f"holds no answer of gems partition ({error})") from error
-    save_figure(figure, out)
+    save_figure(
+        made_of_answer(
+            path, "partition", "gems partition",
+            lambda answer: partition_figure(answer, answer["drawn_layers"], answer["methods"]),
+        ),
+        out,
+    )  # fmt: skip
 
 
 def partition_figure(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from analysis.answer import made_of_answer
 from analysis.figure import (
     TEXT_COLOUR,
     WIDTH_IN,
@@ -15,7 +15,6 @@ from analysis.figure import (
     scaled_pt,
     set_title,
 )
-from gems.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,12 +30,7 @@ def draw_placement(path: Path, out: Path) -> None:
         ConfigError: the file holds no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
-    try:
-        answer = json.loads(path.read_text())
-        figure = placement_figure(answer)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("placement", path, f"holds no answer of gems place ({error})") from error
-    save_figure(figure, out)
+    save_figure(made_of_answer(path, "placement", "gems place", placement_figure), out)
 
 
 def placement_figure(answer: dict[str, Any]) -> Figure:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from analysis.efficiency import Point, bases_of
+from analysis.efficiency import bases_of
+from analysis.points import Point
 from analysis.published import Published, published
 from gems.config import RunSpec
 from gems.errors import ConfigError

@@ -22,7 +22,6 @@ from analysis.statistics import Interval
 from analysis.units import Unit, number, time_unit
 from gems.errors import ConfigError
 
-__all__ = ["Study", "scaling_figure", "study_answer", "study_report", "study_table", "title", "write_study"]
 STEM = "scaling"
 PICTURES = (".png", ".pdf")
 

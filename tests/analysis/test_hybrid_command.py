@@ -10,7 +10,8 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.csv_file import write_csv
-from analysis.efficiency import Point, rows_of
+from analysis.efficiency import rows_of
+from analysis.points import Point
 from gems.plan.inputs import read_efficiency
 
 PNG = b"\x89PNG"

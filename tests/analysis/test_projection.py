@@ -12,11 +12,11 @@ import yaml
 
 import analysis.projection
 from analysis.__main__ import main
-from analysis.efficiency import read_points
 from analysis.figure import source_mark
+from analysis.point_reading import read_points
 from analysis.projection import COMPUTE, Projection, constants_of, project, varied
 from analysis.published import published
-from analysis.scaling import title
+from analysis.scaling_picture import title
 from gems.config import (
     CostConfig,
     MachineConfig,
