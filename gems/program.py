@@ -188,18 +188,25 @@ def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
     Replicas are alike, but for how their ranks lie over the nodes and for a slow rank: of those that differ the slowest
     is given, for which the others wait at the reduction.
     """
-    network, parallel = network_of(spec), spec.parallel
-    per_node = network.ranks_per_node or 1
-    places = {
-        (replica * parallel.partitions % per_node, pace_of(spec, replica)): None
-        for replica in range(parallel.replicas)
-    }
+    lying = layouts(network_of(spec), spec.parallel.partitions, spec.parallel.replicas)
+    ways = dict.fromkeys((each, pace_of(spec, replica)) for replica, each in enumerate(lying))
     costs, cap = costs_of(spec, made.placement), cap_of(spec)
-    played = []
-    for first, pace in places:
-        each = replace(network, first_rank=first)
-        played.append((each, simulate(made, costs, each, cap, pace)))
+    played = ((each, simulate(made, costs, each, cap, pace)) for each, pace in ways)
     return max(played, key=lambda pair: pair[1].span)
+
+
+def layouts(network: Network, num_ranks: int, num_replicas: int) -> list[Network]:
+    """Gives the network of each replica of `num_ranks` ranks, as these lie over the nodes; alike for those that lie alike."""
+    per_node = network.ranks_per_node
+    if per_node is None:
+        return [network] * num_replicas
+    known: dict[tuple[int, ...], Network] = {}
+    found = []
+    for replica in range(num_replicas):
+        first = replica * num_ranks % per_node
+        nodes = tuple((first + rank) // per_node for rank in range(num_ranks))
+        found.append(known.setdefault(nodes, replace(network, first_rank=first)))
+    return found
 
 
 def _read(spec: RunSpec) -> Schedule:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
 from statistics import fmean
 
 from gems.config import RunSpec
 from gems.partition.spans import Spans
-from gems.program import network_in_seconds
+from gems.program import layouts, network_in_seconds
 from gems.schedule.all_reduce import all_reduce
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.placement import Placement
@@ -45,11 +43,6 @@ def parts_s(schedule: Schedule, costs: StageCosts, played: Simulation, network: 
 
 def slowest(run: RunSpec, schedule: Schedule, costs: StageCosts) -> tuple[Network, Simulation]:
     """Simulates a pipeline as it lies over the nodes, the slowest way of its replicas, which are alike but for that."""
-    network, size = network_in_seconds(run), schedule.num_ranks
-    per_node = network.ranks_per_node or sys.maxsize
-    ways: dict[tuple[int, ...], int] = {}
-    for first in sorted({replica * size % per_node for replica in range(run.parallel.replicas)}):
-        nodes = tuple((first + rank) // per_node for rank in range(size))
-        ways.setdefault(nodes, first)
-    networks = [replace(network, first_rank=first) for first in ways.values()]
+    lying = layouts(network_in_seconds(run), schedule.num_ranks, run.parallel.replicas)
+    networks = dict.fromkeys(lying)
     return max(((each, simulate(schedule, costs, each)) for each in networks), key=lambda pair: pair[1].span)
