@@ -19,8 +19,9 @@ from gems.plan.search.best_first import Rules, TooLarge
 from gems.plan.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of
 from gems.plan.search.candidate import CAPPED, KEEP, Candidate
 from gems.plan.search.choice import Choice
+from gems.plan.search.guesses import guess_bytes, guess_host_bytes
 from gems.planned import has_room, memory_case
-from gems.policies import plan_of
+from gems.policies import plan_within
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.store import profile_of
@@ -30,6 +31,7 @@ from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.stepping import parts_s, reduce_s, slowest
 
+GUESSED = 1.25  # times the limit, up to which a guess of the bytes may well fit
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
 PLAN_BUDGET_S, SEARCH_BUDGET_S = (
     3.0,
@@ -74,13 +76,29 @@ class Planner:
             lambda one: self._scored(one, self._refined_s(one)),
             lambda one: self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes,
             self.evaluate,
-            lambda one: one.turn,
+            self._turn,
         )
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
         """Gives bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
         copies = OPTIMIZERS[optimizer_of(self.spec)].copies
         return least_bytes(one, self.load(one.micro_batch_size), copies, MESSAGE_COPIES, held)
+
+    def guess_bytes(self, one: Candidate) -> float:
+        """Gives about what a candidate's fullest rank holds."""
+        copies = OPTIMIZERS[optimizer_of(self.spec)].copies
+        return guess_bytes(one, self.load(one.micro_batch_size), copies, MESSAGE_COPIES)
+
+    def _turn(self, one: Candidate) -> int:
+        """Gives the candidate's turn; of those that take long, what is likely too large comes behind the others."""
+        return 2 * one.turn + (one.turn > 1 and self.is_unlikely(one))
+
+    def is_unlikely(self, one: Candidate) -> bool:
+        """Whether a candidate, by a guess of its bytes, is too large for its devices, or for the host memory of a node."""
+        if self.limit_bytes is not None and self.guess_bytes(one) > GUESSED * self.limit_bytes:
+            return True
+        on_host = guess_host_bytes(one, self.load(one.micro_batch_size))
+        return not has_room(self.run_of(one), [round(on_host / GUESSED)] * one.partitions)
 
     def profile(self, size: int) -> ModelProfile:
         """Gives the profile of a micro-batch size; beyond two images it follows from those of one and two.
@@ -205,7 +223,7 @@ class Planner:
             case = memory_case(run, made.compute, made.boundaries, profile)
             case = replace(case, limit_bytes=run.memory.limit_bytes or self.limit_bytes)
             try:
-                plan = replace(plan_of(run.memory, case), least_bytes=case.least_bytes)
+                plan = replace(plan_within(run.memory, case), least_bytes=case.least_bytes)
             except DoesNotFitError as error:
                 least = min(least, error.needed_bytes)
                 continue

@@ -16,7 +16,7 @@ from gems.memory.lms.distance import lms
 from gems.memory.lms.limit import lms_limit
 from gems.memory.plan import MemoryPlan
 from gems.memory.planner.optimal import limit_of_saving, plan
-from gems.memory.recompute import recompute
+from gems.memory.recompute import keep_last, recompute, run_again
 from gems.memory.vdnn.policies import vdnn_all, vdnn_conv, vdnn_dyn
 
 Maker = Callable[[MemoryConfig, MemoryCase], MemoryPlan]
@@ -30,6 +30,25 @@ def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
         DoesNotFitError: nothing that the policy can do keeps the limit.
     """
     return MAKERS[memory.name](memory, case)
+
+
+def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
+    """Gives the plan of the configured policy; where that runs segments again, no work is put in one that misses the limit.
+
+    Raises:
+        ConfigError: as `plan_of`.
+        DoesNotFitError: the plan does not keep the case's limit, or nothing that the policy can do does.
+    """
+    limit = case.limit_bytes
+    if limit is None or (memory.name, memory.recompute) != ("recompute", "segment"):
+        return plan_of(memory, case)
+    plan = run_again(case, memory.segments)
+    for rank, peak in enumerate(case.peak_bytes(plan)):
+        if peak > limit:
+            raise DoesNotFitError(
+                f"rank {rank} under memory=recompute", peak, limit, "use memory=plan, or more partitions"
+            )
+    return keep_last(case, plan)
 
 
 def rivals_of(case: MemoryCase) -> list[MemoryPlan]:

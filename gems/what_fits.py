@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from gems.errors import ConfigError, DoesNotFitError
 from gems.plan.search.best_first import Found, search
-from gems.plan.search.bounds import in_flight
 from gems.plan.search.candidate import CAPPED, Candidate, candidates
 from gems.plan.search.choice import Choice
 from gems.planning import Planner
@@ -100,15 +99,10 @@ def _more_gpus(
 def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> Choice | None:
     """Gives the first configuration that is found to fit a limit in the time, the leanest being tried first.
 
-    Quick ones come before those that run segments again, and these before those that copy to host memory; schedules that are
-    searched, and memory=plan, take too long.
+    Schedules that are searched, and memory=plan, take too long.
     """
     judge = replace(planner, limit_bytes=limit)
     fitting: list[Choice] = []
-
-    def lean(one: Candidate) -> float:
-        load = judge.load(one.micro_batch_size)
-        return judge.least_bytes(one) + max(in_flight(one)) * load.kept_bytes / load.num_layers
 
     def evaluate(one: Candidate) -> Choice | None:
         result = judge.evaluate(one)
@@ -116,11 +110,9 @@ def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float
             fitting.append(result)
         return None
 
-    def turn(one: Candidate) -> int:
-        return one.turn if one.turn < 2 else 2 + (one.memory != "recompute")
-
     tried = [one for one in asked if one.schedule != CAPPED and one.memory != "plan"]
-    rules = replace(judge.rules(), least_s=lean, refined_s=lean, evaluate=evaluate, turn=turn)
+    lean = judge.guess_bytes
+    rules = replace(judge.rules(), least_s=lean, refined_s=lean, evaluate=evaluate, turn=judge.is_unlikely)
     search(tried, rules, 1, lambda: bool(fitting) or time.perf_counter() > end)
     return fitting[0] if fitting else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -154,3 +155,34 @@ def test_epochs_rank_by_the_time_to_the_target(monkeypatch: pytest.MonkeyPatch) 
     assert any("more epochs" in word for word in reasons(small, large))
     load = judge.load(2)
     assert least_step_s(small.candidate, load) <= small.step_s
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_guesses_are_of_the_size_of_what_is_held(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit at which nothing can be kept, so that every policy is judged, and beside what keeping holds."""
+    made_up(monkeypatch, seed)
+    pairs = []
+    for limit in (None, 1):
+        judge = planner(limit)
+        for one in space(4, 8):
+            result = judge.evaluate(one)
+            held = (
+                max(result.peak_bytes) if isinstance(result, Choice) else getattr(result, "needed_bytes", 0)
+            )
+            if held > judge.least_bytes(one):  # it was cut and played
+                pairs.append(judge.guess_bytes(one) / held)
+    assert len(pairs) > 50
+    assert 0.5 < median(pairs) < 2.0
+    assert sum(0.33 < ratio < 3.0 for ratio in pairs) > 0.9 * len(pairs)
+
+
+def test_what_is_likely_too_large_is_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up(monkeypatch, 0)
+    many, few = (Candidate(4, 1, "1f1b", 1, 8, cap, memory="vdnn_dyn") for cap in (None, 1.0))
+    judge = planner(round(planner().guess_bytes(few)))
+    assert judge.is_unlikely(many) and not judge.is_unlikely(few)
+    assert judge.rules().turn(few) < judge.rules().turn(many)
+    no_host = planner(None, "machine.host_bytes=1000")
+    assert no_host.is_unlikely(few) and not no_host.is_unlikely(
+        replace(few, memory="recompute", how="segment")
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -44,6 +45,13 @@ class MemoryCase:
     def lowered(self, plan: MemoryPlan) -> Schedule:
         """Gives the list that ranks run under a plan."""
         return lower(add_memory(self.schedule, plan))
+
+    def peak_bytes(self, plan: MemoryPlan, ranks: Sequence[int] | None = None) -> Iterator[int]:
+        """Gives the most that each of the ranks, by default of all, holds on its device under a plan."""
+        plan = replace(plan, least_bytes=self.least_bytes)
+        schedule, optimizer = self.lowered(plan), OPTIMIZERS[self.optimizer]
+        for rank in range(schedule.num_ranks) if ranks is None else ranks:
+            yield walk(self.profile, plan, schedule, rank, optimizer).peak_bytes
 
     def outcome(self, plan: MemoryPlan) -> Outcome:
         """Plays a plan: bytes by the order of the list, time by simulation."""

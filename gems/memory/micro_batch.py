@@ -170,6 +170,13 @@ class MicroBatch:
             self._moved_bytes = storages.total(self.holdings.prefetch(segment))
 
 
+def played(storages: StageStorages, script: Script) -> tuple[State, ...]:
+    """Gives the state at each action of a micro-batch on a stage; micro-batches whose actions are alike are played once."""
+    if script not in storages.played:
+        storages.played[script] = MicroBatch(storages, script).play()
+    return storages.played[script]
+
+
 def scripts_of(row: Iterable[Action]) -> dict[Place, Script]:
     """Gives the actions of each micro-batch on each stage of a rank's list, in their order."""
     found: dict[Place, list[tuple[Kind, int]]] = {}

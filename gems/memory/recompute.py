@@ -46,25 +46,41 @@ def recompute_stages(case: MemoryCase) -> MemoryPlan:
 
 
 def recompute_segments(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Runs every segment of a stage again, cut so that the one that saves most saves least.
+    """Runs every segment of a stage again, and keeps the last ones where that is for nothing."""
+    return keep_last(case, run_again(case, segments))
 
-    The last segment of a stage, whose backward comes first, is kept where that takes less time and no rank's peak grows:
-    on a stage whose backward follows its forward it would be run again at once.
-    """
+
+def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
+    """Runs every segment of a stage again, cut so that the one that saves most saves least."""
     spans = []
     for first, end in pairwise(case.boundaries):
         sizes = [layer.kept_bytes for layer in case.profile.layers[first:end]]
         ends = least_largest(sizes, min(segments or _root(len(sizes)), len(sizes)))
         spans.append([(first + low, first + high) for low, high in pairwise((0, *ends))])
-    plan = _plan(case, spans, Choice.RECOMPUTE)
-    best = case.outcome(plan)
+    return _plan(case, spans, Choice.RECOMPUTE)
+
+
+def keep_last(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
+    """Keeps the last segment of a stage, whose backward comes first, where no rank's peak grows and no time is lost.
+
+    On a stage whose backward follows its forward it would be run again at once. To do less is never slower but where
+    messages compete for a link, so that only there the plan is played.
+    """
+    peaks = dict(enumerate(case.peak_bytes(plan)))
+    step_s = case.outcome(plan).step_s if case.network.has_contention else 0.0
+    placement = case.schedule.placement
     for stage in reversed(range(len(plan.stages))):
         kept = replace(plan.stages[stage][-1], choice=Choice.KEEP)
         stages = (*plan.stages[:stage], (*plan.stages[stage][:-1], kept), *plan.stages[stage + 1 :])
-        outcome = case.outcome(replace(plan, stages=stages))
-        is_higher = any(new > old for new, old in zip(outcome.peak_bytes, best.peak_bytes, strict=True))
-        if not is_higher and outcome.step_s <= best.step_s:
-            plan, best = replace(plan, stages=stages), outcome
+        other = replace(plan, stages=stages)
+        ranks = [rank for rank in peaks if stage in {held for _, held in placement.stages_on(rank)}]
+        others = dict(zip(ranks, case.peak_bytes(other, ranks), strict=True))
+        if any(others[rank] > peaks[rank] for rank in ranks):
+            continue
+        other_s = case.outcome(other).step_s if case.network.has_contention else 0.0
+        if other_s <= step_s:
+            plan, step_s = other, other_s
+            peaks |= others
     return plan
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gems.memory.micro_batch import MicroBatch, Script, scripts_of
+from gems.memory.micro_batch import Script, played, scripts_of
 from gems.memory.plan import MemoryPlan
 from gems.memory.stage_storages import StageStorages, layers_of_profile, segments_of
 from gems.partition.spans import Spans
@@ -60,7 +60,7 @@ def segment_costs(
     scripts = _fullest_scripts(schedule)
     segments: list[tuple[SegmentCosts, ...]] = []
     for stage in range(schedule.num_stages):
-        storages = StageStorages(layers, segments_of(plan, schedule, stage), plan.least_bytes)
+        storages = layers.stage(segments_of(plan, schedule, stage), plan.least_bytes)
         found = _amounts(storages, scripts[stage])
         segments.append(
             tuple(
@@ -86,7 +86,7 @@ class _Amounts:
 def _amounts(storages: StageStorages, script: Script) -> list[_Amounts]:
     found = [_Amounts() for _ in storages.spans_of]
     before = 0
-    for (kind, segment), state in zip(script, MicroBatch(storages, script).play(), strict=True):
+    for (kind, segment), state in zip(script, played(storages, script), strict=True):
         mine = found[segment]
         if kind is Kind.F:
             mine.forward = state.activation_bytes - before

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gems.memory.micro_batch import OWN_KINDS, MicroBatch, Place, Script, State, scripts_of
+from gems.memory.micro_batch import OWN_KINDS, Place, State, played, scripts_of
 from gems.memory.model import MESSAGE_COPIES, Optimizer
 from gems.memory.moments import Crossings
 from gems.memory.plan import MemoryPlan
-from gems.memory.stage_storages import StageStorages, as_bytes, layers_of_profile, segments_of
+from gems.memory.stage_storages import as_bytes, layers_of_profile, segments_of
 from gems.profile import ModelProfile
 from gems.schedule.action import COMPUTE_KINDS, RANK_KINDS, Action
 from gems.schedule.schedule import Schedule
@@ -137,14 +137,11 @@ def _states(
 ) -> dict[Place, Iterator[State]]:
     """Gives the states of each micro-batch on each stage of a rank; micro-batches whose actions are alike are played once."""
     layers = layers_of_profile(profile)
-    storages: dict[int, StageStorages] = {}
-    played: dict[tuple[int, Script], tuple[State, ...]] = {}
-    found = {}
-    for place, script in scripts_of(schedule.rows[rank]).items():
-        stage = place[1]
-        if stage not in storages:
-            storages[stage] = StageStorages(layers, segments_of(plan, schedule, stage), plan.least_bytes)
-        if (stage, script) not in played:
-            played[stage, script] = MicroBatch(storages[stage], script).play()
-        found[place] = iter(played[stage, script])
-    return found
+    storages = {
+        stage: layers.stage(segments_of(plan, schedule, stage), plan.least_bytes)
+        for _, stage in schedule.placement.stages_on(rank)
+    }
+    return {
+        place: iter(played(storages[place[1]], script))
+        for place, script in scripts_of(schedule.rows[rank]).items()
+    }

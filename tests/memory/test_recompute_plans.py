@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 
-from gems.errors import ConfigError
+from gems.config import MemoryConfig
+from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.recompute import least_largest, lets_go, recompute
+from gems.memory.recompute import keep_last, least_largest, lets_go, recompute, run_again
+from gems.policies import plan_within
 from gems.schedule.action import Kind
+from gems.schedule.costs import Network
 from gems.schedule.validate import validate
 from tests.memory.policy_cases import SCHEDULES, case_of, network, random_network
 
@@ -96,6 +100,37 @@ def test_it_is_run_again_where_other_micro_batches_come_between() -> None:
     case = case_of(network("c" * 18), "1f1b", 3, 6)
     found = choices(recompute(case, "segment"))
     assert [stage[-1] for stage in found] == [Choice.RECOMPUTE, Choice.RECOMPUTE, Choice.KEEP]
+
+
+@pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
+@pytest.mark.parametrize("links", [Network(), Network(latency=0.1, per_byte=1e-3, has_contention=True)])
+def test_a_last_segment_is_kept_where_nothing_is_lost(
+    name: str, ranks: int, micro_batches: int, links: Network
+) -> None:
+    """One stage after the other, the last first, beside playing every plan whole."""
+    case = replace(case_of(random_network(7), name, ranks, micro_batches), network=links)
+    plan = run_again(case)
+    best = case.outcome(plan)
+    for stage in reversed(range(len(plan.stages))):
+        segments = (*plan.stages[stage][:-1], replace(plan.stages[stage][-1], choice=Choice.KEEP))
+        other = replace(plan, stages=(*plan.stages[:stage], segments, *plan.stages[stage + 1 :]))
+        outcome = case.outcome(other)
+        is_higher = any(new > old for new, old in zip(outcome.peak_bytes, best.peak_bytes, strict=True))
+        if not is_higher and outcome.step_s <= best.step_s:
+            plan, best = other, outcome
+    found = keep_last(case, run_again(case))
+    assert found == plan == recompute(case)
+    assert tuple(case.peak_bytes(found)) == best.peak_bytes
+
+
+def test_a_limit_ends_the_work_on_segments_early() -> None:
+    case = case_of(network("ccccccccl"), "1f1b", 2, 4)
+    memory = MemoryConfig("recompute")
+    plan = recompute(case)
+    fullest = max(case.peak_bytes(plan))
+    assert plan_within(memory, replace(case, limit_bytes=fullest)) == plan == plan_within(memory, case)
+    with pytest.raises(DoesNotFitError, match="under memory=recompute"):
+        plan_within(memory, replace(case, limit_bytes=fullest - 1))
 
 
 def test_cheap_is_what_lets_something_go() -> None:

@@ -75,15 +75,15 @@ def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
     counters = {"trial": "none", "cudnn_benchmark": True, "trials": 1}
     if limit is None:
         return replace(keep, counters=counters)
-    leanest = lean.outcome(everything)
-    least, rank = leanest.peak_bytes, leanest.fullest_rank
-    if least[rank] > limit:
+    least = tuple(lean.peak_bytes(everything))
+    if max(least) > limit:
+        rank = least.index(max(least))
         raise DoesNotFitError(f"rank {rank} under vdnn_all", least[rank], limit, _HELP)
     trials = (
         ("none", keep, True), ("conv", conv, True), ("all", everything, True), ("conv", conv, False),
     )  # fmt: skip
     for number, (name, plan, is_fast) in enumerate(trials, 2):
-        peaks = (case if is_fast else lean).outcome(plan).peak_bytes
+        peaks = tuple((case if is_fast else lean).peak_bytes(plan))
         if max(peaks) <= limit:
             return _tried(plan, name, is_fast, number, peaks)
     return _tried(everything, "all", False, len(trials) + 2, least)

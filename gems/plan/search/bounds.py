@@ -22,7 +22,7 @@ class Load:
     time, `least_again` the least that a layer takes with its forward run twice, over its time. `kept_bytes` is what the
     uncut model keeps for backward, `cheap_bytes` what it keeps at least where all but products is made again,
     `crossing_bytes` what of that a cut takes out of the stash, by cut, largest first: what is first saved behind it.
-    `param_bytes` and `buffer_bytes` are the model's, `transient_bytes` the least that its largest layer makes at once.
+    `handed_bytes` is the most that a layer hands on. `param_bytes` and `buffer_bytes` are the model's, `transient_bytes` the least that its largest layer makes at once.
     """
 
     num_layers: int
@@ -36,6 +36,7 @@ class Load:
     kept_bytes: int
     cheap_bytes: int
     crossing_bytes: tuple[int, ...]
+    handed_bytes: int
     param_bytes: int
     buffer_bytes: int
     transient_bytes: int
@@ -67,6 +68,7 @@ def load_of(profile: ModelProfile) -> Load:
         kept_bytes=sum(layer.kept_bytes for layer in layers),
         cheap_bytes=sum(min(layer.cheap_bytes, layer.stash_bytes) for layer in layers),
         crossing_bytes=tuple(sorted(crossing, reverse=True)),
+        handed_bytes=max(layer.output_bytes for layer in layers),
         param_bytes=sum(layer.param_bytes for layer in layers),
         buffer_bytes=sum(layer.buffer_bytes for layer in layers),
         transient_bytes=max(
@@ -131,7 +133,7 @@ def least_bytes(
         buffer_copies: bytes held for each byte of buffers.
         held: micro-batches in flight by rank, where they are known better than by `in_flight`.
     """
-    static = one.num_directions * (param_copies * load.param_bytes + buffer_copies * load.buffer_bytes)
+    static = static_bytes(one, load, param_copies, buffer_copies)
     least = max(static / one.partitions, load.transient_bytes)
     num_stages = one.num_stages
     lost = sum(load.crossing_bytes[: num_stages - 1])
@@ -149,6 +151,11 @@ def least_bytes(
     balanced = kept / sum(1 / count for count in held)
     together = (min(held) * kept + static) / one.partitions
     return int(max(least, balanced, together))
+
+
+def static_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> int:
+    """Gives what all ranks of a pipeline together hold of parameters with their gradients and states, and of buffers."""
+    return one.num_directions * (param_copies * load.param_bytes + buffer_copies * load.buffer_bytes)
 
 
 def in_flight(one: Candidate) -> Sequence[float]:
