@@ -100,7 +100,7 @@ class ProfileConfig:
     """What the layers cost: how it is found out (fake, measured, incremental), or the file that has it.
 
     `fake` needs no device: bytes from fake tensors, times from the rates of `machine`. `measured` runs each layer
-    `repetitions` times on this device. `incremental` adds layers to a device one by one, as mCAP does, on the real
+    `repetitions` times or more on this device. `incremental` adds layers to a device one by one, as mCAP does, on the real
     device or on fake tensors (`on`). With `path`, a file of `gems profile --json`, nothing is found out. `whole` adds to
     a fake profile the peak of the unsplit model by torch's own tracker, which takes long for deep ones.
     """

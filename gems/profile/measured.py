@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.engine.host_memory import keep_freed_memory
 from gems.engine.rerun.recompute import Rerun
 from gems.errors import ConfigError
 from gems.models import layers_of, title_of
@@ -30,6 +31,8 @@ from gems.profile.model_profile import ModelProfile
 from gems.profile.whole import given_tensors
 
 WARM_UP_RUNS = 2
+# small layers run more often than they are asked to: until they took so long, and at most so many times
+LEAST_TIMED_S, MOST_RUNS = 0.05, 50
 _SEED = 0
 
 
@@ -111,30 +114,43 @@ def open_device(machine: MachineConfig) -> torch.device:
             "torch sees no GPU here",
             "use profile=fake, or take the profile on a GPU",
         )
-    is_cuda = machine.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+    if machine.device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    keep_freed_memory()  # as the ranks of a run
+    return torch.device("cpu")
 
 
 def measured_times(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, repetitions: int
 ) -> Times:
-    """Times a layer on its device: medians over `repetitions`, after runs that warm up."""
+    """Times a layer on its device: medians over `repetitions` or more, after runs that warm up."""
     clock = clock_of(inputs[0].device)
-    rounds = range(WARM_UP_RUNS + repetitions)
-    whole = [_both(module, inputs, is_first, loss, clock) for _ in rounds][WARM_UP_RUNS:]
+
+    def both() -> tuple[float, float]:
+        return _both(module, inputs, is_first, loss, clock)
+
+    forward_s, backward_s = _medians(both, repetitions)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.requires_grad_(False)
-    only_input = [_both(module, inputs, is_first, loss, clock) for _ in rounds][WARM_UP_RUNS:]
+    input_grad_s = min(backward_s, _medians(both, repetitions)[1])
     for parameter in parameters:
         parameter.requires_grad_(True)
-    forward_s = statistics.median(forward for forward, _ in whole)
-    backward_s = statistics.median(backward for _, backward in whole)
-    input_grad_s = min(backward_s, statistics.median(backward for _, backward in only_input))
-    cheap_s = statistics.median(
-        [_cheap(module, inputs, is_first, loss, clock) for _ in rounds][WARM_UP_RUNS:]
-    )
+    (cheap_s,) = _medians(lambda: (_cheap(module, inputs, is_first, loss, clock),), repetitions)
     return Times(forward_s, input_grad_s, backward_s - input_grad_s, forward_s, cheap_s)
+
+
+def _medians(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[float, ...]:
+    """Gives the medians of what a run's parts take, in seconds."""
+    for _ in range(WARM_UP_RUNS):
+        run()
+    taken: list[tuple[float, ...]] = []
+    begin = time.perf_counter()
+    while len(taken) < repetitions or (
+        len(taken) < MOST_RUNS and time.perf_counter() - begin < LEAST_TIMED_S
+    ):
+        taken.append(run())
+    return tuple(map(statistics.median, zip(*taken, strict=True)))
 
 
 def clock_of(device: torch.device) -> Callable[[Callable[[], object]], float]:

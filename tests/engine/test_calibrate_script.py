@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ from gems.trace import write_trace
 from scripts.bench_fidelity import (
     HELD_OUT_EMULATED,
     HELD_OUT_REAL,
+    Guess,
     Observed,
     Row,
-    calibrated,
+    pace_of,
     predicted,
     summary,
 )
@@ -70,9 +72,33 @@ def test_a_prediction_with_calibrated_links_has_no_noise() -> None:
 
     fast, slow = (Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.1) for latency in (0.0, 0.001))
     spec = spec_of()
-    assert predicted(calibrated(spec, fast)).step_s == pytest.approx(0.33)
-    assert predicted(calibrated(spec, slow)).step_s > 0.335
-    assert predicted(calibrated(spec, fast)).peak_bytes == 4000
+    assert predicted(spec, fast).step_s == pytest.approx(0.33)
+    assert predicted(spec, slow).step_s > 0.335
+    assert predicted(spec, fast).peak_bytes == 4000
+
+
+def test_a_searched_list_is_that_of_the_run_whatever_the_links() -> None:
+    """At these links the search would settle on stages that hand on less often."""
+    from gems.calibration import Calibration, LinkFit
+
+    spec = replace(
+        spec_of(), schedule=ScheduleConfig("capped", activation_cap=2.0, budget_s=1.0),
+        cost=CostConfig(unit_s=0.01, activation_bytes=1000, boundary_bytes=10**6),
+    )  # fmt: skip
+    free, slow = (Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.0) for latency in (0.0, 0.05))
+    other = replace(spec, machine=replace(spec.machine, link_latency_s=0.05))
+    assert schedule_of(spec) != schedule_of(other)
+    assert predicted(spec, slow).step_s > predicted(other, slow).step_s > predicted(spec, free).step_s
+
+
+def test_the_pace_of_runs_is_a_factor_and_host_time() -> None:
+    guesses = [
+        Guess(Observed(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))
+    ]
+    runs = [Observed(1.1 * guess.by_profile.step_s + 0.001 * guess.passes, 1.0) for guess in guesses]
+    pace = pace_of(list(zip(guesses, runs, strict=True)))
+    assert (pace.factor, pace.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
+    assert pace.step_s(guesses[0]) == pytest.approx(1.4)
 
 
 def test_errors_are_those_of_the_prediction() -> None:
