@@ -25,7 +25,7 @@ from gems.resolve import check_batch, global_batch
 from gems.what_fits import leanest, refuse
 
 HYBRID = "--hybrid"
-NUM_BEST, BUDGET_S = 10, 45.0
+NUM_BEST, BUDGET_S = 10, 40.0
 # Of the budget, where nothing has been found to fit: when the search gives way to one for anything that fits, and that one to
 # what would make it fit.
 SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
