@@ -129,18 +129,18 @@ def measured_times(
     def both() -> tuple[float, float]:
         return _both(module, inputs, is_first, loss, clock)
 
-    forward_s, backward_s = _medians(both, repetitions)
+    forward_s, backward_s = medians_s(both, repetitions)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.requires_grad_(False)
-    input_grad_s = min(backward_s, _medians(both, repetitions)[1])
+    input_grad_s = min(backward_s, medians_s(both, repetitions)[1])
     for parameter in parameters:
         parameter.requires_grad_(True)
-    (cheap_s,) = _medians(lambda: (_cheap(module, inputs, is_first, loss, clock),), repetitions)
+    (cheap_s,) = medians_s(lambda: (_cheap(module, inputs, is_first, loss, clock),), repetitions)
     return Times(forward_s, input_grad_s, backward_s - input_grad_s, forward_s, cheap_s)
 
 
-def _medians(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[float, ...]:
+def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[float, ...]:
     """Gives the medians of what a run's parts take, in seconds."""
     for _ in range(WARM_UP_RUNS):
         run()

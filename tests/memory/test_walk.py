@@ -9,10 +9,12 @@ from itertools import pairwise
 import pytest
 
 from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.memory import stage_storages
 from gems.memory.actions import add_memory
 from gems.memory.model import OPTIMIZERS, MemoryModel
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.segment_costs import segment_costs
+from gems.memory.stage_storages import Layers
 from gems.memory.walk import Walked, walk
 from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile
@@ -296,6 +298,21 @@ def test_whole_stages_that_are_run_again_or_leave() -> None:
         held = along(walked, "activation_bytes")
         assert {name: held[name] for name in after} == after
         assert walked.peak_host_bytes == (550 if Kind.OFFLOAD in kinds else 0)
+
+
+def test_the_storages_of_the_last_stages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Layers(random_profile(6, 0))
+    whole, *halves = (
+        tuple(Segment(first, end, Choice.RECOMPUTE) for first, end in spans)
+        for spans in (((0, 6),), ((0, 3), (3, 6)), ((0, 2), (2, 6)))
+    )
+    monkeypatch.setattr(stage_storages, "MOST_STAGES", 2)
+    first = made.stage(whole, 0)
+    assert made.stage(whole, 0) is first and made.stage(whole, 10**9) is not first
+    found = [made.stage(segments, 0) for segments in halves]
+    again = made.stage(whole, 0)
+    assert again is not first and again.num_bytes == first.num_bytes
+    assert made.stage(halves[1], 0) is found[1]
 
 
 def test_it_is_quick() -> None:

@@ -11,10 +11,10 @@ from torch import nn
 from gems.config import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.partition.spans import Spans
-from gems.profile import LayerProfile, ModelProfile
+from gems.profile import LayerProfile, ModelProfile, measured
 from gems.profile.fake import fake_profile
 from gems.profile.incremental import Devices, incremental_profile
-from gems.profile.measured import measured_profile
+from gems.profile.measured import MOST_RUNS, WARM_UP_RUNS, measured_profile, medians_s
 from gems.profile.roofline import Rates, Roofline, rates_of, roofline_times
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
@@ -35,6 +35,28 @@ def devices() -> Devices:
 
 def untimed(layer: LayerProfile) -> LayerProfile:
     return replace(layer, **dict.fromkeys(TIMES, 0.0))
+
+
+class TestMeasured:
+    def test_small_layers_run_more_often_than_they_are_asked_to(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        taken = [9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.0] + [2.0] * MOST_RUNS
+        times = iter(taken)
+        monkeypatch.setattr(measured, "LEAST_TIMED_S", 1e9)
+        assert medians_s(lambda: (next(times), 5.0), 3) == (2.0, 5.0)
+        assert len(list(times)) == len(taken) - WARM_UP_RUNS - MOST_RUNS
+
+    def test_large_layers_run_as_often_as_they_are_asked_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        times = iter([9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.5])
+        monkeypatch.setattr(measured, "LEAST_TIMED_S", 0.0)
+        assert medians_s(lambda: (next(times),), 3) == (2.5,)
+        assert not list(times)
+
+    def test_the_heap_of_a_processor_is_that_of_a_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: list[bool] = []
+        monkeypatch.setattr(measured, "keep_freed_memory", lambda: told.append(True))
+        assert measured.open_device(CPU) == torch.device("cpu") and told == [True]
 
 
 class TestFake:
