@@ -81,13 +81,16 @@ class Planner:
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
         """Gives bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
-        copies = OPTIMIZERS[optimizer_of(self.spec)].copies
-        return least_bytes(one, self.load(one.micro_batch_size), copies, MESSAGE_COPIES, held)
+        return least_bytes(one, self.load(one.micro_batch_size), self._copies, MESSAGE_COPIES, held)
 
     def guess_bytes(self, one: Candidate) -> float:
         """Gives about what a candidate's fullest rank holds."""
-        copies = OPTIMIZERS[optimizer_of(self.spec)].copies
-        return guess_bytes(one, self.load(one.micro_batch_size), copies, MESSAGE_COPIES)
+        return guess_bytes(one, self.load(one.micro_batch_size), self._copies, MESSAGE_COPIES)
+
+    @property
+    def _copies(self) -> int:
+        """Bytes held for each byte of parameters."""
+        return OPTIMIZERS[optimizer_of(self.spec)].copies
 
     def _turn(self, one: Candidate) -> int:
         """Gives the candidate's turn; of those that take long, what is likely too large comes behind the others."""
@@ -98,7 +101,7 @@ class Planner:
         if self.limit_bytes is not None and self.guess_bytes(one) > GUESSED * self.limit_bytes:
             return True
         on_host = guess_host_bytes(one, self.load(one.micro_batch_size))
-        return not has_room(self.run_of(one), [round(on_host / GUESSED)] * one.partitions)
+        return on_host > 0 and not has_room(self.run_of(one), [round(on_host / GUESSED)] * one.partitions)
 
     def profile(self, size: int) -> ModelProfile:
         """Gives the profile of a micro-batch size; beyond two images it follows from those of one and two.

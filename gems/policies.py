@@ -42,13 +42,17 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     limit = case.limit_bytes
     if limit is None or (memory.name, memory.recompute) != ("recompute", "segment"):
         return plan_of(memory, case)
-    plan = run_again(case, memory.segments)
-    for rank, peak in enumerate(case.peak_bytes(plan)):
+    plan, peaks = run_again(case, memory.segments), list[int]()
+    for peak in case.peak_bytes(plan):
         if peak > limit:
             raise DoesNotFitError(
-                f"rank {rank} under memory=recompute", peak, limit, "use memory=plan, or more partitions"
+                f"rank {len(peaks)} under memory=recompute",
+                peak,
+                limit,
+                "use memory=plan, or more partitions",
             )
-    return keep_last(case, plan)
+        peaks.append(peak)
+    return keep_last(case, plan, peaks)
 
 
 def rivals_of(case: MemoryCase) -> list[MemoryPlan]:

@@ -5,8 +5,10 @@ compared with their simulation: schedules, micro-batches, caps, message sizes an
 its layers profiled on this machine; four runs give how much longer compute takes in a run than alone, as a factor and as host
 time of each layer and pass (before and after the others, so that a machine that changes its speed is seen), and four other runs
 of other sizes and schedules are compared.
-What other tenants of the host take, for a second or two at a time, is nothing that a simulation without noise knows: of a real run
-the first quartile of its steps counts, and of three profiles the fastest. Prints a table on stderr and JSON on stdout, with the median and the worst error; exits with 1 above the limits. The error
+What other tenants of the host take, for a second or two at a time, is nothing that a simulation without noise knows: of a
+real run the first quartile of its steps counts, and of three profiles the fastest.
+
+Prints a table on stderr and JSON on stdout, with the median and the worst error; exits with 1 above the limits. The error
 can be kept beside a calibration: `python -m scripts.calibrate --held-out`. Takes `--part emulated|real`, `--steps N` and
 Hydra overrides for every case. Wants a machine on which nothing else runs: it says how busy it was.
 """

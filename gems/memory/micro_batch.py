@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from gems.memory.holdings import Holdings
-from gems.memory.stage_storages import Group, StageStorages, as_bytes
+from gems.memory.stage_storages import MOST_STAGES, Group, StageStorages, as_bytes
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, WAIT_KINDS, Action, Kind
 
 Place = tuple[int, int, int | None]  # direction, stage, micro-batch
@@ -170,11 +171,10 @@ class MicroBatch:
             self._moved_bytes = storages.total(self.holdings.prefetch(segment))
 
 
+@lru_cache(maxsize=MOST_STAGES)
 def played(storages: StageStorages, script: Script) -> tuple[State, ...]:
     """Gives the state at each action of a micro-batch on a stage; micro-batches whose actions are alike are played once."""
-    if script not in storages.played:
-        storages.played[script] = MicroBatch(storages, script).play()
-    return storages.played[script]
+    return MicroBatch(storages, script).play()
 
 
 def scripts_of(row: Iterable[Action]) -> dict[Place, Script]:

@@ -47,7 +47,8 @@ def recompute_stages(case: MemoryCase) -> MemoryPlan:
 
 def recompute_segments(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
     """Runs every segment of a stage again, and keeps the last ones where that is for nothing."""
-    return keep_last(case, run_again(case, segments))
+    plan = run_again(case, segments)
+    return keep_last(case, plan, tuple(case.peak_bytes(plan)))
 
 
 def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
@@ -60,13 +61,13 @@ def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
     return _plan(case, spans, Choice.RECOMPUTE)
 
 
-def keep_last(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
+def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
     """Keeps the last segment of a stage, whose backward comes first, where no rank's peak grows and no time is lost.
 
     On a stage whose backward follows its forward it would be run again at once. To do less is never slower but where
-    messages compete for a link, so that only there the plan is played.
+    messages compete for a link, so that only there the plan is played. `peak_bytes` are the plan's, by rank.
     """
-    peaks = dict(enumerate(case.peak_bytes(plan)))
+    peaks = dict(enumerate(peak_bytes))
     step_s = case.outcome(plan).step_s if case.network.has_contention else 0.0
     placement = case.schedule.placement
     for stage in reversed(range(len(plan.stages))):

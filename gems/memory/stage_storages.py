@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from gems.partition.spans import Spans
 from gems.profile import ModelProfile
 from gems.profile.saved import Saved, saved_from
 from gems.schedule.schedule import Schedule
-
-if TYPE_CHECKING:
-    from gems.memory.micro_batch import Script, State
 
 MOST_STAGES = 256  # whose storages are kept
 
@@ -46,16 +43,11 @@ class Layers:
         self.spans = Spans(profile)
         self.storages = tuple(_told_apart(profile, index) for index in range(profile.num_layers))
         self._first_runs: dict[tuple[int, int, bool], int] = {}
-        self._stages: dict[tuple[tuple[Segment, ...], int], StageStorages] = {}
+        self._stages = lru_cache(MOST_STAGES)(partial(StageStorages, self))
 
     def stage(self, segments: tuple[Segment, ...], least_bytes: int) -> StageStorages:
         """Gives the storages of a stage by its segments; the last ones asked for are kept, for plans differ in few stages."""
-        key = (segments, least_bytes)
-        if key not in self._stages:
-            if len(self._stages) >= MOST_STAGES:
-                self._stages.pop(next(iter(self._stages)))
-            self._stages[key] = StageStorages(self, segments, least_bytes)
-        return self._stages[key]
+        return self._stages(segments, least_bytes)
 
     def first_run_peak_bytes(self, first: int, end: int, is_cheap: bool) -> int:
         """Gives the most bytes in use during a forward of layers first up to end that will be run again, without its inputs.
@@ -113,7 +105,6 @@ class StageStorages:
         self.layers = layers
         self.is_cheap = tuple(segment.choice is Choice.CHEAP for segment in segments)
         self.spans_of = tuple((segment.first, segment.end) for segment in segments)
-        self.played: dict[Script, tuple[State, ...]] = {}  # of micro_batch
         self.num_bytes: dict[Key, int] = {}
         self.saves: list[list[Group]] = [[] for _ in segments]
         self.makes: list[list[Group]] = [[] for _ in segments]

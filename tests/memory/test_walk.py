@@ -301,12 +301,12 @@ def test_whole_stages_that_are_run_again_or_leave() -> None:
 
 
 def test_the_storages_of_the_last_stages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_storages, "MOST_STAGES", 2)
     made = Layers(random_profile(6, 0))
     whole, *halves = (
         tuple(Segment(first, end, Choice.RECOMPUTE) for first, end in spans)
         for spans in (((0, 6),), ((0, 3), (3, 6)), ((0, 2), (2, 6)))
     )
-    monkeypatch.setattr(stage_storages, "MOST_STAGES", 2)
     first = made.stage(whole, 0)
     assert made.stage(whole, 0) is first and made.stage(whole, 10**9) is not first
     found = [made.stage(segments, 0) for segments in halves]

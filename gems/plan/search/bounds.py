@@ -22,7 +22,8 @@ class Load:
     time, `least_again` the least that a layer takes with its forward run twice, over its time. `kept_bytes` is what the
     uncut model keeps for backward, `cheap_bytes` what it keeps at least where all but products is made again,
     `crossing_bytes` what of that a cut takes out of the stash, by cut, largest first: what is first saved behind it.
-    `handed_bytes` is the most that a layer hands on. `param_bytes` and `buffer_bytes` are the model's, `transient_bytes` the least that its largest layer makes at once.
+    `handed_bytes` is the most that a layer hands on. `param_bytes` and `buffer_bytes` are the model's, `transient_bytes`
+    the least that its largest layer makes at once.
     """
 
     num_layers: int
