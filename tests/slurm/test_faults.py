@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_table import ROWS, Fault
-from runs import beats, jobs, said, wait_for_step, wait_until
+from mini_runs import beats, jobs, said, wait_for_shown_step, wait_for_step, wait_until
 
 from gems.json_files import read_json
 from gems.runfolder import RunFolder
@@ -312,7 +312,7 @@ def test_the_controller_is_started_anew(
     preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]
 ) -> None:
     job, folder = submit(*EMULATED, "train.steps=60")
-    wait_for_step(folder, 7)
+    wait_for_shown_step(folder, 7)
     since_s = time.monotonic()
     pid = int((preempt_slurm.folder / "run" / "slurmctld.pid").read_text())
     os.kill(pid, signal.SIGTERM)

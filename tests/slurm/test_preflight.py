@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from runs import CONFIGURATION, ROOT, jobs
+from mini_runs import CONFIGURATION, ROOT, jobs
 
 if TYPE_CHECKING:
     from conftest import MiniSlurm

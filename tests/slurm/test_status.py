@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from runs import ROOT, job_fields, jobs, said, submit, wait_for_step, wait_until
+from mini_runs import ROOT, job_fields, jobs, said, submit, wait_for_shown_step, wait_for_step, wait_until
 
 from gems.runfolder import RunFolder
 
@@ -31,7 +31,7 @@ def status(runs: Path) -> dict[str, dict[str, Any]]:
 def test_a_running_and_a_pending_job_are_shown_and_cancelled(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     runs = tmp_path / "it's $HOME"
     first, goes = submit(runs, "train.steps=100000", WHOLE)
-    wait_for_step(goes, 3)
+    wait_for_shown_step(goes, 3)
     second, waits = submit(runs, "train.steps=100000", WHOLE, "name='waits \"here\"'")
     wait_until(
         lambda: status(runs)[str(waits.path)]["note"] in ("Resources", "Priority"), 60, "no reason is shown"

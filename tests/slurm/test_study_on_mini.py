@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from runs import jobs
+from mini_runs import jobs
 
 from gems.runfolder import RunFolder
 from gems.trace import read_trace

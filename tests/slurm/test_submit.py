@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from runs import (
+from mini_runs import (
     CONFIGURATION,
     ROOT,
     batch_log,

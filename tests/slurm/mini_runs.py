@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gems.heartbeat import Beat, read_beat
+from gems.json_files import read_json
 from gems.runfolder import RunFolder
 
 if TYPE_CHECKING:
@@ -126,3 +127,14 @@ def wait_for_step(folder: RunFolder, step: int) -> None:
         return "\n".join([str(folder.read_status()), *marks, *shown, said(folder)])
 
     wait_until(are_there, 120, f"the ranks do not come to step {step}", seen)
+
+
+def wait_for_shown_step(folder: RunFolder, step: int) -> None:
+    """Waits until progress.json, which lies behind the ranks' marks by up to 2 s, tells of a step."""
+    wait_for_step(folder, step)
+    wait_until(
+        lambda: read_json(folder.progress_json).get("step", 0) >= step,
+        30,
+        f"step {step} is not shown",
+        lambda: said(folder),
+    )
