@@ -19,8 +19,10 @@ POLICY = "plan"
 # left for copies under way, and what of a hidden copy's time counts as if it were exposed, where plans are alike.
 VARIANTS = ((0.0, 0.01), (0.25, 0.01))
 FLUID_VARIANTS = ((0.5, 0.1), (1.0, 0.1))
-# how far the mixed-integer programme is followed, and its looser end where only a plan is asked for
+# how far the mixed-integer programme is followed, and its looser end where only a plan is asked for; a budget above the
+# usual one follows the bound further, by so many nodes a second over the number of variables
 NODES, GAP, LOOSE_GAP = 10, 0.01, 0.02
+USUAL_BUDGET_S, NODES_PER_S = 10.0, 60_000
 GOOD = 0.001  # a plan this near to the bound is not improved further
 VARIABLES_PER_S = 600  # of a programme that HiGHS follows so far in a second
 SEARCH_SHARE = 0.5  # of the budget; the programmes have the rest
@@ -125,7 +127,9 @@ def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterat
     is_small = model.program.num_variables <= budget_s * VARIABLES_PER_S
     is_exact = is_small and is_chain
     if is_exact:
-        whole = PlanModel(case, limit_bytes, is_whole_copies=True).solve(True, NODES, GAP)
+        model = PlanModel(case, limit_bytes, is_whole_copies=True)
+        more = (budget_s - USUAL_BUDGET_S) * NODES_PER_S / model.program.num_variables
+        whole = model.solve(True, NODES + max(0, int(more)), GAP)
         if whole is not None:
             bound_s = max(bound_s, whole.bound_s)
             yield bound_s, _rounded(case, whole) if whole.weights else None
