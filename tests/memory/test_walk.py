@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from itertools import pairwise
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from gems.config import DataConfig, MachineConfig, ModelConfig
 from gems.memory import stage_storages
 from gems.memory.actions import add_memory
+from gems.memory.micro_batch import played
 from gems.memory.model import OPTIMIZERS, MemoryModel
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.segment_costs import segment_costs
@@ -315,13 +315,15 @@ def test_the_storages_of_the_last_stages_are_kept(monkeypatch: pytest.MonkeyPatc
     assert made.stage(halves[1], 0) is found[1]
 
 
-def test_it_is_quick() -> None:
+def test_micro_batches_that_are_alike_are_played_once() -> None:
     """Policies walk in loops."""
     made, cuts = random_profile(110), tuple(round(110 * stage / 4) for stage in range(5))
     plan = MemoryPlan.by_layer("test", cuts, {at: Segment(at, at + 1, OFFLOAD) for at in range(110)})
     schedule = lower(add_memory(generate("1f1b", 4, 8), plan))
-    walk(made, plan, schedule, 0, SGD)
-    begin = time.process_time()
-    for rank in range(4):
-        walk(made, plan, schedule, rank, SGD)
-    assert (time.process_time() - begin) / 4 < 0.1
+    before = played.cache_info()
+    first = [walk(made, plan, schedule, rank, SGD) for rank in range(4)]
+    once = played.cache_info()
+    assert once.hits + once.misses - before.hits - before.misses == 4 * 8
+    assert once.misses - before.misses < 4 * 8
+    assert [walk(made, plan, schedule, rank, SGD) for rank in range(4)] == first
+    assert played.cache_info().misses == once.misses

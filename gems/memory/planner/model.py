@@ -8,10 +8,11 @@ from itertools import pairwise
 
 from gems.memory.case import MemoryCase
 from gems.memory.plan import Choice, MemoryPlan
+from gems.memory.planner.arcs import Arc
 from gems.memory.planner.copies import WholeCopies
 from gems.memory.planner.kept import spared_messages, with_whole_backward
 from gems.memory.planner.program import Program, Solution, Terms
-from gems.memory.planner.stage import Arc, StageBlock
+from gems.memory.planner.stage import StageBlock
 from gems.memory.planner.storages import stage_layers
 from gems.memory.stage_storages import layers_of_profile
 from gems.memory.walk import Point
