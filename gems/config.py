@@ -140,7 +140,7 @@ class MemoryConfig:
 
     `limit_bytes` is machine.device_bytes unless given; `ratio` the share of what parameters leave of it that `lms` may
     use (None: 0.9, and 0.8 with replicas). Storages below `least_bytes` stay on the device. `budget_s` bounds the plan's
-    search.
+    search; above 10 s the bound is followed further too.
     """
 
     name: str = "keep"

@@ -13,7 +13,8 @@ from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.planner.model import PlanModel
-from gems.memory.planner.optimal import limit_of_saving, plan
+from gems.memory.planner.optimal import NODES, limit_of_saving, plan
+from gems.memory.planner.program import Program, Solution
 from gems.memory.planner.windows import Way, with_windows
 from gems.memory.recompute import recompute
 from gems.memory.vdnn.policies import vdnn_all
@@ -230,6 +231,24 @@ def test_a_chain_is_within_5_percent_of_its_bound() -> None:
             network("ccpccpcccpcccl", [64, 64, 32, 64, 64, 32, 48, 48, 48, 24, 24, 24, 24, 16]), rate=rate
         )
         assert plan(case, limit_of_saving(case, 0.4), 2.0).gap < 0.05
+
+
+def test_a_larger_budget_follows_the_programme_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(random_network(5), rate=2e9)
+    solve, nodes = Program.solve, []
+
+    def counted(self: Program, is_whole: bool, node_limit: int = 0, gap: float = 0.0) -> Solution | None:
+        nodes.append(node_limit)
+        return solve(self, is_whole, node_limit, gap)
+
+    monkeypatch.setattr(Program, "solve", counted)
+    found = {}
+    for budget_s in (0.5, 10.0, 12.0):
+        nodes.clear()
+        found[budget_s] = (plan(case, limit_of_saving(case, 0.4), budget_s), max(nodes))
+    assert found[0.5][1] == found[10.0][1] == NODES < found[12.0][1]
+    assert found[12.0][0].bound_s >= found[10.0][0].bound_s
+    assert found[12.0][0].outcome.step_s <= found[0.5][0].outcome.step_s
 
 
 def test_a_saving_is_of_what_comes_and_goes() -> None:

@@ -11,16 +11,16 @@ from gems.memory.planner.stage import StageBlock
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes that leave together: made by layer `maker`, given last to layer `last_use`; `moved` is the variable of their leaving.
+    """Bytes that leave together: made by layer `maker`, needed last by layer `saver`; `moved` is the variable of their leaving.
 
-    They leave no sooner than with the first of `savers` that is offloaded, and are back for the last one.
+    Where an earlier layer saved them too, they leave with that one if `saver` itself is not offloaded.
     """
 
     num_bytes: int
     moved: int
     maker: int
-    savers: tuple[int, ...]
-    last_use: int
+    saver: int
+    is_of_several: bool
 
 
 class WholeCopies:
@@ -32,18 +32,17 @@ class WholeCopies:
     def __init__(self, program: Program, block: StageBlock) -> None:
         self.program = program
         self._offloaded: dict[int, int] = {}
-        self._parts: list[_Part] = []
+        self._parts: dict[int, list[_Part]] = {}
         stage = block.stage
-        self._layers = range(stage.first, stage.end)
-        for layer in self._layers:
+        for layer in range(stage.first, stage.end):
             self._offloaded[layer] = next(
                 block.at[arc] for arc in block.covering[layer] if arc.choice is Choice.OFFLOAD
             )
             size = stage.own_movable_bytes[layer]
-            if size:
-                self._parts.append(_Part(size, self._offloaded[layer], layer, (layer,), layer))
+            self._parts[layer] = [_Part(size, self._offloaded[layer], layer, layer, False)] if size else []
         for each, moved in block.moved.items():
-            self._parts.append(_Part(each.total_bytes, moved, each.maker, each.savers, each.last_use))
+            saver = each.savers[-1]
+            self._parts[saver].append(_Part(each.total_bytes, moved, each.maker, saver, len(each.savers) > 1))
 
     def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> Terms:
         """Gives the bytes on the device of what copies take of earlier layers, during an action of a layer.
@@ -53,41 +52,35 @@ class WholeCopies:
         program = self.program
         found: Terms = {}
         away: Terms = {}
-        is_there = {
-            saver: program.variable(0.0, 1.0, is_whole=True) for saver in range(self._layers.start, layer)
-        }
-        for part in self._parts:
-            if part.maker >= layer or not (is_forward or part.savers[-1] < layer):
+        for saver, parts in self._parts.items():
+            here = [part for part in parts if part.maker < layer and (is_forward or saver < layer)]
+            if not here:
                 continue
-            size = program.scaled_bytes(part.num_bytes)
-            there = program.variable(0.0, 1.0)
-            if is_forward and layer <= part.last_use:
-                program.row({there: 1.0, part.moved: -1.0}, low=0.0, high=0.0)
-            else:
-                self._tie(part, there, is_there)
-            found[there] = size
-            away[part.moved] = away.get(part.moved, 0.0) + size
-            away[there] = -size
+            is_there = program.variable(0.0, 1.0, is_whole=True)
+            for part in here:
+                size = program.scaled_bytes(part.num_bytes)
+                there = program.variable(0.0, 1.0)
+                is_posted = not is_forward or saver < layer or part.is_of_several
+                self._tie(part, there, is_there, is_posted)
+                found[there] = size
+                away[part.moved] = away.get(part.moved, 0.0) + size
+                away[there] = -size
         for host in hosts:
             program.row({host: 1.0} | {variable: -factor for variable, factor in away.items()}, low=0.0)
         return found
 
-    def _tie(self, part: _Part, there: int, is_there: dict[int, int]) -> None:
-        """Holds that a part is there as the segments are that it leaves and comes back with, if it leaves at all.
-
-        While one of several has not run yet, it may be gone with an earlier one that is offloaded.
-        """
+    def _tie(self, part: _Part, there: int, is_there: int, is_posted: bool) -> None:
+        """Holds that a part is there as its segment is, if it leaves at all and with that segment."""
         program = self.program
         program.row({there: 1.0, part.moved: -1.0}, high=0.0)
-        run = [saver for saver in part.savers if saver in is_there]
-        for saver in run:
-            others = {self._offloaded[other]: -1.0 for other in part.savers if other != saver}
-            program.row({there: 1.0, is_there[saver]: -1.0} | others, high=0.0)
-        if len(run) == len(part.savers) > 1:
-            program.row({there: 1.0} | {is_there[saver]: -1.0 for saver in run}, high=0.0)
-        if len(run) < len(part.savers):
-            program.row(
-                {there: 1.0, part.moved: -1.0} | {self._offloaded[saver]: 1.0 for saver in run}, low=0.0
-            )
-        least = {there: 1.0, part.moved: -1.0} | {is_there[saver]: -1.0 for saver in run}
-        program.row(least, low=-float(len(run)))
+        if not is_posted:
+            program.row({there: 1.0, part.moved: -1.0}, low=0.0)
+            return
+        bound = {self._offloaded[part.saver]: 1.0} if part.is_of_several else {}
+        free = float(part.is_of_several)
+        program.row({there: 1.0, is_there: -1.0} | bound, high=free)
+        program.row(
+            {there: 1.0, part.moved: -1.0, is_there: -1.0}
+            | {variable: -factor for variable, factor in bound.items()},
+            low=-1.0 - free,
+        )

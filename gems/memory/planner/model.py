@@ -229,10 +229,7 @@ class _RankRows:
         if not self.model.copies:
             _add(terms, {came: 1.0})
         _add(terms, resident)
-        if action.kind is Kind.B:
-            _add(terms, block.backward_more(layer))
-        part = self._part(action, layer)
-        during = program.scaled_bytes(self.during[part] - self.messages[part])
+        during = program.scaled_bytes(self.during[self._part(action, layer)] - self._spared(action, layer))
         program.row(terms, high=self.limit - during + kept)
         if not is_forward:
             self._again(action, layer, under_way, resident)
@@ -258,6 +255,16 @@ class _RankRows:
                 block = self.model.blocks[key[0]]
                 found.append((block, block.kept_all()))
         return found
+
+    def _spared(self, action: Action, layer: int) -> int:
+        """Gives by how much an action may need less than where each layer is kept and a segment by itself."""
+        messages = self.messages[self._part(action, layer)]
+        if action.kind is not Kind.B:
+            return messages
+        spans = self.model.spans
+        alone = spans.backward_peak[layer, layer + 1]
+        within = spans.stash[layer, layer + 1] + self.case.profile.layers[layer].backward_peak_bytes
+        return messages + max(0, int(alone - within))
 
     def _part(self, action: Action, layer: int) -> Action:
         kind = Kind.B if action.kind is Kind.I else action.kind

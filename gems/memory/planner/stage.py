@@ -30,7 +30,6 @@ class StageBlock:
         self.held = {each: self._held(each) for each in stage.shared}
         self.moved = {each: self._moved(each) for each in stage.shared if each.savers}
         self._kept_earlier: dict[int, Terms] = {}
-        self._more: dict[int, Terms] = {}
         self._brought: dict[tuple[int, Choice], dict[int, int]] = {}
         self._sums()
 
@@ -45,34 +44,6 @@ class StageBlock:
                 size = self.program.scaled_bytes(self._brought_bytes(arc, layer))
                 found[self.at[arc]] = found.get(self.at[arc], 0.0) + size
         return found
-
-    def backward_more(self, layer: int) -> Terms:
-        """Gives what a layer's backward takes beyond what it takes as a kept segment of its own.
-
-        Kept layers may be joined, and of them the least counts.
-        """
-        if layer not in self._more:
-            self._more[layer] = {
-                self.at[arc]: self.program.scaled_bytes(self._backward_more(arc, layer))
-                for arc in self.covering[layer]
-            }
-        return self._more[layer]
-
-    def _backward_more(self, arc: Arc, layer: int) -> float:
-        spans, profile = self.stage.told.spans, self.stage.layer(layer)
-        alone = float(spans.backward_peak[layer, layer + 1])
-        stash = float(spans.stash[layer, layer + 1])
-        inner = min(
-            [profile.backward_peak_bytes, *(peak for ahead, peak in profile.backward_peak_at if ahead)]
-        )
-        if arc.choice is Choice.KEEP:
-            return min(0.0, stash + inner - alone)
-        if arc.end == layer + 1:
-            last = dict(profile.backward_peak_at).get(0)
-            own = inner if last is None else last + profile.output_grad_bytes
-            return 0.0 if arc.first == layer else min(0.0, stash + own - alone)
-        # the gradient of the segment's output is in use throughout
-        return stash + inner + self.stage.layer(arc.end - 1).output_grad_bytes - alone
 
     def again_bytes(self, layer: int) -> Terms:
         """Gives what is on the device while a segment is run again right before the backward of its last layer."""
@@ -171,9 +142,6 @@ class StageBlock:
 
     def _moved(self, each: Storage) -> int:
         variable = self.program.variable(0.0, 1.0)
-        takers = [self._taking(each, saver) for saver in each.savers]
-        self.program.row(_joined({variable: -1.0}, *takers), low=0.0)
-        self.program.row({variable: 1.0, self.held[each]: 1.0}, high=1.0)
         staying: Terms = {}
         for layer in range(each.last_use, each.maker - 1, -1):
             needing, taking = self._needing(each, layer), self._taking(each, layer)
