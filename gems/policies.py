@@ -43,13 +43,10 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     if limit is None or (memory.name, memory.recompute) != ("recompute", "segment"):
         return plan_of(memory, case)
     plan, peaks = run_again(case, memory.segments), list[int]()
-    for peak in case.peak_bytes(plan):
+    for rank, peak in enumerate(case.peak_bytes(plan)):
         if peak > limit:
             raise DoesNotFitError(
-                f"rank {len(peaks)} under memory=recompute",
-                peak,
-                limit,
-                "use memory=plan, or more partitions",
+                f"rank {rank} under memory=recompute", peak, limit, "use memory=plan, or more partitions"
             )
         peaks.append(peak)
     return keep_last(case, plan, peaks)

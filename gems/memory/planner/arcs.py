@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from gems.memory.plan import Choice
 from gems.memory.planner.storages import StageLayers
 
-MOST_ARCS = (
-    1200  # how many possible segments a stage may have, about; longer ones are left out where it has more
-)
+# how many possible segments a stage may have, about; longer ones are left out where it has more
+MOST_ARCS = 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +18,6 @@ class Arc:
     first: int
     end: int
     choice: Choice
-
-    def covers(self, layer: int) -> bool:
-        """Whether a layer is in it."""
-        return self.first <= layer < self.end
 
 
 def longest_arc(num_layers: int) -> int:
