@@ -10,22 +10,18 @@ import numpy as np
 import pytest
 import yaml
 
+from analysis.events import of_kinds
 from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
-from gems.program import schedule_of
+from gems.errors import ConfigError
+from gems.program import costs_of, play, schedule_of
 from gems.resolve import resolve
+from gems.schedule.memory import memory_over_time
 from gems.simulated import simulated_trace
 from gems.trace import write_trace
-from scripts.bench_fidelity import (
-    HELD_OUT_EMULATED,
-    HELD_OUT_REAL,
-    Guess,
-    Observed,
-    Row,
-    pace_of,
-    predicted,
-    summary,
-)
+from scripts.bench_fidelity import Guess, Observed, Row, pace_of, predicted, summary
 from scripts.calibrate import computes_of, main
+from scripts.fidelity_cases import HELD_OUT_EMULATED, HELD_OUT_REAL
+from scripts.step_peaks import step_peaks
 
 
 @pytest.mark.timeout(200)
@@ -89,6 +85,27 @@ def test_a_searched_list_is_that_of_the_run_whatever_the_links() -> None:
     other = replace(spec, machine=replace(spec.machine, link_latency_s=0.05))
     assert schedule_of(spec) != schedule_of(other)
     assert predicted(spec, slow).step_s > predicted(other, slow).step_s > predicted(spec, free).step_s
+
+
+def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
+    """A send that left late in one step holds its buffer in that step alone, among the counted ones."""
+    spec = spec_of(steps=4)
+    spec = replace(spec, cost=replace(spec.cost, boundary_bytes=300))
+    made = schedule_of(spec)
+    trace = simulated_trace(spec, made)
+    costs = costs_of(spec, made.placement)
+
+    def peaks() -> list[float]:
+        return step_peaks(trace, made, costs, spec.cost.unit_s, spec.cost.activation_bytes).tolist()
+
+    held = memory_over_time(made, costs, play(spec, made)[1], spec.cost.activation_bytes)
+    assert peaks() == [max(rank.peak for rank in held)] * 3
+    sends = (trace.events["step"] == 2) & of_kinds(trace.events, "SEND_F") & (trace.events["rank"] == 0)
+    trace.events["end_ns"][sends] = trace.events["end_ns"][trace.events["step"] == 2].max()
+    first, late, last = peaks()
+    assert first == last < late <= first + 8 * 300
+    with pytest.raises(ConfigError, match="lacks"):
+        step_peaks(replace(trace, events=trace.events[~sends]), made, costs, spec.cost.unit_s, 1.0)
 
 
 def test_the_pace_of_runs_is_a_factor_and_host_time() -> None:
