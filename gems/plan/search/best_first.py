@@ -9,11 +9,24 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Scored(Protocol):
-    """What evaluating a candidate gives where it fits: seconds, the fewer the better."""
+    """What evaluating a candidate gives where it fits: seconds, the fewer the better, and bytes, which tell equals apart."""
 
     @property
     def score_s(self) -> float:
         """Seconds by which answers are ranked."""
+
+    @property
+    def most_bytes(self) -> float:
+        """Bytes of the fullest rank."""
+
+
+def is_as_fast(first: Scored, other: Scored) -> bool:
+    """Whether two answers take the same seconds, but for what adding them up in another order makes."""
+    return _rounded(first.score_s) == _rounded(other.score_s)
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.9g}")  # sums in another order differ in the last of 16 digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +85,10 @@ class Rules(Generic[C, S]):
 def search(
     candidates: Iterable[C], rules: Rules[C, S], num_best: int, is_over: Callable[[], bool] = lambda: False
 ) -> Found[S]:
-    """Gives the `num_best` candidates of the least seconds; the same as if all had been scored, unless `is_over` ends it."""
+    """Gives the `num_best` candidates of the least seconds, those that are as fast by their bytes.
+
+    They are the same as if all had been scored, unless `is_over` ends it.
+    """
     waiting: list[tuple[int, float, int, bool, C]] = []
     counted = dict.fromkeys(("simulated", "too_large", "bytes", "time", "impossible", "left"), 0)
     number = 0
@@ -82,11 +98,11 @@ def search(
         else:
             waiting.append((rules.turn(one), rules.least_s(one), number, False, one))
     heapq.heapify(waiting)
-    best: list[tuple[float, int, S]] = []
+    best: list[tuple[tuple[float, float, int], S]] = []
     needed: list[int] = []
     while waiting:
         turn, least_s, place, is_refined, one = heapq.heappop(waiting)
-        if len(best) == num_best and least_s > best[-1][0]:
+        if len(best) == num_best and _rounded(least_s) > best[-1][0][0]:
             counted["time"] += 1
             continue
         if is_over():
@@ -103,8 +119,9 @@ def search(
             needed.append(result.needed_bytes)
         else:
             counted["simulated"] += 1
-            best = sorted([*best, (result.score_s, place, result)], key=lambda each: each[:2])[:num_best]
+            key = (_rounded(result.score_s), result.most_bytes, place)
+            best = sorted([*best, (key, result)], key=lambda each: each[0])[:num_best]
     return Found(
-        tuple(result for _, _, result in best), number, counted["simulated"], counted["too_large"], counted["bytes"],
+        tuple(result for _, result in best), number, counted["simulated"], counted["too_large"], counted["bytes"],
         counted["time"], counted["impossible"], counted["left"], min(needed, default=None),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from gems.plan.search.best_first import is_as_fast
 from gems.plan.search.candidate import Candidate
 
 PARTS = ("compute", "recompute", "messages", "all_reduce", "waiting")
@@ -41,6 +42,11 @@ class Choice:
     def parts_s(self) -> Mapping[str, float]:
         """The seconds of a step by what a rank does, means over the ranks, which add up to `step_s`."""
         return self.split()
+
+    @property
+    def most_bytes(self) -> int:
+        """The peak of the fullest rank."""
+        return max(self.peak_bytes)
 
     @property
     def images_per_s(self) -> float:
@@ -79,11 +85,10 @@ def reasons(first: Choice, other: Choice) -> list[str]:
         said.append(f"needs {100 * (other.epochs / first.epochs - 1):.1f} % more epochs")
     if said:
         return said
-    difference = other.score_s - first.score_s
-    if difference > 0:
-        return [f"as fast to {100 * difference / first.score_s:.2g} %"]
-    held, least = max(other.peak_bytes), max(first.peak_bytes)
-    return [f"as fast, holds {100 * (held / least - 1):+.0f} % bytes" if least else "as fast"]
+    if not is_as_fast(first, other):
+        return [f"as fast to {100 * (other.score_s / first.score_s - 1):.2g} %"]
+    held, least = other.most_bytes, first.most_bytes
+    return [f"as fast, holds {100 * (held / least - 1):.2g} % more" if held > least > 0 else "as fast"]
 
 
 def _words(part: str, other: Choice) -> str:

@@ -12,18 +12,19 @@ from gems.plan.search.best_first import Rules, TooLarge, search
 
 @dataclass(frozen=True)
 class Case:
-    """A made-up candidate: its score, how far its two bounds are below, and what becomes of it."""
+    """A made-up candidate: its score, how far its two bounds are below, what becomes of it, and its bytes."""
 
     score_s: float
     slack: float
     fate: str
     turn: int
+    most_bytes: int = 0
 
 
 CASES = st.lists(
     st.builds(
         Case, st.integers(1, 30).map(float), st.floats(0.0, 1.0), st.sampled_from(["fits", "fits", "large", "pruned", "none"]),
-        st.integers(0, 3),
+        st.integers(0, 3), st.integers(0, 3),
     ),
     max_size=40,
 )  # fmt: skip
@@ -48,8 +49,8 @@ def rules(evaluated: list[Case]) -> Rules[Case, Case]:
 def test_it_is_exact_and_counts_everything(cases: list[Case], num_best: int) -> None:
     evaluated: list[Case] = []
     found = search(cases, rules(evaluated), num_best)
-    expected = sorted(case.score_s for case in cases if case.fate == "fits")[:num_best]
-    assert [case.score_s for case in found.best] == expected
+    expected = sorted((case.score_s, case.most_bytes) for case in cases if case.fate == "fits")[:num_best]
+    assert [(case.score_s, case.most_bytes) for case in found.best] == expected
     counted = (
         found.num_simulated + found.num_too_large + found.num_pruned_bytes + found.num_pruned_time
         + found.num_impossible + found.num_left
@@ -67,6 +68,17 @@ def test_tight_bounds_leave_most_unscored() -> None:
     found = search(cases, rules(evaluated), 3)
     assert [case.score_s for case in found.best] == [1, 2, 3]
     assert found.num_pruned_time == 97 and len(evaluated) == 3
+
+
+def test_of_those_that_are_as_fast_the_one_of_fewest_bytes_is_first() -> None:
+    sums = [
+        Case(0.1 + 0.2, 1.0, "fits", 0, 4),
+        Case(0.3, 1.0, "fits", 0, 7),
+        Case(0.1 + 0.1 + 0.1, 1.0, "fits", 0, 2),
+    ]
+    slower = Case(0.3 * (1 + 1e-6), 1.0, "fits", 0, 1)
+    found = search([slower, *sums], rules([]), 3)
+    assert [case.most_bytes for case in found.best] == [2, 4, 7]
 
 
 def test_a_search_that_ends_early_says_so() -> None:
