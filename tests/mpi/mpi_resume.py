@@ -78,6 +78,7 @@ def attempt(
     comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), stop=None, seed: int = 0
 ) -> None:
     """Runs one attempt in a folder, as a process of its own would: random states are those of a fresh one."""
+    comm.Barrier()  # all have looked at the files that are moved away now
     if comm.rank == 0:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.archive()
@@ -280,6 +281,7 @@ def test_an_emulated_run_goes_on_at_its_step(comm, tmp_path):
     )  # fmt: skip
     folder = RunFolder.of(spec)
     for wanted, stop in (([0, 1], Asked(1)), ([2, 3, 4, 5, 6], None)):
+        comm.barrier()  # all have looked at the files that preparing clears
         if comm.rank == 0:
             prepare(spec)
         comm.barrier()
