@@ -12,6 +12,7 @@ from pathlib import Path
 from gems.errors import GemsError
 from gems.runfolder import RunFolder
 from jobs.launch import launch
+from jobs.requeue import successor
 from jobs.stop_request import StopRequest
 
 SUBMITTED_LIMIT_S = 60.0
@@ -38,6 +39,13 @@ class BatchJob:
             raise SystemExit(code)
 
     def _run(self, folder: RunFolder, request: StopRequest) -> int:
+        if (other := successor(folder)) is not None:
+            print(
+                f"jobs: the run has gone on as job {other}; this one leaves it alone",
+                file=sys.stderr,
+                flush=True,
+            )
+            return 0
         wait_for_submission(folder)
         try:
             return launch(folder, folder.read_spec(), echo=False, request=request)

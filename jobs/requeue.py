@@ -36,6 +36,20 @@ WORDS = (
 )  # fmt: skip
 
 
+def _stderr() -> Path:
+    return Path(f"/proc/{os.getpid()}/fd/2").resolve()
+
+
+def _begun_at() -> int:
+    try:
+        return _stderr().stat().st_size
+    except OSError:
+        return 0
+
+
+BEGUN_AT = _begun_at()  # a job that starts again adds to the log of its earlier attempts
+
+
 @dataclass(frozen=True, slots=True)
 class OwnJob:
     """This process's job as SLURM has it: how often it was started again, whether it is being preempted, its seconds left.
@@ -77,17 +91,21 @@ def own_job() -> OwnJob | None:
     )
 
 
-def why_killed(log: Path | None = None) -> str | None:
+def why_killed(log: Path | None = None, since: int = 0) -> str | None:
     """Reads from the job's own output why SLURM ends it; None where it says nothing of this job.
 
-    `log` is this process's stderr unless told: in a batch script SLURM writes its words there before it sends SIGTERM.
+    `log`, read from byte `since` on, is what this process has added to its stderr unless told: in a batch script SLURM
+    writes its words there before it sends SIGTERM.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
+    if log is None:
+        log, since = _stderr(), BEGUN_AT
     try:
-        with (log or Path(f"/proc/{os.getpid()}/fd/2").resolve()).open("rb") as file:
+        with log.open("rb") as file:
             if not file.seekable():
                 return None
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(since if since <= size else 0, size - TAIL_BYTES))
             text = file.read(TAIL_BYTES).decode(errors="replace")
     except OSError:
         return None
@@ -157,13 +175,14 @@ def put_back(
     """Puts this process's job back into the queue, or submits the run as a new job where SLURM refuses; says why neither.
 
     requeues.json and status.json, which `facts` go to, say "requeued" before SLURM knows: it may end this process at
-    once. A new job waits until status.json has its number, so the two never run at once.
+    once, and ends the command that asked before that has its answer. A new job waits until status.json has its number,
+    so the two never run at once.
     """
     job_id = str(os.environ["SLURM_JOB_ID"])
     facts = facts | {"requeue_count": note_requeue(folder, why, LAUNCHER, step)}
     folder.write_status("requeued", **facts | {"job_id": job_id})
     trouble = hear(["scontrol", "requeue", job_id], ORDER_LIMIT_S).trouble
-    if trouble is None:
+    if trouble is None or why_killed() == PUT_BACK:
         return None
     from jobs.slurm import submit_job
 
@@ -174,6 +193,15 @@ def put_back(
         return f"no requeue, {trouble}; {error}"
     folder.write_status("requeued", **facts | {"job_id": new_id})
     print(f"jobs: no requeue, {trouble}; it goes on as job {new_id}", file=sys.stderr, flush=True)
+    return None
+
+
+def successor(folder: RunFolder) -> str | None:
+    """Gives the job that the run has gone on as, where SLURM starts this one again all the same; None where there is none."""
+    own, noted = os.environ.get("SLURM_JOB_ID"), folder.read_status().get("job_id")
+    is_again = (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
+    if is_again and is_job_number(own) and is_job_number(noted) and int(str(noted)) > int(str(own)):
+        return str(noted)
     return None
 
 

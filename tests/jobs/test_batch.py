@@ -17,6 +17,7 @@ from submitit.core.utils import DelayedSubmission
 from gems.config import RunSpec
 from gems.runfolder import RunFolder
 from jobs.batch import BatchJob, wait_for_submission
+from jobs.requeue import successor
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
@@ -30,14 +31,14 @@ def test_the_pickle_holds_a_name_and_a_path() -> None:
     assert len(pickled) < 400
 
 
-def run_as_slurm_would(folder: RunFolder, job_id: str) -> subprocess.CompletedProcess[str]:
+def run_as_slurm_would(folder: RunFolder, job_id: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Runs the last line of the batch script."""
     submission = DelayedSubmission(BatchJob(str(folder.path)))
     submission.set_timeout(10, 0)
     submission.dump(folder.logs / f"{job_id}_submitted.pkl")
     return subprocess.run(
         [sys.executable, "-u", "-m", "submitit.core._submit", str(folder.logs)],
-        env={**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": job_id},
+        env={**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": job_id, **more},
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90,
     )  # fmt: skip
 
@@ -63,6 +64,37 @@ def test_a_bad_folder_is_one_line_and_a_status(tiny: Tiny) -> None:
     assert "jobs: nonsense=1: " in ended.stderr and "Traceback" not in ended.stderr
     status = folder.read_status()
     assert (status["state"], status["exit_code"], status["job_id"]) == ("failed", 2, "41")
+
+
+@pytest.mark.parametrize("state", ["requeued", "running", "finished"])
+def test_a_job_that_starts_again_leaves_a_run_alone_that_went_on_as_another(tiny: Tiny, state: str) -> None:
+    """SLURM may put a job back although it refused to, and two jobs must not run in one folder."""
+    folder, _ = tiny()
+    folder.write_status(state, job_id="42")
+    status = folder.read_status()
+    ended = run_as_slurm_would(folder, "41", SLURM_RESTART_COUNT="1")
+    assert ended.returncode == 0, ended.stderr
+    assert "jobs: the run has gone on as job 42; this one leaves it alone" in ended.stderr.splitlines()
+    assert folder.read_status() == status
+
+
+@pytest.mark.parametrize(
+    ("own", "restarts", "noted", "other"),
+    [
+        ("41", "1", "42", "42"), ("42", "1", "42", None), ("43", "1", "42", None), ("41", "0", "42", None),
+        ("41", None, "42", None), ("41", "1", None, None), (None, "1", "42", None),
+    ],
+)  # fmt: skip
+def test_a_run_has_gone_on_as_a_later_job_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, restarts: str | None, noted: str | None, other: str | None
+) -> None:  # fmt: skip
+    for name, value in (("SLURM_JOB_ID", own), ("SLURM_RESTART_COUNT", restarts)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    RunFolder(tmp_path).write_status("running", **({} if noted is None else {"job_id": noted}))
+    assert successor(RunFolder(tmp_path)) == other
 
 
 def test_waits_for_the_submitting_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,31 @@ def test_a_refused_requeue_is_a_new_job(
     assert (folder.logs / "42_submitted.pkl").exists()
 
 
+def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_lost(
+    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM ends all processes of the job, among them the one that asked for it."""
+    log = slurm.here / "41.out"
+    put_back = (
+        "slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO JOB REQUEUE ***"
+    )
+    log.write_text(f"{put_back}\n")
+    monkeypatch.setattr(requeue, "_stderr", lambda: log)
+    monkeypatch.setattr(requeue, "BEGUN_AT", log.stat().st_size)
+    slurm.does("sbatch", "echo Submitted batch job 42")
+    shows = f"if [ $1 = show ]; then echo '{shown(left_s=100)}'; else"
+    slurm.does("scontrol", f"{shows} echo '{put_back}' >> {log}; kill -TERM $$; fi")
+    _, folder = in_job({"step": 7, "reason": "SIGUSR2"})
+    assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("41", 1)
+    assert "sbatch" not in slurm.asked()
+    monkeypatch.setattr(
+        requeue, "BEGUN_AT", log.stat().st_size
+    )  # the next attempt: those words are not of this one
+    slurm.does("scontrol", f"{shows} kill -TERM $$; fi")
+    _, folder = in_job({"step": 9, "reason": "SIGUSR2"})
+    assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("42", 2)
+
+
 def test_where_nothing_can_be_submitted_the_run_is_stopped(
     slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]]
 ) -> None:
