@@ -36,6 +36,10 @@ WORDS = (
 )  # fmt: skip
 
 
+def _own_restarts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def _stderr() -> Path:
     return Path(f"/proc/{os.getpid()}/fd/2").resolve()
 
@@ -66,7 +70,7 @@ class OwnJob:
     @property
     def is_put_back(self) -> bool:
         """Whether SLURM is to start the job once more after this attempt."""
-        return self.restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        return self.restarts > _own_restarts()
 
 
 def own_job() -> OwnJob | None:
@@ -91,15 +95,14 @@ def own_job() -> OwnJob | None:
     )
 
 
-def why_killed(log: Path | None = None, since: int = 0) -> str | None:
+def why_killed(log: Path | None = None) -> str | None:
     """Reads from the job's own output why SLURM ends it; None where it says nothing of this job.
 
-    `log`, read from byte `since` on, is what this process has added to its stderr unless told: in a batch script SLURM
-    writes its words there before it sends SIGTERM.
+    `log` is what this process has added to its stderr unless told: in a batch script SLURM writes its words there before
+    it sends SIGTERM.
     """
     job_id = os.environ.get("SLURM_JOB_ID")
-    if log is None:
-        log, since = _stderr(), BEGUN_AT
+    log, since = (_stderr(), BEGUN_AT) if log is None else (log, 0)
     try:
         with log.open("rb") as file:
             if not file.seekable():
@@ -199,8 +202,7 @@ def put_back(
 def successor(folder: RunFolder) -> str | None:
     """Gives the job that the run has gone on as, where SLURM starts this one again all the same; None where there is none."""
     own, noted = os.environ.get("SLURM_JOB_ID"), folder.read_status().get("job_id")
-    is_again = (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
-    if is_again and is_job_number(own) and is_job_number(noted) and int(str(noted)) > int(str(own)):
+    if _own_restarts() and is_job_number(own) and is_job_number(noted) and int(str(noted)) > int(str(own)):
         return str(noted)
     return None
 

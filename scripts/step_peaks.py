@@ -1,7 +1,7 @@
 """The most bytes that each counted step of a run held on a device, from the times in its trace.
 
-A trace keeps the most of a whole run, which one late message among all steps decides; the step that a simulation without
-noise tells is to be compared with is the median one.
+A trace keeps the most of a whole run, which one late message among all steps decides; it is the median step that a
+simulation without noise can be compared with.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _played(events: np.ndarray, schedule: Schedule, replica: int, unit_s: float)
         names = zip(*(mine[column].tolist() for column in NAME), strict=True)
         spans = zip(mine["start_ns"] - first_ns, mine["end_ns"] - first_ns, strict=True)
         times = dict(zip(names, spans, strict=True))
-        missing = [action for action in row if _name(action) not in times]
-        if missing:
-            raise ConfigError("trace", f"rank {rank}", f"lacks {missing[0]}")
-        start_ns, end_ns = zip(*(times[_name(action)] for action in row), strict=True)
+        found = [times.get(_name(action)) for action in row]
+        if None in found:
+            raise ConfigError("trace", f"rank {rank}", f"lacks {row[found.index(None)]}")
+        start_ns, end_ns = zip(*filter(None, found), strict=True)
         starts.append(tuple(float(time) * 1e-9 / unit_s for time in start_ns))
         ends.append(tuple(float(time) * 1e-9 / unit_s for time in end_ns))
     return Simulation(tuple(starts), tuple(ends), 0.0, (), ())
