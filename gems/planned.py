@@ -22,6 +22,7 @@ from gems.schedule import SEARCHED
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
+from gems.stepping import in_run
 
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
 
@@ -70,7 +71,7 @@ def planned(spec: RunSpec) -> RunPlan:
     if spec.memory.name == "keep":
         return RunPlan(whole, boundaries, profile_used(spec, whole), None)
     case = memory_case(spec, compute, boundaries)
-    outcome = case.outcome(_kept_plan(spec, case))
+    outcome = in_run(spec, case, case.outcome(_kept_plan(spec, case)))
     check_fits(spec, outcome)
     return RunPlan(validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
 

@@ -29,7 +29,7 @@ from gems.program import compute_schedule_of, costs_of
 from gems.schedule.costs import StageCosts
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
-from gems.stepping import parts_s, reduce_s, slowest
+from gems.stepping import parts_s, slowest, with_reduction
 
 GUESSED = 1.25  # times the limit, up to which a guess of the bytes may well fit
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
@@ -244,8 +244,8 @@ class Planner:
             if has_room(run, on_host):
                 rates = run.machine.d2h_bytes_per_s, run.machine.h2d_bytes_per_s
                 spans = self.cuts(one.micro_batch_size).spans
-                reduced_s = reduce_s(run, schedule.placement, made.boundaries, spans)
-                costs = replace(segment_costs(profile, plan, schedule, *rates), reduce=reduced_s)
+                costs = segment_costs(profile, plan, schedule, *rates)
+                costs = with_reduction(run, costs, schedule.placement, made.boundaries, spans)
                 return self._played(one, made, schedule, costs, peaks, on_host)
         return TooLarge(least)
 
@@ -282,8 +282,7 @@ class Planner:
         if run.machine.kind != "real":
             return costs_of(run, schedule.placement)
         spans = self.cuts(run.parallel.micro_batch_size).spans
-        reduced_s = reduce_s(run, schedule.placement, boundaries, spans)
-        return replace(stage_costs(spans, boundaries), reduce=reduced_s)
+        return with_reduction(run, stage_costs(spans, boundaries), schedule.placement, boundaries, spans)
 
     def _played(
         self,

@@ -20,6 +20,7 @@ from gems.planned import case_of_run
 from gems.policies import plan_of
 from gems.resolve import global_batch
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
+from gems.stepping import in_run
 
 MIB = 2**20
 COMPARE = "--compare"
@@ -40,7 +41,8 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     case = case_of_run(spec)
     names = POLICIES if is_comparison else (spec.memory.name,)
     outcomes, refused = _outcomes(spec, case, names)
-    entries = [_entry(spec, case, outcome) for outcome in outcomes]
+    keeping = in_run(spec, case, case.kept)
+    entries = [_entry(spec, case, keeping, outcome) for outcome in outcomes]
     entries.sort(
         key=lambda entry: (not entry["fits"], float(f"{entry['step_s']:.9g}"), max(entry["peak_bytes"]))
     )
@@ -64,7 +66,8 @@ def _outcomes(spec: RunSpec, case: MemoryCase, names: Sequence[str]) -> tuple[li
         memory = replace(spec.memory, name=name)
         try:
             check_memory(replace(spec, memory=memory))
-            found.append(case.kept if name == "keep" else case.outcome(plan_of(memory, case)))
+            outcome = case.kept if name == "keep" else case.outcome(plan_of(memory, case))
+            found.append(in_run(spec, case, outcome))
         except (ConfigError, DoesNotFitError) as error:
             if len(names) == 1:
                 raise
@@ -84,16 +87,16 @@ def _facts(spec: RunSpec, case: MemoryCase) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _entry(spec: RunSpec, case: MemoryCase, outcome: Outcome) -> dict[str, Any]:
+def _entry(spec: RunSpec, case: MemoryCase, keeping: Outcome, outcome: Outcome) -> dict[str, Any]:
     """Gives one policy's figures; `saved` is the share of the kept activations' peak that it takes off the device."""
-    kept = max(rank.peak_activation_bytes for rank in case.kept.ranks)
+    kept = max(rank.peak_activation_bytes for rank in keeping.ranks)
     held = max(rank.peak_activation_bytes for rank in outcome.ranks)
     peaks = list(outcome.peak_bytes)
     return {
         "policy": outcome.plan.policy,
         "step_s": outcome.step_s,
         "images_per_s": global_batch(spec) / outcome.step_s if outcome.step_s else None,
-        "overhead": round(outcome.step_s / case.kept.step_s - 1.0, 9) + 0.0 if case.kept.step_s else None,
+        "overhead": round(outcome.step_s / keeping.step_s - 1.0, 9) + 0.0 if keeping.step_s else None,
         "peak_bytes": peaks,
         "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],
         "host_bytes": list(outcome.host_bytes),

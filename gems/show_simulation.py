@@ -12,7 +12,7 @@ from gems.costed import costed
 from gems.memory.case import Outcome
 from gems.noise import interval_of, median_of, noisy_steps
 from gems.planned import planned
-from gems.program import cap_of, costs_of, found_of, network_in_seconds, pace_of, play, schedule_of
+from gems.program import cap_of, costs_of, found_of, pace_of, play, schedule_of
 from gems.resolve import global_batch
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind
@@ -24,6 +24,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.schedule.waits import RankTime, rank_times
 from gems.show_schedule import drawn_faults, shortest_time
+from gems.stepping import slowest
 
 MAX_RANK_ROWS = 64
 
@@ -92,7 +93,8 @@ def _predict_planned(spec: RunSpec) -> Prediction:
     with drawn_faults():
         outcome = planned(spec).memory
     assert outcome is not None
-    schedule, costs, network = outcome.schedule, outcome.costs, network_in_seconds(spec)
+    schedule, costs = outcome.schedule, outcome.costs
+    network, _ = slowest(spec, schedule, costs)
     played, interval = _with_noise(spec, schedule, costs, network, None, outcome.played)
     return Prediction(
         schedule, costs, network, None, played,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 
 from gems.config import RunSpec
+from gems.memory.case import MemoryCase, Outcome
 from gems.partition.spans import Spans
 from gems.program import layouts, network_in_seconds
 from gems.schedule.all_reduce import all_reduce
@@ -15,18 +17,19 @@ from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.waits import rank_times
 
 
-def reduce_s(
-    run: RunSpec, placement: Placement, boundaries: tuple[int, ...], spans: Spans
-) -> tuple[float, ...]:
-    """Gives the seconds of the gradients' all-reduce, by the lowest stage of each rank, for the parameters that a cut puts there."""
+def with_reduction(
+    run: RunSpec, costs: StageCosts, placement: Placement, boundaries: tuple[int, ...], spans: Spans
+) -> StageCosts:
+    """Gives costs in seconds with the gradients' all-reduce among them, of the parameters that a cut puts on each rank."""
     network = network_in_seconds(run)
-    found = [0.0] * placement.num_stages
+    time, link_time = [0.0] * placement.num_stages, [0.0] * placement.num_stages
     for rank in range(placement.num_ranks):
         stages = {stage for _, stage in placement.stages_on(rank)}
         num_bytes = sum(float(spans.params[boundaries[stage], boundaries[stage + 1]]) for stage in stages)
-        group = placement.reduce_group(rank, run.parallel.replicas)
-        found[placement.lowest_stage(rank)] = all_reduce(network, group, num_bytes).time
-    return tuple(found)
+        found = all_reduce(network, placement.reduce_group(rank, run.parallel.replicas), num_bytes)
+        stage = placement.lowest_stage(rank)
+        time[stage], link_time[stage] = found.time, found.link_time
+    return replace(costs, reduce=tuple(time), reduce_link=tuple(link_time))
 
 
 def parts_s(schedule: Schedule, costs: StageCosts, played: Simulation, network: Network) -> dict[str, float]:
@@ -46,3 +49,10 @@ def slowest(run: RunSpec, schedule: Schedule, costs: StageCosts) -> tuple[Networ
     lying = layouts(network_in_seconds(run), schedule.num_ranks, run.parallel.replicas)
     networks = dict.fromkeys(lying)
     return max(((each, simulate(schedule, costs, each)) for each in networks), key=lambda pair: pair[1].span)
+
+
+def in_run(run: RunSpec, case: MemoryCase, outcome: Outcome) -> Outcome:
+    """Gives what a memory plan does as the run meets it: policies plan for one replica, which reduces nothing."""
+    schedule = outcome.schedule
+    costs = with_reduction(run, outcome.costs, schedule.placement, case.boundaries, Spans(case.profile))
+    return replace(outcome, costs=costs, played=slowest(run, schedule, costs)[1])

@@ -59,7 +59,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.plan": ("gems.errors", "numpy", "scipy"),
     "gems.plan.search": ("gems.plan", "gems.profile", "gems.schedule"),
     "gems.candidate_cuts": ("gems.cutting", "gems.partition", "gems.plan.search", "gems.profile", "gems.schedule", "numpy"),
-    "gems.stepping": ("gems.config", "gems.partition", "gems.program", "gems.schedule"),
+    "gems.stepping": ("gems.config", "gems.memory", "gems.partition", "gems.program", "gems.schedule"),
     "gems.planning": (
         "gems.config", "gems.costed", "gems.cutting", "gems.errors", "gems.memory", "gems.candidate_cuts", "gems.plan.search", "gems.planned",
         "gems.policies", "gems.profile", "gems.profile.scaling", "gems.profile.store", "gems.program", "gems.schedule", "gems.stepping",
@@ -73,11 +73,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "gems.policies": ("gems.config", "gems.errors", "gems.memory"),
     "gems.planned": (
         "gems.errors", "gems.cache", "gems.config", "gems.cutting", "gems.memory", "gems.models", "gems.policies",
-        "gems.profile", "gems.profile.store", "gems.program", "gems.resolve", "gems.schedule",
+        "gems.profile", "gems.profile.store", "gems.program", "gems.resolve", "gems.schedule", "gems.stepping",
     ),
     "gems.show_memory": (
         "gems.checks", "gems.cli", "gems.config", "gems.cutting", "gems.drawing", "gems.errors", "gems.memory", "gems.planned",
-        "gems.policies", "gems.program", "gems.resolve", "gems.schedule",
+        "gems.policies", "gems.program", "gems.resolve", "gems.schedule", "gems.stepping",
     ),
     "gems.show_partition": (
         "gems.cli", "gems.compare_cuts", "gems.config", "gems.cutting", "gems.drawing", "gems.program", "gems.resolve",
@@ -117,7 +117,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "gems.show_simulation": (
         "gems.cli", "gems.config", "gems.costed", "gems.memory", "gems.noise", "gems.planned", "gems.program", "gems.resolve",
-        "gems.schedule", "gems.show_schedule",
+        "gems.schedule", "gems.show_schedule", "gems.stepping",
     ),
     "gems.ways": ("gems.config", "gems.costed", "gems.cutting", "gems.errors", "gems.plan", "gems.program", "gems.schedule", "gems.show_simulation", "numpy"),
     "gems.show_hybrid": ("gems.cli", "gems.config", "gems.errors", "gems.plan", "gems.ways"),

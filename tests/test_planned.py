@@ -92,3 +92,35 @@ def test_the_run_folder_has_plan_and_prediction(spec: RunSpec) -> None:
     assert made.memory is not None and predicted["peak_bytes"] == list(made.memory.peak_bytes)
     kept = prepare(replace(spec, name="kept", memory=MemoryConfig()))
     assert kept.read_memory_plan() is None and not kept.memory_json.exists()
+
+
+def test_the_step_of_a_policy_has_the_all_reduce_of_its_replicas(spec: RunSpec) -> None:
+    """Over slow links the gradients of four replicas take most of the step; a rank holds what it held alone."""
+    spec = replace(spec, machine=replace(spec.machine, link_bytes_per_s=1e3))
+    alone, many = (planned(replace(spec, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 4))
+    assert alone is not None and many is not None
+    assert not any(alone.costs.reduce) and min(many.costs.reduce) > 0
+    least, most = min(many.costs.reduce), max(many.costs.reduce)
+    assert alone.step_s + least <= many.step_s <= alone.step_s + most
+    assert many.peak_bytes == alone.peak_bytes and many.schedule.rows == alone.schedule.rows
+
+
+def test_the_step_of_a_policy_is_that_of_the_replica_that_lies_worst(spec: RunSpec) -> None:
+    """On nodes of three ranks the second pipeline of two crosses from one node to the next."""
+    machine = replace(spec.machine, ranks_per_node=3, link_latency_s=100.0)
+    first, both = (
+        planned(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory
+        for n in (1, 2)
+    )
+    assert first is not None and both is not None
+    assert both.step_s - max(both.costs.reduce) > first.step_s + 100
+
+
+def test_the_all_reduces_of_a_node_share_its_links(spec: RunSpec) -> None:
+    """Two pipelines, a node each: both of its ranks reduce with the other node at once, over one link or over two."""
+    machine = replace(spec.machine, ranks_per_node=2, link_bytes_per_s=10.0)
+    spec = replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=2))
+    free = planned(spec).memory
+    shared = planned(replace(spec, machine=replace(machine, contention=True))).memory
+    assert free is not None and shared is not None
+    assert shared.step_s > free.step_s + 0.5 * min(shared.costs.reduce_link) > free.step_s

@@ -92,6 +92,22 @@ def test_simulate_gives_the_peaks_of_the_policy(gems_: Gems) -> None:
     assert said.code == 0 and "largest possible efficiency" in said.out
 
 
+def test_replicas_reduce_gradients_under_every_policy(gems_: Gems) -> None:
+    """Slow links: the step of three replicas is the all-reduce for the most part, and a policy costs a smaller share."""
+    links = "machine.link_bytes_per_s=2000"
+    alone, many = (
+        json.loads(gems_("memory", *RUN, links, f"parallel.replicas={n}", "memory=vdnn_all", "--json").out)["choices"][0]
+        for n in (1, 3)
+    )  # fmt: skip
+    assert many["step_s"] > alone["step_s"] and many["peak_bytes"] == alone["peak_bytes"]
+    assert 0 < many["overhead"] < alone["overhead"]
+    simulated = json.loads(
+        gems_("simulate", *RUN, links, "parallel.replicas=3", "memory=vdnn_all", "--json").out
+    )
+    assert simulated["step_s"] == many["step_s"] and simulated["images_per_s"] == many["images_per_s"]
+    assert max(simulated["reduce_s"]) > 0
+
+
 def test_schedule_shows_segments_and_copies(gems_: Gems) -> None:
     said = gems_("schedule", *RUN, "memory=vdnn_all")
     assert said.code == 0 and "0.0F0 0.0OFFLOAD0" in said.out and "PREFETCH0" in said.out
