@@ -8,16 +8,18 @@ from typing import Any
 
 from gems.cli import Options, print_json
 from gems.config import RunSpec
-from gems.costed import costed
+from gems.costed import PROFILE, costed
+from gems.cutting import cut
 from gems.memory.case import Outcome
 from gems.noise import interval_of, median_of, noisy_steps
-from gems.planned import planned
+from gems.planned import memory_case, planned
 from gems.program import cap_of, costs_of, found_of, pace_of, play, schedule_of
 from gems.resolve import global_batch
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.grid import grid
+from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.memory_time import memory_time_bound
 from gems.schedule.schedule import Schedule
@@ -64,7 +66,7 @@ def predict(spec: RunSpec) -> Prediction:
     return Prediction(
         made, costs, network, cap, played,
         rank_times(made, costs, played, network, pace_of(spec, 0)),
-        memory_over_time(made, costs, played, spec.cost.activation_bytes, spec.cost.param_bytes),
+        _kept_memory(spec, made, costs, played),
         bound_of(spec, made, costs, network, max(played.peak) if cap is None else cap),
         interval,
     )  # fmt: skip
@@ -103,6 +105,21 @@ def _predict_planned(spec: RunSpec) -> Prediction:
         memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network),
         interval,
     )  # fmt: skip
+
+
+def _kept_memory(
+    spec: RunSpec, made: Schedule, costs: StageCosts, played: Simulation
+) -> tuple[RankMemory, ...]:
+    """Gives the bytes of ranks that keep their activations: by the storages of the layers, where a profile names them.
+
+    Configured costs, a searched list, whose stages may be parts of layers, and a placed one tell of activations,
+    messages and parameters alone.
+    """
+    is_cut = spec.cost.name == PROFILE and spec.schedule.name not in SEARCHED
+    if not is_cut or made.placement.feeders is not None:
+        return memory_over_time(made, costs, played, spec.cost.activation_bytes, spec.cost.param_bytes)
+    kept = memory_case(spec, compute_only(made), cut(spec, made).boundaries).kept
+    return tuple(_memory_of(kept, played, rank) for rank in range(made.num_ranks))
 
 
 def _memory_of(outcome: Outcome, played: Simulation, rank: int) -> RankMemory:

@@ -92,6 +92,17 @@ def test_simulate_gives_the_peaks_of_the_policy(gems_: Gems) -> None:
     assert said.code == 0 and "largest possible efficiency" in said.out
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gems_master", "zb_h1", "interleaved_1f1b"])
+def test_simulate_gives_the_peaks_of_keeping_all_with_the_costs_of_a_profile(
+    gems_: Gems, schedule: str
+) -> None:
+    words = (*RUN[:-3], f"schedule={schedule}", "memory=keep", "cost=profile", "--json")
+    entry = json.loads(gems_("memory", *words).out)["choices"][0]
+    found = json.loads(gems_("simulate", *words).out)
+    assert found["peak_bytes"] == entry["peak_bytes"]
+    assert max(found["peak_activation_bytes"]) < max(found["peak_bytes"])
+
+
 def test_replicas_reduce_gradients_under_every_policy(gems_: Gems) -> None:
     """Slow links: the step of three replicas is the all-reduce for the most part, and a policy costs a smaller share."""
     links = "machine.link_bytes_per_s=2000"
