@@ -14,7 +14,7 @@ from gems.json_files import read_json
 from gems.profile import ModelProfile
 from gems.profile.hdf5 import add_to_trace
 from gems.runfolder import RunFolder
-from gems.trace import read_trace, write_trace
+from gems.trace import write_trace
 
 RESULTS = (
     "validation_accuracy", "validation_majority", "validation_loss", "num_validation", "peak_activation_bytes",
@@ -57,19 +57,15 @@ def collect(path: Path) -> Collected:
 
 
 def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
-    """Joins the parts, adds what the run folder tells about the run, and writes the trace."""
+    """Joins the parts, adds what rank 0 knew at the end, and writes the trace."""
     loaded = load_parts(folder.path)
     trace, result = loaded.trace, read_json(folder.result_json)
     trace.attributes |= {name: result[name] for name in RESULTS if name in result}
-    trace.attributes["git_commit"] = read_json(folder.provenance_json).get("git_commit", "unknown")
-    trace.schedule_rows = tuple(result.get("schedule_rows", ()))
-    trace.schedule_sha256 = str(result.get("schedule_sha256", ""))
-    trace.boundaries = folder.read_boundaries()
-    if folder.memory_json.exists():
-        trace.memory_plan = folder.memory_json.read_text()
+    if "schedule_rows" in result:
+        trace.schedule_rows = tuple(result["schedule_rows"])
+        trace.schedule_sha256 = str(result.get("schedule_sha256", ""))
     write_trace(folder.trace_h5, trace)
-    profile = read_json(folder.profile_json)
-    if profile:
+    if trace.layer_times is not None:
+        profile = read_json(folder.profile_json)
         add_to_trace(folder.trace_h5, ModelProfile.from_json(profile, folder.profile_json))
-        trace.layer_times = read_trace(folder.trace_h5).layer_times
     return loaded

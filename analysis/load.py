@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from analysis.run_files import add_run_files
 from gems.errors import ConfigError
+from gems.runfolder import RunFolder
 from gems.trace import Trace, join_attempts, merge_parts, read_part, read_trace
 
 WHOLE_TRACE = "trace.h5"
@@ -72,11 +74,17 @@ def _part_or_none(path: Path) -> Trace | None:
 
 
 def load_parts(folder: Path) -> Loaded:
-    """Joins the ranks' parts in a run folder with those of the attempts that it goes on from, and with its run.yaml.
+    """Joins the ranks' parts in a run folder with those of the attempts that it goes on from, and with the run's files.
 
     Raises:
         ConfigError: there is none, or none of the last attempt is readable.
     """
+    loaded = _load_attempts(folder)
+    notes = add_run_files(loaded.trace, RunFolder(folder))
+    return replace(loaded, notes=(*loaded.notes, *notes))
+
+
+def _load_attempts(folder: Path) -> Loaded:
     loaded = _load_attempt(folder)
     attempts = [loaded]
     for earlier in sorted(folder.glob(ATTEMPTS), reverse=True):

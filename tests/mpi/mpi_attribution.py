@@ -37,9 +37,7 @@ def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
     emulate(spec, folder, comm, heartbeat)
     heartbeat.close()
     comm.Barrier()
-    trace = load_parts(folder.path).trace
-    trace.schedule_rows = tuple(" ".join(map(str, row)) for row in folder.read_schedule().rows)
-    return folder, attribution_of(trace)
+    return folder, attribution_of(load_parts(folder.path).trace)
 
 
 @pytest.fixture(scope="module")
