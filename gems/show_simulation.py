@@ -11,6 +11,7 @@ from gems.config import RunSpec
 from gems.costed import PROFILE, costed
 from gems.cutting import cut
 from gems.memory.case import Outcome
+from gems.models import layers_of
 from gems.noise import interval_of, median_of, noisy_steps
 from gems.planned import memory_case, planned
 from gems.program import cap_of, costs_of, found_of, pace_of, play, schedule_of
@@ -54,6 +55,7 @@ def predict(spec: RunSpec) -> Prediction:
 
     Raises:
         ConfigError: counts or a cap that the family cannot serve.
+        DoesNotFitError: a rank would hold more than its device, by the profile of its layers.
         ScheduleError: a schedule that would not run.
     """
     if spec.memory.name != "keep":
@@ -112,11 +114,11 @@ def _kept_memory(
 ) -> tuple[RankMemory, ...]:
     """Gives the bytes of ranks that keep their activations: by the storages of the layers, where a profile names them.
 
-    Configured costs, a searched list, whose stages may be parts of layers, and a placed one tell of activations,
-    messages and parameters alone.
+    Configured costs, a placed list, and a searched one of more stages than layers tell of activations, messages and
+    parameters alone.
     """
-    is_cut = spec.cost.name == PROFILE and spec.schedule.name not in SEARCHED
-    if not is_cut or made.placement.feeders is not None:
+    has_profile = spec.cost.name == PROFILE and made.placement.feeders is None
+    if not has_profile or made.num_stages > len(layers_of(spec.model, spec.data)):
         return memory_over_time(made, costs, played, spec.cost.activation_bytes, spec.cost.param_bytes)
     kept = memory_case(spec, compute_only(made), cut(spec, made).boundaries).kept
     return tuple(_memory_of(kept, played, rank) for rank in range(made.num_ranks))

@@ -9,10 +9,8 @@ import numpy as np
 
 from gems.config import CostConfig, RunSpec, ScheduleConfig
 from gems.costed import PROFILE, costed
-from gems.cutting import case_of, cut
 from gems.errors import ConfigError, DoesNotFitError
-from gems.program import compute_schedule_of, play, schedule_of
-from gems.schedule.lower import lower
+from gems.program import play, schedule_of
 from gems.schedule.schedule import Schedule
 from gems.show_simulation import in_seconds_and_bytes, predict
 
@@ -87,9 +85,6 @@ def _simulated(spec: RunSpec) -> tuple[float, int | None]:
     ready = in_seconds_and_bytes(costed(spec))
     found = predict(ready)
     step_s = found.played.span * ready.cost.unit_s
-    if spec.cost.name == PROFILE and spec.memory.name == "keep":
-        schedule = lower(compute_schedule_of(ready))
-        return step_s, max(case_of(spec, schedule).peak_bytes(cut(spec, schedule).boundaries))
     has_bytes = ready.cost.activation_bytes > 0
     return step_s, round(max(rank.peak for rank in found.memory)) if has_bytes else None
 

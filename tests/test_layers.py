@@ -116,10 +116,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gems.cli", "gems.config", "gems.costed", "gems.errors", "gems.planned", "gems.program", "gems.schedule",
     ),
     "gems.show_simulation": (
-        "gems.cli", "gems.config", "gems.costed", "gems.cutting", "gems.memory", "gems.noise", "gems.planned", "gems.program",
-        "gems.resolve", "gems.schedule", "gems.show_schedule", "gems.stepping",
+        "gems.cli", "gems.config", "gems.costed", "gems.cutting", "gems.memory", "gems.models", "gems.noise", "gems.planned",
+        "gems.program", "gems.resolve", "gems.schedule", "gems.show_schedule", "gems.stepping",
     ),
-    "gems.ways": ("gems.config", "gems.costed", "gems.cutting", "gems.errors", "gems.plan", "gems.program", "gems.schedule", "gems.show_simulation", "numpy"),
+    "gems.ways": ("gems.config", "gems.costed", "gems.errors", "gems.plan", "gems.program", "gems.schedule", "gems.show_simulation", "numpy"),
     "gems.show_hybrid": ("gems.cli", "gems.config", "gems.errors", "gems.plan", "gems.ways"),
     "gems.simulated": (
         "gems", "gems.errors", "gems.config", "gems.noise", "gems.program", "gems.resolve", "gems.json_files", "gems.runfolder", "gems.schedule",

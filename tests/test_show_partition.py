@@ -9,6 +9,7 @@ import pytest
 
 import gems.costed
 import gems.cutting
+import gems.planned
 import gems.profile.store
 from gems.cutting import METHODS
 from gems.profile import ModelProfile
@@ -27,7 +28,7 @@ def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
         depth = spec.model.depth  # type: ignore[attr-defined]
         return random_profile((depth - 2) // 2 + 2, seed=5, decay=0.9)
 
-    for module in (gems.cutting, gems.costed, gems.profile.store):
+    for module in (gems.cutting, gems.costed, gems.planned, gems.profile.store):
         monkeypatch.setattr(module, "profile_of", profile_of)
     return runner(capfd, tmp_path, monkeypatch)
 
@@ -123,5 +124,7 @@ def test_a_cap_in_bytes_of_a_profile(gems_: Gems) -> None:
     free = json.loads(gems_("simulate", *PLAIN_RUN, "cost=profile", "--json").out)
     limit = round(max(free["peak_activation_bytes"]))
     words = (*RUN, "schedule=capped", "cost=profile", f"schedule.activation_cap_bytes={limit}", "--json")
-    capped = json.loads(gems_("simulate", *words).out)
+    said = gems_("simulate", *words)
+    assert said.code == 0, said.err
+    capped = json.loads(said.out)
     assert max(capped["peak_activation_bytes"]) <= limit * (1 + 1e-6)
