@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from gems.config import DataConfig, ModelConfig
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders
 from gems.engine.checkpoint.shard import shard_name
@@ -107,6 +108,10 @@ def base(schedule: str, partitions: int, replicas: int, **changes):
     return make_spec(schedule, partitions, replicas, **changes)
 
 
+BRANCHES = {
+    "model": ModelConfig(name="googlenet", width=4, norm="batch"),
+    "data": DataConfig(name="synthetic", height_px=32, width_px=32, num_classes=3, train_images=64),
+}
 CASES = {
     "1f1b": base("1f1b", 4, 1),
     "gems_master": base("gems_master", 4, 1, parallel__parts=2),
@@ -115,6 +120,7 @@ CASES = {
     "split": base("zb_h1", 4, 1),
     "dropout": base("1f1b", 2, 2, model__name="toy_drop", train__optimizer="adam"),
     "gems_dropout": base("gems_master", 2, 2, model__name="toy_drop", parallel__micro_batches=4),
+    "placed": base("placed", 2, 1, parallel__micro_batches=2, partition__budget_s=1.0, **BRANCHES),
 }
 
 
