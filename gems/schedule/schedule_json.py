@@ -44,6 +44,8 @@ def from_json(document: dict[str, Any]) -> Schedule:
         raise ConfigError("schema", found, f"allowed: {SCHEMA}")
     try:
         rows = tuple(tuple(_action(*words) for words in row) for row in document["actions"])
+        if len(rows) != int(document["ranks"]):
+            raise ValueError(f"{len(rows)} lists of actions for {document['ranks']} ranks")
         schedule = Schedule(
             name=str(document["name"]),
             num_micro_batches=int(document["micro_batches"]),
@@ -52,8 +54,6 @@ def from_json(document: dict[str, Any]) -> Schedule:
             passes=tuple(map(str, document.get("passes", ()))),
             forward_only=not any(action.kind in (Kind.B, Kind.I) for row in rows for action in row),
         )
-        if len(rows) != schedule.num_ranks:
-            raise ValueError(f"{len(rows)} lists of actions for {schedule.num_ranks} ranks")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError("schedule", "json", f"not of schema {SCHEMA} ({error!r})") from error
     return schedule

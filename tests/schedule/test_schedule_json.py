@@ -112,6 +112,7 @@ def test_missing_field_is_named(missing: str) -> None:
         {"directions": 1},
         {"ranks": "two"},
         {"ranks": 3},
+        {"ranks": 10**15},
         {"micro_batches": None},
         {"passes": 3},
     ],
