@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from gems.errors import ConfigError
 from gems.json_files import read_json
 from gems.profile import ModelProfile
@@ -26,7 +24,7 @@ def add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
         try:
             add(trace, folder)
         except (ConfigError, ValueError) as error:
-            notes.append(f"left out {_text(path, error)}")
+            notes.append(f"left out {path.name}: not readable ({' '.join(str(error).split())})")
     return notes
 
 
@@ -57,7 +55,3 @@ def _add_layer_times(trace: Trace, folder: RunFolder) -> None:
         for name in ("forward_s", "input_grad_s", "weight_grad_s")
     )
     trace.layer_times = LayerTimes(profile.source, *columns)
-
-
-def _text(path: Path, error: Exception) -> str:
-    return f"{path.name}: not readable ({' '.join(str(error).split())})"

@@ -40,8 +40,8 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         check_picture(Path(picture))
     case = case_of_run(spec)
     names = POLICIES if is_comparison else (spec.memory.name,)
-    outcomes, refused = _outcomes(spec, case, names)
     keeping = in_run(spec, case, case.kept)
+    outcomes, refused = _outcomes(spec, case, keeping, names)
     entries = [_entry(spec, case, keeping, outcome) for outcome in outcomes]
     entries.sort(
         key=lambda entry: (not entry["fits"], float(f"{entry['step_s']:.9g}"), max(entry["peak_bytes"]))
@@ -60,14 +60,16 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _outcomes(spec: RunSpec, case: MemoryCase, names: Sequence[str]) -> tuple[list[Outcome], dict[str, str]]:
+def _outcomes(
+    spec: RunSpec, case: MemoryCase, keeping: Outcome, names: Sequence[str]
+) -> tuple[list[Outcome], dict[str, str]]:
     found, refused = [], {}
     for name in names:
         memory = replace(spec.memory, name=name)
         try:
             check_memory(replace(spec, memory=memory))
-            outcome = case.kept if name == "keep" else case.outcome(plan_of(memory, case))
-            found.append(in_run(spec, case, outcome))
+            is_kept = name == "keep"
+            found.append(keeping if is_kept else in_run(spec, case, case.outcome(plan_of(memory, case))))
         except (ConfigError, DoesNotFitError) as error:
             if len(names) == 1:
                 raise

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from gems.config import RunSpec
 from gems.memory.case import MemoryCase, Outcome
+from gems.memory.stage_storages import layers_of_profile
 from gems.partition.spans import Spans
 from gems.program import layouts, network_in_seconds
 from gems.schedule.all_reduce import all_reduce
@@ -53,6 +54,6 @@ def slowest(run: RunSpec, schedule: Schedule, costs: StageCosts) -> tuple[Networ
 
 def in_run(run: RunSpec, case: MemoryCase, outcome: Outcome) -> Outcome:
     """Gives what a memory plan does as the run meets it: policies plan for one replica, which reduces nothing."""
-    schedule = outcome.schedule
-    costs = with_reduction(run, outcome.costs, schedule.placement, case.boundaries, Spans(case.profile))
+    schedule, spans = outcome.schedule, layers_of_profile(case.profile).spans
+    costs = with_reduction(run, outcome.costs, schedule.placement, case.boundaries, spans)
     return replace(outcome, costs=costs, played=slowest(run, schedule, costs)[1])
