@@ -10,11 +10,11 @@ from analysis.memory_curve import draw_memory
 from analysis.metrics import Metrics, metrics_of
 from analysis.timeline import draw_timeline
 from gems.config import RunSpec
-from gems.json_files import read_json
 from gems.profile import ModelProfile
 from gems.profile.hdf5 import add_to_trace
 from gems.runfolder import RunFolder
 from gems.trace import write_trace
+from gems.utils.atomic_io import read_json
 
 RESULTS = (
     "validation_accuracy", "validation_majority", "validation_loss", "num_validation", "peak_activation_bytes",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gems.errors import ConfigError
-from gems.json_files import read_json
 from gems.profile import ModelProfile
 from gems.runfolder import RunFolder
 from gems.trace import LayerTimes, Trace
+from gems.utils.atomic_io import read_json
 
 
 def add_run_files(trace: Trace, folder: RunFolder) -> list[str]:

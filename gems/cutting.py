@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from gems.cache import cached
 from gems.config import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
@@ -28,6 +27,7 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.families.gpipe import gpipe
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
+from gems.utils.cache import cached
 
 HELP = "use recompute or offload for it, a smaller image or micro-batch, or split the image between ranks"
 SMALLER = "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gems.cache import cached
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.plan.dlplacer.devices import Devices
@@ -16,6 +15,7 @@ from gems.schedule.costs import Network, StageCosts
 from gems.schedule.families.placed import placed
 from gems.schedule.placement import Placement as StagePlacement
 from gems.schedule.schedule import Schedule
+from gems.utils.cache import cached
 
 
 def placement_of(spec: RunSpec, num_devices: int, network: Network, method: str = "auto") -> Placement:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gems.cache import cached
 from gems.config import RunSpec
 from gems.cutting import cut, optimizer_of, profile_used
 from gems.errors import DoesNotFitError
@@ -23,6 +22,7 @@ from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from gems.stepping import in_run
+from gems.utils.cache import cached
 
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
 

@@ -9,12 +9,12 @@ import yaml
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.json_files import write_json
 from gems.planned import planned
 from gems.provenance import write_bundle
 from gems.runfolder import RunFolder
 from gems.signature import signature
 from gems.snapshot import hash_of
+from gems.utils.atomic_io import write_json
 
 
 def prepare(spec: RunSpec) -> RunFolder:

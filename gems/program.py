@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.cache import cached
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.placing import placed_on, stage_costs_of
@@ -26,6 +25,7 @@ from gems.schedule.schedule_json import from_json, to_json
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.torch_csv import from_torch_csv
 from gems.schedule.validate import validate
+from gems.utils.cache import cached
 
 
 def compute_schedule_of(spec: RunSpec) -> Schedule:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gems.config import RunSpec
-from gems.json_files import write_json
 from gems.models.imported import source_of
 from gems.snapshot import CODE_ZIP, PACKAGES, code_root, hash_of, take_snapshot
+from gems.utils.atomic_io import write_json
 
 ENVIRONMENT_JSON = "environment.json"
 GIT_LIMIT_S = 10

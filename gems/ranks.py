@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from gems.errors import ConfigError
-from gems.process_family import end_family
 from gems.shared_memory import remove_stale_shared_memory
+from gems.utils.process_tree import end_family
 
 __all__ = [
     "Ended",

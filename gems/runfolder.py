@@ -13,12 +13,12 @@ import yaml
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.json_files import read_json, write_json
 from gems.memory.plan import MemoryPlan
 from gems.schedule.schedule import Schedule
 from gems.schedule.schedule_json import from_json, to_json
 from gems.signature import signature
 from gems.snapshot import CODE_ZIP
+from gems.utils.atomic_io import read_json, write_json
 
 OF_ALL_ATTEMPTS = (
     "run.yaml", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts", "checkpoints",

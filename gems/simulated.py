@@ -12,7 +12,6 @@ import numpy as np
 from gems import __version__
 from gems.config import RunSpec
 from gems.errors import ConfigError, GemsError
-from gems.json_files import read_json, write_json
 from gems.noise import noisy_steps
 from gems.program import cap_of, costs_of, pace_of, play
 from gems.resolve import global_batch
@@ -33,6 +32,7 @@ from gems.schedule.simulate import Simulation
 from gems.schedule.transfers import boundary_of
 from gems.signature import signature
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace
+from gems.utils.atomic_io import read_json, write_json
 
 MAX_EVENTS = 4_000_000
 MAX_NOISY_STEPS = 100

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gems
-from gems.cache import cache_folder
+from gems.utils.cache import cache_folder
 
 CODE_ZIP = "code.zip"
 PACKAGES = ("gems", "jobs", "analysis", "conf")

@@ -10,11 +10,11 @@ from gems.cli import Options, print_json
 from gems.config import RunSpec
 from gems.costed import costed
 from gems.errors import RankFailedError
-from gems.json_files import read_json
 from gems.models import title_of
 from gems.preparation import prepare
 from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
 
 STEPS = 2
 TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0}

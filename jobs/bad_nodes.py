@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.cluster_checks import NODE_NAME
-from gems.json_files import read_json, write_json
+from gems.utils.atomic_io import read_json, write_json
 
 FILE = "bad_nodes.json"
 LIFE = timedelta(days=14)

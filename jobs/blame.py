@@ -11,9 +11,9 @@ from typing import Any
 
 from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.heartbeat import Beat, read_beat
-from gems.json_files import read_json
 from gems.ranks import Ended
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
 from gems.witness import read_notes
 from jobs.words import Death, LauncherWords
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from gems.cli import Options, print_json
 from gems.errors import ConfigError
-from gems.json_files import write_json
-from gems.process_family import end_stranger
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import write_json
+from gems.utils.process_tree import end_stranger
 from jobs.catalogue import RUNS_DIR, Catalogue, catalogue, run_name
 from jobs.condition import Condition, conditions
 from jobs.facts import GOING_ON, lives_here, read_facts

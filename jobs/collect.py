@@ -11,8 +11,8 @@ from typing import IO
 
 from gems.cli import Options, print_json
 from gems.errors import ConfigError, RankFailedError
-from gems.json_files import read_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
 from jobs.spec import PROBE
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from gems.cli import Options, print_json
 from gems.errors import ConfigError, one_of
-from gems.json_files import write_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import write_json
 from jobs.bad_nodes import LIFE, BadNodes
 from jobs.catalogue import RUNS_DIR, catalogue
 from jobs.causes import Cause

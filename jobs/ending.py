@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from gems.config import RunSpec
-from gems.json_files import read_json
 from gems.ranks import Ended
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
 from jobs import requeue
 from jobs.blame import SIGNAL_BASE, Failure, read_records
 from jobs.requeue import CANCELLED, NODE_FAILED, OUT_OF_TIME, PREEMPTED, PUT_BACK, SLURM

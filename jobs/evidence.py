@@ -16,10 +16,10 @@ from typing import Any
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.heartbeat import Beat
-from gems.json_files import read_json
 from gems.ranks import TAIL_LINES, Ended
 from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
+from gems.utils.atomic_io import read_json
 from jobs.blame import Failure, blame, read_beats, read_records, read_stall
 from jobs.causes import Finding
 from jobs.condition import Condition, conditions

@@ -14,9 +14,9 @@ from typing import Any
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.json_files import read_json
-from gems.process_family import is_alive
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
+from gems.utils.process_tree import is_alive
 from jobs.blame import FINISHED as RANK_FINISHED
 from jobs.blame import SIGNAL_BASE, read_beats
 from jobs.scheduler import is_job_number

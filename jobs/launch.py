@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gems.config import RunSpec
-from gems.process_family import start_time
 from gems.ranks import GRACE_S, Ended, rank_environment, remove_stale_shared_memory, run_ranks
 from gems.runfolder import CANCELLED_JSON, RunFolder
+from gems.utils.process_tree import start_time
 from jobs.blame import RANK_CODES, Failure, blame, has_failed_rank, read_records
 from jobs.collect import collect
 from jobs.ending import CANCELLED_CODE, go_on, of_killed, read_stopped

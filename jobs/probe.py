@@ -15,12 +15,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from gems.cache import keep_cached, read_cached
 from gems.config import RunSpec
 from gems.errors import ConfigError, RankFailedError, StalledError
-from gems.json_files import read_json
 from gems.ranks import Ended, mpiexec_argv, run_ranks
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
+from gems.utils.cache import keep_cached, read_cached
 from jobs.launchers import by_srun, rank_program
 from jobs.spec import JobSpec
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.cache import keep_cached
 from gems.cli import Options, print_json
 from gems.compose import compose
 from gems.config import RunSpec
 from gems.errors import ConfigError, StalledError
 from gems.ranks import Ended, rank_environment, run_ranks
 from gems.runfolder import RunFolder
+from gems.utils.cache import keep_cached
 from jobs.ask import RefusedError, UnansweredError, ask
 from jobs.partitions import most_nodes
 from jobs.probe import (

@@ -13,8 +13,8 @@ from typing import Any
 
 from gems.config import ClusterConfig, RunSpec
 from gems.errors import ConfigError
-from gems.json_files import read_json, write_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json, write_json
 from jobs.ask import hear
 from jobs.job_record import fields_of
 from jobs.scheduler import is_job_number

@@ -10,8 +10,8 @@ import types
 from datetime import UTC, datetime
 from typing import Self
 
-from gems.json_files import write_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import write_json
 
 BY_LAUNCHER = "launcher"
 

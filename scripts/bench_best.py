@@ -51,10 +51,10 @@ def compete(overrides: list[str]) -> dict[str, Any]:
     """Starts the ranks, prints the table on stderr and gives what they found."""
     from gems.compose import compose
     from gems.errors import GemsError
-    from gems.json_files import read_json, write_json
     from gems.preparation import prepare
     from gems.ranks import mpiexec_argv, rank_environment, run_ranks
     from gems.schedule import FAMILIES
+    from gems.utils.atomic_io import read_json, write_json
 
     folders: dict[str, str] = {}
     failed: dict[str, str] = {name: "is not among the families" for name in OURS if name not in FAMILIES}
@@ -110,8 +110,8 @@ def run_rank(work: Path) -> None:
 
     from gems.engine.device import open_device
     from gems.engine.transport import world
-    from gems.json_files import read_json, write_json
     from gems.runfolder import RunFolder
+    from gems.utils.atomic_io import read_json, write_json
 
     comm = world()
     given = read_json(work)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from gems.config import DataConfig, ModelConfig
-from gems.engine.host_memory import keep_freed_memory
 from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.utils.host_memory import keep_freed_memory
 
 WRONG = 1e-3
 Timed = Callable[[], tuple[float, float]]  # seconds of a whole backward, and of its first part

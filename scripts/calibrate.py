@@ -25,10 +25,10 @@ import numpy as np
 from gems import __version__
 from gems.calibration import Calibration, calibration_of, machine_yaml, merged, noise_of
 from gems.errors import ConfigError, GemsError
-from gems.json_files import read_json
 from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 from gems.schedule.action import COMPUTE_KINDS
 from gems.trace import KINDS, read_trace
+from gems.utils.atomic_io import read_json
 
 LIMIT_S = 300.0
 LARGE_COPY = 256 * 2**20

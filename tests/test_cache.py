@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gems
-from gems.cache import cache_folder, cached
+from gems.utils.cache import cache_folder, cached
 
 
 class Maker:

@@ -11,12 +11,12 @@ import gems.cutting
 import gems.planned
 from gems.config import MemoryConfig, RunSpec
 from gems.errors import DoesNotFitError
-from gems.json_files import read_json
 from gems.memory.plan import Choice, MemoryPlan
 from gems.planned import planned
 from gems.preparation import prepare
 from gems.profile import ModelProfile
 from gems.schedule.action import Kind
+from gems.utils.atomic_io import read_json
 from tests.engine import toys
 from tests.partition.profiles import random_profile
 

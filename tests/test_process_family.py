@@ -1,4 +1,4 @@
-"""gems.process_family: the end of a process that is not our child, and of all under it."""
+"""gems.utils.process_tree: the end of a process that is not our child, and of all under it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.process_family import end_stranger, is_alive, start_time
+from gems.utils.process_tree import end_stranger, is_alive, start_time
 
 PARENT = """
 import signal, subprocess, sys

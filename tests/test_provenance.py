@@ -10,10 +10,10 @@ import pytest
 
 from gems import provenance
 from gems.config import RunSpec
-from gems.json_files import read_json
 from gems.preparation import prepare
 from gems.provenance import check_code, code_diff, commit, environment, packages, write_bundle
 from gems.snapshot import hash_of
+from gems.utils.atomic_io import read_json
 
 
 @pytest.fixture

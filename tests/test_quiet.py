@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import ctypes
-from gems.quiet import stdout_to_stderr
+from gems.utils.stdio import stdout_to_stderr
 print("before")
 with stdout_to_stderr():
     ctypes.CDLL(None).puts(b"from C")

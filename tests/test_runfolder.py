@@ -16,10 +16,10 @@ import yaml
 
 from gems.config import RunSpec
 from gems.errors import ConfigError
-from gems.json_files import read_json, write_json
 from gems.preparation import prepare
 from gems.runfolder import RunFolder
 from gems.signature import OF_SAFETY, OF_THE_SITE, signature
+from gems.utils.atomic_io import read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 ASIDE = (

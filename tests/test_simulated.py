@@ -11,7 +11,6 @@ import pytest
 
 import gems.simulated
 from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
-from gems.json_files import read_json
 from gems.planned import planned
 from gems.preparation import prepare
 from gems.program import schedule_of
@@ -20,6 +19,7 @@ from gems.runfolder import RunFolder
 from gems.signature import signature
 from gems.simulated import main, simulated_trace
 from gems.trace import KINDS, STREAMS, Trace, read_trace
+from gems.utils.atomic_io import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = MachineConfig(kind="simulated", link_latency_s=0.001, link_bytes_per_s=1e6)

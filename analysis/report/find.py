@@ -7,7 +7,7 @@ from pathlib import Path
 
 from analysis.load import PARTS, WHOLE_TRACE
 from gems.errors import ConfigError, nearest
-from gems.json_files import read_json
+from gems.utils.atomic_io import read_json
 
 RUN_YAML, STUDY_JSON = "run.yaml", "study.json"
 SIGNATURE_CHARS = 8

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gems.engine.local_rank import local_rank
 from gems.engine.transport import Comm, library
-from gems.json_files import write_json
+from gems.utils.atomic_io import write_json
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from gems.engine.emulated_hop import measure_hop
 from gems.engine.patience import look_s, sharpen_sleep
 from gems.engine.transport import Comm, Transport, abort, library, ranks_here, world
 from gems.errors import ConfigError
-from gems.json_files import write_json
+from gems.utils.atomic_io import write_json
 
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22)
 SUM_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)

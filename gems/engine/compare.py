@@ -19,10 +19,10 @@ from gems.engine.findings import findings_of
 from gems.engine.pipeline import build_pipeline
 from gems.engine.reference import collect_values, train_unsplit
 from gems.engine.transport import Comm, world
-from gems.json_files import write_json
 from gems.memory.plan import MemoryPlan
 from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
+from gems.utils.atomic_io import write_json
 
 FLOOR = 1e-9  # of the largest value of its kind: below it a tensor is compared on that scale
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from gems.config import MachineConfig
-from gems.engine.host_memory import keep_freed_memory
 from gems.engine.local_rank import local_rank
 from gems.errors import ConfigError
+from gems.utils.host_memory import keep_freed_memory
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

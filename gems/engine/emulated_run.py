@@ -30,13 +30,13 @@ from gems.engine.progress import Progress
 from gems.engine.recorder import Recorder
 from gems.engine.transport import Comm, Transport, library, ranks_here
 from gems.heartbeat import Heartbeat
-from gems.json_files import write_json
 from gems.program import cap_of, costs_of, pace_of, reduced_bytes
 from gems.resolve import global_batch
 from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
 from gems.signature import signature
 from gems.trace import TracePart, part_path, root_attributes
+from gems.utils.atomic_io import write_json
 
 
 @dataclass(slots=True)

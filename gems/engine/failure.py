@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn, TypeVar
 
-from gems.engine.host_memory import rss_bytes
 from gems.errors import ConfigError, DoesNotFitError, GemsError, RankFailedError, StalledError
 from gems.heartbeat import Beat, read_beat
-from gems.json_files import write_json
 from gems.runfolder import RunFolder
 from gems.schedule.action import Action
+from gems.utils.atomic_io import write_json
+from gems.utils.host_memory import rss_bytes
 
 SPEAK_S = 0.3  # launchers pass nothing on once a rank aborts, not even what it had said before
 DUMP_S = 3.0  # the others look for a stall every two seconds, and need a moment to leave their stacks

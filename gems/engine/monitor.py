@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gems.engine.host_memory import rss_bytes
+from gems.utils.host_memory import rss_bytes
 
 Sample = tuple[int, int, int, float, float]  # t_ns, device_bytes, rss_bytes, power_w, utilisation
 

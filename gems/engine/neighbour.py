@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gems.process_family import start_time
+from gems.utils.process_tree import start_time
 
 
 @dataclass(frozen=True, slots=True)

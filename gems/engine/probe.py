@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gems.config import MachineConfig
 from gems.errors import ConfigError, GemsError, RankFailedError
-from gems.json_files import write_json
+from gems.utils.atomic_io import write_json
 
 if TYPE_CHECKING:
     import torch

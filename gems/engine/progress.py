@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from gems.json_files import write_json
+from gems.utils.atomic_io import write_json
 
 LINES_S = 5.0
 NOTES_S = 2.0

@@ -31,11 +31,11 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.progress import Progress
 from gems.engine.transport import Comm, library
 from gems.heartbeat import Heartbeat
-from gems.json_files import write_json
 from gems.resolve import global_batch, labels_per_step
 from gems.runfolder import RunFolder
 from gems.signature import signature
 from gems.trace import TracePart, part_path, root_attributes
+from gems.utils.atomic_io import write_json
 
 
 @dataclass(frozen=True, slots=True)

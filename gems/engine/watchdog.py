@@ -33,10 +33,10 @@ from gems.engine.neighbour import Neighbour, ask
 from gems.engine.patience import WAITING
 from gems.errors import StalledError
 from gems.heartbeat import Beat, Heartbeat
-from gems.json_files import write_json
 from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
 from gems.standing import SILENT_AFTER_S, World, action_of
+from gems.utils.atomic_io import write_json
 from gems.waiting import waiting_chain
 
 TICK_S = 1.0

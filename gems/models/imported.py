@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import gems
-from gems.cache import cached
 from gems.config import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.layer import Layer
+from gems.utils.cache import cached
 
 _TORCH_PART = "gems.models.parts"
 _TIME_LIMIT_S = 600.0

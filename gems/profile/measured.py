@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from gems.config import DataConfig, MachineConfig, ModelConfig
-from gems.engine.host_memory import keep_freed_memory
 from gems.engine.rerun.recompute import Rerun
 from gems.errors import ConfigError
 from gems.models import layers_of, title_of
@@ -29,6 +28,7 @@ from gems.profile.kernels import workspace_of
 from gems.profile.meter import BackwardMeter, LayerMeter, meter, meter_backward
 from gems.profile.model_profile import ModelProfile
 from gems.profile.whole import given_tensors
+from gems.utils.host_memory import keep_freed_memory
 
 WARM_UP_RUNS = 2
 # small layers run more often than they are asked to: until they took so long, and at most so many times

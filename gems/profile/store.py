@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gems.cache import cached
 from gems.config import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.profile.identity import differences, key_of, subject_of, versions
 from gems.profile.model_profile import ModelProfile
+from gems.utils.cache import cached
 
 REFUSED = "refused"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")

@@ -11,11 +11,11 @@ import pytest
 from analysis.collect import collect
 from gems.compose import compose
 from gems.errors import ConfigError
-from gems.json_files import write_json
 from gems.preparation import prepare
 from gems.profile.hdf5 import read_profile
 from gems.runfolder import RunFolder
 from gems.trace import TracePart, part_path, read_trace, root_attributes
+from gems.utils.atomic_io import write_json
 
 STEP_NS = 1_000_000
 

@@ -11,11 +11,11 @@ import pytest
 from analysis.__main__ import main
 from analysis.load import load_trace
 from gems.compose import compose
-from gems.json_files import read_json
 from gems.preparation import prepare
 from gems.runfolder import RunFolder
 from gems.schedule.action import COMPUTE_KINDS
 from gems.trace import KINDS, TracePart, part_path, root_attributes
+from gems.utils.atomic_io import read_json
 
 MS = 1_000_000
 STEP_NS = 100 * MS

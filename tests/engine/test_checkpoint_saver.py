@@ -16,8 +16,8 @@ from gems.engine.checkpoint.shard import Piece
 from gems.engine.transport import Transport, world
 from gems.errors import RankFailedError
 from gems.heartbeat import Heartbeat
-from gems.json_files import read_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 
 LIMIT_S = 60

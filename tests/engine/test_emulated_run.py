@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from gems.heartbeat import read_beat
-from gems.json_files import read_json
 from gems.preparation import prepare
 from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 from gems.runfolder import RunFolder
 from gems.trace import KINDS, SOURCES, part_path, read_part
+from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 
 NUM_RANKS, NUM_STEPS = 3, 3

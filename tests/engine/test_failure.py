@@ -17,8 +17,8 @@ from mpi4py import MPI
 from gems.engine.failure import cause_of, launched_rank, report, stage_of, trouble_of
 from gems.errors import ConfigError, DoesNotFitError, RankFailedError, ScheduleError, StalledError
 from gems.heartbeat import Heartbeat
-from gems.json_files import read_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 import torch
-from gems.engine.host_memory import keep_freed_memory
+from gems.utils.host_memory import keep_freed_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
@@ -47,7 +47,7 @@ def test_tensors_that_come_and_go_cost_no_page_faults():
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
-    from gems.engine import host_memory
+    from gems.utils import host_memory
 
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: object())
     assert not host_memory.keep_freed_memory()

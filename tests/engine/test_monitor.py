@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gems.engine.host_memory import rss_bytes
 from gems.engine.monitor import Monitor
+from gems.utils.host_memory import rss_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 UUID = "01234567-89ab-cdef-0123-456789abcdef"

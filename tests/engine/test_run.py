@@ -19,12 +19,12 @@ from PIL import Image
 
 from gems.errors import RankFailedError, StalledError
 from gems.heartbeat import Beat, read_beat
-from gems.json_files import read_json
 from gems.preparation import prepare
 from gems.ranks import Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.runfolder import RunFolder
 from gems.shared_memory import remove_stale_shared_memory
 from gems.trace import KINDS, part_path, read_part
+from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 
 NUM_RANKS = 2

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from gems.heartbeat import Beat, read_beat
-from gems.json_files import read_json
 from gems.preparation import prepare
 from gems.ranks import Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.shared_memory import remove_stale_shared_memory
+from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,11 +21,11 @@ from gems.engine.patience import WAITING, Patience
 from gems.engine.watchdog import Watchdog
 from gems.errors import StalledError
 from gems.heartbeat import Heartbeat, read_beat
-from gems.json_files import read_json
-from gems.process_family import start_time
 from gems.runfolder import RunFolder
 from gems.schedule import generate
 from gems.schedule.lower import lower
+from gems.utils.atomic_io import read_json
+from gems.utils.process_tree import start_time
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 3

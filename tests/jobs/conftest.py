@@ -35,7 +35,7 @@ if mode == "early" and os.environ["PMI_RANK"] == who:
     sys.exit("ImportError: no such library")
 from mpi4py import MPI
 from gems.heartbeat import Heartbeat, read_beat
-from gems.json_files import write_json
+from gems.utils.atomic_io import write_json
 from gems.runfolder import RunFolder
 
 folder, rank, size = RunFolder(pathlib.Path(sys.argv[-1])), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

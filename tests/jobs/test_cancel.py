@@ -19,8 +19,8 @@ from job_helpers import ROOT, wait_until
 from gems.cli import Options, main
 from gems.config import RunSpec
 from gems.preparation import prepare
-from gems.process_family import start_time
 from gems.runfolder import RunFolder
+from gems.utils.process_tree import start_time
 from jobs import cancel as cancel_module
 from jobs import rounds as rounds_module
 from jobs import study as study_module

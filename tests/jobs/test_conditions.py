@@ -13,9 +13,9 @@ from fake_slurm import FakeSlurm
 
 from gems.engine.progress import Progress
 from gems.heartbeat import Heartbeat
-from gems.json_files import write_json
-from gems.process_family import start_time
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import write_json
+from gems.utils.process_tree import start_time
 from jobs.condition import Condition, conditions
 from jobs.facts import lives_here, read_facts
 

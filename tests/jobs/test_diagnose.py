@@ -15,8 +15,8 @@ from fake_slurm import FakeSlurm
 
 from gems.cli import main
 from gems.heartbeat import Heartbeat
-from gems.json_files import write_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import write_json
 from jobs.__main__ import VERBS
 from jobs.bad_nodes import BadNodes
 from jobs.causes import Cause

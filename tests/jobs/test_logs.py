@@ -16,8 +16,8 @@ from fake_slurm import FakeSlurm
 from job_helpers import ROOT, wait_until
 
 from gems.cli import main
-from gems.process_family import start_time
 from gems.runfolder import RunFolder
+from gems.utils.process_tree import start_time
 from jobs.__main__ import VERBS
 from jobs.logs import Tail
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
-from gems.cache import keep_cached
 from gems.cli import Options
 from gems.config import RunSpec
 from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
-from gems.json_files import write_json
 from gems.ranks import Ended
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import write_json
+from gems.utils.cache import keep_cached
 from jobs.probe import (
     KIND,
     judge,

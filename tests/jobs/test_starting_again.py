@@ -19,9 +19,9 @@ from job_helpers import ROOT, wait_until
 
 from gems.config import RunSpec
 from gems.heartbeat import read_beat
-from gems.json_files import read_json, write_json
 from gems.ranks import Ended
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json, write_json
 from jobs import launch as launch_module
 from jobs import requeue
 from jobs.launch import launch

@@ -18,12 +18,12 @@ from gems.engine.emulated_run import emulate
 from gems.engine.train import train
 from gems.errors import ConfigError
 from gems.heartbeat import Heartbeat
-from gems.json_files import read_json
 from gems.models import FAMILIES, Family, Layer, register
 from gems.planned import planned
 from gems.preparation import prepare
 from gems.runfolder import RunFolder
 from gems.trace import part_path, read_part
+from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 

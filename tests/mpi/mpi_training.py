@@ -20,13 +20,13 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.reference import named_values
 from gems.engine.train import evaluate, train
 from gems.heartbeat import Heartbeat
-from gems.json_files import read_json
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.planned import planned
 from gems.resolve import global_batch
 from gems.runfolder import RunFolder
 from gems.trace import KINDS, merge_parts, part_path, read_part
+from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 from tests.mpi.conftest import sub_world
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gems.heartbeat import Beat, read_beat
-from gems.json_files import read_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import read_json
 
 if TYPE_CHECKING:
     from conftest import MiniSlurm

@@ -17,9 +17,9 @@ import pytest
 from fault_table import ROWS, Fault
 from mini_runs import beats, jobs, said, wait_for_shown_step, wait_for_step, wait_until
 
-from gems.json_files import read_json
 from gems.runfolder import RunFolder
 from gems.trace import part_path, read_part
+from gems.utils.atomic_io import read_json
 
 if TYPE_CHECKING:
     from conftest import MiniSlurm

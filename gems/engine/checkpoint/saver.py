@@ -18,8 +18,8 @@ from gems.engine.checkpoint.shard import Piece, Written, shard_name, write_shard
 from gems.engine.transport import Request, Transport
 from gems.errors import RankFailedError
 from gems.heartbeat import Heartbeat
-from gems.json_files import write_json
 from gems.runfolder import RunFolder
+from gems.utils.atomic_io import write_json
 
 _STOPS, _IS_DUE, _UNFINISHED = range(3)
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.quiet import stdout_to_stderr
+from gems.utils.stdio import stdout_to_stderr
 
 Terms = dict[int, float]
 TOLERANCE = 1e-6  # by how much a row may be off, in scaled units, and with it the bound

@@ -12,7 +12,7 @@ from gems.plan.dlplacer.devices import Devices, Timed
 from gems.plan.dlplacer.exact import Found
 from gems.plan.dlplacer.graph import OpGraph
 from gems.plan.dlplacer.play import play, with_messages
-from gems.quiet import stdout_to_stderr
+from gems.utils.stdio import stdout_to_stderr
 
 IS_INSTALLED = find_spec("scipy") is not None
 MOST_OPS = 40  # more pairs than theirs are no matter of a minute
