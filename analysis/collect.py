@@ -9,7 +9,7 @@ from analysis.load import Loaded, load_parts, load_trace
 from analysis.memory_curve import draw_memory
 from analysis.metrics import Metrics, metrics_of
 from analysis.timeline import draw_timeline
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.profile import ModelProfile
 from gems.profile.hdf5 import add_to_trace
 from gems.runfolder import RunFolder

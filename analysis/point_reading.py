@@ -12,7 +12,7 @@ import yaml
 
 from analysis.metrics import NS, step_times_s
 from analysis.points import Point, Setting
-from gems.config import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from gems.config.schema import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import DTYPES, SOURCES, open_trace, read_column
 from gems.trace.hdf5 import get_attributes

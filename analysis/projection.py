@@ -12,7 +12,7 @@ import yaml
 from analysis.efficiency import bases_of
 from analysis.points import Point
 from analysis.published import Published, published
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.noise import Arrivals, arrivals_of, median_of, noisy_steps
 from gems.program import cap_of, costs_of, play, schedule_of

@@ -48,7 +48,7 @@ class RunFacts:
 
 
 def facts_of(trace: Trace) -> RunFacts:
-    """Gives the facts in `trace.run_yaml`, the resolved `gems.config.RunSpec`; all None for an empty text.
+    """Gives the facts in `trace.run_yaml`, the resolved `gems.config.schema.RunSpec`; all None for an empty text.
 
     Raises:
         ConfigError: the text is no YAML, no mapping of groups, or a count in it is not whole and positive.

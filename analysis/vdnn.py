@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from analysis.units import UNKNOWN, number
-from gems.compose import compose
-from gems.config import MachineConfig
+from gems.config.compose import compose
+from gems.config.schema import MachineConfig
 from gems.memory.vdnn.paper.calls import network_of
 from gems.memory.vdnn.paper.device import Device
 from gems.memory.vdnn.paper.study import Study, study

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, nearest, of_the_system, one_of
 
 # Takes the preset of this machine where neither an override nor an experiment chooses one.
@@ -106,16 +106,16 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
     _refuse_flags(words, verb)
     if any(word.split("=")[0] in HYDRA_FLAGS for word in words):
         return _through_hydra(program, name, verb, words, options)
-    from gems.compose import LOCAL, compose
-    from gems.presets import AUTO
+    from gems.config.cluster_presets import AUTO
+    from gems.config.compose import LOCAL, compose
 
     return verb.load()(compose(words, AUTO if AUTO_CLUSTER in flags else LOCAL), options) or 0
 
 
 def _through_hydra(program: str, name: str, verb: Verb, words: list[str], options: Options) -> int:
-    from gems.compose import LOCAL, hydra_app
-    from gems.overrides import check_overrides
-    from gems.presets import AUTO
+    from gems.config.cluster_presets import AUTO
+    from gems.config.compose import LOCAL, hydra_app
+    from gems.config.overrides import check_overrides
 
     overrides, hydra_options = _sort(words)
     check_overrides(overrides)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from gems.config import CostConfig, RunSpec
+from gems.config.schema import CostConfig, RunSpec
 from gems.cutting import case_of, cut
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.store import profile_of

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.cutting import Case, cut_by
 from gems.errors import ConfigError
 from gems.memory.model import OPTIMIZERS

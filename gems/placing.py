@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.plan.dlplacer.devices import Devices
 from gems.plan.dlplacer.graph import OpGraph

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gems.config import RunSpec
+from gems.config.resolve import check_batch, check_gpus
+from gems.config.schema import RunSpec
 from gems.cutting import cut, optimizer_of, profile_used
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
@@ -16,7 +17,6 @@ from gems.policies import plan_of
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.program import cap_of, compute_schedule_of, costs_of, network_in_seconds
-from gems.resolve import check_batch, check_gpus
 from gems.schedule import SEARCHED
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from gems.candidate_cuts import Cuts, TimeCut, stashes, with_stages
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.costed import PROFILE, costs_from
 from gems.cutting import optimizer_of
 from gems.errors import ConfigError, DoesNotFitError

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from gems.config import MemoryConfig
+from gems.config.schema import MemoryConfig
 from gems.errors import DoesNotFitError
 from gems.memory import RECOMPUTES
 from gems.memory.case import MemoryCase

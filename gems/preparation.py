@@ -7,12 +7,12 @@ from pathlib import Path
 
 import yaml
 
-from gems.config import RunSpec
+from gems.config.run_id import signature
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.planned import planned
 from gems.provenance import write_bundle
 from gems.runfolder import RunFolder
-from gems.signature import signature
 from gems.snapshot import hash_of
 from gems.utils.atomic_io import write_json
 

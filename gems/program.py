@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.placing import placed_on, stage_costs_of
 from gems.schedule import FAMILIES, FROM_FILE, PLACED, SEARCHED

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.models.imported import source_of
 from gems.snapshot import CODE_ZIP, PACKAGES, code_root, hash_of, take_snapshot
 from gems.utils.atomic_io import write_json

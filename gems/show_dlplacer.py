@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.drawing import check_picture, draw
 from gems.errors import ConfigError
 from gems.models import title_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.plan.crossing import Crossing
 from gems.plan.efficiency import Efficiency
 from gems.plan.epochs import EqualEpochs

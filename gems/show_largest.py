@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.cutting import METHODS, case_of
 from gems.largest import Largest, largest
 from gems.profile import ModelProfile

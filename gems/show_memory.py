@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.checks import check_memory
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.checks import check_memory
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
 from gems.drawing import check_picture, draw
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory import POLICIES
@@ -18,7 +19,6 @@ from gems.memory.exposure import Exposure, exposures
 from gems.memory.plan import Choice
 from gems.planned import case_of_run
 from gems.policies import plan_of
-from gems.resolve import global_batch
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.stepping import in_run
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from gems.cli import Options, print_json
 from gems.compare_cuts import PLAIN, Judged, compare, judge
-from gems.config import RunSpec
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
 from gems.cutting import Case, case_of, cut
 from gems.drawing import check_picture, draw
 from gems.program import network_in_seconds, schedule_of
-from gems.resolve import global_batch
 
 MIB = 2**20
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from gems import __version__
 from gems.cli import Options, print_json
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.experiment_file import check_experiment, experiment_text, write_experiment
+from gems.config.resolve import check_batch, global_batch
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.experiment_file import check_experiment, experiment_text, write_experiment
 from gems.plan.search.best_first import Found, TooLarge, search
 from gems.plan.search.candidate import Candidate, candidates
 from gems.plan.search.choice import Choice, reasons
 from gems.planning import Epochs, Planner
-from gems.resolve import check_batch, global_batch
 from gems.what_fits import leanest, refuse
 
 HYBRID = "--hybrid"

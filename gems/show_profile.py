@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.costed import costed
 from gems.errors import ScheduleError
 from gems.planned import planned

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
 from gems.costed import PROFILE, costed
 from gems.cutting import cut
 from gems.memory.case import Outcome
@@ -15,7 +16,6 @@ from gems.models import layers_of
 from gems.noise import interval_of, median_of, noisy_steps
 from gems.planned import memory_case, planned
 from gems.program import cap_of, costs_of, found_of, pace_of, play, schedule_of
-from gems.resolve import global_batch
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network, StageCosts

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from gems import __version__
-from gems.config import RunSpec
+from gems.config.resolve import global_batch
+from gems.config.run_id import signature
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.noise import noisy_steps
 from gems.program import cap_of, costs_of, pace_of, play
-from gems.resolve import global_batch
 from gems.runfolder import RunFolder
 from gems.schedule.action import (
     BLOCKING_KINDS,
@@ -30,7 +31,6 @@ from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.schedule.transfers import boundary_of
-from gems.signature import signature
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace
 from gems.utils.atomic_io import read_json, write_json
 

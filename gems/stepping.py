@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import fmean
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.stage_storages import layers_of_profile
 from gems.partition.spans import Spans

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.costed import costed
 from gems.errors import RankFailedError
 from gems.models import title_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gems.config import CostConfig, RunSpec, ScheduleConfig
+from gems.config.schema import CostConfig, RunSpec, ScheduleConfig
 from gems.costed import PROFILE, costed
 from gems.errors import ConfigError, DoesNotFitError
 from gems.program import play, schedule_of

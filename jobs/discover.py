@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gems.cli import Options, print_json
+from gems.config.cluster_presets import host_names
 from gems.errors import ConfigError
-from gems.presets import host_names
 from gems.ranks import mpi_family
 from jobs.ask import RefusedError, UnansweredError
 from jobs.ask import ask as ask_slurm
@@ -90,7 +90,7 @@ def ask() -> Site:
 
 
 def preset_of(site: Site) -> dict[str, Any]:
-    """Gives the draft as a mapping, with the keys of `gems.cluster.ClusterConfig`."""
+    """Gives the draft as a mapping, with the keys of `gems.config.cluster.ClusterConfig`."""
     kind = main_kind(site.kinds)
     return {
         "name": preset_name(site.config.get("ClusterName", "")),

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.ranks import Ended
 from gems.runfolder import RunFolder
 from gems.utils.atomic_io import read_json

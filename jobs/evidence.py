@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.heartbeat import Beat
 from gems.ranks import TAIL_LINES, Ended

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runfolder import RunFolder
 from gems.utils.atomic_io import read_json

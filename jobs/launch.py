@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.ranks import GRACE_S, Ended, rank_environment, remove_stale_shared_memory, run_ranks
 from gems.runfolder import CANCELLED_JSON, RunFolder
 from gems.utils.process_tree import start_time

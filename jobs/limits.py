@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gems.cluster import QueueLimit
-from gems.cluster_checks import places_of
-from gems.config import ClusterConfig, RunSpec
+from gems.config.cluster import QueueLimit
+from gems.config.cluster_checks import places_of
+from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from jobs.scheduler import num_queued
 from jobs.spec import JobSpec

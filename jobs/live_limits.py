@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, nearest
 from jobs.partitions import Accounts, Partition
 from jobs.spec import JobSpec

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from gems.compose import compose
-from gems.config import RunSpec, StudyConfig
+from gems.config.compose import compose
+from gems.config.overrides import CONF, options_of
+from gems.config.schema import RunSpec, StudyConfig
 from gems.costed import costed
 from gems.errors import ConfigError, nearest, one_of
-from gems.overrides import CONF, options_of
 from gems.runfolder import RunFolder
 
 GROUP = "study"

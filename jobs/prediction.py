@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.costed import PROFILE, costed
 from gems.cutting import case_of
 from gems.errors import DoesNotFitError

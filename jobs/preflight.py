@@ -9,11 +9,11 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.cluster_presets import host_names
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
 from gems.errors import GemsError
 from gems.planned import RunPlan, planned
-from gems.presets import host_names
-from gems.resolve import global_batch
 from jobs.ask import UnansweredError
 from jobs.cost import cost_words
 from jobs.limits import check_limits, check_queue

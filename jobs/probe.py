@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.ranks import Ended, mpiexec_argv, run_ranks
 from gems.runfolder import RunFolder

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError
 from gems.ranks import Ended, rank_environment, run_ranks
 from gems.runfolder import RunFolder

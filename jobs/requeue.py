@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gems.config import ClusterConfig, RunSpec
+from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runfolder import RunFolder
 from gems.utils.atomic_io import read_json, write_json

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.compose import changed
-from gems.config import RunSpec
+from gems.config.compose import changed
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
 from gems.runfolder import RunFolder
 from jobs.bad_nodes import BadNodes

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runfolder import RunFolder
 

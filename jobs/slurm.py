@@ -24,7 +24,7 @@ from typing import Any
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from gems.config import ClusterConfig, RunSpec
+from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.ranks import without_leftovers
 from gems.runfolder import RunFolder

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 
-from gems.config import ClusterConfig, RunSpec
+from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 
 SIMULATED = "simulated"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli import Options, print_json
+from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
-from gems.overrides import options_of
 from jobs.blame import SIGNAL_BASE
 from jobs.cancel import YES, cancel
 from jobs.condition import ACTIVE, Condition, conditions

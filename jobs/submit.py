@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.costed import costed
 from gems.preparation import prepare
 from gems.runfolder import RunFolder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from jobs.limits import limit_of
 from jobs.scheduler import num_queued

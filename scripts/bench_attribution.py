@@ -93,7 +93,7 @@ def attributed(overrides: list[str]) -> Attribution:
     """Runs emulated ranks and attributes their steps."""
     from analysis.attribution import attribution_of
     from analysis.collect import collect
-    from gems.compose import compose
+    from gems.config.compose import compose
     from gems.preparation import prepare
     from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 

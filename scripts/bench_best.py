@@ -49,7 +49,7 @@ class Contender:
 
 def compete(overrides: list[str]) -> dict[str, Any]:
     """Starts the ranks, prints the table on stderr and gives what they found."""
-    from gems.compose import compose
+    from gems.config.compose import compose
     from gems.errors import GemsError
     from gems.preparation import prepare
     from gems.ranks import mpiexec_argv, rank_environment, run_ranks

@@ -18,12 +18,12 @@ import sys
 from typing import Any
 
 from gems.compare_cuts import PLAIN, compare
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.overrides import options_of
+from gems.config.schema import RunSpec
 from gems.cutting import METHODS, case_of, cut_by
 from gems.errors import ConfigError
 from gems.largest import largest
-from gems.overrides import options_of
 from gems.program import network_in_seconds, schedule_of
 from scripts.spread import spread
 

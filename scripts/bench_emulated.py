@@ -91,7 +91,7 @@ def run_case(case: Case, overrides: list[str]) -> dict[str, Any]:
     """Runs one case on this machine and simulates the very list that its ranks ran."""
     from analysis.load import load_parts
     from analysis.metrics import step_times_s
-    from gems.compose import compose
+    from gems.config.compose import compose
     from gems.preparation import prepare
     from gems.program import cap_of, costs_of, network_of
     from gems.ranks import mpiexec_argv, rank_environment, run_ranks

@@ -95,7 +95,7 @@ def _rates(found: dict[str, Any], ours: list[float], theirs: list[float]) -> dic
 
 def _run_case(overrides: list[str], engines: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
     """Starts the ranks of one case and gives what rank 0 found: seconds of a step by engine and round."""
-    from gems.compose import compose
+    from gems.config.compose import compose
     from gems.preparation import prepare
     from gems.ranks import mpiexec_argv, rank_environment, run_ranks
     from gems.utils.atomic_io import read_json
@@ -130,8 +130,8 @@ def run_rank(path: Path, num_rounds: int, engines: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    from gems.config.resolve import global_batch
     from gems.engine.transport import world
-    from gems.resolve import global_batch
     from gems.runfolder import RunFolder
     from gems.utils.atomic_io import write_json
 

@@ -32,7 +32,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from gems.calibration import Calibration, calibration_of
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from scripts.calibrate import take_probe
 from scripts.fidelity_cases import CALIBRATING_REAL, EMULATED, HELD_OUT_EMULATED, HELD_OUT_REAL, REAL, Case
 
@@ -160,7 +160,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def of_emulated(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str = "") -> Iterable[Row]:
     """Gives the emulated runs beside what links calibrated by the probe predict for them."""
-    from gems.compose import compose
+    from gems.config.compose import compose
 
     found = calibration_of(take_probe("emulated"))
     facts["emulated_machine"] = found.machine()
@@ -171,7 +171,7 @@ def of_emulated(steps: int, overrides: Sequence[str], facts: dict[str, Any], onl
 
 def of_real(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str = "") -> Iterable[Row]:
     """Gives real runs beside the simulation of their profile, with the pace that other runs showed."""
-    from gems.compose import compose
+    from gems.config.compose import compose
     from gems.planned import planned
 
     found = calibration_of(take_probe("real"))

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gems.compose import compose
+from gems.config.compose import compose
+from gems.config.overrides import options_of
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
 from gems.memory.lms.distance import lms
@@ -27,7 +28,6 @@ from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.planner.optimal import plan
 from gems.memory.recompute import recompute
 from gems.memory.vdnn.policies import vdnn_dyn
-from gems.overrides import options_of
 from gems.partition.even import even
 from gems.profile.store import profile_of
 from gems.schedule.families.one_f_one_b import one_f_one_b

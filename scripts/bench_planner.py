@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli import Options
-from gems.compose import compose
+from gems.config.compose import compose
 from gems.costed import costed
 from gems.errors import DoesNotFitError
 from gems.plan.search.best_first import search

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layers, input_spec

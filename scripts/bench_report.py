@@ -28,7 +28,7 @@ from analysis.export import export_runs
 from analysis.load import load_trace
 from analysis.report import build_report
 from analysis.timeline import draw_timeline
-from gems.compose import compose
+from gems.config.compose import compose
 from gems.program import schedule_of
 from gems.simulated import simulated_trace
 from gems.trace import DTYPES, Trace, write_trace

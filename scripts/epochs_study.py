@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.data import open_dataset
 from gems.data.dataset import Dataset, Split
 from gems.engine.optimizer import build_optimizer

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.data import open_dataset
 from gems.engine.device import DTYPES, open_device
 from gems.engine.feed import Feed

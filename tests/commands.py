@@ -14,7 +14,7 @@ import pytest
 from gems import cli
 from gems.__main__ import VERBS
 from gems.cli import Options, Verb
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import GemsError, RankFailedError, StalledError
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import gems.planning
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.planning import Planner
 from gems.profile import ModelProfile
 from tests.partition.profiles import random_profile

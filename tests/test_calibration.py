@@ -19,8 +19,8 @@ from gems.calibration import (
     merged,
     noise_of,
 )
-from gems.compose import compose
-from gems.config import MachineConfig
+from gems.config.compose import compose
+from gems.config.schema import MachineConfig
 from gems.engine.calibrate import pairs_of
 from gems.errors import ConfigError
 from gems.schedule.all_reduce import all_reduce

@@ -10,7 +10,7 @@ import pytest
 
 from gems.__main__ import VERBS
 from gems.cli import Options
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from tests.commands import MINE, SEEN, Gems, check_refusal, runner
 
 

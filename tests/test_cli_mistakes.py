@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gems.cli import HYDRA_FLAGS
-from gems.config import RunSpec
-from gems.overrides import options_of, valid_keys
+from gems.config.overrides import options_of, valid_keys
+from gems.config.schema import RunSpec
 from tests.commands import MINE, SEEN, Gems, Said, check_refusal, runner
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""gems.cluster: a preset as data, and every value that neither SLURM nor we could take."""
+"""gems.config.cluster: a preset as data, and every value that neither SLURM nor we could take."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from gems.cluster import ClusterConfig, QueueLimit
-from gems.cluster_checks import check_cluster, places_of
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.cluster import ClusterConfig, QueueLimit
+from gems.config.cluster_checks import check_cluster, places_of
+from gems.config.compose import compose
+from gems.config.overrides import CONF, options_of
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.overrides import CONF, options_of
 
 GPUS = ClusterConfig(launcher="srun", gpus_per_node=4)
 

@@ -1,4 +1,4 @@
-"""gems.compose: from conf/ and overrides to a resolved run, and one line for what cannot be composed."""
+"""gems.config.compose: from conf/ and overrides to a resolved run, and one line for what cannot be composed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.overrides import CONF, options_of, valid_keys
+from gems.config.resolve import resolve
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import FAMILIES as MODELS
-from gems.overrides import CONF, options_of, valid_keys
-from gems.resolve import resolve
 from gems.schedule import FAMILIES
 
 # A user's own folder of configuration: an experiment and a cluster.

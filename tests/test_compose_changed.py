@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from gems.compose import changed, compose
-from gems.config import RunSpec
+from gems.config.compose import changed, compose
+from gems.config.run_id import signature
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.signature import signature
 
 
 @pytest.fixture(scope="module")

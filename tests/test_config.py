@@ -1,4 +1,4 @@
-"""gems.config: the schema as plain data, to a dictionary and back."""
+"""gems.config.schema: the schema as plain data, to a dictionary and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gems.config import ClusterConfig, ParallelConfig, RunSpec
+from gems.config.schema import ClusterConfig, ParallelConfig, RunSpec
 from gems.errors import ConfigError
 
 

@@ -8,7 +8,8 @@ import pytest
 
 import gems.cutting
 from gems.compare_cuts import PLAIN, at_most, compare, judge, plain_cut
-from gems.config import (
+from gems.config.resolve import resolve
+from gems.config.schema import (
     MachineConfig,
     ModelConfig,
     ParallelConfig,
@@ -22,7 +23,6 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.models import layers_of
 from gems.partition.problem import Cut
 from gems.profile import LayerProfile, ModelProfile
-from gems.resolve import resolve
 from gems.schedule import generate
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from gems.config import MachineConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.resolve import resolve
+from gems.config.schema import MachineConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.cutting import Case, cut_by
 from gems.errors import ConfigError
 from gems.largest import largest, least_bytes, with_value
 from gems.models import layers_of, stride_of
 from gems.profile import LayerProfile
-from gems.resolve import resolve
 from gems.schedule import generate
 from gems.schedule.lower import lower
 from tests.partition.profiles import profile

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.program import costs_of, pace_of, play, schedule_of
 from gems.schedule.pace import Pace

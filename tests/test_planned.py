@@ -9,7 +9,7 @@ import pytest
 
 import gems.cutting
 import gems.planned
-from gems.config import MemoryConfig, RunSpec
+from gems.config.schema import MemoryConfig, RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
 from gems.planned import planned

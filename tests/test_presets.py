@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gems import presets
 from gems.cli import Verb, main
-from gems.compose import compose
+from gems.config.cluster_presets import AUTO, choose_preset, host_names, matching
+from gems.config.compose import compose
+from gems.config.overrides import CONF
+from gems.config.schema import cluster_presets as presets
 from gems.errors import ConfigError
-from gems.overrides import CONF
-from gems.presets import AUTO, choose_preset, host_names, matching
 from jobs.__main__ import VERBS as JOBS
 
 WORDS = ["data=synthetic", "parallel.partitions=4"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import gems.program
-from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.resolve import resolve
+from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
 from gems.planned import planned
 from gems.program import (
@@ -19,7 +20,6 @@ from gems.program import (
     network_of,
     schedule_of,
 )
-from gems.resolve import resolve
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.placement import bidirectional, linear

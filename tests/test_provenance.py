@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gems import provenance
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.preparation import prepare
 from gems.provenance import check_code, code_diff, commit, environment, packages, write_bundle
 from gems.snapshot import hash_of

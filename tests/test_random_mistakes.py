@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from analysis.__main__ import main as analysis
 from gems import cli
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.identity import versions

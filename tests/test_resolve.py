@@ -1,4 +1,4 @@
-"""gems.resolve: derived values, and every value that cannot run refused with its key."""
+"""gems.config.resolve: derived values, and every value that cannot run refused with its key."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gems.config import RunSpec
+from gems.config.resolve import check_batch, global_batch, resolve
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.planned import planned
-from gems.resolve import check_batch, global_batch, resolve
 from gems.schedule import FAMILIES
 
 Values = dict[str, Any]

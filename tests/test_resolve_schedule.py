@@ -1,4 +1,4 @@
-"""gems.resolve: a cap, its units, and what a search may use, refused with its key when they make no sense."""
+"""gems.config.resolve: a cap, its units, and what a search may use, refused with its key when they make no sense."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gems.config.resolve import resolve
 from gems.errors import ConfigError
-from gems.resolve import resolve
 from tests.test_resolve import spec_of
 
 BAD: list[tuple[dict[str, Any], str]] = [

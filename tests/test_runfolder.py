@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gems.config import RunSpec
+from gems.config.run_id import OF_SAFETY, OF_THE_SITE, signature
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.preparation import prepare
 from gems.runfolder import RunFolder
-from gems.signature import OF_SAFETY, OF_THE_SITE, signature
 from gems.utils.atomic_io import read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +96,7 @@ class TestSignature:
 
     def test_it_is_the_same_in_another_process(self) -> None:
         """With another hash seed, which orders sets and nothing of ours."""
-        program = "from gems.config import RunSpec; from gems.runfolder import signature; print(signature(RunSpec()))"
+        program = "from gems.config.schema import RunSpec; from gems.runfolder import signature; print(signature(RunSpec()))"
         for seed in ("1", "2"):
             ended = subprocess.run(
                 [sys.executable, "-c", program],

@@ -13,7 +13,7 @@ import gems.cutting
 import gems.planned
 import gems.profile.store
 from gems.cli import Verb
-from gems.compose import compose
+from gems.config.compose import compose
 from gems.plan.inputs import speedups_of
 from gems.profile import ModelProfile
 from gems.program import play, schedule_of

@@ -11,11 +11,11 @@ import pytest
 
 import gems.cutting
 import gems.errors
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.resolve import global_batch
+from gems.config.run_id import signature
+from gems.config.schema import RunSpec
 from gems.planned import planned
-from gems.resolve import global_batch
-from gems.signature import signature
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 from tests.planners import NUM_LAYERS, RUN, made_up, sized

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from gems.cli import Options
-from gems.config import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.resolve import resolve
+from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
-from gems.resolve import resolve
 from gems.schedule.schedule_json import from_json
 from gems.schedule.validate import validate
 from gems.show_schedule import LOWERED, TORCH, show_schedule

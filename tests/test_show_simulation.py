@@ -7,9 +7,9 @@ import json
 import pytest
 
 from gems.cli import Options
-from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.resolve import resolve
+from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ScheduleError
-from gems.resolve import resolve
 from gems.show_simulation import predict, show_simulation
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import gems.simulated
-from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config.resolve import global_batch, resolve
+from gems.config.run_id import signature
+from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.planned import planned
 from gems.preparation import prepare
 from gems.program import schedule_of
-from gems.resolve import global_batch, resolve
 from gems.runfolder import RunFolder
-from gems.signature import signature
 from gems.simulated import main, simulated_trace
 from gems.trace import KINDS, STREAMS, Trace, read_trace
 from gems.utils.atomic_io import read_json

@@ -1,4 +1,4 @@
-"""gems.value_checks and gems.value_types: each value of its type, each number one that can be reckoned with."""
+"""gems.config.value_checks and gems.config.value_types: each value of its type, each number one that can be reckoned with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, of_the_system
 from gems.runfolder import signature
 

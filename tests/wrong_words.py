@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from gems.config import RunSpec
-from gems.overrides import options_of, valid_keys
+from gems.config.overrides import options_of, valid_keys
+from gems.config.schema import RunSpec
 
 # Keys whose values are the user's own words: any text is right.
 FREE_TEXT = {

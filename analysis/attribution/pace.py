@@ -8,7 +8,7 @@ import numpy as np
 import yaml
 
 from analysis.attribution.graph import Graph
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.program import costs_of
 from gems.schedule.action import COMPUTE_KINDS, Kind
 from gems.trace import Trace

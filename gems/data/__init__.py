@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data import folder, synthetic, tissue, tokens
 from gems.data.dataset import Dataset, Image, Split, Tokens
 from gems.errors import ConfigError, nearest, one_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data.dataset import Dataset, Image, Split
 from gems.data.rng import generator
 from gems.errors import ConfigError

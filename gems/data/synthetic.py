@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data.dataset import Dataset, Image, Split
 from gems.data.rng import generator
 

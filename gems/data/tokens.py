@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data.dataset import Dataset, Split, Tokens
 from gems.data.rng import generator
 

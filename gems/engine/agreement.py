@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.engine.transport import Comm
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule

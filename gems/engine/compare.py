@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.data import open_dataset
 from gems.engine.device import DTYPES, open_device
 from gems.engine.failure import end_all, guard, launched_rank, report

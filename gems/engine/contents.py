@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.models import Layer, layers_of
 from gems.models.blocks.operator import operator_module
 from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers, input_spec

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gems.config import MachineConfig
+from gems.config.schema import MachineConfig
 from gems.engine.local_rank import local_rank
 from gems.errors import ConfigError
 from gems.utils.host_memory import keep_freed_memory

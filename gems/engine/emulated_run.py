@@ -17,7 +17,9 @@ import numpy as np
 from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
-from gems.config import RunSpec
+from gems.config.resolve import global_batch
+from gems.config.run_id import signature
+from gems.config.schema import RunSpec
 from gems.engine.agreement import check_same_schedule, check_world
 from gems.engine.checkpoint.resume import beginning_of
 from gems.engine.checkpoint.saver import Asks, Saver
@@ -31,10 +33,8 @@ from gems.engine.recorder import Recorder
 from gems.engine.transport import Comm, Transport, library, ranks_here
 from gems.heartbeat import Heartbeat
 from gems.program import cap_of, costs_of, pace_of, reduced_bytes
-from gems.resolve import global_batch
 from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
-from gems.signature import signature
 from gems.trace import TracePart, part_path, root_attributes
 from gems.utils.atomic_io import write_json
 

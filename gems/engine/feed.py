@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gems.config import RunSpec
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
 from gems.data import Dataset, Split
 from gems.data.prefetch import Prefetcher
 from gems.data.sampler import batch_indices, micro_batch_slice
 from gems.engine.executor import Batch
 from gems.engine.score import NO_LABEL
-from gems.resolve import global_batch
 
 
 class Feed:

@@ -9,7 +9,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from gems.config import RunSpec
+from gems.config.resolve import labels_per_step
+from gems.config.schema import RunSpec
 from gems.cutting import cut
 from gems.engine.agreement import check_same_schedule, check_world
 from gems.engine.contents import Contents, contents_of
@@ -28,7 +29,6 @@ from gems.engine.transport import Comm, Transport, ranks_here
 from gems.heartbeat import Heartbeat
 from gems.memory.plan import MemoryPlan
 from gems.planned import planned
-from gems.resolve import labels_per_step
 from gems.schedule.families.forward_only import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gems.config import MachineConfig
+from gems.config.schema import MachineConfig
 from gems.errors import ConfigError, GemsError, RankFailedError
 from gems.utils.atomic_io import write_json
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from gems.config import RunSpec
+from gems.config.resolve import global_batch, labels_per_step
+from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset
 from gems.data.sampler import batch_indices, micro_batch_slice
 from gems.engine.device import DTYPES
@@ -17,7 +18,6 @@ from gems.engine.gradients import running_statistics
 from gems.engine.optimizer import build_optimizer
 from gems.models import layers_of
 from gems.models.build import as_tuple, build_layers
-from gems.resolve import global_batch, labels_per_step
 from gems.schedule.schedule import Schedule
 
 Values = dict[str, Tensor]  # "<layer>.<parameter>" -> tensor on the host

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.engine.failure import DUMP_S, SPEAK_S, end_all, guard, launched_rank, report
 from gems.engine.stop import StopWatch, stop_watch
 from gems.errors import StalledError

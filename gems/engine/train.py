@@ -14,7 +14,9 @@ import torch
 from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
-from gems.config import RunSpec
+from gems.config.resolve import global_batch, labels_per_step
+from gems.config.run_id import signature
+from gems.config.schema import RunSpec
 from gems.data import labels_per_sample, open_dataset
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.host_copy import PipelineSource
@@ -31,9 +33,7 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.progress import Progress
 from gems.engine.transport import Comm, library
 from gems.heartbeat import Heartbeat
-from gems.resolve import global_batch, labels_per_step
 from gems.runfolder import RunFolder
-from gems.signature import signature
 from gems.trace import TracePart, part_path, root_attributes
 from gems.utils.atomic_io import write_json
 

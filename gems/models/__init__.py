@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import count
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, nearest, one_of
 from gems.models import (
     alexnet,

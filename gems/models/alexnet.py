@@ -6,7 +6,7 @@ averaged. Published with dropout 0.5 in front of fc1 and fc2, and without norm.
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models.backbone import Backbone, Part
 from gems.models.checks import check_classifier
 from gems.models.fully_connected import fully_connected_layers

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.checks import check_classifier
 from gems.models.layer import Layer

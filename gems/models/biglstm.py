@@ -10,7 +10,7 @@ It takes sequences, int64 (N, T), and begins each from a zero state.
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.language import check_language
 from gems.models.layer import Layer

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data import IMAGES, kind_of, sample_shape
 from gems.models.layer import Layer
 from gems.models.parts import release

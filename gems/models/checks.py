@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.config import ModelConfig
+from gems.config.schema import ModelConfig
 from gems.errors import ConfigError, one_of
 
 NORMS = ("batch", "group", "none")

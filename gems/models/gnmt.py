@@ -11,7 +11,7 @@ It takes pairs of sequences, int64 (N, 2, T): source, and the translation that t
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.language import check_language
 from gems.models.layer import Layer

@@ -7,7 +7,7 @@ another norm takes their place.
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models.backbone import Backbone, Part
 from gems.models.checks import check_classifier
 from gems.models.layer import Layer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import gems
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.layer import Layer
 from gems.utils.cache import cached

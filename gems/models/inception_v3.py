@@ -10,7 +10,7 @@ boundaries beside the map, and the head adds its loss, with the weight of Szeged
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models.backbone import Backbone, Part, carrying
 from gems.models.checks import check_classifier
 from gems.models.layer import Layer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 
 

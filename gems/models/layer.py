@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ last map of 6x6, to which other sizes are averaged. Published with dropout 0.5 o
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models.backbone import Backbone, Part
 from gems.models.checks import check_classifier
 from gems.models.fully_connected import fully_connected_layers

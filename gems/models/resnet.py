@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
 from gems.models.checks import check_classifier
 from gems.models.layer import Layer

@@ -7,7 +7,7 @@ projections where the shape changes (option B).
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
 from gems.models.backbone import Backbone, Part
 from gems.models.checks import check_classifier, check_depth

@@ -11,7 +11,7 @@ A skip travels by name through the layers between, as the very tensor: where it 
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.checks import check_classifier
 from gems.models.layer import Layer

@@ -10,7 +10,7 @@ signal of VGG-416 fades to 10^-8 at 64 px. The deep ones are loads for memory an
 
 from __future__ import annotations
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.backbone import Backbone, Part
 from gems.models.checks import check_classifier

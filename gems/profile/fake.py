@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.models import Layer, layers_of, title_of
 from gems.models.build import build_layer
 from gems.profile.chain import Gradients, Instruments, Probe, Times, profile_chain

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import gems
-from gems.config import DataConfig, ModelConfig, RunSpec
+from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.models.imported import source_of
 
 PROFILER = 7  # another number for profilers that would give other figures

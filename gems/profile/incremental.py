@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.models import Layer, layers_of
 from gems.models.build import as_tuple, boundary_shapes, build_layer, input_spec
 from gems.profile.ends import (

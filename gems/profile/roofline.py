@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from gems.config import MachineConfig
+from gems.config.schema import MachineConfig
 from gems.errors import ConfigError
 from gems.profile.chain import Times
 from gems.profile.ends import Loss, Run

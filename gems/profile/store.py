@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.profile.identity import differences, key_of, subject_of, versions

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.profile.fake import fake_profile

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.models.build import as_tuple, input_spec
 from gems.profile.ends import give_gradients, training_loss
 

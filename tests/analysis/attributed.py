@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from analysis.attribution import CAUSES, Attribution
-from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config.resolve import resolve
+from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.program import schedule_of
-from gems.resolve import resolve
 from gems.simulated import simulated_trace
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from gems.config import ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.schema import ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.schedule import generate
 from gems.schedule.action import Action, Kind
 from gems.schedule.lower import lower

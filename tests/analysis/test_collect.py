@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from analysis.collect import collect
-from gems.compose import compose
+from gems.config.compose import compose
 from gems.errors import ConfigError
 from gems.preparation import prepare
 from gems.profile.hdf5 import read_profile

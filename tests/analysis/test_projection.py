@@ -17,7 +17,8 @@ from analysis.point_reading import read_points
 from analysis.projection import COMPUTE, Projection, constants_of, project, varied
 from analysis.published import published
 from analysis.scaling_picture import title
-from gems.config import (
+from gems.config.resolve import resolve
+from gems.config.schema import (
     CostConfig,
     MachineConfig,
     ModelConfig,
@@ -27,7 +28,6 @@ from gems.config import (
     TrainConfig,
 )
 from gems.program import schedule_of
-from gems.resolve import resolve
 from gems.simulated import simulated_trace
 from gems.trace import read_trace, write_trace
 

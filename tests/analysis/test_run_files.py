@@ -10,7 +10,7 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.load import load_trace
-from gems.compose import compose
+from gems.config.compose import compose
 from gems.preparation import prepare
 from gems.runfolder import RunFolder
 from gems.schedule.action import COMPUTE_KINDS

@@ -19,7 +19,7 @@ from analysis.point_reading import read_point, read_points
 from analysis.points import Point
 from analysis.scaling import study_table, write_study
 from analysis.scaling_picture import scaling_figure, title
-from gems.config import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
 

@@ -19,7 +19,7 @@ from analysis.point_reading import read_points
 from analysis.points import Point
 from analysis.scaling import study_table, write_study
 from analysis.scaling_picture import scaling_figure
-from gems.config import ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.schema import ParallelConfig, RunSpec, ScheduleConfig
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
 from tests.analysis.planted import noisy, point
 

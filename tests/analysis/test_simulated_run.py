@@ -16,10 +16,10 @@ from analysis.memory_parts import buffer_bytes
 from analysis.metrics import backward_mean_s, metrics_of
 from analysis.step_window import step_window
 from analysis.timeline import LOOKS, timeline_figure
-from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config.resolve import resolve
+from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.preparation import prepare
 from gems.program import costs_of, play, schedule_of
-from gems.resolve import resolve
 from gems.schedule.memory import memory_over_time
 from gems.simulated import main as simulate_run
 from gems.simulated import simulated_trace

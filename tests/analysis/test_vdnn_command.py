@@ -20,7 +20,7 @@ from analysis.vdnn import (
     studies,
     table,
 )
-from gems.config import MachineConfig
+from gems.config.schema import MachineConfig
 from gems.memory.vdnn.paper.study import Study
 from gems.memory.vdnn.paper.timeline import Policy
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gems.data
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data import Dataset, Image, Source, Split, check_data, open_dataset, register
 from gems.errors import ConfigError
 
@@ -61,7 +61,7 @@ def test_a_source_may_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reading_images_loads_no_torch() -> None:
     program = (
-        "import sys; from gems.config import *; from gems.data import *; "
+        "import sys; from gems.config.schema import *; from gems.data import *; "
         "import gems.data.sampler, gems.data.prefetch; "
         "[check_data(DataConfig(name=name)) for name in ('tissue', 'synthetic')]; "
         "print('skimage' in sys.modules, 'PIL' in sys.modules); "

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data import Split, check_data, open_dataset
 from gems.data.folder import FolderDataset
 from gems.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data import open_dataset
 
 

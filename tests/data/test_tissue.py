@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from skimage.color import rgb2hed
 from skimage.data import immunohistochemistry
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data import Split, open_dataset, resolve_data, tissue
 from gems.data.tissue import TissueDataset
 from gems.errors import ConfigError

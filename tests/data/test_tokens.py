@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data import check_data, kind_of, labels_per_sample, open_dataset, sample_shape, sources_of
 from gems.data.tokens import CHANCES, START
 from gems.errors import ConfigError

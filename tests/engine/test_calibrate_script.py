@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from analysis.events import of_kinds
-from gems.config import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
+from gems.config.resolve import resolve
+from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.errors import ConfigError
 from gems.program import costs_of, play, schedule_of
-from gems.resolve import resolve
 from gems.schedule.memory import memory_over_time
 from gems.simulated import simulated_trace
 from gems.trace import write_trace

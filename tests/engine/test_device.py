@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.config import MachineConfig
+from gems.config.schema import MachineConfig
 from gems.engine.device import open_device
 from gems.engine.local_rank import LOCAL_RANK_VARIABLES, local_rank
 from gems.errors import ConfigError

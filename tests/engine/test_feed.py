@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.data import open_dataset
 from gems.data.sampler import batch_indices
 from gems.engine.feed import Feed

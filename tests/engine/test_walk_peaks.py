@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.engine.executor import Batch
 from gems.memory.actions import add_memory
 from gems.memory.model import OPTIMIZERS

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gems.config import (
+from gems.config.resolve import resolve
+from gems.config.schema import (
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -20,7 +21,6 @@ from gems.config import (
 )
 from gems.data.dataset import Dataset
 from gems.models import FAMILIES, Family, Layer, register
-from gems.resolve import resolve
 
 HERE = "tests.engine.toys"
 

@@ -14,8 +14,8 @@ import pytest
 from fake_slurm import FakeSlurm
 from job_helpers import ROOT
 
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.preparation import prepare
 from gems.runfolder import RunFolder
 from jobs import launch as launch_module

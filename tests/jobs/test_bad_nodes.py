@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gems.cluster import ClusterConfig
-from gems.cluster_checks import check_cluster
+from gems.config.cluster import ClusterConfig
+from gems.config.cluster_checks import check_cluster
 from gems.errors import ConfigError
 from jobs.bad_nodes import BadNodes, exclude_option
 

@@ -14,7 +14,7 @@ import pytest
 from job_helpers import ROOT
 from submitit.core.utils import DelayedSubmission
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.runfolder import RunFolder
 from jobs.batch import BatchJob, wait_for_submission
 from jobs.requeue import successor

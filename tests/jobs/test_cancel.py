@@ -17,7 +17,7 @@ from fake_slurm import FakeSlurm
 from job_helpers import ROOT, wait_until
 
 from gems.cli import Options, main
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.preparation import prepare
 from gems.runfolder import RunFolder
 from gems.utils.process_tree import start_time

@@ -12,7 +12,7 @@ import pytest
 from job_helpers import ROOT
 
 from gems.cli import main
-from gems.compose import compose
+from gems.config.compose import compose
 from gems.preparation import prepare
 from jobs.__main__ import VERBS
 

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from gems.cli import main
-from gems.cluster import ClusterConfig
-from gems.cluster_checks import check_cluster
-from gems.compose import compose
-from gems.config import RunSpec
+from gems.config.cluster import ClusterConfig
+from gems.config.cluster_checks import check_cluster
+from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from jobs import discover
 from jobs.__main__ import VERBS
 from jobs.discover import (

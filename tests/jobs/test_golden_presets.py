@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 from job_helpers import ROOT
 
-from gems.config import RunSpec
-from gems.overrides import options_of
+from gems.config.overrides import options_of
+from gems.config.schema import RunSpec
 from gems.runfolder import RunFolder
 from jobs.launchers import command
 from jobs.limits import check_limits

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from job_helpers import wait_until
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.heartbeat import read_beat
 from gems.ranks import Ended

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gems import ranks
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.preparation import prepare
 from gems.runfolder import RunFolder

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gems.cli import Options
-from gems.cluster import QueueLimit
-from gems.config import RunSpec
+from gems.config.cluster import QueueLimit
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from jobs.limits import check_limits, check_queue, limit_of
 from jobs.scheduler import num_queued

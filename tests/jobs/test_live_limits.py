@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from jobs.ask import UnansweredError
 from jobs.live_limits import check_account, check_partitions

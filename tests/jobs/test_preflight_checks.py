@@ -15,7 +15,7 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from gems.cli import Options
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.planned import planned
 from gems.runfolder import RunFolder

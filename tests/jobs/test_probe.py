@@ -13,7 +13,7 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from gems.cli import Options
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
 from gems.ranks import Ended
 from gems.runfolder import RunFolder

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gems.cli import Options
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runfolder import RunFolder
 from jobs.slurm import executor, sbatch_options, without_enclosing_job

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from job_helpers import ROOT
 
-from gems.checks import check_choices
-from gems.cluster_checks import check_cluster
-from gems.config import RunSpec
+from gems.config.checks import check_choices
+from gems.config.cluster_checks import check_cluster
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.ranks import run_ranks
 from gems.runfolder import RunFolder

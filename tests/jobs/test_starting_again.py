@@ -17,7 +17,7 @@ import pytest
 from fake_slurm import FakeSlurm
 from job_helpers import ROOT, wait_until
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.heartbeat import read_beat
 from gems.ranks import Ended
 from gems.runfolder import RunFolder

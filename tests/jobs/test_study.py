@@ -17,7 +17,7 @@ import yaml
 from fake_slurm import FakeSlurm
 
 from gems.cli import main
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.preparation import prepare
 from gems.runfolder import RunFolder

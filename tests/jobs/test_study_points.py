@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gems.config import StudyConfig
+from gems.config.overrides import CONF
+from gems.config.schema import StudyConfig
 from gems.errors import ConfigError
-from gems.overrides import CONF
 from jobs.points import points_of, read_study, study_name
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]

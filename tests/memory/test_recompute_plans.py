@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from gems.config import MemoryConfig
+from gems.config.schema import MemoryConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.recompute import keep_last, least_largest, lets_go, recompute, run_again

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.memory.vdnn.paper.calls import Call, CallKind, Network, Window, network_of
 from gems.memory.vdnn.paper.device import Device

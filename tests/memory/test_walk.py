@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.memory import stage_storages
 from gems.memory.actions import add_memory
 from gems.memory.micro_batch import played

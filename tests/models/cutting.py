@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import Stage
 from gems.models import Layer, layers_of
 from gems.models.build import as_tuple, build_layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models.imported import resolve_target
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gems.models
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models import Family, Layer, layers_of
 from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import as_tuple, boundary_shapes, build_layer, build_layers

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gems.compose import compose
-from gems.config import ModelConfig, RunSpec
+from gems.config.compose import compose
+from gems.config.resolve import resolve
+from gems.config.schema import ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, title_of
 from gems.models.imported import resolve_target, source_of
-from gems.resolve import resolve
 from tests.models.owned import DATA, NETS, ROOT, UNET, own
 
 
@@ -140,7 +140,7 @@ class TestConfiguration:
         code += "def net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(12, 2))\n"
         (tmp_path / "child_net.py").write_text(code)
         program = (
-            "import sys; from gems.config import *; from gems.models import *; "
+            "import sys; from gems.config.schema import *; from gems.models import *; "
             "from gems.models.imported import resolve_target as resolve; "
             "model = resolve(ModelConfig(target='child_net.net')); data = DataConfig(height_px=2, width_px=2); "
             "check_image(model, data, 1); print(*[layer.name for layer in layers_of(model, data)], 'torch' in sys.modules)"

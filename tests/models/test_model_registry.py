@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import gems.models
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import Family, check_image, layers_of, register, stride_of, title_of
 
@@ -31,7 +31,7 @@ def test_the_stride_is_the_real_down_sampling() -> None:
 
 def test_every_family_gives_layers_of_the_small_networks_without_torch() -> None:
     program = (
-        "import sys; from gems.models import *; from gems.config import *; "
+        "import sys; from gems.models import *; from gems.config.schema import *; "
         "names = ['alexnet', 'googlenet', 'inception_v3', 'overfeat']; "
         "layers = [layers_of(ModelConfig(name=name), DataConfig()) for name in names]; "
         "layers += [layers_of(ModelConfig(name='vgg', depth=416), DataConfig())]; "
@@ -89,7 +89,7 @@ def test_a_title_names_what_the_family_varies_in(model: ModelConfig, title: str)
 
 def test_counting_layers_loads_no_torch() -> None:
     program = (
-        "import sys; from gems.config import *; from gems.models import *; "
+        "import sys; from gems.config.schema import *; from gems.models import *; "
         "layers = layers_of(ModelConfig(depth=1001, version=2), DataConfig()); "
         "check_image(ModelConfig(), DataConfig()); print(len(layers), 'torch' in sys.modules)"
     )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from gems.compose import compose
+from gems.config.compose import compose
 from gems.models import layers_of
 from gems.models.blocks.operator import operator_module
 from gems.models.build import as_tuple, build_layer

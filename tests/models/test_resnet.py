@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers

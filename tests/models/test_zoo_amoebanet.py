@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of
 from gems.models.amoebanet import NORMAL, NORMAL_JOINED, REDUCTION, REDUCTION_JOINED

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gems.config import DataConfig
+from gems.config.schema import DataConfig
 from gems.models import layers_of
 from gems.models.blocks.heads import joined_scores
 from gems.models.build import as_tuple, boundary_shapes, build_layers

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 import gems.models
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models import Family, Layer
 from tests.models.cutting import assert_cut_equals_whole
 from tests.models.zoo import SMALL

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
 from gems.models.build import as_tuple, boundary_shapes, build_layer, build_layers

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gems.config import DataConfig, ModelConfig, RunSpec
+from gems.config.resolve import labels_per_step, resolve
+from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import sample_shape
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
 from gems.models.blocks.sequences import Attention, Recurrent
 from gems.models.build import as_tuple, boundary_shapes, build_layer, build_layers, input_spec
-from gems.resolve import labels_per_step, resolve
 from tests.models.cutting import assert_cut_equals_whole
 
 TOKENS = DataConfig(name="tokens", num_classes=11, length=5)

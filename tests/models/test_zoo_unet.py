@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of
 from gems.models.build import as_tuple, boundary_shapes, build_layers

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models import layers_of
 from gems.models.build import build_layers
 

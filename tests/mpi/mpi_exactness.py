@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.engine import compare as comparing
 from gems.engine.compare import Difference, compare
 from gems.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 
 import gems.cutting
 import gems.planned
-from gems.config import DataConfig, MemoryConfig, ModelConfig, RunSpec
+from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.engine.feed import Feed
 from gems.engine.pipeline import Pipeline, build_pipeline

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.resolve import resolve
+from gems.config.schema import DataConfig, ModelConfig
 from gems.data import open_dataset
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.state import owners_of
@@ -18,7 +19,6 @@ from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
 from gems.models import layers_of
 from gems.models.operators import operators_of
-from gems.resolve import resolve
 from gems.schedule.families.placed import placed
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement

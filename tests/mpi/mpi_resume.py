@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders
 from gems.engine.checkpoint.shard import shard_name

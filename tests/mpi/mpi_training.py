@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
+from gems.config.resolve import global_batch
 from gems.data import open_dataset
 from gems.engine.checkpoint import weights
 from gems.engine.compare import compare
@@ -23,7 +24,6 @@ from gems.heartbeat import Heartbeat
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.planned import planned
-from gems.resolve import global_batch
 from gems.runfolder import RunFolder
 from gems.trace import KINDS, merge_parts, part_path, read_part
 from gems.utils.atomic_io import read_json

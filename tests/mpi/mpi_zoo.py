@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gems.config import DataConfig, ModelConfig, RunSpec
+from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.data.tokens import CHANCES
 from gems.engine.compare import compare

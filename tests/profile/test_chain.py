@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from profiled import celled, fake_chain, layer, saved_by_parts, skipping, viewed, whole_stage
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models import Layer, layers_of
 from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile

@@ -10,7 +10,7 @@ from profiled import Cell, Down, Flat
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gems.config import DataConfig, ModelConfig
+from gems.config.schema import DataConfig, ModelConfig
 from gems.models import layers_of
 from gems.models.build import build_layer
 from gems.profile.fake import made_fake, on_meta

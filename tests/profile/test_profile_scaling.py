@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from profiled import fake_chain, skipping
 
-from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.fake import fake_profile

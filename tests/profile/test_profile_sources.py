@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gems.config import DataConfig, MachineConfig, ModelConfig
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile, measured

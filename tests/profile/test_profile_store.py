@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from gems.config import DataConfig, MachineConfig, ModelConfig, ParallelConfig, ProfileConfig, RunSpec
+from gems.config.resolve import resolve
+from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ParallelConfig, ProfileConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile import ModelProfile, store
 from gems.profile.identity import key_of, versions
 from gems.profile.store import profile_of
 from gems.profile.take import take
-from gems.resolve import resolve
 
 
 def spec_of(**changes: object) -> RunSpec:

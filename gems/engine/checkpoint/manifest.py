@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gems.config import RunSpec
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
 from gems.engine.checkpoint.shard import Written, sync_folder
-from gems.resolve import global_batch
 from gems.schedule.schedule import Schedule
 
 SCHEMA = "gems.checkpoint/1"

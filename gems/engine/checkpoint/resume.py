@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gems.config import RESUME_AUTO, RESUME_NEVER, RunSpec
+from gems.config.schema import RESUME_AUTO, RESUME_NEVER, RunSpec
 from gems.engine.checkpoint.manifest import (
     DAMAGED,
     MANIFEST_JSON,

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from gems.config import TrainConfig
+from gems.config.schema import TrainConfig
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, prune
 from gems.engine.checkpoint.shard import Piece, Written, shard_name, write_shard
 from gems.engine.transport import Request, Transport

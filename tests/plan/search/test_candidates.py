@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gems.compose import compose
+from gems.config.compose import compose
+from gems.config.resolve import global_batch
 from gems.plan.search.candidate import KEEP, Candidate, candidates
-from gems.resolve import global_batch
 
 
 @pytest.mark.parametrize(("num_gpus", "batch"), [(1, 3), (4, 8), (6, 12), (8, 16)])

@@ -14,10 +14,10 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from gems.config import RunSpec
+from gems.config.cluster_presets import AUTO, choose_preset
+from gems.config.cluster_presets import GROUP as CLUSTER
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, nearest, one_of
-from gems.presets import AUTO, choose_preset
-from gems.presets import GROUP as CLUSTER
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 IN_CONF = "(in conf/)"

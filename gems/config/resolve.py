@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gems.checks import check_choices, check_memory, check_ranges, check_start
-from gems.cluster_checks import check_cluster
-from gems.config import ParallelConfig, RunSpec
+from gems.config.checks import check_choices, check_memory, check_ranges, check_start
+from gems.config.cluster_checks import check_cluster
+from gems.config.schedule_checks import check_pace, check_schedule
+from gems.config.schema import ParallelConfig, RunSpec
+from gems.config.value_checks import check_size, check_values
 from gems.data import check_data, kind_of, labels_per_sample, resolve_data, sources_of
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, takes_of
@@ -14,8 +16,6 @@ from gems.models.imported import resolve_target
 from gems.models.operators import num_branching, operators_of
 from gems.partition.even import check_boundaries
 from gems.schedule import FAMILIES, PLACED
-from gems.schedule_checks import check_pace, check_schedule
-from gems.value_checks import check_size, check_values
 
 
 def resolve(spec: RunSpec) -> RunSpec:

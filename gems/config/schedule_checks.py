@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gems.config import RunSpec
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, one_of
 from gems.schedule import ACTIONS, PLACED, PLACEMENTS
 

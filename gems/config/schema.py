@@ -1,7 +1,7 @@
 """The configuration: a dataclass schema that Hydra fills, and the resolved `RunSpec` that ranks read.
 
 A field's default is the toolkit's default; `conf/` only chooses among them. `None` means "derive it":
-`gems.resolve` fills every such field, so a `RunSpec` holds none that the engine needs.
+`gems.config.resolve` fills every such field, so a `RunSpec` holds none that the engine needs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
-from gems.cluster import ClusterConfig as ClusterConfig
+from gems.config.cluster import ClusterConfig as ClusterConfig
+from gems.config.machine import MachineConfig as MachineConfig
+from gems.config.value_types import check_types
 from gems.errors import ConfigError, nearest, one_of
-from gems.machine import MachineConfig as MachineConfig
-from gems.value_types import check_types
 
 
 @dataclass(slots=True)
@@ -229,7 +229,7 @@ class StudyConfig:
 
 @dataclass(slots=True)
 class RunSpec:
-    """One run, whole. Built by `gems.resolve.resolve`, written to run.yaml, read by every rank."""
+    """One run, whole. Built by `gems.config.resolve.resolve`, written to run.yaml, read by every rank."""
 
     name: str = "run"
     seed: int = 0

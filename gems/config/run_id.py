@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from gems.config import RESUME_AUTO, RESUME_NEVER, RunSpec
+from gems.config.schema import RESUME_AUTO, RESUME_NEVER, RunSpec
 
 OF_THE_SITE = (
     "hosts", "limits", "charge_per", "charge_rate", "charge_unit", "minutes", "account", "exclude", "snapshot",

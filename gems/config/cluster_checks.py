@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from gems.cluster import ClusterConfig, QueueLimit
+from gems.config.cluster import ClusterConfig, QueueLimit
 from gems.errors import ConfigError, nearest, one_of
 
 LAUNCHERS = ("mpiexec", "srun", "ibrun")

@@ -13,9 +13,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gems.config import RunSpec
-from gems.errors import ConfigError, GemsError
-from gems.overrides import (
+from gems.config.cluster_presets import AUTO, choose_preset
+from gems.config.overrides import (
     CONF,
     FREE,
     check_overrides,
@@ -26,8 +25,9 @@ from gems.overrides import (
     search_path,
     translate,
 )
-from gems.presets import AUTO, choose_preset
-from gems.resolve import resolve
+from gems.config.resolve import resolve
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError, GemsError
 
 LOCAL = "local"
 

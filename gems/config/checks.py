@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from gems.config import RESUME_AUTO, RESUME_NEVER, RunSpec
+from gems.config.schema import RESUME_AUTO, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, nearest, one_of
 from gems.memory import POLICIES, RECLAIMS, RECOMPUTES
 from gems.partition import METHODS, OBJECTIVES

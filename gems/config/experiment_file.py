@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from gems.config import RunSpec
+from gems.config.overrides import options_of
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.overrides import options_of
 
 # What is of a site or of a call, and not of a run.
 LEFT_OUT = ("runs_dir", "cache_dir", "cluster", "name")
