@@ -10,9 +10,9 @@ from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
 from gems.costed import costed
 from gems.errors import RankFailedError
+from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.models import title_of
 from gems.preparation import prepare
-from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 from gems.runfolder import RunFolder
 from gems.utils.atomic_io import read_json
 

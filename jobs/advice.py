@@ -53,7 +53,10 @@ def advice_of(cause: Cause, text: str, node: str | None, evidence: Evidence) -> 
         return ("change the key that is named, and submit again",)
     if cause is Cause.LAUNCHER:
         if "hared memory" in text or "POSIX" in text or "mpich_shm" in text:
-            return ("remove what killed ranks left on those nodes: python -m gems.shared_memory", again)
+            return (
+                "remove what killed ranks left on those nodes: python -m gems.launch.mpich_cleanup",
+                again,
+            )
         return ("cluster.python, cluster.modules and cluster.setup must name what the nodes have",)
     if cause is Cause.EXCEPTION:
         if "ImportError" in text or "ModuleNotFoundError" in text:

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gems.ranks import without_leftovers
+from gems.launch.local_launcher import without_leftovers
 
 ASK_LIMIT_S, HEAR_LIMIT_S = 30.0, 10.0
 OF_THE_USER = ("SINFO_", "SACCTMGR_", "SQUEUE_", "SACCT_")  # own formats would hide from us what we ask for

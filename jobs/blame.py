@@ -11,10 +11,10 @@ from typing import Any
 
 from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.heartbeat import Beat, read_beat
-from gems.ranks import Ended
+from gems.launch.exit_watcher import read_notes
+from gems.launch.local_launcher import Ended
 from gems.runfolder import RunFolder
 from gems.utils.atomic_io import read_json
-from gems.witness import read_notes
 from jobs.words import Death, LauncherWords
 
 FINISHED = "finished"  # what a heartbeat's clean end is called

@@ -12,7 +12,7 @@ from typing import Any
 from gems.cli import Options, print_json
 from gems.config.cluster_presets import host_names
 from gems.errors import ConfigError
-from gems.ranks import mpi_family
+from gems.launch.local_launcher import mpi_family
 from jobs.ask import RefusedError, UnansweredError
 from jobs.ask import ask as ask_slurm
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gems.config.schema import RunSpec
-from gems.ranks import Ended
+from gems.launch.local_launcher import Ended
 from gems.runfolder import RunFolder
 from gems.utils.atomic_io import read_json
 from jobs import requeue

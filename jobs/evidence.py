@@ -16,7 +16,7 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.heartbeat import Beat
-from gems.ranks import TAIL_LINES, Ended
+from gems.launch.local_launcher import TAIL_LINES, Ended
 from gems.runfolder import RunFolder
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import read_json

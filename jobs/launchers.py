@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gems import probe_rank
-from gems.ranks import mpiexec_argv
+from gems.launch import placement_check as probe_rank
+from gems.launch.local_launcher import mpiexec_argv
 from gems.runfolder import RunFolder
 from gems.snapshot import from_snapshot
 from jobs.containers import in_container, srun_options
@@ -55,7 +55,7 @@ def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
     Raises:
         ConfigError: there is no mpiexec.
     """
-    witness = [sys.executable, "-m", "gems.witness", str(folder.path)]
+    witness = [sys.executable, "-m", "gems.launch.exit_watcher", str(folder.path)]
     return mpiexec_argv(job.tasks, [*witness, *rank_program(job, folder)])
 
 
@@ -109,7 +109,7 @@ def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
         "--cpus-per-task=1",
         "--mpi=none",
         *srun_options(job, inside),
-        *in_container(job, _module(job, folder, "gems.shared_memory"), inside),
+        *in_container(job, _module(job, folder, "gems.launch.mpich_cleanup"), inside),
     ]
 
 

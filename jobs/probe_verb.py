@@ -16,7 +16,7 @@ from gems.cli import Options, print_json
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError
-from gems.ranks import Ended, rank_environment, run_ranks
+from gems.launch.local_launcher import Ended, rank_environment, run_ranks
 from gems.runfolder import RunFolder
 from gems.utils.cache import keep_cached
 from jobs.ask import RefusedError, UnansweredError, ask

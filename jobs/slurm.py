@@ -26,7 +26,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
-from gems.ranks import without_leftovers
+from gems.launch.local_launcher import without_leftovers
 from gems.runfolder import RunFolder
 from jobs.bad_nodes import exclude_option
 from jobs.batch import BatchJob

@@ -94,8 +94,8 @@ def attributed(overrides: list[str]) -> Attribution:
     from analysis.attribution import attribution_of
     from analysis.collect import collect
     from gems.config.compose import compose
+    from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.preparation import prepare
-    from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 
     spec = compose(overrides)
     with tempfile.TemporaryDirectory() as scratch:

@@ -51,8 +51,8 @@ def compete(overrides: list[str]) -> dict[str, Any]:
     """Starts the ranks, prints the table on stderr and gives what they found."""
     from gems.config.compose import compose
     from gems.errors import GemsError
+    from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.preparation import prepare
-    from gems.ranks import mpiexec_argv, rank_environment, run_ranks
     from gems.schedule import FAMILIES
     from gems.utils.atomic_io import read_json, write_json
 

@@ -96,8 +96,8 @@ def _rates(found: dict[str, Any], ours: list[float], theirs: list[float]) -> dic
 def _run_case(overrides: list[str], engines: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
     """Starts the ranks of one case and gives what rank 0 found: seconds of a step by engine and round."""
     from gems.config.compose import compose
+    from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.preparation import prepare
-    from gems.ranks import mpiexec_argv, rank_environment, run_ranks
     from gems.utils.atomic_io import read_json
 
     spec = compose(overrides)

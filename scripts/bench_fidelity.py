@@ -254,9 +254,9 @@ def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
     from analysis.load import load_parts
     from analysis.metrics import step_times_s
     from gems.costed import costed
+    from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.preparation import prepare
     from gems.program import costs_of
-    from gems.ranks import mpiexec_argv, rank_environment, run_ranks
     from gems.utils.atomic_io import read_json
     from scripts.step_peaks import step_peaks
 

@@ -22,12 +22,12 @@ from gems.cli import Options
 from gems.config.compose import compose
 from gems.costed import costed
 from gems.errors import DoesNotFitError
+from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.plan.search.best_first import search
 from gems.plan.search.candidate import BY_COUNTS, Candidate, candidates
 from gems.plan.search.choice import Choice
 from gems.planning import PROFILED_SIZES, Planner
 from gems.preparation import prepare
-from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 from gems.show_plan import planned_answer
 
 GPUS = (8, 64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.ranks import mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 
 FOLDER = Path(__file__).parent / "mpi"
 NUM_RANKS = 4

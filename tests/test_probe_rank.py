@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gems import probe_rank
-from gems.probe_rank import fault_of
+from gems.launch import placement_check as probe_rank
+from gems.launch.placement_check import fault_of
 
 SLURM = {
     "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "1024", "SLURM_NTASKS": "1024", "SLURM_LOCALID": "1",

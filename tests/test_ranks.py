@@ -1,4 +1,4 @@
-"""gems.ranks and gems.shared_memory: command lines, environments, and processes that must end."""
+"""gems.launch.local_launcher and gems.launch.mpich_cleanup: command lines, environments, and processes that must end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from gems import ranks
 from gems.errors import ConfigError
-from gems.shared_memory import remove_stale_shared_memory
+from gems.launch import local_launcher as ranks
+from gems.launch.mpich_cleanup import remove_stale_shared_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 

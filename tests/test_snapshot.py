@@ -176,7 +176,7 @@ def test_from_a_snapshot_the_same_snapshot_is_taken(archive: Path, tmp_path: Pat
     ("module", "words", "code", "text"),
     [
         ("gems.engine.run", (), 2, "usage: python -m gems.engine.run RUN_FOLDER"),
-        ("gems.shared_memory", (), 0, ""),
+        ("gems.launch.mpich_cleanup", (), 0, ""),
         ("submitit.core._submit", (), 2, "usage: "),
         ("analysis", ("collect", "nowhere"), 2, "nowhere"),
         ("gems.simulated", ("nowhere",), 2, "nowhere"),

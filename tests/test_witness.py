@@ -1,4 +1,4 @@
-"""gems.witness: the note of a process's end, and the program in the process's own place."""
+"""gems.launch.exit_watcher: the note of a process's end, and the program in the process's own place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.witness import read_notes
+from gems.launch.exit_watcher import read_notes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +30,7 @@ def start(folder: Path, rank: str | None, text: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PMI_RANK"}
     if rank is not None:
         environment["PMI_RANK"] = rank
-    words = [sys.executable, "-m", "gems.witness", str(folder), sys.executable, "-c", text, "a b"]
+    words = [sys.executable, "-m", "gems.launch.exit_watcher", str(folder), sys.executable, "-c", text, "a b"]
     return subprocess.Popen(words, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

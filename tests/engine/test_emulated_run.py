@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gems.heartbeat import read_beat
+from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.preparation import prepare
-from gems.ranks import mpiexec_argv, rank_environment, run_ranks
 from gems.runfolder import RunFolder
 from gems.trace import KINDS, SOURCES, part_path, read_part
 from gems.utils.atomic_io import read_json

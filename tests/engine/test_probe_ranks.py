@@ -13,7 +13,7 @@ import pytest
 from gems.cli import Options
 from gems.engine import probe as program
 from gems.errors import ConfigError, RankFailedError
-from gems.ranks import Ended, mpiexec_argv, rank_environment, run_ranks
+from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from jobs.probe_verb import probe
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gems.heartbeat import Heartbeat
-from gems.ranks import Ended
+from gems.launch.local_launcher import Ended
 from gems.runfolder import RunFolder
 from jobs.blame import blame
 from jobs.words import LauncherWords

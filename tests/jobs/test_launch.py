@@ -16,7 +16,7 @@ from job_helpers import wait_until
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.heartbeat import read_beat
-from gems.ranks import Ended
+from gems.launch.local_launcher import Ended
 from gems.runfolder import RunFolder
 from jobs import launch as launch_module
 from jobs.collect import collect
@@ -242,7 +242,7 @@ def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     launch(folder, resolved("cluster=mini"))
     modules = [next(word for word in argv if word.startswith("gems.")) for argv in started]
-    assert modules == ["gems.engine.probe", "gems.engine.run", "gems.shared_memory", *modules[:2]]
+    assert modules == ["gems.engine.probe", "gems.engine.run", "gems.launch.mpich_cleanup", *modules[:2]]
     assert folder.read_status()["job_id"] == "7"
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gems import ranks
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.launch import local_launcher as ranks
 from gems.preparation import prepare
 from gems.runfolder import RunFolder
 from jobs.launchers import command, sweep_by_srun
@@ -61,14 +61,14 @@ def test_srun_without_gpus_and_without_an_mpi_plugin(resolved: Callable[..., Run
 def test_sweep_runs_once_a_node(resolved: Callable[..., RunSpec]) -> None:
     assert sweep_by_srun(job_spec(resolved("cluster=mini")), FOLDER) == [
         "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none",
-        sys.executable, CODE_ZIP, "gems.shared_memory",
+        sys.executable, CODE_ZIP, "gems.launch.mpich_cleanup",
     ]  # fmt: skip
 
 
 def test_without_a_snapshot_the_code_as_it_is(resolved: Callable[..., RunSpec]) -> None:
     job = job_spec(resolved("cluster=mini", "cluster.snapshot=false"))
     assert command(job, FOLDER)[-4:] == [sys.executable, *PROGRAM]
-    assert sweep_by_srun(job, FOLDER)[-3:] == [sys.executable, "-m", "gems.shared_memory"]
+    assert sweep_by_srun(job, FOLDER)[-3:] == [sys.executable, "-m", "gems.launch.mpich_cleanup"]
 
 
 def test_mpiexec(resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_mpiexec(resolved: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ranks, "_flags", lambda mpiexec: ("--flag",))
     assert command(job_spec(resolved()), FOLDER) == [
         "/opt/mpi/mpiexec", "--flag", "-n", "4",
-        sys.executable, "-m", "gems.witness", "/runs/it's mine", sys.executable, *PROGRAM,
+        sys.executable, "-m", "gems.launch.exit_watcher", "/runs/it's mine", sys.executable, *PROGRAM,
     ]  # fmt: skip
 
 
@@ -105,8 +105,19 @@ def test_a_probe_starts_without_site_packages_and_knows_what_was_asked(
     words = ["machine=probe", "cluster=mini", "cluster.gpus_per_node=4", "parallel.replicas=2"]
     argv = command(job_spec(resolved(*words)), RunFolder(Path("/runs/one")))
     code = "/runs/one/provenance/code.zip"
-    assert argv[argv.index("-I") :] == ["-I", "-S", code, "gems.probe_rank", "/runs/one", "8", "4", "4"]
+    assert argv[argv.index("-I") :] == [
+        "-I",
+        "-S",
+        code,
+        "gems.launch.placement_check",
+        "/runs/one",
+        "8",
+        "4",
+        "4",
+    ]
     argv = command(job_spec(resolved(*words, "cluster.snapshot=false")), RunFolder(Path("/runs/one")))
     place = argv.index("-I")
-    assert argv[place : place + 2] == ["-I", "-S"] and argv[place + 2].endswith("/gems/probe_rank.py")
+    assert argv[place : place + 2] == ["-I", "-S"] and argv[place + 2].endswith(
+        "/gems/launch/placement_check.py"
+    )
     assert argv[place + 3 :] == ["/runs/one", "8", "4", "4"]

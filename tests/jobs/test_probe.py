@@ -15,7 +15,7 @@ from fake_slurm import FakeSlurm
 from gems.cli import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
-from gems.ranks import Ended
+from gems.launch.local_launcher import Ended
 from gems.runfolder import RunFolder
 from gems.utils.atomic_io import write_json
 from gems.utils.cache import keep_cached

@@ -20,7 +20,7 @@ from gems.config.checks import check_choices
 from gems.config.cluster_checks import check_cluster
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.ranks import run_ranks
+from gems.launch.local_launcher import run_ranks
 from gems.runfolder import RunFolder
 from jobs.launchers import command, sweep_by_srun
 from jobs.slurm import executor

@@ -15,7 +15,7 @@ from job_helpers import ROOT
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.ranks import Ended
+from gems.launch.local_launcher import Ended
 from gems.runfolder import RunFolder
 from jobs import launch as launch_module
 from jobs.launchers import command, sweep_by_srun
@@ -142,7 +142,7 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
     sweep = sweep_by_srun(job_spec(on(resolved, **image, python="python3.12")), FOLDER)
     assert sweep[sweep.index(runtime) :] == [
         runtime, "exec", "--bind=/runs/it's mine", "--pwd=/runs/it's mine", "--nv", "my image.sif", "python3.12", CODE_ZIP,
-        "gems.shared_memory",
+        "gems.launch.mpich_cleanup",
     ]  # fmt: skip
     live = command(job_spec(on(resolved, **image, snapshot=False)), FOLDER)
     assert live[live.index("exec") + 1 :] == [

@@ -19,7 +19,7 @@ from job_helpers import ROOT, wait_until
 
 from gems.config.schema import RunSpec
 from gems.heartbeat import read_beat
-from gems.ranks import Ended
+from gems.launch.local_launcher import Ended
 from gems.runfolder import RunFolder
 from gems.utils.atomic_io import read_json, write_json
 from jobs import launch as launch_module

@@ -1,4 +1,4 @@
-"""MPICH's shared-memory files that outlive killed ranks; `python -m gems.shared_memory` removes them."""
+"""MPICH's shared-memory files that outlive killed ranks; `python -m gems.launch.mpich_cleanup` removes them."""
 
 from __future__ import annotations
 

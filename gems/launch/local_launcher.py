@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from gems.errors import ConfigError
-from gems.shared_memory import remove_stale_shared_memory
+from gems.launch.mpich_cleanup import remove_stale_shared_memory
 from gems.utils.process_tree import end_family
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The program of a probing rank: `gems/probe_rank.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE`.
+"""The program of a probing rank: `gems/launch/placement_check.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE`.
 
 It asks whether the launcher gave this rank the place that the run wants, by the variables that launchers set. It starts
 no MPI and imports two modules, so that a thousand ranks start in seconds where the real program would take minutes. A

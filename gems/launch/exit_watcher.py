@@ -5,7 +5,7 @@ reports the lowest of them, not the first. It learns of a death when the rank's 
 inherits these connections, waits for the rank's end and writes the note before it lets go of them: so the
 earliest note is that of the rank that ended by itself.
 
-`python -m gems.witness RUN_FOLDER PROGRAM...` becomes PROGRAM, under the same process number.
+`python -m gems.launch.exit_watcher RUN_FOLDER PROGRAM...` becomes PROGRAM, under the same process number.
 """
 
 from __future__ import annotations
