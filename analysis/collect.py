@@ -12,7 +12,7 @@ from analysis.timeline import draw_timeline
 from gems.config.schema import RunSpec
 from gems.profile import ModelProfile
 from gems.profile.hdf5 import add_to_trace
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.trace import write_trace
 from gems.utils.atomic_io import read_json
 

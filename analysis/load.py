@@ -11,7 +11,7 @@ import numpy as np
 
 from analysis.run_files import add_run_files
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.trace import Trace, join_attempts, merge_parts, read_part, read_trace
 
 WHOLE_TRACE = "trace.h5"

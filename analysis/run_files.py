@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gems.errors import ConfigError
 from gems.profile import ModelProfile
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.trace import LayerTimes, Trace
 from gems.utils.atomic_io import read_json
 

@@ -20,12 +20,12 @@ from gems.plan.search.bounds import Load, held_at_once, least_bytes, least_step_
 from gems.plan.search.candidate import CAPPED, KEEP, Candidate
 from gems.plan.search.choice import Choice
 from gems.plan.search.guesses import guess_bytes, guess_host_bytes
-from gems.planned import has_room, memory_case
 from gems.policies import plan_within
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.store import profile_of
 from gems.program import compute_schedule_of, costs_of
+from gems.runs.run_plan import has_room, memory_case
 from gems.schedule.costs import StageCosts
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule

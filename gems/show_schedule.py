@@ -11,8 +11,8 @@ from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
 from gems.costed import costed
 from gems.errors import ScheduleError
-from gems.planned import planned
 from gems.program import cap_of, compute_schedule_of, costs_of, network_in_seconds, network_of
+from gems.runs.run_plan import planned
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.fault import fault_grid
 from gems.schedule.grid import grid

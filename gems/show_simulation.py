@@ -14,8 +14,8 @@ from gems.cutting import cut
 from gems.memory.case import Outcome
 from gems.models import layers_of
 from gems.noise import interval_of, median_of, noisy_steps
-from gems.planned import memory_case, planned
 from gems.program import cap_of, costs_of, found_of, pace_of, play, schedule_of
+from gems.runs.run_plan import memory_case, planned
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network, StageCosts

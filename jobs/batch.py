@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gems.errors import GemsError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.launch import launch
 from jobs.requeue import successor
 from jobs.stop_request import StopRequest

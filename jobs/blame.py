@@ -10,10 +10,10 @@ from datetime import datetime
 from typing import Any
 
 from gems.errors import ConfigError, RankFailedError, StalledError
-from gems.heartbeat import Beat, read_beat
 from gems.launch.exit_watcher import read_notes
 from gems.launch.local_launcher import Ended
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Beat, read_beat
 from gems.utils.atomic_io import read_json
 from jobs.words import Death, LauncherWords
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gems.cli import Options, print_json
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import end_stranger
 from jobs.catalogue import RUNS_DIR, Catalogue, catalogue, run_name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gems.errors import ConfigError, nearest
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.study_record import StudyRecord
 
 RUNS_DIR = "runs_dir="

@@ -11,7 +11,7 @@ from typing import IO
 
 from gems.cli import Options, print_json
 from gems.errors import ConfigError, RankFailedError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from jobs.spec import PROBE
 

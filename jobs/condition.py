@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.facts import GOING_ON, WAITING, Facts, lives_here, now_ns, read_facts
 from jobs.scheduler import PENDING, STARTING, Answer, Job, ask_accounting, ask_queue
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gems.errors import ConfigError
-from gems.snapshot import code_root
+from gems.runs.code_archive import code_root
 from jobs.spec import JobSpec
 
 CODE = code_root()

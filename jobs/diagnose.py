@@ -10,7 +10,7 @@ from typing import Any
 
 from gems.cli import Options, print_json
 from gems.errors import ConfigError, one_of
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from jobs.bad_nodes import LIFE, BadNodes
 from jobs.catalogue import RUNS_DIR, catalogue

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gems.errors import StalledError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.advice import advice_of, blames_node
 from jobs.causes import NOT_FAILED, Cause, Finding, judge
 from jobs.evidence import Evidence, gather, read_schedule, whole

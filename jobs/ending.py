@@ -9,7 +9,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.launch.local_launcher import Ended
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from jobs import requeue
 from jobs.blame import SIGNAL_BASE, Failure, read_records

@@ -15,9 +15,9 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.heartbeat import Beat
 from gems.launch.local_launcher import TAIL_LINES, Ended
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Beat
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import read_json
 from jobs.blame import Failure, blame, read_beats, read_records, read_stall

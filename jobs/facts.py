@@ -14,7 +14,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_alive
 from jobs.blame import FINISHED as RANK_FINISHED

@@ -11,7 +11,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, remove_stale_shared_memory, run_ranks
-from gems.runfolder import CANCELLED_JSON, RunFolder
+from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.utils.process_tree import start_time
 from jobs.blame import RANK_CODES, Failure, blame, has_failed_rank, read_records
 from jobs.collect import collect

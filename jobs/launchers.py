@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gems.launch import placement_check as probe_rank
 from gems.launch.local_launcher import mpiexec_argv
-from gems.runfolder import RunFolder
-from gems.snapshot import from_snapshot
+from gems.runs.code_archive import from_snapshot
+from gems.runs.folder import RunFolder
 from jobs.containers import in_container, srun_options
 from jobs.spec import SIMULATED, JobSpec
 
@@ -93,7 +93,7 @@ def by_ibrun(job: JobSpec, folder: RunFolder) -> list[str]:
 
 def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
     """Gives the command line of the one process that simulates all ranks."""
-    return [*job.python, "-m", "gems.simulated", str(folder.path)]
+    return [*job.python, "-m", "gems.runs.simulated_run", str(folder.path)]
 
 
 def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:

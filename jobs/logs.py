@@ -14,7 +14,7 @@ from typing import IO
 
 from gems.cli import Options
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.catalogue import one_run
 from jobs.condition import Condition, conditions
 from jobs.facts import read_status

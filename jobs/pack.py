@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gems.errors import ConfigError
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from jobs.batch import BatchJob
 from jobs.blame import SIGNAL_BASE
 from jobs.limits import check_limits, check_queue

@@ -17,7 +17,7 @@ from gems.config.overrides import CONF, options_of
 from gems.config.schema import RunSpec, StudyConfig
 from gems.costed import costed
 from gems.errors import ConfigError, nearest, one_of
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 
 GROUP = "study"
 KEYS = tuple(field.name for field in dataclasses.fields(StudyConfig))

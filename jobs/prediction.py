@@ -8,8 +8,8 @@ from gems.config.schema import RunSpec
 from gems.costed import PROFILE, costed
 from gems.cutting import case_of
 from gems.errors import DoesNotFitError
-from gems.planned import SMALLER, RunPlan
 from gems.program import play
+from gems.runs.run_plan import SMALLER, RunPlan
 
 MAX_ACTIONS = 200_000  # played in some seconds
 PREDICTED = ("real", "emulated")

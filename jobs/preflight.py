@@ -13,7 +13,7 @@ from gems.config.cluster_presets import host_names
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import GemsError
-from gems.planned import RunPlan, planned
+from gems.runs.run_plan import RunPlan, planned
 from jobs.ask import UnansweredError
 from jobs.cost import cost_words
 from jobs.limits import check_limits, check_queue

@@ -18,7 +18,7 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended, mpiexec_argv, run_ranks
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from gems.utils.cache import keep_cached, read_cached
 from jobs.launchers import by_srun, rank_program

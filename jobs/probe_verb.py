@@ -17,7 +17,7 @@ from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError
 from gems.launch.local_launcher import Ended, rank_environment, run_ranks
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.cache import keep_cached
 from jobs.ask import RefusedError, UnansweredError, ask
 from jobs.partitions import most_nodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.scheduler import ask_queue
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json, write_json
 from jobs.ask import hear
 from jobs.job_record import fields_of

@@ -11,7 +11,7 @@ from gems.cli import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.bad_nodes import BadNodes
 from jobs.catalogue import RUNS_DIR, catalogue
 from jobs.causes import Cause

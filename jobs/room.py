@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 
 GIB = 1 << 30
 LEAST_BYTES = 64 << 20  # logs, traces and notes of a small run

@@ -27,7 +27,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.bad_nodes import exclude_option
 from jobs.batch import BatchJob
 from jobs.spec import JobSpec

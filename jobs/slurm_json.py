@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from gems.errors import ConfigError
-from gems.provenance import ENVIRONMENT_JSON, check_code, environment
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.provenance import ENVIRONMENT_JSON, check_code, environment
 from gems.utils.atomic_io import read_json, write_json
 from jobs.ask import hear
 from jobs.job_record import fields_of

@@ -10,7 +10,7 @@ import types
 from datetime import UTC, datetime
 from typing import Self
 
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 
 BY_LAUNCHER = "launcher"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.errors import ConfigError
-from gems.runfolder import CANCELLED_JSON, RunFolder
+from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.process_tree import start_time
 from jobs.facts import lives_here

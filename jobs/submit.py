@@ -9,8 +9,8 @@ from typing import Any
 from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
 from gems.costed import costed
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from jobs.bad_nodes import BadNodes
 from jobs.cost import is_agreed
 from jobs.launch import launch
@@ -27,7 +27,7 @@ def prepare_run(spec: RunSpec, options: Options) -> int:
     """Prepares the run folder and prints its path, for those who start the ranks themselves.
 
     Raises:
-        ConfigError: as `gems.runfolder.prepare`.
+        ConfigError: as `gems.runs.folder.prepare`.
     """
     spec = costed(spec)
     release(RunFolder.of(spec))

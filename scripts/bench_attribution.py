@@ -95,7 +95,7 @@ def attributed(overrides: list[str]) -> Attribution:
     from analysis.collect import collect
     from gems.config.compose import compose
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-    from gems.preparation import prepare
+    from gems.runs.prepare import prepare
 
     spec = compose(overrides)
     with tempfile.TemporaryDirectory() as scratch:

@@ -52,7 +52,7 @@ def compete(overrides: list[str]) -> dict[str, Any]:
     from gems.config.compose import compose
     from gems.errors import GemsError
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-    from gems.preparation import prepare
+    from gems.runs.prepare import prepare
     from gems.schedule import FAMILIES
     from gems.utils.atomic_io import read_json, write_json
 
@@ -110,7 +110,7 @@ def run_rank(work: Path) -> None:
 
     from gems.engine.device import open_device
     from gems.engine.transport import world
-    from gems.runfolder import RunFolder
+    from gems.runs.folder import RunFolder
     from gems.utils.atomic_io import read_json, write_json
 
     comm = world()

@@ -97,7 +97,7 @@ def _run_case(overrides: list[str], engines: tuple[str, ...], num_rounds: int) -
     """Starts the ranks of one case and gives what rank 0 found: seconds of a step by engine and round."""
     from gems.config.compose import compose
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-    from gems.preparation import prepare
+    from gems.runs.prepare import prepare
     from gems.utils.atomic_io import read_json
 
     spec = compose(overrides)
@@ -132,7 +132,7 @@ def run_rank(path: Path, num_rounds: int, engines: list[str]) -> None:
 
     from gems.config.resolve import global_batch
     from gems.engine.transport import world
-    from gems.runfolder import RunFolder
+    from gems.runs.folder import RunFolder
     from gems.utils.atomic_io import write_json
 
     comm = world()

@@ -172,7 +172,7 @@ def of_emulated(steps: int, overrides: Sequence[str], facts: dict[str, Any], onl
 def of_real(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str = "") -> Iterable[Row]:
     """Gives real runs beside the simulation of their profile, with the pace that other runs showed."""
     from gems.config.compose import compose
-    from gems.planned import planned
+    from gems.runs.run_plan import planned
 
     found = calibration_of(take_probe("real"))
     facts["real_machine"] = found.machine()
@@ -255,8 +255,8 @@ def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
     from analysis.metrics import step_times_s
     from gems.costed import costed
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-    from gems.preparation import prepare
     from gems.program import costs_of
+    from gems.runs.prepare import prepare
     from gems.utils.atomic_io import read_json
     from scripts.step_peaks import step_peaks
 

@@ -27,7 +27,7 @@ from gems.plan.search.best_first import search
 from gems.plan.search.candidate import BY_COUNTS, Candidate, candidates
 from gems.plan.search.choice import Choice
 from gems.planning import PROFILED_SIZES, Planner
-from gems.preparation import prepare
+from gems.runs.prepare import prepare
 from gems.show_plan import planned_answer
 
 GPUS = (8, 64)

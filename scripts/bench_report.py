@@ -30,7 +30,7 @@ from analysis.report import build_report
 from analysis.timeline import draw_timeline
 from gems.config.compose import compose
 from gems.program import schedule_of
-from gems.simulated import simulated_trace
+from gems.runs.simulated_run import simulated_trace
 from gems.trace import DTYPES, Trace, write_trace
 
 LIMIT_S, STUDY_LIMIT_S = 10.0, 60.0

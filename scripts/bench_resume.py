@@ -101,7 +101,7 @@ def run(runs: Path, overrides: list[str]) -> Path:
 
 def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> Kill | None:
     """Goes on with a run and kills a rank of it some steps later; gives None where the run ended before."""
-    from gems.heartbeat import read_beat
+    from gems.runs.heartbeat import read_beat
 
     before = {path: read_beat(path) for path in runs.glob("killed-*/heartbeat/rank*")}
     old = {beat.pid for beat in before.values() if beat is not None}

@@ -19,9 +19,9 @@ from gems.memory.actions import add_memory
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.models import layers_of
-from gems.planned import memory_case
 from gems.policies import plan_of
 from gems.program import compute_schedule_of
+from gems.runs.run_plan import memory_case
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 

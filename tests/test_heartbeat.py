@@ -1,4 +1,4 @@
-"""gems.heartbeat: the last mark of a rank, which outlives it."""
+"""gems.runs.heartbeat: the last mark of a rank, which outlives it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.heartbeat import SIZE_BYTES, Heartbeat, read_beat
+from gems.runs.heartbeat import SIZE_BYTES, Heartbeat, read_beat
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -113,7 +113,7 @@ def test_no_mark_yet(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.timeout(60)
 def test_a_killed_rank_leaves_its_last_mark(tmp_path: Path) -> None:
     rank = (
-        "import sys; from pathlib import Path; from gems.heartbeat import Heartbeat\n"
+        "import sys; from pathlib import Path; from gems.runs.heartbeat import Heartbeat\n"
         "heartbeat = Heartbeat(Path(sys.argv[1])); heartbeat.beat(3, '1F2'); heartbeat.beat(4, '1B2')\n"
         "print('ready', flush=True); sys.stdin.read()"
     )

@@ -1,4 +1,4 @@
-"""gems.planned: cut, schedule and memory plan of a run together, kept in the cache and in the run folder."""
+"""gems.runs.run_plan: cut, schedule and memory plan of a run together, kept in the cache and in the run folder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import gems.cutting
-import gems.planned
+import gems.runs.run_plan
 from gems.config.schema import MemoryConfig, RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
-from gems.planned import planned
-from gems.preparation import prepare
 from gems.profile import ModelProfile
+from gems.runs.prepare import prepare
+from gems.runs.run_plan import planned
 from gems.schedule.action import Kind
 from gems.utils.atomic_io import read_json
 from tests.engine import toys
@@ -28,7 +28,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(5, seed=3, decay=0.9)
 
-    for module in (gems.cutting, gems.planned):
+    for module in (gems.cutting, gems.runs.run_plan):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = toys.make_spec("1f1b", 2)
     memory = MemoryConfig("vdnn_all", least_bytes=0)
@@ -77,7 +77,7 @@ def test_host_memory_is_that_of_a_node(spec: RunSpec) -> None:
 
 def test_a_plan_is_made_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     first = planned(spec)
-    monkeypatch.setattr(gems.planned, "plan_of", None)
+    monkeypatch.setattr(gems.runs.run_plan, "plan_of", None)
     assert planned(spec).memory_plan == first.memory_plan
 
 

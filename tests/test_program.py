@@ -11,7 +11,6 @@ import gems.program
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
-from gems.planned import planned
 from gems.program import (
     cap_of,
     compute_schedule_of,
@@ -20,6 +19,7 @@ from gems.program import (
     network_of,
     schedule_of,
 )
+from gems.runs.run_plan import planned
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.placement import bidirectional, linear

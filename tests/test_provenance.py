@@ -1,4 +1,4 @@
-"""gems.provenance: what is kept of the code and the environment, and what is not."""
+"""gems.runs.provenance: what is kept of the code and the environment, and what is not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gems import provenance
 from gems.config.schema import RunSpec
-from gems.preparation import prepare
-from gems.provenance import check_code, code_diff, commit, environment, packages, write_bundle
-from gems.snapshot import hash_of
+from gems.runs import provenance
+from gems.runs.code_archive import hash_of
+from gems.runs.prepare import prepare
+from gems.runs.provenance import check_code, code_diff, commit, environment, packages, write_bundle
 from gems.utils.atomic_io import read_json
 
 

@@ -12,7 +12,7 @@ from gems.config.resolve import check_batch, global_batch, resolve
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.planned import planned
+from gems.runs.run_plan import planned
 from gems.schedule import FAMILIES
 
 Values = dict[str, Any]

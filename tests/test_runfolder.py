@@ -1,4 +1,4 @@
-"""gems.runfolder: a signature for every configuration, and a folder that loses nothing."""
+"""gems.runs.folder: a signature for every configuration, and a folder that loses nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import yaml
 from gems.config.run_id import OF_SAFETY, OF_THE_SITE, signature
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +96,7 @@ class TestSignature:
 
     def test_it_is_the_same_in_another_process(self) -> None:
         """With another hash seed, which orders sets and nothing of ours."""
-        program = "from gems.config.schema import RunSpec; from gems.runfolder import signature; print(signature(RunSpec()))"
+        program = "from gems.config.schema import RunSpec; from gems.runs.folder import signature; print(signature(RunSpec()))"
         for seed in ("1", "2"):
             ended = subprocess.run(
                 [sys.executable, "-c", program],
@@ -328,7 +328,7 @@ class TestJson:
     def test_readers_see_one_of_the_documents_whole(self, tmp_path: Path) -> None:
         """Two processes write, one reads: never a half."""
         program = (
-            "import sys; from pathlib import Path; from gems.runfolder import write_json\n"
+            "import sys; from pathlib import Path; from gems.runs.folder import write_json\n"
             "for _ in range(200): write_json(Path(sys.argv[1]), {'x': [int(sys.argv[2])] * 2000})"
         )
         path = tmp_path / "a.json"

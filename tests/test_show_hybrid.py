@@ -10,8 +10,8 @@ import pytest
 
 import gems.costed
 import gems.cutting
-import gems.planned
 import gems.profile.store
+import gems.runs.run_plan
 from gems.cli import Verb
 from gems.config.compose import compose
 from gems.plan.inputs import speedups_of
@@ -176,7 +176,7 @@ def test_a_real_model_has_the_costs_of_its_profile(gems_: Gems, monkeypatch: pyt
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(11, seed=5, decay=0.9)
 
-    for module in (gems.cutting, gems.costed, gems.planned, gems.profile.store):
+    for module in (gems.cutting, gems.costed, gems.runs.run_plan, gems.profile.store):
         monkeypatch.setattr(module, "profile_of", profile_of)
     run = ("data=synthetic", "model=resnet20_v1", "schedule=1f1b", "parallel.micro_batches=4")
     answer = answer_of(gems_, *run)

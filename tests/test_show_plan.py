@@ -15,7 +15,7 @@ from gems.config.compose import compose
 from gems.config.resolve import global_batch
 from gems.config.run_id import signature
 from gems.config.schema import RunSpec
-from gems.planned import planned
+from gems.runs.run_plan import planned
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 from tests.planners import NUM_LAYERS, RUN, made_up, sized
@@ -77,7 +77,7 @@ def test_what_is_written_runs_as_planned(
     def profile_of(spec: RunSpec) -> object:
         return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
 
-    for module in (gems.cutting, sys.modules["gems.planned"]):
+    for module in (gems.cutting, sys.modules["gems.runs.run_plan"]):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = planned(spec)
     assert list(made.boundaries) == first["boundaries"]

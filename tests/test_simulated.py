@@ -1,4 +1,4 @@
-"""gems.simulated: the trace of a run on paper, and the program that writes it."""
+"""gems.runs.simulated_run: the trace of a run on paper, and the program that writes it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import gems.simulated
+import gems.runs.simulated_run
 from gems.config.resolve import global_batch, resolve
 from gems.config.run_id import signature
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
-from gems.planned import planned
-from gems.preparation import prepare
 from gems.program import schedule_of
-from gems.runfolder import RunFolder
-from gems.simulated import main, simulated_trace
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
+from gems.runs.run_plan import planned
+from gems.runs.simulated_run import main, simulated_trace
 from gems.trace import KINDS, STREAMS, Trace, read_trace
 from gems.utils.atomic_io import read_json
 
@@ -129,18 +129,18 @@ def test_replicas_that_are_alike_are_written_once() -> None:
 
 
 def test_a_very_long_run_is_written_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gems.simulated, "MAX_EVENTS", 1000)
+    monkeypatch.setattr(gems.runs.simulated_run, "MAX_EVENTS", 1000)
     trace = trace_of(spec_of(steps=100))
     assert len(trace.events) <= 1000 and 1 < len(trace.steps) < 100
     assert trace.attributes["steps_asked"] == 100
-    monkeypatch.setattr(gems.simulated, "MAX_EVENTS", 1)
+    monkeypatch.setattr(gems.runs.simulated_run, "MAX_EVENTS", 1)
     assert len(trace_of(spec_of(steps=100)).steps) == 2, "at least one that is no warm-up step"
 
 
 def test_the_program_writes_trace_and_result(tmp_path: Path) -> None:
     folder = prepare(spec_of(runs_dir=str(tmp_path)))
     ended = subprocess.run(
-        [sys.executable, "-m", "gems.simulated", str(folder.path)],
+        [sys.executable, "-m", "gems.runs.simulated_run", str(folder.path)],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
@@ -156,7 +156,7 @@ def test_a_folder_that_was_not_prepared(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("gems: run folder=")
     assert main([]) == 2
-    assert capsys.readouterr().err == "usage: python -m gems.simulated RUN_FOLDER\n"
+    assert capsys.readouterr().err == "usage: python -m gems.runs.simulated_run RUN_FOLDER\n"
 
 
 def test_a_trace_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_nothing_heavy_is_loaded() -> None:
-    program = "import sys, gems.simulated; print(*[m for m in ('torch', 'mpi4py', 'hydra', 'matplotlib') if m in sys.modules])"
+    program = "import sys, gems.runs.simulated_run; print(*[m for m in ('torch', 'mpi4py', 'hydra', 'matplotlib') if m in sys.modules])"
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -192,7 +192,7 @@ class TestNoise:
         assert trace.attributes["noise"] == 0.02
 
     def test_a_long_run_draws_its_steps_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gems.simulated, "MAX_NOISY_STEPS", 3)
+        monkeypatch.setattr(gems.runs.simulated_run, "MAX_NOISY_STEPS", 3)
         steps = trace_of(spec_of(steps=7, machine=self.MACHINE)).steps
         took = (steps["end_ns"] - steps["start_ns"]).tolist()
         assert took[:3] == took[3:6] and len(set(took)) == 3

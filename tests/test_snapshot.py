@@ -1,4 +1,4 @@
-"""gems.snapshot: one archive of the code, the same to the byte, that everything a job starts is imported from."""
+"""gems.runs.code_archive: one archive of the code, the same to the byte, that everything a job starts is imported from."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gems import snapshot
-from gems.snapshot import PACKAGES, from_snapshot, hash_of, take_snapshot
+from gems.runs import code_archive as snapshot
+from gems.runs.code_archive import PACKAGES, from_snapshot, hash_of, take_snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = """
@@ -86,7 +86,7 @@ def test_no_module_need_be_compiled(archive: Path) -> None:
 def test_the_same_code_gives_the_same_bytes(archive: Path, tmp_path: Path) -> None:
     """In a process with other hashes, which sets and interned words would show."""
     target = tmp_path / "other.zip"
-    code = "import sys, pathlib; from gems.snapshot import take_snapshot; take_snapshot(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    code = "import sys, pathlib; from gems.runs.code_archive import take_snapshot; take_snapshot(pathlib.Path(sys.argv[1]), sys.argv[2])"
     subprocess.run(
         [sys.executable, "-c", code, str(target), str(tmp_path / "cache")],
         env=os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True, timeout=120,
@@ -163,7 +163,7 @@ def refuse(*paths: object) -> None:
 
 def test_from_a_snapshot_the_same_snapshot_is_taken(archive: Path, tmp_path: Path) -> None:
     """A job that submits another one hands on what it runs itself."""
-    code = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from gems.snapshot import take_snapshot; print(take_snapshot(pathlib.Path(sys.argv[2])))"
+    code = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from gems.runs.code_archive import take_snapshot; print(take_snapshot(pathlib.Path(sys.argv[2])))"
     said = subprocess.run(
         [sys.executable, "-P", "-c", code, str(archive), str(tmp_path / "code.zip")],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, cwd=tmp_path,
@@ -179,7 +179,7 @@ def test_from_a_snapshot_the_same_snapshot_is_taken(archive: Path, tmp_path: Pat
         ("gems.launch.mpich_cleanup", (), 0, ""),
         ("submitit.core._submit", (), 2, "usage: "),
         ("analysis", ("collect", "nowhere"), 2, "nowhere"),
-        ("gems.simulated", ("nowhere",), 2, "nowhere"),
+        ("gems.runs.simulated_run", ("nowhere",), 2, "nowhere"),
     ],
 )
 def test_every_program_of_a_job_starts_from_it(

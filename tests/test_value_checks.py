@@ -10,7 +10,7 @@ import pytest
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, of_the_system
-from gems.runfolder import signature
+from gems.runs.folder import signature
 
 
 def refusal(*words: str) -> str:

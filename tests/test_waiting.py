@@ -1,17 +1,17 @@
-"""gems.waiting: from marks to the rank that holds the others up, by hand on small schedules."""
+"""gems.runs.wait_graph: from marks to the rank that holds the others up, by hand on small schedules."""
 
 from __future__ import annotations
 
 import pytest
 
-from gems.heartbeat import Beat
+from gems.runs.heartbeat import Beat
+from gems.runs.rank_state import SENDS, State, World, action_of
+from gems.runs.wait_graph import WaitingChain, waiting_chain
 from gems.schedule import generate
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
-from gems.standing import SENDS, State, World, action_of
-from gems.waiting import WaitingChain, waiting_chain
 
 NOW_S = 1000.0
 THREE = lower(generate("1f1b", 3, 4))

@@ -20,7 +20,7 @@ from gems.engine.pipeline import build_pipeline
 from gems.engine.reference import collect_values, train_unsplit
 from gems.engine.transport import Comm, world
 from gems.memory.plan import MemoryPlan
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import write_json
 

@@ -15,7 +15,7 @@ from gems.engine.emulated_links import EmulatedLinks
 from gems.engine.loop import Loop
 from gems.engine.patience import Patience, promptly
 from gems.engine.recorder import COMPUTE, COPY_IN, COPY_OUT, Recorder
-from gems.heartbeat import Heartbeat
+from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import COPY_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
 from gems.schedule.dependencies import dependencies

@@ -19,7 +19,7 @@ from gems.engine.score import Score, Sums, loss_of
 from gems.engine.stage import Loss, Stage
 from gems.engine.store.segment import StoredSegment
 from gems.engine.store.segments import Part, Segments
-from gems.heartbeat import Heartbeat
+from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
 

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn, TypeVar
 
 from gems.errors import ConfigError, DoesNotFitError, GemsError, RankFailedError, StalledError
-from gems.heartbeat import Beat, read_beat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Beat, read_beat
 from gems.schedule.action import Action
 from gems.utils.atomic_io import write_json
 from gems.utils.host_memory import rss_bytes

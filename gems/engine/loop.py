@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from gems.errors import ScheduleError
-from gems.heartbeat import Heartbeat
+from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
 
 Handler = Callable[[Action], None]

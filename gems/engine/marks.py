@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gems.heartbeat import Beat, read_beat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Beat, read_beat
 
 
 class Marks(Mapping[int, Beat]):

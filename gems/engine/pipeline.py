@@ -26,9 +26,9 @@ from gems.engine.stage import Stage
 from gems.engine.staging import open_staging
 from gems.engine.store.segments import Segments, needs_store, open_segments
 from gems.engine.transport import Comm, Transport, ranks_here
-from gems.heartbeat import Heartbeat
 from gems.memory.plan import MemoryPlan
-from gems.planned import planned
+from gems.runs.heartbeat import Heartbeat
+from gems.runs.run_plan import planned
 from gems.schedule.families.forward_only import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule

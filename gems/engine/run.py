@@ -12,8 +12,8 @@ from gems.config.schema import RunSpec
 from gems.engine.failure import DUMP_S, SPEAK_S, end_all, guard, launched_rank, report
 from gems.engine.stop import StopWatch, stop_watch
 from gems.errors import StalledError
-from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from gems.engine.transport import Comm

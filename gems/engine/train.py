@@ -32,8 +32,8 @@ from gems.engine.optimizer import state_bytes
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.progress import Progress
 from gems.engine.transport import Comm, library
-from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
 from gems.trace import TracePart, part_path, root_attributes
 from gems.utils.atomic_io import write_json
 

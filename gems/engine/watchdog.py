@@ -32,12 +32,12 @@ from gems.engine.marks import Marks
 from gems.engine.neighbour import Neighbour, ask
 from gems.engine.patience import WAITING
 from gems.errors import StalledError
-from gems.heartbeat import Beat, Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Beat, Heartbeat
+from gems.runs.rank_state import SILENT_AFTER_S, World, action_of
+from gems.runs.wait_graph import waiting_chain
 from gems.schedule.schedule import Schedule
-from gems.standing import SILENT_AFTER_S, World, action_of
 from gems.utils.atomic_io import write_json
-from gems.waiting import waiting_chain
 
 TICK_S = 1.0
 LOOK_S = 2.0

@@ -12,7 +12,7 @@ from analysis.attribution import CAUSES, Attribution
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.program import schedule_of
-from gems.simulated import simulated_trace
+from gems.runs.simulated_run import simulated_trace
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
 
 MS = 1_000_000

@@ -11,9 +11,9 @@ import pytest
 from analysis.collect import collect
 from gems.config.compose import compose
 from gems.errors import ConfigError
-from gems.preparation import prepare
 from gems.profile.hdf5 import read_profile
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from gems.trace import TracePart, part_path, read_trace, root_attributes
 from gems.utils.atomic_io import write_json
 

@@ -28,7 +28,7 @@ from gems.config.schema import (
     TrainConfig,
 )
 from gems.program import schedule_of
-from gems.simulated import simulated_trace
+from gems.runs.simulated_run import simulated_trace
 from gems.trace import read_trace, write_trace
 
 MACHINE = MachineConfig(

@@ -11,8 +11,8 @@ import pytest
 from analysis.__main__ import main
 from analysis.load import load_trace
 from gems.config.compose import compose
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from gems.schedule.action import COMPUTE_KINDS
 from gems.trace import KINDS, TracePart, part_path, root_attributes
 from gems.utils.atomic_io import read_json

@@ -15,8 +15,8 @@ from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.errors import ConfigError
 from gems.program import costs_of, play, schedule_of
+from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
-from gems.simulated import simulated_trace
 from gems.trace import write_trace
 from scripts.bench_fidelity import Guess, Observed, Row, pace_of, predicted, summary
 from scripts.calibrate import computes_of, main

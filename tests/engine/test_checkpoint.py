@@ -16,7 +16,7 @@ from gems.engine.pipeline import Pipeline
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from tests.engine.toys import make_spec
 
 

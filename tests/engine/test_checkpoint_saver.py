@@ -15,8 +15,8 @@ from gems.engine.checkpoint.saver import Saver
 from gems.engine.checkpoint.shard import Piece
 from gems.engine.transport import Transport, world
 from gems.errors import RankFailedError
-from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 

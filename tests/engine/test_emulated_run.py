@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gems.heartbeat import read_beat
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import read_beat
+from gems.runs.prepare import prepare
 from gems.trace import KINDS, SOURCES, part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec

@@ -11,8 +11,8 @@ from torch import nn
 
 from gems.engine.executor import Batch
 from gems.engine.score import NO_LABEL
-from gems.heartbeat import Heartbeat, read_beat
 from gems.models.build import TensorSpec, as_tuple
+from gems.runs.heartbeat import Heartbeat, read_beat
 from gems.schedule import generate
 from gems.schedule.action import RECV_KINDS, Kind, backward, forward
 from gems.schedule.families.forward_only import forward_only

@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from gems.engine.failure import cause_of, launched_rank, report, stage_of, trouble_of
 from gems.errors import ConfigError, DoesNotFitError, RankFailedError, ScheduleError, StalledError
-from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import read_json
 
 ROOT = Path(__file__).resolve().parents[2]

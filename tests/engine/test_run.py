@@ -18,11 +18,11 @@ import yaml
 from PIL import Image
 
 from gems.errors import RankFailedError, StalledError
-from gems.heartbeat import Beat, read_beat
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Beat, read_beat
+from gems.runs.prepare import prepare
 from gems.trace import KINDS, part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec

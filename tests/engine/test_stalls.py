@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gems.heartbeat import Beat, read_beat
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from gems.launch.mpich_cleanup import remove_stale_shared_memory
-from gems.preparation import prepare
+from gems.runs.heartbeat import Beat, read_beat
+from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
 

@@ -20,8 +20,8 @@ from gems.engine.neighbour import Neighbour, ask
 from gems.engine.patience import WAITING, Patience
 from gems.engine.watchdog import Watchdog
 from gems.errors import StalledError
-from gems.heartbeat import Heartbeat, read_beat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat, read_beat
 from gems.schedule import generate
 from gems.schedule.lower import lower
 from gems.utils.atomic_io import read_json
@@ -231,8 +231,8 @@ from pathlib import Path
 from gems.engine import watchdog
 from gems.engine.neighbour import Neighbour
 from gems.engine.watchdog import Watchdog
-from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.heartbeat import Heartbeat
+from gems.runs.folder import RunFolder
 watchdog.TICK_S, watchdog.GRACE_S, watchdog.DUMP_S = 0.05, 0.1, 0.1
 folder = RunFolder(Path(sys.argv[1]))
 heartbeat = Heartbeat(folder.heartbeat(0))

@@ -16,8 +16,8 @@ from job_helpers import ROOT
 
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from jobs import launch as launch_module
 
 
@@ -34,9 +34,9 @@ mode, _, who = os.environ.get("TINY", "").partition(":")
 if mode == "early" and os.environ["PMI_RANK"] == who:
     sys.exit("ImportError: no such library")
 from mpi4py import MPI
-from gems.heartbeat import Heartbeat, read_beat
+from gems.runs.heartbeat import Heartbeat, read_beat
 from gems.utils.atomic_io import write_json
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 
 folder, rank, size = RunFolder(pathlib.Path(sys.argv[-1])), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 heartbeat = Heartbeat(folder.heartbeat(rank))

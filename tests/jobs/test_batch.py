@@ -15,7 +15,7 @@ from job_helpers import ROOT
 from submitit.core.utils import DelayedSubmission
 
 from gems.config.schema import RunSpec
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.batch import BatchJob, wait_for_submission
 from jobs.requeue import successor
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gems.heartbeat import Heartbeat
 from gems.launch.local_launcher import Ended
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
 from jobs.blame import blame
 from jobs.words import LauncherWords
 

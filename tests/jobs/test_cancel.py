@@ -18,8 +18,8 @@ from job_helpers import ROOT, wait_until
 
 from gems.cli import Options, main
 from gems.config.schema import RunSpec
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from gems.utils.process_tree import start_time
 from jobs import cancel as cancel_module
 from jobs import rounds as rounds_module
@@ -260,7 +260,7 @@ def test_real_ranks_are_cancelled_and_say_so(
     """The launching process is one of its own, as `jobs submit` is; its ranks wait for ever."""
     folder, _ = tiny(TINY="wait:none")
     program = (
-        "import sys, pathlib\nfrom gems.runfolder import RunFolder\nfrom jobs.launch import launch\n"
+        "import sys, pathlib\nfrom gems.runs.folder import RunFolder\nfrom jobs.launch import launch\n"
         "folder = RunFolder(pathlib.Path(sys.argv[1]))\nsys.exit(launch(folder, folder.read_spec()))"
     )
     with subprocess.Popen(

@@ -13,7 +13,7 @@ from job_helpers import ROOT
 
 from gems.cli import main
 from gems.config.compose import compose
-from gems.preparation import prepare
+from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
 
 MASTER = ["experiment=gems_master", "data=synthetic"]

@@ -12,8 +12,8 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from gems.engine.progress import Progress
-from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
 from jobs.condition import Condition, conditions

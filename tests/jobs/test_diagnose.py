@@ -14,8 +14,8 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from gems.cli import main
-from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from jobs.__main__ import VERBS
 from jobs.bad_nodes import BadNodes

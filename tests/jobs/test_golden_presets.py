@@ -15,7 +15,7 @@ from job_helpers import ROOT
 
 from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.launchers import command
 from jobs.limits import check_limits
 from jobs.slurm import executor

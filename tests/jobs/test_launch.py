@@ -15,9 +15,9 @@ from job_helpers import wait_until
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.heartbeat import read_beat
 from gems.launch.local_launcher import Ended
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import read_beat
 from jobs import launch as launch_module
 from jobs.collect import collect
 from jobs.launch import OF_THE_JOB, launch

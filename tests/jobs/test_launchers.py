@@ -12,8 +12,8 @@ import pytest
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch import local_launcher as ranks
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from jobs.launchers import command, sweep_by_srun
 from jobs.spec import job_spec
 

@@ -16,7 +16,7 @@ from fake_slurm import FakeSlurm
 from job_helpers import ROOT, wait_until
 
 from gems.cli import main
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.process_tree import start_time
 from jobs.__main__ import VERBS
 from jobs.logs import Tail

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from gems.config.schema import RunSpec
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs import pack as pack_module
 from jobs.pack import PackedJob, packed, packs_of
 from jobs.points import Point

@@ -17,8 +17,8 @@ from fake_slurm import FakeSlurm
 from gems.cli import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.planned import planned
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.run_plan import planned
 from jobs.ask import UnansweredError
 from jobs.cost import cost_words, is_agreed
 from jobs.prediction import check_host, peak_of, steps_s

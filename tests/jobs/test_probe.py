@@ -16,7 +16,7 @@ from gems.cli import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from gems.utils.cache import keep_cached
 from jobs.probe import (

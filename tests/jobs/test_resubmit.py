@@ -14,8 +14,8 @@ from fake_slurm import FakeSlurm
 from gems.cli import main
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
 from jobs.bad_nodes import BadNodes
 from jobs.study_record import StudyRecord

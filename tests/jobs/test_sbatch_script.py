@@ -18,7 +18,7 @@ import pytest
 from gems.cli import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.slurm import executor, sbatch_options, without_enclosing_job
 from jobs.spec import job_spec
 from jobs.submit import submit

@@ -21,7 +21,7 @@ from gems.config.cluster_checks import check_cluster
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import run_ranks
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.launchers import command, sweep_by_srun
 from jobs.slurm import executor
 from jobs.spec import job_spec

@@ -16,7 +16,7 @@ from job_helpers import ROOT
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs import launch as launch_module
 from jobs.launchers import command, sweep_by_srun
 from jobs.slurm import executor

@@ -10,7 +10,7 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.slurm_json import ask_job, record_end, record_start
 
 ONELINER = (

@@ -18,9 +18,9 @@ from fake_slurm import FakeSlurm
 from job_helpers import ROOT, wait_until
 
 from gems.config.schema import RunSpec
-from gems.heartbeat import read_beat
 from gems.launch.local_launcher import Ended
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import read_beat
 from gems.utils.atomic_io import read_json, write_json
 from jobs import launch as launch_module
 from jobs import requeue

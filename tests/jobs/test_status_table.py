@@ -13,7 +13,7 @@ from fake_slurm import FakeSlurm
 from gems.cli import main
 from gems.engine.progress import Progress
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS
 from jobs.catalogue import catalogue, one_run
 from jobs.status import look, plain, table

@@ -19,8 +19,8 @@ from fake_slurm import FakeSlurm
 from gems.cli import main
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
 from jobs import rounds as rounds_module
 from jobs import study as study_module
 from jobs.__main__ import VERBS
@@ -499,7 +499,7 @@ def test_a_simulated_run_is_one_process_here_whatever_the_cluster(resolved: Call
     job = job_spec(resolved("machine=simulated", "cluster=slurm", "parallel.replicas=2"))
     assert (job.launcher, job.nodes, job.tasks, job.gpus) == ("simulated", 1, 1, 0)
     folder = RunFolder(Path("/runs/one"))
-    assert command(job, folder) == [sys.executable, "-m", "gems.simulated", "/runs/one"]
+    assert command(job, folder) == [sys.executable, "-m", "gems.runs.simulated_run", "/runs/one"]
 
 
 def test_a_study_is_not_a_run(capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ import pytest
 from analysis.attribution import Attribution, attribution_of
 from analysis.load import load_parts
 from gems.engine.emulated_run import emulate
-from gems.heartbeat import Heartbeat
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
+from gems.runs.prepare import prepare
 from gems.trace import KINDS, part_path, read_part
 from tests.engine.toys import make_spec
 

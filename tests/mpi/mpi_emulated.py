@@ -10,9 +10,9 @@ import pytest
 
 from gems.engine.emulated_run import emulate
 from gems.errors import ConfigError
-from gems.heartbeat import Heartbeat
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
+from gems.runs.prepare import prepare
 from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.schedule_json import to_json

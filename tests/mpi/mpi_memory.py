@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import gems.cutting
-import gems.planned
+import gems.runs.run_plan
 from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.engine.feed import Feed
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.reference import collect_values
 from gems.errors import DoesNotFitError
-from gems.planned import RunPlan, memory_case, planned
 from gems.profile import ModelProfile
 from gems.profile.fake import fake_profile
 from gems.program import compute_schedule_of
+from gems.runs.run_plan import RunPlan, memory_case, planned
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
@@ -84,7 +84,7 @@ def profiles_of_this_process(monkeypatch):
         alike = RunSpec(model=spec.model, data=spec.data)
         return taken(json.dumps(alike.to_dict()), spec.parallel.micro_batch_size)
 
-    for module in (gems.cutting, gems.planned):
+    for module in (gems.cutting, gems.runs.run_plan):
         monkeypatch.setattr(module, "profile_of", profile_of)
 
 

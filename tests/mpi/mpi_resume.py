@@ -17,11 +17,11 @@ from gems.engine.checkpoint.shard import shard_name
 from gems.engine.emulated_run import emulate
 from gems.engine.train import train
 from gems.errors import ConfigError
-from gems.heartbeat import Heartbeat
 from gems.models import FAMILIES, Family, Layer, register
-from gems.planned import planned
-from gems.preparation import prepare
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
+from gems.runs.prepare import prepare
+from gems.runs.run_plan import planned
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec

@@ -20,11 +20,11 @@ from gems.engine.gradients import running_statistics
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.reference import named_values
 from gems.engine.train import evaluate, train
-from gems.heartbeat import Heartbeat
 from gems.models import layers_of
 from gems.models.build import build_layers
-from gems.planned import planned
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
+from gems.runs.run_plan import planned
 from gems.trace import KINDS, merge_parts, part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gems.heartbeat import Beat, read_beat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Beat, read_beat
 from gems.utils.atomic_io import read_json
 
 if TYPE_CHECKING:

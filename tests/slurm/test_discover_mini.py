@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from conftest import MiniSlurm

@@ -17,7 +17,7 @@ import pytest
 from fault_table import ROWS, Fault
 from mini_runs import beats, jobs, said, wait_for_shown_step, wait_for_step, wait_until
 
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.usefixtur
 IN_A_JOB = """
 import os, sys, pathlib
 from gems.launch.local_launcher import rank_environment
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from jobs.probe import probe_in_job
 from jobs.spec import job_spec
 folder = RunFolder(pathlib.Path(sys.argv[1]))

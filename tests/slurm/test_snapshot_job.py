@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gems.runfolder import RunFolder
-from gems.snapshot import PACKAGES, code_root, hash_of
+from gems.runs.code_archive import PACKAGES, code_root, hash_of
+from gems.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from conftest import MiniSlurm

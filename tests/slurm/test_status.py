@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from mini_runs import ROOT, job_fields, jobs, said, submit, wait_for_shown_step, wait_for_step, wait_until
 
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from conftest import MiniSlurm

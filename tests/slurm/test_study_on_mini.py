@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from mini_runs import jobs
 
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.trace import read_trace
 
 if TYPE_CHECKING:

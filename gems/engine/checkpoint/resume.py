@@ -21,7 +21,7 @@ from gems.engine.checkpoint.manifest import (
 from gems.engine.checkpoint.shard import damage_of
 from gems.engine.transport import Comm
 from gems.errors import ConfigError
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
 
 

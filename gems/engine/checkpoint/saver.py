@@ -17,8 +17,8 @@ from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, prune
 from gems.engine.checkpoint.shard import Piece, Written, shard_name, write_shard
 from gems.engine.transport import Request, Transport
 from gems.errors import RankFailedError
-from gems.heartbeat import Heartbeat
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
+from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 
 _STOPS, _IS_DUE, _UNFINISHED = range(3)

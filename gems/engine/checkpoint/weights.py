@@ -10,7 +10,7 @@ from torch import Tensor
 from gems.engine.pipeline import Pipeline
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 
 State = dict[str, dict[str, Tensor]]
 

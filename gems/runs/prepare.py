@@ -10,10 +10,10 @@ import yaml
 from gems.config.run_id import signature
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.planned import planned
-from gems.provenance import write_bundle
-from gems.runfolder import RunFolder
-from gems.snapshot import hash_of
+from gems.runs.code_archive import hash_of
+from gems.runs.folder import RunFolder
+from gems.runs.provenance import write_bundle
+from gems.runs.run_plan import planned
 from gems.utils.atomic_io import write_json
 
 

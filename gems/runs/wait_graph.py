@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gems.heartbeat import Beat
+from gems.runs.heartbeat import Beat
+from gems.runs.rank_state import SILENT_AFTER_S, Standing, State, World, action_of
 from gems.schedule.action import RECV_KINDS
 from gems.schedule.schedule import Schedule
 from gems.schedule.transfers import partner_of
-from gems.standing import SILENT_AFTER_S, Standing, State, World, action_of
 
 SHOWN = 3
 

@@ -1,4 +1,4 @@
-"""The program of a simulated run: `python -m gems.simulated RUN_FOLDER` writes the trace that a run would leave."""
+"""The program of a simulated run: `python -m gems.runs.simulated_run RUN_FOLDER` writes the trace that a run would leave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.noise import noisy_steps
 from gems.program import cap_of, costs_of, pace_of, play
-from gems.runfolder import RunFolder
+from gems.runs.folder import RunFolder
 from gems.schedule.action import (
     BLOCKING_KINDS,
     COMPUTE_KINDS,
@@ -49,7 +49,7 @@ _INPUT = KINDS.index("INPUT")
 def main(argv: list[str]) -> int:
     """Simulates a prepared run; an error of ours is one line on stderr."""
     if len(argv) != 1:
-        print("usage: python -m gems.simulated RUN_FOLDER", file=sys.stderr)
+        print("usage: python -m gems.runs.simulated_run RUN_FOLDER", file=sys.stderr)
         return 2
     folder = RunFolder(Path(argv[0]))
     try:

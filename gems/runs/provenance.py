@@ -15,7 +15,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.models.imported import source_of
-from gems.snapshot import CODE_ZIP, PACKAGES, code_root, hash_of, take_snapshot
+from gems.runs.code_archive import CODE_ZIP, PACKAGES, code_root, hash_of, take_snapshot
 from gems.utils.atomic_io import write_json
 
 ENVIRONMENT_JSON = "environment.json"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gems.errors import ConfigError
-from gems.heartbeat import Beat
+from gems.runs.heartbeat import Beat
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.schedule import Schedule
