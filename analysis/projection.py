@@ -14,9 +14,9 @@ from analysis.points import Point
 from analysis.published import Published, published
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.noise import Arrivals, arrivals_of, median_of, noisy_steps
-from gems.program import cap_of, costs_of, play, schedule_of
 from gems.schedule.schedule import Schedule
+from gems.simulation.build import cap_of, costs_of, play, schedule_of
+from gems.simulation.jitter import Arrivals, arrivals_of, median_of, noisy_steps
 from gems.trace import open_trace
 from gems.trace.hdf5 import get_attributes
 

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 
 from gems.candidate_cuts import Cuts, TimeCut, stashes, with_stages
 from gems.config.schema import RunSpec
-from gems.costed import PROFILE, costs_from
 from gems.cutting import optimizer_of
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
@@ -24,12 +23,13 @@ from gems.policies import plan_within
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.store import profile_of
-from gems.program import compute_schedule_of, costs_of
 from gems.runs.run_plan import has_room, memory_case
 from gems.schedule.costs import StageCosts
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
-from gems.stepping import parts_s, slowest, with_reduction
+from gems.simulation.build import compute_schedule_of, costs_of
+from gems.simulation.profiled_costs import PROFILE, costs_from
+from gems.simulation.step_time import parts_s, slowest, with_reduction
 
 GUESSED = 1.25  # times the limit, up to which a guess of the bytes may well fit
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these

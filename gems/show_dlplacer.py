@@ -14,7 +14,7 @@ from gems.models import title_of
 from gems.placing import placement_of
 from gems.plan.dlplacer.bounds import closed_form_s
 from gems.plan.dlplacer.place import Placement
-from gems.program import network_in_seconds
+from gems.simulation.build import network_in_seconds
 
 MIB = 2**20
 MOST_DEVICES = 64

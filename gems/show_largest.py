@@ -10,7 +10,7 @@ from gems.config.schema import RunSpec
 from gems.cutting import METHODS, case_of
 from gems.largest import Largest, largest
 from gems.profile import ModelProfile
-from gems.program import schedule_of
+from gems.simulation.build import schedule_of
 
 PEERS = ("torchgpipe_size", "torchgpipe_time")
 

@@ -20,7 +20,7 @@ from gems.memory.plan import Choice
 from gems.policies import plan_of
 from gems.runs.run_plan import case_of_run
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
-from gems.stepping import in_run
+from gems.simulation.step_time import in_run
 
 MIB = 2**20
 COMPARE = "--compare"

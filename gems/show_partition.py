@@ -13,7 +13,7 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.cutting import Case, case_of, cut
 from gems.drawing import check_picture, draw
-from gems.program import network_in_seconds, schedule_of
+from gems.simulation.build import network_in_seconds, schedule_of
 
 MIB = 2**20
 

@@ -9,9 +9,7 @@ from dataclasses import asdict
 
 from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
-from gems.costed import costed
 from gems.errors import ScheduleError
-from gems.program import cap_of, compute_schedule_of, costs_of, network_in_seconds, network_of
 from gems.runs.run_plan import planned
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.fault import fault_grid
@@ -22,6 +20,8 @@ from gems.schedule.schedule_json import to_json
 from gems.schedule.simulate import simulate
 from gems.schedule.torch_csv import to_torch_csv
 from gems.schedule.validate import validate
+from gems.simulation.build import cap_of, compute_schedule_of, costs_of, network_in_seconds, network_of
+from gems.simulation.profiled_costs import costed
 
 LOWERED = "level=lowered"
 TORCH = "format=torch"

@@ -9,12 +9,9 @@ from typing import Any
 from gems.cli import Options, print_json
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.costed import PROFILE, costed
 from gems.cutting import cut
 from gems.memory.case import Outcome
 from gems.models import layers_of
-from gems.noise import interval_of, median_of, noisy_steps
-from gems.program import cap_of, costs_of, found_of, pace_of, play, schedule_of
 from gems.runs.run_plan import memory_case, planned
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind
@@ -27,7 +24,10 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.schedule.waits import RankTime, rank_times
 from gems.show_schedule import drawn_faults, shortest_time
-from gems.stepping import slowest
+from gems.simulation.build import cap_of, costs_of, found_of, pace_of, play, schedule_of
+from gems.simulation.jitter import interval_of, median_of, noisy_steps
+from gems.simulation.profiled_costs import PROFILE, costed
+from gems.simulation.step_time import slowest
 
 MAX_RANK_ROWS = 64
 

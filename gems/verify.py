@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
-from gems.costed import costed
 from gems.errors import RankFailedError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.models import title_of
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from gems.simulation.profiled_costs import costed
 from gems.utils.atomic_io import read_json
 
 STEPS = 2

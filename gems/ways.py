@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gems.config.schema import CostConfig, RunSpec, ScheduleConfig
-from gems.costed import PROFILE, costed
 from gems.errors import ConfigError, DoesNotFitError
-from gems.program import play, schedule_of
 from gems.schedule.schedule import Schedule
 from gems.show_simulation import in_seconds_and_bytes, predict
+from gems.simulation.build import play, schedule_of
+from gems.simulation.profiled_costs import PROFILE, costed
 
 # On one device every schedule is the same work; this one holds least.
 ALONE = "1f1b"

@@ -15,9 +15,9 @@ import yaml
 from gems.config.compose import compose
 from gems.config.overrides import CONF, options_of
 from gems.config.schema import RunSpec, StudyConfig
-from gems.costed import costed
 from gems.errors import ConfigError, nearest, one_of
 from gems.runs.folder import RunFolder
+from gems.simulation.profiled_costs import costed
 
 GROUP = "study"
 KEYS = tuple(field.name for field in dataclasses.fields(StudyConfig))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gems.config.schema import RunSpec
-from gems.costed import PROFILE, costed
 from gems.cutting import case_of
 from gems.errors import DoesNotFitError
-from gems.program import play
 from gems.runs.run_plan import SMALLER, RunPlan
+from gems.simulation.build import play
+from gems.simulation.profiled_costs import PROFILE, costed
 
 MAX_ACTIONS = 200_000  # played in some seconds
 PREDICTED = ("real", "emulated")

@@ -8,9 +8,9 @@ from typing import Any
 
 from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
-from gems.costed import costed
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
+from gems.simulation.profiled_costs import costed
 from jobs.bad_nodes import BadNodes
 from jobs.cost import is_agreed
 from jobs.launch import launch

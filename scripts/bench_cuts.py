@@ -24,7 +24,7 @@ from gems.config.schema import RunSpec
 from gems.cutting import METHODS, case_of, cut_by
 from gems.errors import ConfigError
 from gems.largest import largest
-from gems.program import network_in_seconds, schedule_of
+from gems.simulation.build import network_in_seconds, schedule_of
 from scripts.spread import spread
 
 SIDE_PX, MICRO_BATCHES, NUM_CLASSES = 256, 8, 1000

@@ -93,9 +93,9 @@ def run_case(case: Case, overrides: list[str]) -> dict[str, Any]:
     from analysis.metrics import step_times_s
     from gems.config.compose import compose
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-    from gems.program import cap_of, costs_of, network_of
     from gems.runs.prepare import prepare
     from gems.schedule.simulate import simulate
+    from gems.simulation.build import cap_of, costs_of, network_of
     from gems.utils.atomic_io import read_json
 
     spec = compose([*DEFAULTS, *case.overrides(), *overrides])

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from gems.calibration import Calibration, calibration_of
 from gems.config.schema import RunSpec
+from gems.simulation.calibration import Calibration, calibration_of
 from scripts.calibrate import take_probe
 from scripts.fidelity_cases import CALIBRATING_REAL, EMULATED, HELD_OUT_EMULATED, HELD_OUT_REAL, REAL, Case
 
@@ -207,8 +207,8 @@ def pace_of(pairs: Sequence[tuple[Guess, Observed]]) -> Pace:
 
 def fastest(spec: RunSpec, found: Calibration) -> Guess:
     """Simulates a run by several profiles of this moment, and gives what follows from the fastest."""
-    from gems.program import costs_of, schedule_of
     from gems.schedule.simulate import simulate
+    from gems.simulation.build import costs_of, schedule_of
 
     guesses = []
     for _ in range(NUM_PROFILES):
@@ -230,9 +230,9 @@ def predicted(spec: RunSpec, found: Calibration) -> Observed:
     Without noise, since it is the median step that is compared. A search may find another list for other links: it is the one for
     the run's own that is played.
     """
-    from gems.costed import costed
-    from gems.program import costs_of, play, schedule_of
     from gems.schedule.memory import memory_over_time
+    from gems.simulation.build import costs_of, play, schedule_of
+    from gems.simulation.profiled_costs import costed
 
     spec = costed(spec)
     made, cost = schedule_of(spec), spec.cost
@@ -253,10 +253,10 @@ def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
     """Runs the configuration on this machine and reads its trace; `quantile` of its counted steps counts."""
     from analysis.load import load_parts
     from analysis.metrics import step_times_s
-    from gems.costed import costed
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-    from gems.program import costs_of
     from gems.runs.prepare import prepare
+    from gems.simulation.build import costs_of
+    from gems.simulation.profiled_costs import costed
     from gems.utils.atomic_io import read_json
     from scripts.step_peaks import step_peaks
 

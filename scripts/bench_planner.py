@@ -20,7 +20,6 @@ from typing import Any
 
 from gems.cli import Options
 from gems.config.compose import compose
-from gems.costed import costed
 from gems.errors import DoesNotFitError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.plan.search.best_first import search
@@ -29,6 +28,7 @@ from gems.plan.search.choice import Choice
 from gems.planning import PROFILED_SIZES, Planner
 from gems.runs.prepare import prepare
 from gems.show_plan import planned_answer
+from gems.simulation.profiled_costs import costed
 
 GPUS = (8, 64)
 MACHINES = (("v100", 16), ("v100", 32), ("a100", 80), ("h200", 141))

@@ -29,8 +29,8 @@ from analysis.load import load_trace
 from analysis.report import build_report
 from analysis.timeline import draw_timeline
 from gems.config.compose import compose
-from gems.program import schedule_of
 from gems.runs.simulated_run import simulated_trace
+from gems.simulation.build import schedule_of
 from gems.trace import DTYPES, Trace, write_trace
 
 LIMIT_S, STUDY_LIMIT_S = 10.0, 60.0

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from gems import __version__
-from gems.calibration import Calibration, calibration_of, machine_yaml, merged, noise_of
 from gems.errors import ConfigError, GemsError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.schedule.action import COMPUTE_KINDS
+from gems.simulation.calibration import Calibration, calibration_of, machine_yaml, merged, noise_of
 from gems.trace import KINDS, read_trace
 from gems.utils.atomic_io import read_json
 

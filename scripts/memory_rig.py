@@ -20,10 +20,10 @@ from gems.memory.case import MemoryCase, Outcome
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.models import layers_of
 from gems.policies import plan_of
-from gems.program import compute_schedule_of
 from gems.runs.run_plan import memory_case
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
+from gems.simulation.build import compute_schedule_of
 
 MIB = 2**20
 

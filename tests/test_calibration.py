@@ -1,4 +1,4 @@
-"""gems.calibration: fits of timings, what they say of a machine, and the file that holds it."""
+"""gems.simulation.calibration: fits of timings, what they say of a machine, and the file that holds it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import yaml
 
-from gems.calibration import (
+from gems.config.compose import compose
+from gems.config.schema import MachineConfig
+from gems.engine.calibrate import pairs_of
+from gems.errors import ConfigError
+from gems.schedule.costs import Network
+from gems.simulation.all_reduce import all_reduce
+from gems.simulation.calibration import (
     MOST_NOISE,
     SCHEMA,
     Calibration,
@@ -19,12 +25,6 @@ from gems.calibration import (
     merged,
     noise_of,
 )
-from gems.config.compose import compose
-from gems.config.schema import MachineConfig
-from gems.engine.calibrate import pairs_of
-from gems.errors import ConfigError
-from gems.schedule.all_reduce import all_reduce
-from gems.schedule.costs import Network
 
 SIZES = [1e3, 1e5, 1e6, 4e6]
 

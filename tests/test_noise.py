@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gems.noise import arrivals_of, interval_of, median_of, noisy_steps, slowdowns
 from gems.schedule import generate
 from gems.schedule.costs import FREE, uniform
 from gems.schedule.lower import lower
 from gems.schedule.pace import Pace
 from gems.schedule.simulate import simulate
+from gems.simulation.jitter import arrivals_of, interval_of, median_of, noisy_steps, slowdowns
 
 
 def test_draws_have_their_moments() -> None:

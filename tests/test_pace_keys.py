@@ -8,11 +8,11 @@ import pytest
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.program import costs_of, pace_of, play, schedule_of
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.pace import Pace
 from gems.schedule.simulate import simulate
 from gems.show_simulation import predict, simulation_dict
+from gems.simulation.build import costs_of, pace_of, play, schedule_of
 from gems.trace import KINDS
 
 BASE = ("machine=simulated", "schedule=1f1b", "parallel.partitions=4", "parallel.micro_batches=8")

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-import gems.program
+import gems.simulation.build
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
-from gems.program import (
+from gems.runs.run_plan import planned
+from gems.schedule import generate
+from gems.schedule.action import Kind
+from gems.schedule.placement import bidirectional, linear
+from gems.schedule.schedule_json import to_json
+from gems.simulation.build import (
     cap_of,
     compute_schedule_of,
     costs_of,
@@ -19,11 +24,6 @@ from gems.program import (
     network_of,
     schedule_of,
 )
-from gems.runs.run_plan import planned
-from gems.schedule import generate
-from gems.schedule.action import Kind
-from gems.schedule.placement import bidirectional, linear
-from gems.schedule.schedule_json import to_json
 
 
 def spec_of(
@@ -145,7 +145,7 @@ class TestSearch:
         )
         found = found_of(spec)
         assert 0 < found["bound"] <= 1 and found["candidates"] > 0
-        monkeypatch.setattr(gems.program, "capped", None)
+        monkeypatch.setattr(gems.simulation.build, "capped", None)
         assert found_of(spec) == found
 
     def test_a_search_may_recompute_in_a_run(self) -> None:

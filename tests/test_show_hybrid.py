@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-import gems.costed
 import gems.cutting
 import gems.profile.store
 import gems.runs.run_plan
+import gems.simulation.profiled_costs
 from gems.cli import Verb
 from gems.config.compose import compose
 from gems.plan.inputs import speedups_of
 from gems.profile import ModelProfile
-from gems.program import play, schedule_of
+from gems.simulation.build import play, schedule_of
 from gems.ways import ModelledEfficiency, step_of, with_ways
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
@@ -176,7 +176,7 @@ def test_a_real_model_has_the_costs_of_its_profile(gems_: Gems, monkeypatch: pyt
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(11, seed=5, decay=0.9)
 
-    for module in (gems.cutting, gems.costed, gems.runs.run_plan, gems.profile.store):
+    for module in (gems.cutting, gems.simulation.profiled_costs, gems.runs.run_plan, gems.profile.store):
         monkeypatch.setattr(module, "profile_of", profile_of)
     run = ("data=synthetic", "model=resnet20_v1", "schedule=1f1b", "parallel.micro_batches=4")
     answer = answer_of(gems_, *run)

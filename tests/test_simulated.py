@@ -13,11 +13,11 @@ import gems.runs.simulated_run
 from gems.config.resolve import global_batch, resolve
 from gems.config.run_id import signature
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
-from gems.program import schedule_of
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import planned
 from gems.runs.simulated_run import main, simulated_trace
+from gems.simulation.build import schedule_of
 from gems.trace import KINDS, STREAMS, Trace, read_trace
 from gems.utils.atomic_io import read_json
 

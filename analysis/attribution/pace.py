@@ -9,8 +9,8 @@ import yaml
 
 from analysis.attribution.graph import Graph
 from gems.config.schema import RunSpec
-from gems.program import costs_of
 from gems.schedule.action import COMPUTE_KINDS, Kind
+from gems.simulation.build import costs_of
 from gems.trace import Trace
 
 USEFUL = (Kind.F, Kind.B, Kind.I, Kind.W)

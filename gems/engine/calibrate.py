@@ -2,7 +2,7 @@
 
 Times messages by size inside a node and between two, all-reduces by size, and a compute that should always take equally
 long. On emulated devices (DEVICE_KIND emulated) a message is a hop as emulated ranks see it. Rank 0 writes the timings,
-of which `gems.calibration` makes the constants.
+of which `gems.simulation.calibration` makes the constants.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from gems.calibration import SCHEMA
 from gems.engine.emulated_hop import measure_hop
 from gems.engine.patience import look_s, sharpen_sleep
 from gems.engine.transport import Comm, Transport, abort, library, ranks_here, world
 from gems.errors import ConfigError
+from gems.simulation.calibration import SCHEMA
 from gems.utils.atomic_io import write_json
 
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22)

@@ -31,10 +31,10 @@ from gems.engine.patience import Patience, look_s, sharpen_sleep
 from gems.engine.progress import Progress
 from gems.engine.recorder import Recorder
 from gems.engine.transport import Comm, Transport, library, ranks_here
-from gems.program import cap_of, costs_of, pace_of, reduced_bytes
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.schedule import Schedule
+from gems.simulation.build import cap_of, costs_of, pace_of, reduced_bytes
 from gems.trace import TracePart, part_path, root_attributes
 from gems.utils.atomic_io import write_json
 

@@ -16,12 +16,12 @@ from gems.models import layers_of
 from gems.policies import plan_of
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
-from gems.program import cap_of, compute_schedule_of, costs_of, network_in_seconds
 from gems.schedule import SEARCHED
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from gems.stepping import in_run
+from gems.simulation.build import cap_of, compute_schedule_of, costs_of, network_in_seconds
+from gems.simulation.step_time import in_run
 from gems.utils.cache import cached
 
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"

@@ -14,8 +14,6 @@ from gems.config.resolve import global_batch
 from gems.config.run_id import signature
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
-from gems.noise import noisy_steps
-from gems.program import cap_of, costs_of, pace_of, play
 from gems.runs.folder import RunFolder
 from gems.schedule.action import (
     BLOCKING_KINDS,
@@ -31,6 +29,8 @@ from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.schedule.transfers import boundary_of
+from gems.simulation.build import cap_of, costs_of, pace_of, play
+from gems.simulation.jitter import noisy_steps
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace
 from gems.utils.atomic_io import read_json, write_json
 

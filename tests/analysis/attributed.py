@@ -11,8 +11,8 @@ import yaml
 from analysis.attribution import CAUSES, Attribution
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
-from gems.program import schedule_of
 from gems.runs.simulated_run import simulated_trace
+from gems.simulation.build import schedule_of
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
 
 MS = 1_000_000

@@ -27,8 +27,8 @@ from gems.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from gems.program import schedule_of
 from gems.runs.simulated_run import simulated_trace
+from gems.simulation.build import schedule_of
 from gems.trace import read_trace, write_trace
 
 MACHINE = MachineConfig(

@@ -18,11 +18,11 @@ from analysis.step_window import step_window
 from analysis.timeline import LOOKS, timeline_figure
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
-from gems.program import costs_of, play, schedule_of
 from gems.runs.prepare import prepare
 from gems.runs.simulated_run import main as simulate_run
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
+from gems.simulation.build import costs_of, play, schedule_of
 from gems.trace import KINDS, STREAMS, Trace
 
 MEMORY = {

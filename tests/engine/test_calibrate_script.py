@@ -14,9 +14,9 @@ from analysis.events import of_kinds
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.errors import ConfigError
-from gems.program import costs_of, play, schedule_of
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
+from gems.simulation.build import costs_of, play, schedule_of
 from gems.trace import write_trace
 from scripts.bench_fidelity import Guess, Observed, Row, pace_of, predicted, summary
 from scripts.calibrate import computes_of, main
@@ -64,7 +64,7 @@ def test_the_compute_of_a_run_by_step_and_rank(tmp_path: Path) -> None:
 
 
 def test_a_prediction_with_calibrated_links_has_no_noise() -> None:
-    from gems.calibration import Calibration, LinkFit
+    from gems.simulation.calibration import Calibration, LinkFit
 
     fast, slow = (Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.1) for latency in (0.0, 0.001))
     spec = spec_of()
@@ -75,7 +75,7 @@ def test_a_prediction_with_calibrated_links_has_no_noise() -> None:
 
 def test_a_searched_list_is_that_of_the_run_whatever_the_links() -> None:
     """At these links the search would settle on stages that hand on less often."""
-    from gems.calibration import Calibration, LinkFit
+    from gems.simulation.calibration import Calibration, LinkFit
 
     spec = replace(
         spec_of(), schedule=ScheduleConfig("capped", activation_cap=2.0, budget_s=1.0),

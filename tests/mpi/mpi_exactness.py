@@ -11,10 +11,10 @@ from gems.config.schema import RunSpec
 from gems.engine import compare as comparing
 from gems.engine.compare import Difference, compare
 from gems.errors import ConfigError
-from gems.program import schedule_of
 from gems.schedule import FAMILIES, PUBLISHED, generate
 from gems.schedule.lower import lower
 from gems.schedule.validate import validate
+from gems.simulation.build import schedule_of
 from tests.engine import toys
 from tests.engine.halves import halved
 from tests.mpi.conftest import sub_world

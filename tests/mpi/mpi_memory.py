@@ -22,8 +22,8 @@ from gems.engine.reference import collect_values
 from gems.errors import DoesNotFitError
 from gems.profile import ModelProfile
 from gems.profile.fake import fake_profile
-from gems.program import compute_schedule_of
 from gems.runs.run_plan import RunPlan, memory_case, planned
+from gems.simulation.build import compute_schedule_of
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 

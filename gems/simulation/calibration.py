@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from gems.errors import ConfigError
-from gems.schedule.all_reduce import all_reduce
 from gems.schedule.costs import Network
+from gems.simulation.all_reduce import all_reduce
 
 SCHEMA = "gems.calibration/1"
 NORMAL_IQR = 1.349  # the middle half of a normal distribution, in standard deviations

@@ -9,13 +9,13 @@ from gems.config.schema import RunSpec
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.stage_storages import layers_of_profile
 from gems.partition.spans import Spans
-from gems.program import layouts, network_in_seconds
-from gems.schedule.all_reduce import all_reduce
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.waits import rank_times
+from gems.simulation.all_reduce import all_reduce
+from gems.simulation.build import layouts, network_in_seconds
 
 
 def with_reduction(

@@ -11,7 +11,6 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.placing import placed_on, stage_costs_of
 from gems.schedule import FAMILIES, FROM_FILE, PLACED, SEARCHED
-from gems.schedule.all_reduce import NONE, AllReduce, all_reduce
 from gems.schedule.capped import capped
 from gems.schedule.capped.solver import IS_INSTALLED
 from gems.schedule.costs import DepthCosts, Network, StageCosts
@@ -25,6 +24,7 @@ from gems.schedule.schedule_json import from_json, to_json
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.torch_csv import from_torch_csv
 from gems.schedule.validate import validate
+from gems.simulation.all_reduce import NONE, AllReduce, all_reduce
 from gems.utils.cache import cached
 
 

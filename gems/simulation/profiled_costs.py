@@ -10,10 +10,10 @@ from gems.config.schema import CostConfig, RunSpec
 from gems.cutting import case_of, cut
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.store import profile_of
-from gems.program import compute_schedule_of
 from gems.schedule import SEARCHED
 from gems.schedule.costs import DepthCosts
 from gems.schedule.lower import lower
+from gems.simulation.build import compute_schedule_of
 
 PROFILE = "profile"
 LEAST_S = 1e-9  # times are above 0
