@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from analysis.units import UNKNOWN
-from gems.plan.crossing import Crossing
-from gems.plan.pal import (
+from gems.planner.hybrid.break_even import Crossing
+from gems.planner.hybrid.device_allocation import NUM_DRAWS, device_counts
+from gems.planner.hybrid.pal import (
     GROWN_FROM,
     NETWORKS,
     WAYS,
@@ -22,8 +23,7 @@ from gems.plan.pal import (
     noise_crossing,
     noise_scale_of,
 )
-from gems.plan.quantity import Quantity, band
-from gems.plan.spending import NUM_DRAWS, device_counts
+from gems.planner.hybrid.quantity import Quantity, band
 
 SCHEMA = "gems.hybrid_projections/1"
 PAPER = "Pal et al., IEEE Micro 39(5), 2019, arXiv 1907.13257"

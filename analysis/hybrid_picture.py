@@ -11,7 +11,7 @@ from analysis.answer import made_of_answer
 from analysis.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure
 from analysis.hybrid import PAPER, Projection, law_speedups_of, speedups_of
 from analysis.units import counted
-from gems.plan.pal import WAYS, Verdict
+from gems.planner.hybrid.pal import WAYS, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from gems.drawing import check_picture, draw
 from gems.errors import ConfigError
 from gems.models import title_of
 from gems.placing import placement_of
-from gems.plan.dlplacer.bounds import closed_form_s
-from gems.plan.dlplacer.place import Placement
+from gems.planner.dlplacer.bounds import closed_form_s
+from gems.planner.dlplacer.place import Placement
 from gems.simulation.build import network_in_seconds
 
 MIB = 2**20

@@ -8,11 +8,20 @@ from typing import Any
 
 from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
-from gems.plan.crossing import Crossing
-from gems.plan.efficiency import Efficiency
-from gems.plan.epochs import EqualEpochs
-from gems.plan.hybrid import HybridCase
-from gems.plan.inputs import (
+from gems.planner.hybrid.break_even import Crossing
+from gems.planner.hybrid.device_allocation import (
+    Choice,
+    HybridPlan,
+    Picks,
+    Row,
+    device_counts,
+    picks,
+    plan_hybrid,
+)
+from gems.planner.hybrid.efficiency import Efficiency
+from gems.planner.hybrid.end_to_end_time import HybridCase
+from gems.planner.hybrid.epochs import EqualEpochs
+from gems.planner.hybrid.inputs import (
     EFFICIENCY,
     EPOCHS,
     SPEEDUP,
@@ -22,9 +31,8 @@ from gems.plan.inputs import (
     read_epochs,
     speedups_of,
 )
-from gems.plan.quantity import Quantity
-from gems.plan.spending import Choice, HybridPlan, Picks, Row, device_counts, picks, plan_hybrid
-from gems.ways import ModelledEfficiency, Step, steps_of
+from gems.planner.hybrid.quantity import Quantity
+from gems.planner.worker_step import ModelledEfficiency, Step, steps_of
 
 SCHEMA = "gems.hybrid/1"
 MOST_DEVICES = 1024

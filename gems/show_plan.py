@@ -18,11 +18,11 @@ from gems.config.experiment_file import check_experiment, experiment_text, write
 from gems.config.resolve import check_batch, global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.plan.search.best_first import Found, TooLarge, search
-from gems.plan.search.candidate import Candidate, candidates
-from gems.plan.search.choice import Choice, reasons
-from gems.planning import Epochs, Planner
-from gems.what_fits import leanest, refuse
+from gems.planner.evaluate import Epochs, Planner
+from gems.planner.infeasibility import leanest, refuse
+from gems.planner.search.best_first import Found, TooLarge, search
+from gems.planner.search.candidate import Candidate, candidates
+from gems.planner.search.choice import Choice, reasons
 
 HYBRID = "--hybrid"
 NUM_BEST, BUDGET_S = 10, 40.0
@@ -229,7 +229,7 @@ def _epochs(options: Options) -> Epochs | None:
     path = options.chosen.get("--epochs")
     if path is None:
         return None
-    epochs: Epochs = importlib.import_module("gems.plan.inputs").read_epochs(Path(path)).law.epochs
+    epochs: Epochs = importlib.import_module("gems.planner.hybrid.inputs").read_epochs(Path(path)).law.epochs
     return epochs
 
 

@@ -22,10 +22,10 @@ from gems.cli import Options
 from gems.config.compose import compose
 from gems.errors import DoesNotFitError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
-from gems.plan.search.best_first import search
-from gems.plan.search.candidate import BY_COUNTS, Candidate, candidates
-from gems.plan.search.choice import Choice
-from gems.planning import PROFILED_SIZES, Planner
+from gems.planner.evaluate import PROFILED_SIZES, Planner
+from gems.planner.search.best_first import search
+from gems.planner.search.candidate import BY_COUNTS, Candidate, candidates
+from gems.planner.search.choice import Choice
 from gems.runs.prepare import prepare
 from gems.show_plan import planned_answer
 from gems.simulation.profiled_costs import costed

@@ -40,8 +40,8 @@ from gems.engine.optimizer import build_optimizer
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
-from gems.plan.inputs import GivenEpochs, epochs_json
-from gems.plan.noise_fit import EpochRun, NoiseFit, fit_noise_scale
+from gems.planner.hybrid.inputs import GivenEpochs, epochs_json
+from gems.planner.hybrid.noise_scale_fit import EpochRun, NoiseFit, fit_noise_scale
 from gems.utils.atomic_io import write_json
 
 MODEL = ("model=resnet20_v1", "model.depth=8", "model.width=4", "model.norm=group", "data=tissue", "data.height_px=16", "data.width_px=16",

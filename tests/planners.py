@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-import gems.planning
+import gems.planner.evaluate
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
-from gems.planning import Planner
+from gems.planner.evaluate import Planner
 from gems.profile import ModelProfile
 from tests.partition.profiles import random_profile
 
@@ -44,7 +44,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, seed: int, decay: float = 0.9) -> N
     def profile_of(spec: RunSpec) -> ModelProfile:
         return sized(random_profile(NUM_LAYERS, seed, decay), spec.parallel.micro_batch_size)
 
-    monkeypatch.setattr(gems.planning, "profile_of", profile_of)
+    monkeypatch.setattr(gems.planner.evaluate, "profile_of", profile_of)
 
 
 def planner(limit_bytes: int | None = None, *words: str) -> Planner:

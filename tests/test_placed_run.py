@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gems.plan.dlplacer import exact
-from gems.plan.dlplacer.graph import Op, OpGraph
+from gems.planner.dlplacer import exact
+from gems.planner.dlplacer.graph import Op, OpGraph
 from tests.commands import Gems, check_refusal, runner
 
 RUN = (

@@ -8,11 +8,11 @@ from statistics import median
 import pytest
 
 from gems.cutting import case_of
-from gems.plan.search.best_first import TooLarge, search
-from gems.plan.search.bounds import held_at_once, in_flight, least_step_s
-from gems.plan.search.candidate import CAPPED, KEEP, Candidate, candidates
-from gems.plan.search.choice import PARTS, Choice, reasons
-from gems.planning import Planner
+from gems.planner.evaluate import Planner
+from gems.planner.search.best_first import TooLarge, search
+from gems.planner.search.bounds import held_at_once, in_flight, least_step_s
+from gems.planner.search.candidate import CAPPED, KEEP, Candidate, candidates
+from gems.planner.search.choice import PARTS, Choice, reasons
 from gems.schedule.lower import lower
 from tests.planners import NUM_LAYERS, made_up, planner
 

@@ -11,9 +11,9 @@ import pytest
 
 from analysis.placement_picture import draw_placement, placement_figure
 from gems.errors import ConfigError
-from gems.plan.dlplacer import exact
-from gems.plan.dlplacer.graph import Op, OpGraph
-from gems.plan.dlplacer.place import TOLERANCE
+from gems.planner.dlplacer import exact
+from gems.planner.dlplacer.graph import Op, OpGraph
+from gems.planner.dlplacer.place import TOLERANCE
 from tests.commands import Gems, check_refusal, runner
 
 RUN = ("place", "machine=v100", "data=synthetic", "data.height_px=128", "data.width_px=128")

@@ -14,10 +14,10 @@ import gems.runs.run_plan
 import gems.simulation.profiled_costs
 from gems.cli import Verb
 from gems.config.compose import compose
-from gems.plan.inputs import speedups_of
+from gems.planner.hybrid.inputs import speedups_of
+from gems.planner.worker_step import ModelledEfficiency, step_of, with_ways
 from gems.profile import ModelProfile
 from gems.simulation.build import play, schedule_of
-from gems.ways import ModelledEfficiency, step_of, with_ways
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 

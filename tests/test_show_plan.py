@@ -95,10 +95,10 @@ def test_what_does_not_fit_says_what_would(gems_: Gems) -> None:
 
 
 def test_the_epochs_of_batches_decide(gems_: Gems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = ModuleType("gems.plan.inputs")
+    module = ModuleType("gems.planner.hybrid.inputs")
     law = SimpleNamespace(epochs=lambda batch: {4: 10.0, 8: 11.0}[batch])
     monkeypatch.setattr(module, "read_epochs", lambda path: SimpleNamespace(law=law), raising=False)
-    monkeypatch.setitem(sys.modules, "gems.plan.inputs", module)
+    monkeypatch.setitem(sys.modules, "gems.planner.hybrid.inputs", module)
     words = [
         "plan",
         *RUN,

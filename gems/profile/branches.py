@@ -20,7 +20,7 @@ from gems.models import layers_of
 from gems.models.blocks.operator import operator_module
 from gems.models.build import as_tuple
 from gems.models.operators import operators_of
-from gems.plan.dlplacer.graph import Op, OpGraph
+from gems.planner.dlplacer.graph import Op, OpGraph
 from gems.profile.ends import Loss, training_loss
 from gems.profile.fake import device_of, made_fake, on_meta
 from gems.profile.kernels import Workspace, workspace_of

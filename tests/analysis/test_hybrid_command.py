@@ -12,7 +12,7 @@ from analysis.__main__ import main
 from analysis.csv_file import write_csv
 from analysis.efficiency import rows_of
 from analysis.points import Point
-from gems.plan.inputs import read_efficiency
+from gems.planner.hybrid.inputs import read_efficiency
 
 PNG = b"\x89PNG"
 

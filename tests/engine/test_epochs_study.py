@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gems.plan.inputs import read_epochs
+from gems.planner.hybrid.inputs import read_epochs
 from scripts.epochs_study import Samples, Task, _batches, epochs_to_target, main, task_of
 
 SMALL = ("data.train_images=64", "data.validation_images=32", "data.height_px=8", "data.width_px=8")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gems.errors import ConfigError
-from gems.plan.epochs import EpochTable, EqualEpochs, NoiseScale
-from gems.plan.noise_fit import EpochRun, fit_noise_scale
-from gems.plan.quantity import Z95, Quantity, band
+from gems.planner.hybrid.epochs import EpochTable, EqualEpochs, NoiseScale
+from gems.planner.hybrid.noise_scale_fit import EpochRun, fit_noise_scale
+from gems.planner.hybrid.quantity import Z95, Quantity, band
 
 TABLE = EpochTable.of({2048: 4, 4096: 7, 8192: 12, 16384: 23})
 

@@ -10,13 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gems.errors import ConfigError
-from gems.plan.crossing import crossing
-from gems.plan.efficiency import EfficiencyTable, IdealEfficiency
-from gems.plan.epochs import EpochTable, NoiseScale
-from gems.plan.hybrid import HybridCase
-from gems.plan.noise_fit import EpochRun, fit_noise_scale
-from gems.plan.quantity import Quantity
-from gems.plan.spending import NEARLY, Choice, device_counts, picks, plan_hybrid
+from gems.planner.hybrid.break_even import crossing
+from gems.planner.hybrid.device_allocation import NEARLY, Choice, device_counts, picks, plan_hybrid
+from gems.planner.hybrid.efficiency import EfficiencyTable, IdealEfficiency
+from gems.planner.hybrid.end_to_end_time import HybridCase
+from gems.planner.hybrid.epochs import EpochTable, NoiseScale
+from gems.planner.hybrid.noise_scale_fit import EpochRun, fit_noise_scale
+from gems.planner.hybrid.quantity import Quantity
 
 EXACT = Quantity.exact
 COUNTS = tuple(2**k for k in range(9))

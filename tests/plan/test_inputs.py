@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gems.errors import ConfigError
-from gems.plan.epochs import EpochTable, NoiseScale
-from gems.plan.inputs import epochs_json, read_efficiency, read_epochs, speedups_of
-from gems.plan.quantity import Quantity
+from gems.planner.hybrid.epochs import EpochTable, NoiseScale
+from gems.planner.hybrid.inputs import epochs_json, read_efficiency, read_epochs, speedups_of
+from gems.planner.hybrid.quantity import Quantity
 
 HEAD = "schedule,source,replicas,partitions,images_per_step,step_median_s\n"
 

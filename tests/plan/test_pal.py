@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gems.plan.pal import (
+from gems.planner.hybrid.pal import (
     NETWORKS,
     WAYS,
     Mark,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gems.plan.dlplacer.graph import OpGraph
-from gems.plan.dlplacer.pieces import Piece, pieces_of
+from gems.planner.dlplacer.graph import OpGraph
+from gems.planner.dlplacer.pieces import Piece, pieces_of
 
 
 def closed_form_s(graph: OpGraph, num_devices: int) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from gems.plan.dlplacer.devices import Devices, Timed
-from gems.plan.dlplacer.graph import OpGraph
-from gems.plan.dlplacer.play import play, with_messages
+from gems.planner.dlplacer.devices import Devices, Timed
+from gems.planner.dlplacer.graph import OpGraph
+from gems.planner.dlplacer.play import play, with_messages
 
 MOST_ROUNDS = 20
 MOST_MOVES = 4000

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gems.plan.dlplacer.devices import Timed
-from gems.plan.dlplacer.graph import OpGraph
+from gems.planner.dlplacer.devices import Timed
+from gems.planner.dlplacer.graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True)

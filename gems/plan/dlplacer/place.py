@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, DoesNotFitError
-from gems.plan.dlplacer import exact, programme
-from gems.plan.dlplacer.bounds import span_bound_s
-from gems.plan.dlplacer.devices import Devices, Timed
-from gems.plan.dlplacer.graph import OpGraph
-from gems.plan.dlplacer.heft import heft
-from gems.plan.dlplacer.pieces import Piece, joined, pieces_of
+from gems.planner.dlplacer import exact, programme
+from gems.planner.dlplacer.bounds import span_bound_s
+from gems.planner.dlplacer.devices import Devices, Timed
+from gems.planner.dlplacer.graph import OpGraph
+from gems.planner.dlplacer.heft import heft
+from gems.planner.dlplacer.pieces import Piece, joined, pieces_of
 
 METHODS = ("auto", "cp_sat", "milp", "heft")
 TOLERANCE = 2e-5  # times are rounded to 1e-6 of a step, on as many operators as a way has

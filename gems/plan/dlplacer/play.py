@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gems.plan.dlplacer.devices import Devices, Timed
-from gems.plan.dlplacer.graph import OpGraph
+from gems.planner.dlplacer.devices import Devices, Timed
+from gems.planner.dlplacer.graph import OpGraph
 
 Message = tuple[
     int, int

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from gems.plan.dlplacer.devices import Devices
-from gems.plan.dlplacer.graph import Op, OpGraph
-from gems.plan.dlplacer.play import play, with_messages
+from gems.planner.dlplacer.devices import Devices
+from gems.planner.dlplacer.graph import Op, OpGraph
+from gems.planner.dlplacer.play import play, with_messages
 
 
 def random_graph(seed: int, num_ops: int, share: float = 0.4) -> OpGraph:

@@ -7,13 +7,13 @@ import pytest
 from op_graphs import best_span_s, branches, played, random_graph
 
 from gems.errors import ConfigError, DoesNotFitError
-from gems.plan.dlplacer import exact, programme
-from gems.plan.dlplacer.bounds import closed_form_s, span_bound_s
-from gems.plan.dlplacer.devices import Devices, Timed
-from gems.plan.dlplacer.graph import Op, OpGraph
-from gems.plan.dlplacer.heft import heft, timed_by_rank
-from gems.plan.dlplacer.pieces import cut_vertices, pieces_of
-from gems.plan.dlplacer.place import TOLERANCE, place
+from gems.planner.dlplacer import exact, programme
+from gems.planner.dlplacer.bounds import closed_form_s, span_bound_s
+from gems.planner.dlplacer.devices import Devices, Timed
+from gems.planner.dlplacer.graph import Op, OpGraph
+from gems.planner.dlplacer.heft import heft, timed_by_rank
+from gems.planner.dlplacer.pieces import cut_vertices, pieces_of
+from gems.planner.dlplacer.place import TOLERANCE, place
 
 TWO = Devices(2, 0.1, 0.2)
 needs_solver = pytest.mark.skipif(not exact.IS_INSTALLED, reason="needs OR-tools")

@@ -8,8 +8,8 @@ import pytest
 from op_graphs import branches, random_graph
 
 from gems.errors import ConfigError
-from gems.plan.dlplacer.devices import Devices
-from gems.plan.dlplacer.graph import Op, OpGraph
+from gems.planner.dlplacer.devices import Devices
+from gems.planner.dlplacer.graph import Op, OpGraph
 
 A, B = Op("a", 1.0), Op("b", 2.0, 3.0)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gems.plan.search.best_first import Rules, TooLarge, search
+from gems.planner.search.best_first import Rules, TooLarge, search
 
 
 @dataclass(frozen=True)

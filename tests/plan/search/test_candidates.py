@@ -8,7 +8,7 @@ import pytest
 
 from gems.config.compose import compose
 from gems.config.resolve import global_batch
-from gems.plan.search.candidate import KEEP, Candidate, candidates
+from gems.planner.search.candidate import KEEP, Candidate, candidates
 
 
 @pytest.mark.parametrize(("num_gpus", "batch"), [(1, 3), (4, 8), (6, 12), (8, 16)])

@@ -10,8 +10,8 @@ import numpy as np
 from scipy.special import stdtrit
 
 from gems.errors import ConfigError
-from gems.plan.epochs import NoiseScale
-from gems.plan.quantity import SHARES, Quantity
+from gems.planner.hybrid.epochs import NoiseScale
+from gems.planner.hybrid.quantity import SHARES, Quantity
 
 NUM_ROUNDS = 8
 # An interval is not wider than this factor: beyond, nothing is known, and products of it stay finite.

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from gems.errors import ConfigError
-from gems.plan.quantity import Quantity
+from gems.planner.hybrid.quantity import Quantity
 
 # A law is trusted so many times beyond the batches that it was fitted to.
 MOST_BEYOND = 4.0

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from gems.errors import ConfigError
-from gems.plan.quantity import Quantity
+from gems.planner.hybrid.quantity import Quantity
 
 
 class Efficiency(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.errors import ConfigError
-from gems.plan.quantity import Quantity
+from gems.planner.hybrid.quantity import Quantity
 
 Row = Mapping[str, Any]
 MOST_ROWS = 10_000

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gems.errors import ConfigError
-from gems.plan.hybrid import HybridCase
-from gems.plan.quantity import SHARES
+from gems.planner.hybrid.end_to_end_time import HybridCase
+from gems.planner.hybrid.quantity import SHARES
 
 
 @dataclass(frozen=True, slots=True)

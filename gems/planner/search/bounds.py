@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from gems.plan.search.candidate import KEEP, Candidate
+from gems.planner.search.candidate import KEEP, Candidate
 from gems.profile import ModelProfile
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gems.plan.search.best_first import is_as_fast
-from gems.plan.search.candidate import Candidate
+from gems.planner.search.best_first import is_as_fast
+from gems.planner.search.candidate import Candidate
 
 PARTS = ("compute", "recompute", "messages", "all_reduce", "waiting")
 WORDS = {

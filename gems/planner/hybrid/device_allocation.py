@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gems.errors import ConfigError
-from gems.plan.crossing import Crossing, crossing
-from gems.plan.hybrid import HybridCase
-from gems.plan.quantity import Quantity, band
+from gems.planner.hybrid.break_even import Crossing, crossing
+from gems.planner.hybrid.end_to_end_time import HybridCase
+from gems.planner.hybrid.quantity import Quantity, band
 
 NUM_DRAWS = 400
 NEARLY = 1.05

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from gems.candidate_cuts import Cuts, TimeCut, stashes, with_stages
 from gems.config.schema import RunSpec
 from gems.cutting import optimizer_of
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
 from gems.memory.segment_costs import segment_costs, stage_costs
 from gems.memory.walk import Walked, walk
-from gems.plan.search.best_first import Rules, TooLarge
-from gems.plan.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of
-from gems.plan.search.candidate import CAPPED, KEEP, Candidate
-from gems.plan.search.choice import Choice
-from gems.plan.search.guesses import guess_bytes, guess_host_bytes
+from gems.planner.candidate_partitions import Cuts, TimeCut, stashes, with_stages
+from gems.planner.search.best_first import Rules, TooLarge
+from gems.planner.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of
+from gems.planner.search.candidate import CAPPED, KEEP, Candidate
+from gems.planner.search.choice import Choice
+from gems.planner.search.estimates import guess_bytes, guess_host_bytes
 from gems.policies import plan_within
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gems.plan.efficiency import Efficiency, IdealEfficiency
-from gems.plan.epochs import Epochs
-from gems.plan.quantity import Quantity
+from gems.planner.hybrid.efficiency import Efficiency, IdealEfficiency
+from gems.planner.hybrid.epochs import Epochs
+from gems.planner.hybrid.quantity import Quantity
 
 
 @dataclass(frozen=True, slots=True)

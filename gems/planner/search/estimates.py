@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from gems.plan.search.bounds import Load, static_bytes
-from gems.plan.search.candidate import KEEP, Candidate
+from gems.planner.search.bounds import Load, static_bytes
+from gems.planner.search.candidate import KEEP, Candidate
 
 
 def guess_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> float:

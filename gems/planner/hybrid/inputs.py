@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gems.errors import ConfigError, one_of
-from gems.plan.efficiency import EfficiencyTable
-from gems.plan.epochs import EpochTable, NoiseScale
-from gems.plan.noise_fit import EpochRun, NoiseFit, fit_noise_scale
-from gems.plan.quantity import Quantity
-from gems.plan.tables import Row, positive, quantity, read_document, rows_of, whole
+from gems.planner.hybrid.efficiency import EfficiencyTable
+from gems.planner.hybrid.epochs import EpochTable, NoiseScale
+from gems.planner.hybrid.noise_scale_fit import EpochRun, NoiseFit, fit_noise_scale
+from gems.planner.hybrid.quantity import Quantity
+from gems.planner.hybrid.tables import Row, positive, quantity, read_document, rows_of, whole
 
 EPOCHS, EFFICIENCY, SPEEDUP = "--epochs", "--efficiency", "--speedup"
 TABLE, NOISE_SCALE = "table", "noise_scale"

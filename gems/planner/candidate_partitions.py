@@ -11,7 +11,7 @@ from gems.cutting import Case
 from gems.partition.exact import solve
 from gems.partition.problem import NoCut, Problem, RankCosts
 from gems.partition.spans import Spans
-from gems.plan.search.candidate import BOTH_WAYS, TWO_STAGES, Candidate
+from gems.planner.search.candidate import BOTH_WAYS, TWO_STAGES, Candidate
 from gems.profile import ModelProfile
 from gems.schedule.action import Kind
 from gems.schedule.placement import Placement, bidirectional, linear, looped, v

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gems.plan.crossing import Crossing, crossing
-from gems.plan.epochs import EpochTable, NoiseScale
-from gems.plan.hybrid import HybridCase
-from gems.plan.noise_fit import EpochRun, fit_noise_scale
-from gems.plan.quantity import Quantity
-from gems.plan.spending import device_counts
+from gems.planner.hybrid.break_even import Crossing, crossing
+from gems.planner.hybrid.device_allocation import device_counts
+from gems.planner.hybrid.end_to_end_time import HybridCase
+from gems.planner.hybrid.epochs import EpochTable, NoiseScale
+from gems.planner.hybrid.noise_scale_fit import EpochRun, fit_noise_scale
+from gems.planner.hybrid.quantity import Quantity
 
 WAYS = 2
 # The epochs of the network whose numbers are recalled are flat below so many devices.

@@ -1,0 +1,1 @@
+"""Data parallelism against hybrid data x model parallelism (Pal et al. 2019)."""
