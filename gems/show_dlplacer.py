@@ -11,7 +11,7 @@ from gems.config.schema import RunSpec
 from gems.drawing import check_picture, draw
 from gems.errors import ConfigError
 from gems.models import title_of
-from gems.placing import placement_of
+from gems.partition.operator_placement import placement_of
 from gems.planner.dlplacer.bounds import closed_form_s
 from gems.planner.dlplacer.place import Placement
 from gems.simulation.build import network_in_seconds

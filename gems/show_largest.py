@@ -7,8 +7,8 @@ from typing import Any
 
 from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
-from gems.cutting import METHODS, case_of
-from gems.largest import Largest, largest
+from gems.partition.max_model_size import Largest, largest
+from gems.partition.methods import METHODS, case_of
 from gems.profile import ModelProfile
 from gems.simulation.build import schedule_of
 

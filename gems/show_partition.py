@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from gems.cli import Options, print_json
-from gems.compare_cuts import PLAIN, Judged, compare, judge
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.cutting import Case, case_of, cut
 from gems.drawing import check_picture, draw
+from gems.partition.compare import PLAIN, Judged, compare, judge
+from gems.partition.methods import Case, case_of, cut
 from gems.simulation.build import network_in_seconds, schedule_of
 
 MIB = 2**20

@@ -9,9 +9,9 @@ from typing import Any
 from gems.cli import Options, print_json
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.cutting import cut
 from gems.memory.case import Outcome
 from gems.models import layers_of
+from gems.partition.methods import cut
 from gems.runs.run_plan import memory_case, planned
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind

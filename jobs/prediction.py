@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gems.config.schema import RunSpec
-from gems.cutting import case_of
 from gems.errors import DoesNotFitError
+from gems.partition.methods import case_of
 from gems.runs.run_plan import SMALLER, RunPlan
 from gems.simulation.build import play
 from gems.simulation.profiled_costs import PROFILE, costed

@@ -17,13 +17,13 @@ import math
 import sys
 from typing import Any
 
-from gems.compare_cuts import PLAIN, compare
 from gems.config.compose import compose
 from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
-from gems.cutting import METHODS, case_of, cut_by
 from gems.errors import ConfigError
-from gems.largest import largest
+from gems.partition.compare import PLAIN, compare
+from gems.partition.max_model_size import largest
+from gems.partition.methods import METHODS, case_of, cut_by
 from gems.simulation.build import network_in_seconds, schedule_of
 from scripts.spread import spread
 

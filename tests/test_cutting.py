@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-import gems.cutting
-from gems.compare_cuts import PLAIN, at_most, compare, judge, plain_cut
+import gems.partition.methods
 from gems.config.resolve import resolve
 from gems.config.schema import (
     MachineConfig,
@@ -18,9 +17,10 @@ from gems.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from gems.cutting import METHODS, Case, case_of, check_fits, cut, cut_by
 from gems.errors import ConfigError, DoesNotFitError
 from gems.models import layers_of
+from gems.partition.compare import PLAIN, at_most, compare, judge, plain_cut
+from gems.partition.methods import METHODS, Case, case_of, check_fits, cut, cut_by
 from gems.partition.problem import Cut
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule import generate
@@ -43,7 +43,7 @@ def decaying(num_layers: int = 18, seed: int = 0) -> ModelProfile:
 def given(monkeypatch: pytest.MonkeyPatch) -> ModelProfile:
     """Makes the profile of ResNet-20 one of made-up figures."""
     made = decaying(11)
-    monkeypatch.setattr(gems.cutting, "profile_of", lambda spec: made)
+    monkeypatch.setattr(gems.partition.methods, "profile_of", lambda spec: made)
     return made
 
 
@@ -123,7 +123,7 @@ class TestRuns:
         def refuse(spec: RunSpec) -> ModelProfile:
             raise AssertionError("nobody needs it")
 
-        monkeypatch.setattr(gems.cutting, "profile_of", refuse)
+        monkeypatch.setattr(gems.partition.methods, "profile_of", refuse)
         assert cut(spec_of(partitions=1), lowered("1f1b", 1)).boundaries == (0, 11)
         assert len(cut(spec_of(partition=PartitionConfig("even")), lowered("1f1b")).boundaries) == 5
 
@@ -137,7 +137,7 @@ class TestRuns:
     def test_a_cut_is_kept(self, given: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
         spec, schedule = spec_of(), lowered("1f1b")
         first = cut(spec, schedule)
-        monkeypatch.setattr(gems.cutting, "cut_by", None)
+        monkeypatch.setattr(gems.partition.methods, "cut_by", None)
         assert cut(spec, schedule) == first
 
     def test_the_optimizer_is_the_runs(self, given: ModelProfile) -> None:

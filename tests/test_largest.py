@@ -8,10 +8,10 @@ import pytest
 
 from gems.config.resolve import resolve
 from gems.config.schema import MachineConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
-from gems.cutting import Case, cut_by
 from gems.errors import ConfigError
-from gems.largest import largest, least_bytes, with_value
 from gems.models import layers_of, stride_of
+from gems.partition.max_model_size import largest, least_bytes, with_value
+from gems.partition.methods import Case, cut_by
 from gems.profile import LayerProfile
 from gems.schedule import generate
 from gems.schedule.lower import lower

@@ -28,7 +28,7 @@ def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
             edges += [(entry, entry + branch), (entry + branch, entry + 5)]
         ops.append(Op(f"join{block}", 1e-4, 1e-4, 100, 0, 0))
     graph = OpGraph(tuple(ops), tuple(edges))
-    monkeypatch.setattr("gems.placing.operators_taken", lambda spec: graph.to_json())
+    monkeypatch.setattr("gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json())
     return runner(capfd, tmp_path, monkeypatch)
 
 

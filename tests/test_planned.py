@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import gems.cutting
+import gems.partition.methods
 import gems.runs.run_plan
 from gems.config.schema import MemoryConfig, RunSpec
 from gems.errors import DoesNotFitError
@@ -28,7 +28,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(5, seed=3, decay=0.9)
 
-    for module in (gems.cutting, gems.runs.run_plan):
+    for module in (gems.partition.methods, gems.runs.run_plan):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = toys.make_spec("1f1b", 2)
     memory = MemoryConfig("vdnn_all", least_bytes=0)

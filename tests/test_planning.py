@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from gems.cutting import case_of
+from gems.partition.methods import case_of
 from gems.planner.evaluate import Planner
 from gems.planner.search.best_first import TooLarge, search
 from gems.planner.search.bounds import held_at_once, in_flight, least_step_s

@@ -31,7 +31,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpGraph]:
     """Four branches between two operators, without a child process that profiles."""
     ops = tuple(Op(f"op{v}", 1e-3, 2e-3, 1000, 100) for v in range(6))
     graph = OpGraph(ops, tuple((0, v) for v in range(1, 5)) + tuple((v, 5) for v in range(1, 5)))
-    monkeypatch.setattr("gems.placing.operators_taken", lambda spec: graph.to_json())
+    monkeypatch.setattr("gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json())
     yield graph
 
 
@@ -80,7 +80,7 @@ def test_the_table_says_what_was_found(gems_: Gems, made_up: OpGraph) -> None:
 
 def test_a_chain_says_that_it_gains_nothing(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = OpGraph((Op("a", 1.0), Op("b", 1.0)), ((0, 1),))
-    monkeypatch.setattr("gems.placing.operators_taken", lambda spec: graph.to_json())
+    monkeypatch.setattr("gems.partition.operator_placement.operators_taken", lambda spec: graph.to_json())
     assert "a chain without branches: more devices gain nothing" in gems_(*RUN, "model=vgg16").out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import gems.cutting
+import gems.partition.methods
 import gems.profile.store
 import gems.runs.run_plan
 import gems.simulation.profiled_costs
@@ -176,7 +176,12 @@ def test_a_real_model_has_the_costs_of_its_profile(gems_: Gems, monkeypatch: pyt
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(11, seed=5, decay=0.9)
 
-    for module in (gems.cutting, gems.simulation.profiled_costs, gems.runs.run_plan, gems.profile.store):
+    for module in (
+        gems.partition.methods,
+        gems.simulation.profiled_costs,
+        gems.runs.run_plan,
+        gems.profile.store,
+    ):
         monkeypatch.setattr(module, "profile_of", profile_of)
     run = ("data=synthetic", "model=resnet20_v1", "schedule=1f1b", "parallel.micro_batches=4")
     answer = answer_of(gems_, *run)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import gems.cutting
+import gems.partition.methods
 import gems.profile.store
 import gems.runs.run_plan
 import gems.simulation.profiled_costs
-from gems.cutting import METHODS
+from gems.partition.methods import METHODS
 from gems.profile import ModelProfile
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
@@ -28,7 +28,12 @@ def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
         depth = spec.model.depth  # type: ignore[attr-defined]
         return random_profile((depth - 2) // 2 + 2, seed=5, decay=0.9)
 
-    for module in (gems.cutting, gems.simulation.profiled_costs, gems.runs.run_plan, gems.profile.store):
+    for module in (
+        gems.partition.methods,
+        gems.simulation.profiled_costs,
+        gems.runs.run_plan,
+        gems.profile.store,
+    ):
         monkeypatch.setattr(module, "profile_of", profile_of)
     return runner(capfd, tmp_path, monkeypatch)
 

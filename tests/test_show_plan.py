@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-import gems.cutting
 import gems.errors
+import gems.partition.methods
 from gems.config.compose import compose
 from gems.config.resolve import global_batch
 from gems.config.run_id import signature
@@ -77,7 +77,7 @@ def test_what_is_written_runs_as_planned(
     def profile_of(spec: RunSpec) -> object:
         return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
 
-    for module in (gems.cutting, sys.modules["gems.runs.run_plan"]):
+    for module in (gems.partition.methods, sys.modules["gems.runs.run_plan"]):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = planned(spec)
     assert list(made.boundaries) == first["boundaries"]

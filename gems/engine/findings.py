@@ -6,11 +6,11 @@ import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gems.cutting import optimizer_of
 from gems.engine.pipeline import Pipeline
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
 from gems.memory.walk import walk
+from gems.partition.methods import optimizer_of
 from gems.profile import ModelProfile
 from gems.profile.fake import fake_profile
 from gems.profile.store import read_document

@@ -11,7 +11,6 @@ from torch import nn
 
 from gems.config.resolve import labels_per_step
 from gems.config.schema import RunSpec
-from gems.cutting import cut
 from gems.engine.agreement import check_same_schedule, check_world
 from gems.engine.contents import Contents, contents_of
 from gems.engine.device import DTYPES, seed_generators
@@ -27,6 +26,7 @@ from gems.engine.staging import open_staging
 from gems.engine.store.segments import Segments, needs_store, open_segments
 from gems.engine.transport import Comm, Transport, ranks_here
 from gems.memory.plan import MemoryPlan
+from gems.partition.methods import cut
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.run_plan import planned
 from gems.schedule.families.forward_only import forward_only

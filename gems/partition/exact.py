@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gems.partition.chain import cut_chain
 from gems.partition.even import even
-from gems.partition.paired import cut_pairs
 from gems.partition.problem import Answer, Cut, NoCut, Problem
-from gems.partition.several import cut_several
-from gems.partition.tables import kept
+from gems.partition.solvers.chain import cut_chain
+from gems.partition.solvers.paired import cut_pairs
+from gems.partition.solvers.several import cut_several
+from gems.partition.solvers.tables import kept
 
 METHOD = "exact"
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.partition.chain import least_cost
-from gems.partition.pairs import expand
 from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.solvers.chain import least_cost
+from gems.partition.solvers.pairs import expand
 
 Boundaries = tuple[int, ...]
 Measure = Callable[[Boundaries], Sequence[float]]

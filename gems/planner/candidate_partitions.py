@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from gems.cutting import Case
 from gems.partition.exact import solve
+from gems.partition.methods import Case
 from gems.partition.problem import NoCut, Problem, RankCosts
 from gems.partition.spans import Spans
 from gems.planner.search.candidate import BOTH_WAYS, TWO_STAGES, Candidate

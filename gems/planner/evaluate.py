@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from gems.config.schema import RunSpec
-from gems.cutting import optimizer_of
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
 from gems.memory.segment_costs import segment_costs, stage_costs
 from gems.memory.walk import Walked, walk
+from gems.partition.methods import optimizer_of
 from gems.planner.candidate_partitions import Cuts, TimeCut, stashes, with_stages
 from gems.planner.search.best_first import Rules, TooLarge
 from gems.planner.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of

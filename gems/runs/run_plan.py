@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from gems.config.resolve import check_batch, check_gpus
 from gems.config.schema import RunSpec
-from gems.cutting import cut, optimizer_of, profile_used
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.plan import MemoryPlan
 from gems.models import layers_of
+from gems.partition.methods import cut, optimizer_of, profile_used
 from gems.policies import plan_of
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.placing import placed_on, stage_costs_of
+from gems.partition.operator_placement import placed_on, stage_costs_of
 from gems.schedule import FAMILIES, FROM_FILE, PLACED, SEARCHED
 from gems.schedule.capped import capped
 from gems.schedule.capped.solver import IS_INSTALLED

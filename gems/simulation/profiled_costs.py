@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gems.config.schema import CostConfig, RunSpec
-from gems.cutting import case_of, cut
+from gems.partition.methods import case_of, cut
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule import SEARCHED

@@ -12,7 +12,7 @@ from itertools import cycle, product
 import pytest
 import torch
 
-import gems.cutting
+import gems.partition.methods
 import gems.runs.run_plan
 from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
@@ -84,7 +84,7 @@ def profiles_of_this_process(monkeypatch):
         alike = RunSpec(model=spec.model, data=spec.data)
         return taken(json.dumps(alike.to_dict()), spec.parallel.micro_batch_size)
 
-    for module in (gems.cutting, gems.runs.run_plan):
+    for module in (gems.partition.methods, gems.runs.run_plan):
         monkeypatch.setattr(module, "profile_of", profile_of)
 
 

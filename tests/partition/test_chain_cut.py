@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gems.partition import chain
-from gems.partition.chain import Chain, cut_chain, least_cost
 from gems.partition.problem import Problem
+from gems.partition.solvers import chain
+from gems.partition.solvers.chain import Chain, cut_chain, least_cost
 from tests.partition.problems import least, memory_problem, random_problem
 
 

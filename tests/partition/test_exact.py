@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from gems.partition import paired, relaxed, several
 from gems.partition.even import check_boundaries, even
 from gems.partition.exact import solve
 from gems.partition.mcap import mcap
 from gems.partition.pipedream import pipedream
 from gems.partition.problem import NoCut, Problem, Table
+from gems.partition.solvers import paired, relaxed, several
 from gems.partition.spans import Spans
 from gems.partition.torchgpipe import block_partition
 from tests.partition.problems import (

@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from gems.partition import paired
 from gems.partition.even import even
-from gems.partition.paired import cut_pairs
-from gems.partition.pairs import Pairs, expand, furthest, nearest
-from gems.partition.tables import minorant
+from gems.partition.solvers import paired
+from gems.partition.solvers.paired import cut_pairs
+from gems.partition.solvers.pairs import Pairs, expand, furthest, nearest
+from gems.partition.solvers.tables import minorant
 from tests.partition.problems import every_cut, least, memory_problem, random_problem, random_table
 
 PAIRED = ("bidirectional", "v", "odd")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gems.partition.problem import Table
-from gems.partition.tables import is_monotone, kept, minorant, valid
+from gems.partition.solvers.tables import is_monotone, kept, minorant, valid
 from tests.partition.problems import memory_problem, random_problem, random_table
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.partition.problem import Problem, Table
-from gems.partition.resettle import Shaker
-from gems.partition.tables import valid
+from gems.partition.solvers.resettle import Shaker
+from gems.partition.solvers.tables import valid
 
 Floats = NDArray[np.float64]
 ROUNDS = 400

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gems.cutting import METHODS, Case, cut_by
 from gems.partition.exact import solve
+from gems.partition.methods import METHODS, Case, cut_by
 from gems.partition.problem import Cut
 from gems.schedule.costs import FREE, Network
 from gems.schedule.families.gpipe import gpipe

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gems.partition.chain import cut_chain
 from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.solvers.chain import cut_chain
 
 SHAKEN = 0.5  # share of the boundaries
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.partition.problem import Problem, Table
-from gems.partition.tables import is_monotone
+from gems.partition.solvers.tables import is_monotone
 
 Windows = Sequence[tuple[int, int]]
 SMALL = 150  # layers up to which the dynamic program is the quicker one whatever the tables

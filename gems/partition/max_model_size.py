@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from gems.config.schema import RunSpec
-from gems.cutting import Case, cut_by
 from gems.errors import ConfigError
 from gems.memory.model import OPTIMIZERS
 from gems.models import check_image, layers_of, stride_of
 from gems.models.resnet import block_of
+from gems.partition.methods import Case, cut_by
 
 MOST = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
 DEPTH_REACH = 2000  # how far above a number the next depth that exists may be

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gems.partition.even import even
-from gems.partition.improve import improve
-from gems.partition.pairs import Floats, Ints, Pairs, Term, expand, nearest
 from gems.partition.problem import Answer, Problem
+from gems.partition.solvers.improve import improve
+from gems.partition.solvers.pairs import Floats, Ints, Pairs, Term, expand, nearest
 
 CHUNK = 1_000_000
 NARROW = 6  # states kept of one left cut in a search that only looks for a good cut

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.partition.problem import Problem, RankCosts, Table
-from gems.partition.tables import Low, minorant
+from gems.partition.solvers.tables import Low, minorant
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

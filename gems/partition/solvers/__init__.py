@@ -1,0 +1,1 @@
+"""Searches for the partition of least cost, by how stages lie on ranks."""
