@@ -8,10 +8,10 @@ from typing import Any
 from analysis.units import UNKNOWN, number
 from gems.config.compose import compose
 from gems.config.schema import MachineConfig
-from gems.memory.vdnn.paper.calls import network_of
-from gems.memory.vdnn.paper.device import Device
-from gems.memory.vdnn.paper.study import Study, study
-from gems.memory.vdnn.paper.timeline import Policy
+from gems.memory.policies.vdnn.paper.calls import network_of
+from gems.memory.policies.vdnn.paper.device import Device
+from gems.memory.policies.vdnn.paper.study import Study, study
+from gems.memory.policies.vdnn.paper.timeline import Policy
 from gems.models import layers_of
 
 MACHINE = "titan_x"

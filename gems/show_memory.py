@@ -17,7 +17,7 @@ from gems.memory import POLICIES
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.exposure import Exposure, exposures
 from gems.memory.plan import Choice
-from gems.policies import plan_of
+from gems.memory.registry import plan_of
 from gems.runs.run_plan import case_of_run
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.step_time import in_run

@@ -23,11 +23,11 @@ from gems.config.compose import compose
 from gems.config.overrides import options_of
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
-from gems.memory.lms.distance import lms
+from gems.memory.optimizer.optimal import plan
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.planner.optimal import plan
-from gems.memory.recompute import recompute
-from gems.memory.vdnn.policies import vdnn_dyn
+from gems.memory.policies.lms.distance import lms
+from gems.memory.policies.recompute import recompute
+from gems.memory.policies.vdnn.policies import vdnn_dyn
 from gems.partition.even import even
 from gems.profile.store import profile_of
 from gems.schedule.families.one_f_one_b import one_f_one_b

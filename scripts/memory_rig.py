@@ -15,11 +15,11 @@ from gems.engine.feed import Feed
 from gems.engine.pipeline import build_pipeline
 from gems.engine.store.activations import Counters
 from gems.engine.transport import world
-from gems.memory.actions import add_memory
 from gems.memory.case import MemoryCase, Outcome
+from gems.memory.memory_actions import add_memory
 from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.registry import plan_of
 from gems.models import layers_of
-from gems.policies import plan_of
 from gems.runs.run_plan import memory_case
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule

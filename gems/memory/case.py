@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from gems.memory.actions import add_memory
+from gems.memory.memory_actions import add_memory
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
 from gems.memory.segment_costs import segment_costs

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gems.memory.holdings import Holdings
+from gems.memory.residency import Holdings
 from gems.memory.stage_storages import MOST_STAGES, Group, StageStorages, as_bytes
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, WAIT_KINDS, Action, Kind
 

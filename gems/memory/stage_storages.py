@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gems.memory.holdings import Key
 from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.residency import Key
 from gems.partition.spans import Spans
 from gems.profile import ModelProfile
 from gems.profile.saved import Saved, saved_from

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
+from gems.memory.registry import plan_within
 from gems.memory.segment_costs import segment_costs, stage_costs
 from gems.memory.walk import Walked, walk
 from gems.partition.methods import optimizer_of
@@ -19,7 +20,6 @@ from gems.planner.search.bounds import Load, held_at_once, least_bytes, least_st
 from gems.planner.search.candidate import CAPPED, KEEP, Candidate
 from gems.planner.search.choice import Choice
 from gems.planner.search.estimates import guess_bytes, guess_host_bytes
-from gems.policies import plan_within
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.store import profile_of

@@ -11,9 +11,9 @@ from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.plan import MemoryPlan
+from gems.memory.registry import plan_of
 from gems.models import layers_of
 from gems.partition.methods import cut, optimizer_of, profile_used
-from gems.policies import plan_of
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule import SEARCHED

@@ -21,8 +21,8 @@ from analysis.vdnn import (
     table,
 )
 from gems.config.schema import MachineConfig
-from gems.memory.vdnn.paper.study import Study
-from gems.memory.vdnn.paper.timeline import Policy
+from gems.memory.policies.vdnn.paper.study import Study
+from gems.memory.policies.vdnn.paper.timeline import Policy
 
 Studied = tuple[dict[object, Study], MachineConfig]
 

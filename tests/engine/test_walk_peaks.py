@@ -10,7 +10,7 @@ from torch import nn
 
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.engine.executor import Batch
-from gems.memory.actions import add_memory
+from gems.memory.memory_actions import add_memory
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.walk import walk

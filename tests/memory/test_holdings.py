@@ -1,4 +1,4 @@
-"""gems.memory.holdings: what a copy takes, when memory is free, and when it is back."""
+"""gems.memory.residency: what a copy takes, when memory is free, and when it is back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gems.memory.holdings import Holdings
+from gems.memory.residency import Holdings
 
 
 def test_a_storage_leaves_with_its_last_saver_and_stays_until_its_first() -> None:

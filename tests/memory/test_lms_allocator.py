@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.memory.lms.allocator import LmsAllocator, OutOfMemoryError, Paged
+from gems.memory.policies.lms.allocator import LmsAllocator, OutOfMemoryError, Paged
 
 MIB = 1 << 20
 

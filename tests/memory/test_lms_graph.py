@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.memory.lms.graph import Graph, Return, Swap, Tensor
+from gems.memory.policies.lms.graph import Graph, Return, Swap, Tensor
 
 # 0 -> 1 -> 2 -> 4 and 0 -> 3 -> 4, then 4 -> 5 -> ... -> 9; 0 is read again by 7 and 9
 LINKS = [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9)]

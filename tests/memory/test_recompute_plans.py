@@ -11,8 +11,8 @@ import pytest
 from gems.config.schema import MemoryConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.recompute import keep_last, least_largest, lets_go, recompute, run_again
-from gems.policies import plan_within
+from gems.memory.policies.recompute import keep_last, least_largest, lets_go, recompute, run_again
+from gems.memory.registry import plan_within
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network
 from gems.schedule.validate import validate

@@ -13,12 +13,12 @@ from torch import nn
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.memory.vdnn.paper.calls import Call, CallKind, Network, Window, network_of
-from gems.memory.vdnn.paper.device import Device
-from gems.memory.vdnn.paper.study import study
-from gems.memory.vdnn.paper.timeline import Moment, Policy, offloads, play
-from gems.memory.vdnn.paper.workspace import fastest, workspace_bytes
-from gems.memory.vdnn.window import find_prefetch, prefetch_window
+from gems.memory.policies.vdnn.paper.calls import Call, CallKind, Network, Window, network_of
+from gems.memory.policies.vdnn.paper.device import Device
+from gems.memory.policies.vdnn.paper.study import study
+from gems.memory.policies.vdnn.paper.timeline import Moment, Policy, offloads, play
+from gems.memory.policies.vdnn.paper.workspace import fastest, workspace_bytes
+from gems.memory.policies.vdnn.window import find_prefetch, prefetch_window
 from gems.models import layers_of
 from gems.models.build import build_layers
 

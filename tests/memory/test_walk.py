@@ -9,7 +9,7 @@ import pytest
 
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.memory import stage_storages
-from gems.memory.actions import add_memory
+from gems.memory.memory_actions import add_memory
 from gems.memory.micro_batch import played
 from gems.memory.model import OPTIMIZERS, MemoryModel
 from gems.memory.plan import Choice, MemoryPlan, Segment

@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 from gems.engine.ledger import storages_of
 from gems.engine.store.copies import Copy
 from gems.engine.store.saved import SavedStorage
-from gems.memory.holdings import Holdings, Key
+from gems.memory.residency import Holdings, Key
 
 
 class Shelf:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gems.memory.vdnn.paper.calls import CallKind, Network
-from gems.memory.vdnn.paper.device import Device
-from gems.memory.vdnn.window import prefetch_window
+from gems.memory.policies.vdnn.paper.calls import CallKind, Network
+from gems.memory.policies.vdnn.paper.device import Device
+from gems.memory.policies.vdnn.window import prefetch_window
 
 
 class Policy(StrEnum):

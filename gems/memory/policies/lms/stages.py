@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from gems.memory.case import MemoryCase
 from gems.memory.layer_storages import Storage, saved_storages
-from gems.memory.lms.graph import Graph, Return, Tensor
-from gems.memory.lms.tuner import Parameters
 from gems.memory.plan import Choice, Segment
+from gems.memory.policies.lms.graph import Graph, Return, Tensor
+from gems.memory.policies.lms.tuner import Parameters
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 

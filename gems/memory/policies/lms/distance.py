@@ -14,10 +14,10 @@ from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
-from gems.memory.lms.stages import RankGraph
-from gems.memory.lms.tuner import Parameters, Tuned, play, tune
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS
 from gems.memory.plan import MemoryPlan
+from gems.memory.policies.lms.stages import RankGraph
+from gems.memory.policies.lms.tuner import Parameters, Tuned, play, tune
 
 RATIO = 0.9
 RATIO_WITH_REPLICAS = 0.8
@@ -62,7 +62,7 @@ def lms(
     sync_mode: int | None = None,
     ratio: float | None = None,
 ) -> MemoryPlan:
-    """Gives the plan of the parameters, of which those that are None are found by the tuner (`gems.memory.lms.tuner`).
+    """Gives the plan of the parameters, of which those that are None are found by the tuner (`gems.memory.policies.lms.tuner`).
 
     Each rank is tuned under M = (limit - what never leaves it) x ratio, by default 0.9, and 0.8 with replicas. That sees
     one micro-batch and no workspace; where a rank then holds more than its limit, it is tuned again under less, and where

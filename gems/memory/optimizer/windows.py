@@ -8,8 +8,8 @@ from dataclasses import replace
 from enum import Enum
 
 from gems.memory.case import MemoryCase, Outcome
+from gems.memory.optimizer.lanes import Lane, Place, Span, excess_bytes, lane_of
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.planner.lanes import Lane, Place, Span, excess_bytes, lane_of
 
 TRIALS = 4  # how often windows are made anew with less room, where the walk finds more than was counted
 Widths = dict[Place, int]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from gems.memory.vdnn.paper.calls import Network, Window
-from gems.memory.vdnn.paper.device import Device
+from gems.memory.policies.vdnn.paper.calls import Network, Window
+from gems.memory.policies.vdnn.paper.device import Device
 
 TILE_PX = 32
 _LARGEST_PX = 256  # of a padded map that cuDNN transforms in one piece

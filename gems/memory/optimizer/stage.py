@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gems.memory.layer_storages import Storage
+from gems.memory.optimizer.arcs import Arc, arcs_of
+from gems.memory.optimizer.program import Program, Terms
+from gems.memory.optimizer.storages import StageLayers
 from gems.memory.plan import Choice
-from gems.memory.planner.arcs import Arc, arcs_of
-from gems.memory.planner.program import Program, Terms
-from gems.memory.planner.storages import StageLayers
 
 
 class StageBlock:

@@ -12,12 +12,12 @@ from gems.config.schema import MemoryConfig
 from gems.errors import DoesNotFitError
 from gems.memory import RECOMPUTES
 from gems.memory.case import MemoryCase
-from gems.memory.lms.distance import lms
-from gems.memory.lms.limit import lms_limit
+from gems.memory.optimizer.optimal import limit_of_saving, plan
 from gems.memory.plan import MemoryPlan
-from gems.memory.planner.optimal import limit_of_saving, plan
-from gems.memory.recompute import keep_last, recompute, run_again
-from gems.memory.vdnn.policies import vdnn_all, vdnn_conv, vdnn_dyn
+from gems.memory.policies.lms.distance import lms
+from gems.memory.policies.lms.limit import lms_limit
+from gems.memory.policies.recompute import keep_last, recompute, run_again
+from gems.memory.policies.vdnn.policies import vdnn_all, vdnn_conv, vdnn_dyn
 
 Maker = Callable[[MemoryConfig, MemoryCase], MemoryPlan]
 

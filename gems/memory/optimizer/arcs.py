@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gems.memory.optimizer.storages import StageLayers
 from gems.memory.plan import Choice
-from gems.memory.planner.storages import StageLayers
 
 # how many possible segments a stage may have, about; longer ones are left out where it has more
 MOST_ARCS = 1200

@@ -9,8 +9,8 @@ from typing import Any
 
 from gems.memory.case import MemoryCase
 from gems.memory.layer_storages import Storage, saved_storages
-from gems.memory.lms.allocator import Counts, LmsAllocator, Paged
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS
+from gems.memory.policies.lms.allocator import Counts, LmsAllocator, Paged
 from gems.schedule.action import Action, Kind
 
 MOST_STEPS = 8

@@ -14,9 +14,9 @@ from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
-from gems.memory.lms.allocator import OutOfMemoryError
-from gems.memory.lms.paging import RankPaging, Use
 from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.policies.lms.allocator import OutOfMemoryError
+from gems.memory.policies.lms.paging import RankPaging, Use
 
 DEFAULT_SHARE = 0.95  # of the device, where no limit is given
 _UNLIMITED = 1 << 62

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gems.memory.case import Outcome
+from gems.memory.optimizer.lanes import is_compute
+from gems.memory.optimizer.windows import Widths, set_distances
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.planner.lanes import is_compute
-from gems.memory.planner.windows import Widths, set_distances
 from gems.schedule.action import Action, Kind
 
 BACKWARD = (Kind.B, Kind.I)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gems.memory.optimizer.program import Program, Terms
+from gems.memory.optimizer.stage import StageBlock
 from gems.memory.plan import Choice
-from gems.memory.planner.program import Program, Terms
-from gems.memory.planner.stage import StageBlock
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
 from gems.memory.layer_storages import saved_storages
 from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.policies.vdnn.window import prefetch_window
 from gems.memory.segment_costs import segment_costs
-from gems.memory.vdnn.window import prefetch_window
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule.action import Action, Kind
 from gems.schedule.costs import StageCosts

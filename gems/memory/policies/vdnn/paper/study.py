@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gems.memory.vdnn.paper.calls import Network
-from gems.memory.vdnn.paper.device import Device
-from gems.memory.vdnn.paper.timeline import Policy, Timeline, play
-from gems.memory.vdnn.paper.workspace import workspace_bytes
+from gems.memory.policies.vdnn.paper.calls import Network
+from gems.memory.policies.vdnn.paper.device import Device
+from gems.memory.policies.vdnn.paper.timeline import Policy, Timeline, play
+from gems.memory.policies.vdnn.paper.workspace import workspace_bytes
 
 PARAM_COPIES = 2  # the parameters and their gradients
 

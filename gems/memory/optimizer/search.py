@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gems.memory.case import MemoryCase, Outcome
+from gems.memory.optimizer.windows import Way, with_windows
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.planner.windows import Way, with_windows
 
 ACTIONS_PER_S = 60_000  # actions of a list that a common core walks and simulates in a second
 ACTIONS_OF_A_LAYER = 10  # what finding out a layer's storages costs beside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gems.memory.vdnn.paper.calls import Call, CallKind
+from gems.memory.policies.vdnn.paper.calls import Call, CallKind
 
 
 @dataclass(frozen=True, slots=True)

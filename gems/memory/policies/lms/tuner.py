@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gems.memory.lms.graph import Graph, Swap
+from gems.memory.policies.lms.graph import Graph, Swap
 
 SYNC_MODES = (0, 1, 2, 3)
 

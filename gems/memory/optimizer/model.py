@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gems.memory.case import MemoryCase
+from gems.memory.optimizer.arcs import Arc
+from gems.memory.optimizer.copies import WholeCopies
+from gems.memory.optimizer.kept import spared_messages, with_whole_backward
+from gems.memory.optimizer.program import Program, Solution, Terms
+from gems.memory.optimizer.stage import StageBlock
+from gems.memory.optimizer.storages import stage_layers
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.planner.arcs import Arc
-from gems.memory.planner.copies import WholeCopies
-from gems.memory.planner.kept import spared_messages, with_whole_backward
-from gems.memory.planner.program import Program, Solution, Terms
-from gems.memory.planner.stage import StageBlock
-from gems.memory.planner.storages import stage_layers
 from gems.memory.stage_storages import layers_of_profile
 from gems.memory.walk import Point
 from gems.schedule.action import Action, Kind

@@ -1,0 +1,1 @@
+"""Published memory policies: recompute, vDNN and LMS."""
