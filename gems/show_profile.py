@@ -10,8 +10,8 @@ from pathlib import Path
 from gems.cli import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile
+from gems.profile.spans import Spans
 from gems.profile.store import profile_of, read_document
 
 _HEAD = (

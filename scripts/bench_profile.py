@@ -29,10 +29,10 @@ from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import boundary_shapes, build_layers, input_spec
 from gems.partition.even import even
-from gems.partition.spans import Spans
-from gems.profile.ends import training_loss
-from gems.profile.fake import fake_profile
-from gems.profile.measured import measured_profile
+from gems.profile.profilers.fake import fake_profile
+from gems.profile.profilers.layer_run import training_loss
+from gems.profile.profilers.measured import measured_profile
+from gems.profile.spans import Spans
 
 MODELS = ("resnet110_v2", "vgg16", "amoebanet_d", "unet")
 SIZES_PX = (256, 512)

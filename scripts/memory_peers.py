@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from gems.models.build import as_tuple
-from gems.profile.ends import training_loss
+from gems.profile.profilers.layer_run import training_loss
 
 LEAST_BYTES = 1024  # torchtune's min_offload_size
 

@@ -9,8 +9,8 @@ import pytest
 
 from gems.__main__ import VERBS
 from gems.cli import main
-from gems.partition.spans import Spans
 from gems.profile import ModelProfile
+from gems.profile.spans import Spans
 
 WORDS = ["data=synthetic", "model=resnet20_v2", "machine=cpu", "data.height_px=16", "data.width_px=16"]
 

@@ -12,7 +12,7 @@ from gems.memory.plan import MemoryPlan
 from gems.memory.walk import walk
 from gems.partition.methods import optimizer_of
 from gems.profile import ModelProfile
-from gems.profile.fake import fake_profile
+from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import read_document
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import peaks

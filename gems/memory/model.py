@@ -13,7 +13,7 @@ import numpy as np
 
 from gems.memory.moments import Counts, Held, Moment, moments_of
 from gems.partition.problem import RankCosts, Table
-from gems.partition.spans import Spans
+from gems.profile.spans import Spans
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 from gems.memory.micro_batch import Script, played, scripts_of
 from gems.memory.plan import MemoryPlan
 from gems.memory.stage_storages import StageStorages, layers_of_profile, segments_of
-from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile
+from gems.profile.spans import Spans
 from gems.schedule.action import Kind
 from gems.schedule.costs import SegmentCosts, StageCosts
 from gems.schedule.schedule import Schedule

@@ -11,9 +11,9 @@ import numpy as np
 
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.residency import Key
-from gems.partition.spans import Spans
 from gems.profile import ModelProfile
-from gems.profile.saved import Saved, saved_from
+from gems.profile.saved_storages import Saved, saved_from
+from gems.profile.spans import Spans
 from gems.schedule.schedule import Schedule
 
 MOST_STAGES = 256  # whose storages are kept

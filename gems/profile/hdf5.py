@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from gems.profile.model_profile import SCHEMA, ModelProfile
-from gems.profile.saved import Saved
+from gems.profile.saved_storages import Saved
 
 COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("forward_s", "f8", "s", "forward of one micro-batch"),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gems.errors import ConfigError
-from gems.profile.saved import Saved, product_bytes_of, saved_from, stash_of
+from gems.profile.saved_storages import Saved, product_bytes_of, saved_from, stash_of
 
 SCHEMA = "gems.profile/1"
 SOURCES = ("measured", "fake", "incremental", "analytic")

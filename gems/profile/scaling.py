@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gems.errors import ConfigError
 from gems.profile.model_profile import LayerProfile, ModelProfile
-from gems.profile.saved import product_bytes_of, stash_of
+from gems.profile.saved_storages import product_bytes_of, stash_of
 
 TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "cheap_s")
 SIZES = (

@@ -18,7 +18,7 @@ from gems.utils.cache import cached
 
 REFUSED = "refused"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
-TAKER, OPERATORS_TAKER = "gems.profile.take", "gems.profile.branches"
+TAKER, OPERATORS_TAKER = "gems.profile.profilers.take", "gems.profile.profilers.operators"
 
 
 def profile_of(spec: RunSpec) -> ModelProfile:

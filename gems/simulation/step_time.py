@@ -8,7 +8,7 @@ from statistics import fmean
 from gems.config.schema import RunSpec
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.stage_storages import layers_of_profile
-from gems.partition.spans import Spans
+from gems.profile.spans import Spans
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule

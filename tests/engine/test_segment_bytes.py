@@ -19,7 +19,7 @@ from gems.memory.walk import walk
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
 from gems.profile import ModelProfile
-from gems.profile.fake import fake_profile
+from gems.profile.profilers.fake import fake_profile
 from gems.schedule import generate
 from gems.schedule.lower import lower
 from gems.schedule.validate import validate

@@ -17,9 +17,9 @@ from gems.memory.walk import walk
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
 from gems.profile import ModelProfile
-from gems.profile.ends import give_gradients, static_tensors
-from gems.profile.fake import fake_profile
-from gems.profile.live import LiveBytes
+from gems.profile.profilers.fake import fake_profile
+from gems.profile.profilers.layer_run import give_gradients, static_tensors
+from gems.profile.profilers.live_bytes import LiveBytes
 from gems.schedule import generate
 from gems.schedule.action import RANK_KINDS
 from gems.schedule.lower import lower

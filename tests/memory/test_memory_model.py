@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
-from gems.partition.spans import Spans
 from gems.profile import LayerProfile
+from gems.profile.spans import Spans
 from gems.schedule import generate
 from gems.schedule.lower import lower
 from tests.partition.profiles import profile, random_profile

@@ -9,7 +9,7 @@ import pytest
 from gems.memory.caching_allocator import CachingAllocator
 from gems.memory.model import OPTIMIZERS, MemoryModel
 from gems.memory.reserved import reserved_bytes
-from gems.partition.spans import Spans
+from gems.profile.spans import Spans
 from gems.schedule import generate
 from gems.schedule.lower import lower
 from tests.partition.profiles import random_profile

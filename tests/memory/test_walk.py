@@ -16,10 +16,10 @@ from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.segment_costs import segment_costs
 from gems.memory.stage_storages import Layers
 from gems.memory.walk import Walked, walk
-from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.fake import fake_profile
-from gems.profile.saved import Saved
+from gems.profile.profilers.fake import fake_profile
+from gems.profile.saved_storages import Saved
+from gems.profile.spans import Spans
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.lower import lower

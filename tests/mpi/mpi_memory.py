@@ -21,7 +21,7 @@ from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.reference import collect_values
 from gems.errors import DoesNotFitError
 from gems.profile import ModelProfile
-from gems.profile.fake import fake_profile
+from gems.profile.profilers.fake import fake_profile
 from gems.runs.run_plan import RunPlan, memory_case, planned
 from gems.simulation.build import compute_schedule_of
 from tests.engine import toys

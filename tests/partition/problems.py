@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gems.partition.problem import Problem, RankCosts, Table
-from gems.partition.spans import Spans
+from gems.profile.spans import Spans
 from tests.partition.profiles import random_profile
 
 Groups = list[tuple[int, ...]]

@@ -15,8 +15,8 @@ from gems.partition.mcap import mcap
 from gems.partition.pipedream import pipedream
 from gems.partition.problem import NoCut, Problem, Table
 from gems.partition.solvers import paired, relaxed, several
-from gems.partition.spans import Spans
 from gems.partition.torchgpipe import block_partition
+from gems.profile.spans import Spans
 from tests.partition.problems import (
     MOST,
     PLACEMENTS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile
+from gems.profile.spans import Spans
 from tests.partition.profiles import profile, random_profile
 
 MADE = random_profile(9, seed=3)

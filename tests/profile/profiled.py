@@ -15,15 +15,15 @@ from gems.engine.stage import Stage
 from gems.models import Layer
 from gems.models.build import as_tuple, boundary_shapes, build_layers
 from gems.profile import ModelProfile
-from gems.profile.chain import Gradients, Instruments, Probe, Times, profile_chain
-from gems.profile.ends import (
+from gems.profile.profilers.chain import Gradients, Instruments, Probe, Times, profile_chain
+from gems.profile.profilers.fake import made_fake, on_meta
+from gems.profile.profilers.layer_run import (
     give_gradients,
     static_tensors,
     training_loss,
 )
-from gems.profile.fake import made_fake, on_meta
-from gems.profile.live import LiveBytes
-from gems.profile.meter import BackwardMeter, LayerMeter, meter, meter_backward
+from gems.profile.profilers.live_bytes import LiveBytes
+from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
 
 torch.set_num_threads(1)  # small layers are slower on several
 

@@ -1,4 +1,4 @@
-"""gems.profile.chain: the tables over a chain's layers equal the run of every stage in one piece."""
+"""gems.profile.profilers.chain: the tables over a chain's layers equal the run of every stage in one piece."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from profiled import celled, fake_chain, layer, saved_by_parts, skipping, viewed
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models import Layer, layers_of
-from gems.partition.spans import Spans
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.saved import Saved
+from gems.profile.saved_storages import Saved
+from gems.profile.spans import Spans
 
 CHAINS = {
     "skips": skipping(),

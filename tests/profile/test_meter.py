@@ -1,4 +1,4 @@
-"""gems.profile.meter: bytes of layers that can be counted by hand, on real and on fake tensors."""
+"""gems.profile.profilers.meter: bytes of layers that can be counted by hand, on real and on fake tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models import layers_of
 from gems.models.build import build_layer
-from gems.profile.fake import made_fake, on_meta
-from gems.profile.live import LiveBytes
-from gems.profile.meter import LayerMeter, meter, meter_backward
-from gems.profile.slots import Gradient
+from gems.profile.profilers.fake import made_fake, on_meta
+from gems.profile.profilers.live_bytes import LiveBytes
+from gems.profile.profilers.meter import LayerMeter, meter, meter_backward
+from gems.profile.profilers.tensor_slots import Gradient
 
 X = 2 * 3 * 8 * 8 * 4  # bytes of the input
 Y = 2 * 5 * 8 * 8 * 4  # bytes of five feature maps

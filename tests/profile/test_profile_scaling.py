@@ -13,9 +13,9 @@ from profiled import fake_chain, skipping
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.fake import fake_profile
 from gems.profile.hdf5 import COLUMNS, PAIRS, read_profile, write_profile
-from gems.profile.saved import stash_of
+from gems.profile.profilers.fake import fake_profile
+from gems.profile.saved_storages import stash_of
 from gems.profile.scaling import SIZES, STORAGES, TIMES, extrapolate
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")

@@ -10,12 +10,13 @@ from torch import nn
 
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.partition.spans import Spans
-from gems.profile import LayerProfile, ModelProfile, measured
-from gems.profile.fake import fake_profile
-from gems.profile.incremental import Devices, incremental_profile
-from gems.profile.measured import MOST_RUNS, WARM_UP_RUNS, measured_profile, medians_s
-from gems.profile.roofline import Rates, Roofline, rates_of, roofline_times
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.profilers import measured
+from gems.profile.profilers.fake import fake_profile
+from gems.profile.profilers.incremental import Devices, incremental_profile
+from gems.profile.profilers.measured import MOST_RUNS, WARM_UP_RUNS, measured_profile, medians_s
+from gems.profile.profilers.roofline import Rates, Roofline, rates_of, roofline_times
+from gems.profile.spans import Spans
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
 DATA = DataConfig(height_px=32, width_px=32)

@@ -15,8 +15,8 @@ from gems.config.schema import DataConfig, MachineConfig, ModelConfig, ParallelC
 from gems.errors import ConfigError
 from gems.profile import ModelProfile, store
 from gems.profile.identity import key_of, versions
+from gems.profile.profilers.take import take
 from gems.profile.store import profile_of
-from gems.profile.take import take
 
 
 def spec_of(**changes: object) -> RunSpec:

@@ -14,11 +14,18 @@ from gems.engine.deferred import Deferred
 from gems.engine.rerun.layer_state import RandomState
 from gems.engine.rerun.products import KeepProducts, Products, UseProducts
 from gems.engine.split import SplitLayers
-from gems.profile.ends import Loss, Run, fresh_gradients, give_gradients, given_memory, static_tensors
-from gems.profile.kernels import Workspace
-from gems.profile.live import LiveBytes, storage_of, unique_bytes
-from gems.profile.saved import Saved, counted
-from gems.profile.slots import Gradient, Output
+from gems.profile.profilers.kernel_workspaces import Workspace
+from gems.profile.profilers.layer_run import (
+    Loss,
+    Run,
+    fresh_gradients,
+    give_gradients,
+    given_memory,
+    static_tensors,
+)
+from gems.profile.profilers.live_bytes import LiveBytes, storage_of, unique_bytes
+from gems.profile.profilers.tensor_slots import Gradient, Output
+from gems.profile.saved_storages import Saved, counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m gems.profile.branches`: reads a resolved run as JSON on stdin, prints its operators' graph with times and bytes.
+"""`python -m gems.profile.profilers.operators`: reads a resolved run as JSON on stdin, prints its operators' graph with times and bytes.
 
 As in the fake profile: fake tensors give the bytes, the roofline of `machine=` the times, of each operator alone.
 """
@@ -21,13 +21,13 @@ from gems.models.blocks.operator import operator_module
 from gems.models.build import as_tuple
 from gems.models.operators import operators_of
 from gems.planner.dlplacer.graph import Op, OpGraph
-from gems.profile.ends import Loss, training_loss
-from gems.profile.fake import device_of, made_fake, on_meta
-from gems.profile.kernels import Workspace, workspace_of
-from gems.profile.meter import meter
-from gems.profile.roofline import Rates, rates_of, roofline_times
+from gems.profile.profilers.fake import device_of, made_fake, on_meta
+from gems.profile.profilers.kernel_workspaces import Workspace, workspace_of
+from gems.profile.profilers.layer_run import Loss, training_loss
+from gems.profile.profilers.meter import meter
+from gems.profile.profilers.roofline import Rates, rates_of, roofline_times
+from gems.profile.profilers.whole_model import given_tensors
 from gems.profile.store import REFUSED
-from gems.profile.whole import given_tensors
 
 STATES = {"sgd": 1, "adam": 2}  # copies of the parameters that an optimizer keeps
 

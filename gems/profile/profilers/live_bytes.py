@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gems.profile.kernels import Workspace
+from gems.profile.profilers.kernel_workspaces import Workspace
 
 _ADD = torch.ops.aten.add.Tensor
 Uses = tuple[int, int]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gems.models import Layer
-from gems.profile.ends import Loss, training_loss
-from gems.profile.meter import BackwardMeter, LayerMeter
 from gems.profile.model_profile import LayerProfile
-from gems.profile.saved import Saved, counted, product_bytes_of, stash_of
-from gems.profile.slots import Gradient
+from gems.profile.profilers.layer_run import Loss, training_loss
+from gems.profile.profilers.meter import BackwardMeter, LayerMeter
+from gems.profile.profilers.tensor_slots import Gradient
+from gems.profile.saved_storages import Saved, counted, product_bytes_of, stash_of
 
 Gradients = tuple[Gradient | None, ...]
 _DATA = -1  # the maker of the model's inputs

@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.models import Layer, layers_of, title_of
 from gems.models.build import build_layer
-from gems.profile.chain import Gradients, Instruments, Probe, Times, profile_chain
 from gems.profile.identity import subject, versions
-from gems.profile.kernels import workspace_of
-from gems.profile.meter import BackwardMeter, LayerMeter, meter, meter_backward
 from gems.profile.model_profile import ModelProfile
-from gems.profile.roofline import rates_of, roofline_times
-from gems.profile.whole import given_tensors, tracked_peak_bytes
+from gems.profile.profilers.chain import Gradients, Instruments, Probe, Times, profile_chain
+from gems.profile.profilers.kernel_workspaces import workspace_of
+from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
+from gems.profile.profilers.roofline import rates_of, roofline_times
+from gems.profile.profilers.whole_model import given_tensors, tracked_peak_bytes
 
 _HOST = torch.device("cpu")  # a build without a GPU knows no fake tensors of one
 

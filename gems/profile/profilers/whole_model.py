@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from gems.config.schema import DataConfig
 from gems.models.build import as_tuple, input_spec
-from gems.profile.ends import give_gradients, training_loss
+from gems.profile.profilers.layer_run import give_gradients, training_loss
 
 
 def given_tensors(

@@ -21,13 +21,13 @@ from gems.engine.rerun.recompute import Rerun
 from gems.errors import ConfigError
 from gems.models import layers_of, title_of
 from gems.models.build import build_layer
-from gems.profile.chain import Gradients, Instruments, Probe, Times, profile_chain
-from gems.profile.ends import Loss, Run, fresh_gradients, give_gradients, given_memory
 from gems.profile.identity import subject, versions
-from gems.profile.kernels import workspace_of
-from gems.profile.meter import BackwardMeter, LayerMeter, meter, meter_backward
 from gems.profile.model_profile import ModelProfile
-from gems.profile.whole import given_tensors
+from gems.profile.profilers.chain import Gradients, Instruments, Probe, Times, profile_chain
+from gems.profile.profilers.kernel_workspaces import workspace_of
+from gems.profile.profilers.layer_run import Loss, Run, fresh_gradients, give_gradients, given_memory
+from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
+from gems.profile.profilers.whole_model import given_tensors
 from gems.utils.host_memory import keep_freed_memory
 
 WARM_UP_RUNS = 2

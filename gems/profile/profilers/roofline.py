@@ -18,10 +18,10 @@ from torch.utils.flop_counter import flop_registry
 
 from gems.config.schema import MachineConfig
 from gems.errors import ConfigError
-from gems.profile.chain import Times
-from gems.profile.ends import Loss, Run
-from gems.profile.live import tensors_in
 from gems.profile.products import is_product
+from gems.profile.profilers.chain import Times
+from gems.profile.profilers.layer_run import Loss, Run
+from gems.profile.profilers.live_bytes import tensors_in
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
 

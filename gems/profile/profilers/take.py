@@ -1,4 +1,4 @@
-"""`python -m gems.profile.take`: reads a resolved run as JSON on stdin, takes its profile, prints it as JSON."""
+"""`python -m gems.profile.profilers.take`: reads a resolved run as JSON on stdin, takes its profile, prints it as JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.profile.fake import fake_profile
-from gems.profile.incremental import Devices, incremental_profile
-from gems.profile.measured import measured_profile
 from gems.profile.model_profile import ModelProfile
+from gems.profile.profilers.fake import fake_profile
+from gems.profile.profilers.incremental import Devices, incremental_profile
+from gems.profile.profilers.measured import measured_profile
 from gems.profile.store import REFUSED
 
 OPTIMIZER_STATES = {"sgd": 1, "adam": 2}

@@ -17,8 +17,8 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from gems.models.build import as_tuple
-from gems.profile.live import storage_of
-from gems.profile.slots import Gradient
+from gems.profile.profilers.live_bytes import storage_of
+from gems.profile.profilers.tensor_slots import Gradient
 
 Loss = Callable[[Tensor], Tensor]
 

@@ -18,7 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.models import Layer, layers_of
 from gems.models.build import as_tuple, boundary_shapes, build_layer, input_spec
-from gems.profile.ends import (
+from gems.profile.model_profile import ModelProfile
+from gems.profile.profilers.fake import device_of, made_fake, on_meta
+from gems.profile.profilers.kernel_workspaces import Workspace, workspace_of
+from gems.profile.profilers.layer_run import (
     Run,
     fresh_gradients,
     give_gradients,
@@ -26,11 +29,8 @@ from gems.profile.ends import (
     static_tensors,
     training_loss,
 )
-from gems.profile.fake import device_of, made_fake, on_meta
-from gems.profile.kernels import Workspace, workspace_of
-from gems.profile.live import LiveBytes, unique_bytes
-from gems.profile.measured import allocated_peak_bytes
-from gems.profile.model_profile import ModelProfile
+from gems.profile.profilers.live_bytes import LiveBytes, unique_bytes
+from gems.profile.profilers.measured import allocated_peak_bytes
 
 PeakOf = Callable[[int, int], int]
 
