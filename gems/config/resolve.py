@@ -12,7 +12,7 @@ from gems.config.value_checks import check_size, check_values
 from gems.data import check_data, kind_of, labels_per_sample, resolve_data, sources_of
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, takes_of
-from gems.models.imported import resolve_target
+from gems.models.imported.describe import resolve_target
 from gems.models.operators import num_branching, operators_of
 from gems.partition.even import check_boundaries
 from gems.schedule import FAMILIES, PLACED

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from gems.config.schema import DataConfig
 from gems.data import IMAGES, kind_of, sample_shape
+from gems.models.imported.parts import release
 from gems.models.layer import Layer
-from gems.models.parts import release
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.memory.model import OPTIMIZERS
 from gems.models import check_image, layers_of, stride_of
-from gems.models.resnet import block_of
+from gems.models.families.resnet import block_of
 from gems.partition.methods import Case, cut_by
 
 MOST = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}

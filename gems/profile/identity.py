@@ -10,7 +10,7 @@ from typing import Any
 
 import gems
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
-from gems.models.imported import source_of
+from gems.models.imported.describe import source_of
 
 PROFILER = 7  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")

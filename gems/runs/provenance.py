@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gems.config.schema import RunSpec
-from gems.models.imported import source_of
+from gems.models.imported.describe import source_of
 from gems.runs.code_archive import CODE_ZIP, PACKAGES, code_root, hash_of, take_snapshot
 from gems.utils.atomic_io import write_json
 

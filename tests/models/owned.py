@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models.imported import resolve_target
+from gems.models.imported.describe import resolve_target
 
 ROOT = Path(__file__).parents[2]
 DATA = DataConfig(height_px=9, width_px=10)

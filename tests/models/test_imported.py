@@ -14,7 +14,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import as_tuple, boundary_shapes, build_layer, build_layers
-from gems.models.user_code import construct, other_generators
+from gems.models.imported.user_code import construct, other_generators
 from tests.models.owned import DATA, NETS, UNET, own
 
 SEED = 3
@@ -151,7 +151,7 @@ class TestWhole:
     def test_is_constructed_once_for_all_layers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layers = layers_of(own(UNET), DATA)
         boundary_shapes(layers, (1, 3, 9, 10))
-        from gems.models import parts
+        from gems.models.imported.describe import parts
 
         made: list[object] = []
 

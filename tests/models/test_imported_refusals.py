@@ -14,7 +14,7 @@ from gems.config.resolve import resolve
 from gems.config.schema import ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, title_of
-from gems.models.imported import resolve_target, source_of
+from gems.models.imported.describe import resolve_target, source_of
 from tests.models.owned import DATA, NETS, ROOT, UNET, own
 
 
@@ -141,7 +141,7 @@ class TestConfiguration:
         (tmp_path / "child_net.py").write_text(code)
         program = (
             "import sys; from gems.config.schema import *; from gems.models import *; "
-            "from gems.models.imported import resolve_target as resolve; "
+            "from gems.models.imported.describe import resolve_target as resolve; "
             "model = resolve(ModelConfig(target='child_net.net')); data = DataConfig(height_px=2, width_px=2); "
             "check_image(model, data, 1); print(*[layer.name for layer in layers_of(model, data)], 'torch' in sys.modules)"
         )

@@ -8,8 +8,8 @@ import torch
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of
-from gems.models.amoebanet import NORMAL, NORMAL_JOINED, REDUCTION, REDUCTION_JOINED
 from gems.models.build import boundary_shapes, build_layer, build_layers
+from gems.models.families.amoebanet import NORMAL, NORMAL_JOINED, REDUCTION, REDUCTION_JOINED
 from tests.models.cutting import assert_cut_equals_whole
 
 SMALL = ModelConfig(name="amoebanet", depth=3, width=8)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.language import check_language
+from gems.models.families.language import check_language
 from gems.models.layer import Layer
 
 _BLOCKS = "gems.models.blocks.sequences"

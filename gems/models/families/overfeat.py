@@ -7,9 +7,9 @@ last map of 6x6, to which other sizes are averaged. Published with dropout 0.5 o
 from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models.backbone import Backbone, Part
-from gems.models.checks import check_classifier
-from gems.models.fully_connected import fully_connected_layers
+from gems.models.families.backbone import Backbone, Part
+from gems.models.families.checks import check_classifier
+from gems.models.families.fully_connected import fully_connected_layers
 from gems.models.layer import Layer
 from gems.models.steps import conv, max_pool, scaled_channels
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
-from gems.models.backbone import Backbone, Part
-from gems.models.checks import check_classifier, check_depth
+from gems.models.families.backbone import Backbone, Part
+from gems.models.families.checks import check_classifier, check_depth
 from gems.models.layer import Layer
 from gems.models.steps import conv, max_pool
 

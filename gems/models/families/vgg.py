@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.backbone import Backbone, Part
-from gems.models.checks import check_classifier
-from gems.models.fully_connected import fully_connected_layers
+from gems.models.families.backbone import Backbone, Part
+from gems.models.families.checks import check_classifier
+from gems.models.families.fully_connected import fully_connected_layers
 from gems.models.layer import Layer
 from gems.models.steps import conv, max_pool
 

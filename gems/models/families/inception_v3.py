@@ -11,8 +11,8 @@ boundaries beside the map, and the head adds its loss, with the weight of Szeged
 from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models.backbone import Backbone, Part, carrying
-from gems.models.checks import check_classifier
+from gems.models.families.backbone import Backbone, Part, carrying
+from gems.models.families.checks import check_classifier
 from gems.models.layer import Layer
 from gems.models.steps import Fork, Step, average_pool, conv, fork, max_pool, scaled_channels, side_after
 

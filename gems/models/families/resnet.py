@@ -12,7 +12,7 @@ from typing import Any
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
-from gems.models.checks import check_classifier
+from gems.models.families.checks import check_classifier
 from gems.models.layer import Layer
 
 _BLOCKS = "gems.models.blocks"

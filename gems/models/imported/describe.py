@@ -25,7 +25,7 @@ from gems.errors import ConfigError
 from gems.models.layer import Layer
 from gems.utils.cache import cached
 
-_TORCH_PART = "gems.models.parts"
+_TORCH_PART = "gems.models.imported.parts"
 _TIME_LIMIT_S = 600.0
 
 
@@ -98,7 +98,9 @@ def _text(model: ModelConfig, data: DataConfig) -> str:
 def _description(text: str, source: str | None, num_classes: int) -> dict[str, Any]:
     """Gives names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
     if "torch" in sys.modules:
-        described: dict[str, Any] = importlib.import_module("gems.models.parts").describe(text, num_classes)
+        described: dict[str, Any] = importlib.import_module("gems.models.imported.parts").describe(
+            text, num_classes
+        )
         return described
     if source is None:
         return _ask(text, num_classes)

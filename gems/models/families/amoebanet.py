@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.checks import check_classifier
+from gems.models.families.checks import check_classifier
 from gems.models.layer import Layer
 
 Term = tuple[str, int]

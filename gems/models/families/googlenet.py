@@ -8,8 +8,8 @@ another norm takes their place.
 from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models.backbone import Backbone, Part
-from gems.models.checks import check_classifier
+from gems.models.families.backbone import Backbone, Part
+from gems.models.families.checks import check_classifier
 from gems.models.layer import Layer
 from gems.models.steps import LocalNorm, Step, conv, fork, max_pool
 

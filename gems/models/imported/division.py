@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gems.models.tracing import Traced, block_of
+from gems.models.imported.tracing import Traced, block_of
 
 Path = tuple[int, ...]
 

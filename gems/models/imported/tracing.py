@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
 from gems.errors import ConfigError
-from gems.models.user_code import place_of_forward, refusal
+from gems.models.imported.user_code import place_of_forward, refusal
 
 TRACED_BATCH = 2
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -7,9 +7,9 @@ averaged. Published with dropout 0.5 in front of fc1 and fc2, and without norm.
 from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models.backbone import Backbone, Part
-from gems.models.checks import check_classifier
-from gems.models.fully_connected import fully_connected_layers
+from gems.models.families.backbone import Backbone, Part
+from gems.models.families.checks import check_classifier
+from gems.models.families.fully_connected import fully_connected_layers
 from gems.models.layer import Layer
 from gems.models.steps import Conv, conv, max_pool
 

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from gems.errors import ConfigError
-from gems.models.division import Slice, divide
-from gems.models.tracing import trace
-from gems.models.user_code import construct, construct_on_meta, other_generators, place_of_forward, refusal
+from gems.models.imported.division import Slice, divide
+from gems.models.imported.tracing import trace
+from gems.models.imported.user_code import (
+    construct,
+    construct_on_meta,
+    other_generators,
+    place_of_forward,
+    refusal,
+)
 
 
 class Part(nn.Module):
@@ -42,7 +48,7 @@ class Part(nn.Module):
 
 
 def part(text: str, index: int, source: str | None) -> Part:
-    """Gives the `index`-th layer of the network that `text` describes (`gems.models.imported`).
+    """Gives the `index`-th layer of the network that `text` describes (`gems.models.imported.describe`).
 
     The whole network is constructed once, from the host's generator as `build_layer` has seeded it, and each layer is
     taken out of it; asking for a layer again constructs it anew. `source`, the state of the user's code, only tells

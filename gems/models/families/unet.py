@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.checks import check_classifier
+from gems.models.families.checks import check_classifier
 from gems.models.layer import Layer
 from gems.models.steps import chain_layer, conv
 

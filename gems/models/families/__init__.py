@@ -1,0 +1,1 @@
+"""The zoo: published networks, one file a family, each a function from a configuration to named layers."""

@@ -1,0 +1,1 @@
+"""A user's own nn.Module as named layers."""
