@@ -16,11 +16,11 @@ from analysis.units import counted, number
 from gems.errors import ConfigError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Kind
 from gems.schedule.costs import SegmentCosts, StageCosts, uniform
+from gems.schedule.formats.schedule_json import from_json
+from gems.schedule.formats.torch_csv import from_torch_csv
 from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
-from gems.schedule.schedule_json import from_json
 from gems.schedule.simulate import Simulation, simulate
-from gems.schedule.torch_csv import from_torch_csv
 from gems.schedule.validate import validate
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
 

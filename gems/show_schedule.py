@@ -12,13 +12,13 @@ from gems.config.schema import RunSpec
 from gems.errors import ScheduleError
 from gems.runs.run_plan import planned
 from gems.schedule.costs import Network, StageCosts
-from gems.schedule.fault import fault_grid
-from gems.schedule.grid import grid
+from gems.schedule.formats.fault_grid import fault_grid
+from gems.schedule.formats.grid import grid
+from gems.schedule.formats.schedule_json import to_json
+from gems.schedule.formats.torch_csv import to_torch_csv
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
-from gems.schedule.schedule_json import to_json
 from gems.schedule.simulate import simulate
-from gems.schedule.torch_csv import to_torch_csv
 from gems.schedule.validate import validate
 from gems.simulation.build import cap_of, compute_schedule_of, costs_of, network_in_seconds, network_of
 from gems.simulation.profiled_costs import costed

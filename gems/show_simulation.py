@@ -16,7 +16,7 @@ from gems.runs.run_plan import memory_case, planned
 from gems.schedule import SEARCHED
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network, StageCosts
-from gems.schedule.grid import grid
+from gems.schedule.formats.grid import grid
 from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.memory_time import memory_time_bound

@@ -16,12 +16,12 @@ from random import Random
 
 from gems.errors import GemsError
 from gems.schedule import FAMILIES
-from gems.schedule.capped import Found, capped
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.ledger import TOLERANCE, peaks
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
+from gems.schedule.synthesis import Found, capped
 from gems.schedule.validate import validate
 
 CAPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)

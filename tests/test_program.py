@@ -14,8 +14,8 @@ from gems.errors import ConfigError, ScheduleError
 from gems.runs.run_plan import planned
 from gems.schedule import generate
 from gems.schedule.action import Kind
+from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.placement import bidirectional, linear
-from gems.schedule.schedule_json import to_json
 from gems.simulation.build import (
     cap_of,
     compute_schedule_of,

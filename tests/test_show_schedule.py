@@ -13,7 +13,7 @@ from gems.cli import Options
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
-from gems.schedule.schedule_json import from_json
+from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.validate import validate
 from gems.show_schedule import LOWERED, TORCH, show_schedule
 from tests.schedule.drawings import play, uniform_cost

@@ -16,8 +16,8 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan
 from gems.runs.code_archive import CODE_ZIP
+from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.schedule import Schedule
-from gems.schedule.schedule_json import from_json, to_json
 from gems.utils.atomic_io import read_json, write_json
 
 OF_ALL_ATTEMPTS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gems.schedule.capped import capped
 from gems.schedule.costs import StageCosts
 from gems.schedule.families.chimera import chimera
 from gems.schedule.families.dualpipe_v import dualpipe_v
@@ -14,13 +13,14 @@ from gems.schedule.families.gems_zb import gems_zb
 from gems.schedule.families.gpipe import gpipe
 from gems.schedule.families.interleaved import interleaved_1f1b, looped_bfs
 from gems.schedule.families.layer_parallel import layer_parallel
-from gems.schedule.families.named import named
 from gems.schedule.families.one_f_one_b import one_f_one_b
+from gems.schedule.families.published_schedules import named
 from gems.schedule.families.v_shape import v_half, v_min
 from gems.schedule.families.zb_v import zb_v
 from gems.schedule.families.zero_bubble import zb_h1, zb_h2
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
+from gems.schedule.synthesis import capped
 
 FROM_FILE = "file"
 PLACED = "placed"

@@ -11,18 +11,18 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.partition.operator_placement import placed_on, stage_costs_of
 from gems.schedule import FAMILIES, FROM_FILE, PLACED, SEARCHED
-from gems.schedule.capped import capped
-from gems.schedule.capped.solver import IS_INSTALLED
 from gems.schedule.costs import DepthCosts, Network, StageCosts
-from gems.schedule.families.named import named
+from gems.schedule.families.published_schedules import named
+from gems.schedule.formats.schedule_json import from_json, to_json
+from gems.schedule.formats.torch_csv import from_torch_csv
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.pace import Pace
 from gems.schedule.placement import Placement
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
-from gems.schedule.schedule_json import from_json, to_json
 from gems.schedule.simulate import Simulation, simulate
-from gems.schedule.torch_csv import from_torch_csv
+from gems.schedule.synthesis import capped
+from gems.schedule.synthesis.solver import IS_INSTALLED
 from gems.schedule.validate import validate
 from gems.simulation.all_reduce import NONE, AllReduce, all_reduce
 from gems.utils.cache import cached

@@ -14,11 +14,11 @@ from analysis.timeline import LOOKS
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule import generate
 from gems.schedule.costs import DepthCosts, StageCosts, uniform
+from gems.schedule.formats.schedule_json import to_json
+from gems.schedule.formats.torch_csv import to_torch_csv
 from gems.schedule.lower import lower
 from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule
-from gems.schedule.schedule_json import to_json
-from gems.schedule.torch_csv import to_torch_csv
 from tests.schedule.drawings import with_rows
 
 COLOURS = {(look.kinds[0], look.shade): look.colour for look in LOOKS}

@@ -15,9 +15,9 @@ from gems.memory.segment_costs import segment_costs
 from gems.schedule import generate
 from gems.schedule.action import COMPUTE_KINDS, Kind
 from gems.schedule.costs import Network
+from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
-from gems.schedule.schedule_json import from_json, to_json
 from gems.schedule.simulate import simulate
 from gems.schedule.validate import validate
 from tests.partition.profiles import random_profile

@@ -15,7 +15,7 @@ from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
 from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
-from gems.schedule.schedule_json import to_json
+from gems.schedule.formats.schedule_json import to_json
 from gems.trace import KINDS, part_path, read_part
 from tests.engine.toys import make_spec
 
@@ -95,6 +95,6 @@ class _Spoilt(RunFolder):
         object.__setattr__(self, "document", document)
 
     def read_schedule(self):
-        from gems.schedule.schedule_json import from_json
+        from gems.schedule.formats.schedule_json import from_json
 
         return from_json(self.document)

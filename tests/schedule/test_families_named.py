@@ -1,4 +1,4 @@
-"""gems.schedule.families.named: all published schedules that serve a request."""
+"""gems.schedule.families.published_schedules: all published schedules that serve a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES, PUBLISHED, generate
 from gems.schedule.costs import DepthCosts
-from gems.schedule.families.named import CHUNKS, LARGE, named
+from gems.schedule.families.published_schedules import CHUNKS, LARGE, named
 from gems.schedule.ledger import TOLERANCE
 from gems.schedule.request import Request
 from gems.schedule.simulate import simulate

@@ -6,7 +6,7 @@ import pytest
 
 from gems.schedule import generate
 from gems.schedule.costs import uniform
-from gems.schedule.grid import grid
+from gems.schedule.formats.grid import grid
 from gems.schedule.lower import lower
 from gems.schedule.simulate import simulate
 from tests.schedule.drawings import lines

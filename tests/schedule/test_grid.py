@@ -1,4 +1,4 @@
-"""gems.schedule.grid: the drawing of a schedule."""
+"""gems.schedule.formats.grid: the drawing of a schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gems.schedule import PUBLISHED, generate
 from gems.schedule.action import Kind
-from gems.schedule.grid import MAX_COLUMNS, grid
+from gems.schedule.formats.grid import MAX_COLUMNS, grid
 from gems.schedule.lower import lower
 from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule

@@ -1,4 +1,4 @@
-"""gems.schedule.schedule_json: schema gems.schedule/1."""
+"""gems.schedule.formats.schedule_json: schema gems.schedule/1."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from gems.errors import ConfigError
 from gems.schedule import PUBLISHED, generate
 from gems.schedule.families.forward_only import forward_only
+from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.lower import lower
 from gems.schedule.placement import linear
-from gems.schedule.schedule_json import from_json, to_json
 from gems.schedule.validate import validate
 
 

@@ -14,11 +14,11 @@ from gems.schedule.costs import Network, StageCosts
 from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.families.forward_only import forward_only
 from gems.schedule.families.placed import placed
+from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.memory import memory_over_time
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from gems.schedule.schedule_json import from_json, to_json
 from gems.schedule.simulate import simulate
 from gems.schedule.transfers import boundary_of, other_stage, partner_of, sender_of
 from gems.schedule.validate import validate

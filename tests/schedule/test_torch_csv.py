@@ -1,4 +1,4 @@
-"""gems.schedule.torch_csv: torch's own validator and simulator accept our exports, and its schedules are read."""
+"""gems.schedule.formats.torch_csv: torch's own validator and simulator accept our exports, and its schedules are read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from gems.errors import ConfigError
 from gems.schedule import generate
 from gems.schedule.action import COMPUTE_KINDS, Action
+from gems.schedule.formats.schedule_json import from_json, to_json
+from gems.schedule.formats.torch_csv import from_torch_csv, to_torch_csv
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.placement import linear, looped, v
 from gems.schedule.schedule import Schedule
-from gems.schedule.schedule_json import from_json, to_json
-from gems.schedule.torch_csv import from_torch_csv, to_torch_csv
 from gems.schedule.validate import validate
 from tests.schedule.drawings import play, text_of, uniform_cost, with_rows
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gems.errors import ConfigError
 from gems.schedule.action import Kind
-from gems.schedule.capped import capped, least_cap
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.families.gems_master import gems_master
 from gems.schedule.families.gpipe import gpipe
@@ -18,6 +17,7 @@ from gems.schedule.families.one_f_one_b import one_f_one_b
 from gems.schedule.ledger import peaks
 from gems.schedule.request import Request
 from gems.schedule.simulate import simulate
+from gems.schedule.synthesis import capped, least_cap
 from gems.schedule.validate import validate
 
 BUDGET_S = 0.05

@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from gems.schedule.capped.acting import acting, least_room
-from gems.schedule.capped.build import build
-from gems.schedule.capped.listing import NEVER, Listing, Rules
-from gems.schedule.capped.problem import problem
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.simulate import simulate
+from gems.schedule.synthesis.build import build
+from gems.schedule.synthesis.list_scheduler import NEVER, Listing, Rules
+from gems.schedule.synthesis.memory_actions import acting, least_room
+from gems.schedule.synthesis.problem import problem
 from gems.schedule.validate import validate
 
 PLACEMENTS = (linear(4), bidirectional(4), v(3), wave(2, 4), wave(3, 8))

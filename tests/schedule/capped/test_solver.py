@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from gems.schedule.capped.budget import Budget
-from gems.schedule.capped.pattern import pattern
-from gems.schedule.capped.problem import Problem, problem
-from gems.schedule.capped.solver import is_small, solve
-from gems.schedule.capped.templates import patterns
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.placement import Placement, v
+from gems.schedule.synthesis.budget import Budget
+from gems.schedule.synthesis.pattern import pattern
+from gems.schedule.synthesis.problem import Problem, problem
+from gems.schedule.synthesis.solver import is_small, solve
+from gems.schedule.synthesis.templates import patterns
 
 KEEP = (0,) * 8
 

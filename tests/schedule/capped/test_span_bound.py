@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gems.schedule.capped.bound import span_bound
-from gems.schedule.capped.problem import problem
 from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
+from gems.schedule.synthesis.bound import span_bound
+from gems.schedule.synthesis.problem import problem
 
 MANY = 10**6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from gems.schedule.capped.problem import Problem
+from gems.schedule.synthesis.problem import Problem
 
 
 def span_bound(problem: Problem, allow: Sequence[str] = ()) -> float:

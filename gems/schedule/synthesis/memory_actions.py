@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from gems.schedule.capped.problem import Problem
+from gems.schedule.synthesis.problem import Problem
 
 
 class Act(IntEnum):

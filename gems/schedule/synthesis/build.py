@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gems.schedule.action import Action, Kind
-from gems.schedule.capped.problem import Problem
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
+from gems.schedule.synthesis.problem import Problem
 
 NAME = "capped"
 WAVE_CHUNKS = (4, 8)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from gems.schedule.capped.acting import Act, Acting
-from gems.schedule.capped.problem import Problem
+from gems.schedule.synthesis.memory_actions import Act, Acting
+from gems.schedule.synthesis.problem import Problem
 
 NEVER = 1 << 60
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from gems.schedule.capped.acting import Act, Acting, acting
-from gems.schedule.capped.anneal import anneal
-from gems.schedule.capped.budget import Budget
-from gems.schedule.capped.listing import NEVER, Listing, Rules
-from gems.schedule.capped.pattern import Template
-from gems.schedule.capped.problem import Problem
-from gems.schedule.capped.solver import is_small, solve
-from gems.schedule.capped.templates import acts_to_try, free_running, groups_of, patterns
+from gems.schedule.synthesis.anneal import anneal
+from gems.schedule.synthesis.budget import Budget
+from gems.schedule.synthesis.list_scheduler import NEVER, Listing, Rules
+from gems.schedule.synthesis.memory_actions import Act, Acting, acting
+from gems.schedule.synthesis.pattern import Template
+from gems.schedule.synthesis.problem import Problem
+from gems.schedule.synthesis.solver import is_small, solve
+from gems.schedule.synthesis.templates import acts_to_try, free_running, groups_of, patterns
 
 GREEDY, PATTERN, ANNEALING, SOLVER = "greedy", "pattern", "annealing", "solver"
 QUICK = ((1.0, 0.5), (2.0, NEVER), (0.0, NEVER), (NEVER, NEVER), (4.0, 1.0))

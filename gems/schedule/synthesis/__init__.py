@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, ScheduleError
-from gems.schedule.capped.acting import Act, least_room
-from gems.schedule.capped.bound import span_bound
-from gems.schedule.capped.budget import Budget
-from gems.schedule.capped.build import NAME, build, placements_of
-from gems.schedule.capped.problem import SIZES_PER_UNIT, Problem, problem
-from gems.schedule.capped.search import Search
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import TOLERANCE, peaks
 from gems.schedule.placement import Placement
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.synthesis.bound import span_bound
+from gems.schedule.synthesis.budget import Budget
+from gems.schedule.synthesis.build import NAME, build, placements_of
+from gems.schedule.synthesis.memory_actions import Act, least_room
+from gems.schedule.synthesis.problem import SIZES_PER_UNIT, Problem, problem
+from gems.schedule.synthesis.search import Search
 from gems.schedule.validate import validate
 
 __all__ = ["Found", "capped", "least_cap"]

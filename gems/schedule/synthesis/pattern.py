@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gems.schedule.capped.acting import Act
-from gems.schedule.capped.problem import Problem
+from gems.schedule.synthesis.memory_actions import Act
+from gems.schedule.synthesis.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

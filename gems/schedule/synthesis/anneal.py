@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from math import exp
 from random import Random
 
-from gems.schedule.capped.budget import Budget
-from gems.schedule.capped.pattern import Template, pattern
-from gems.schedule.capped.problem import Problem
-from gems.schedule.capped.templates import least_period
+from gems.schedule.synthesis.budget import Budget
+from gems.schedule.synthesis.pattern import Template, pattern
+from gems.schedule.synthesis.problem import Problem
+from gems.schedule.synthesis.templates import least_period
 
 ROUNDS, LATENCY_ROUNDS = 1500, 300
 LATENCY_WEIGHT, COLD = 0.02, 0.002

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import ceil
 
-from gems.schedule.capped.acting import Act, least_room
-from gems.schedule.capped.budget import Budget
-from gems.schedule.capped.pattern import Template, pattern
-from gems.schedule.capped.problem import Problem
+from gems.schedule.synthesis.budget import Budget
+from gems.schedule.synthesis.memory_actions import Act, least_room
+from gems.schedule.synthesis.pattern import Template, pattern
+from gems.schedule.synthesis.problem import Problem
 
 KEEP_EIGHTHS = (0, 1, 2, 3, 4, 6)
 

@@ -1,0 +1,1 @@
+"""Schedules as JSON, as the CSV of torch.distributed.pipelining, and as text."""
