@@ -36,7 +36,9 @@ def verify(spec: RunSpec, options: Options) -> int:
         train = replace(spec.train, dtype=dtype, steps=STEPS, warmup_steps=0)
         short = replace(costed(spec), runs_dir=scratch, train=train)
         folder = prepare(short)
-        argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", "gems.engine.compare", str(folder.path)])
+        argv = mpiexec_argv(
+            spec.world_size, [sys.executable, "-m", "gems.engine.verification.compare", str(folder.path)]
+        )
         ended = run_ranks(
             argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=TIME_LIMIT_S
         )

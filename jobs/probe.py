@@ -112,7 +112,7 @@ def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
     """
     order = ",".join(map(str, spec.cluster.device_order))
     words = [str(probe_json(folder)), spec.machine.device, *([order] if order else [])]
-    program = rank_program(job, folder, "gems.engine.probe", *words)
+    program = rank_program(job, folder, "gems.engine.transport.probe", *words)
     if job.launcher == "ibrun":
         return ["ibrun", "-n", str(RANKS), *program]  # the first tasks of the allocation
     if job.launcher == "mpiexec":

@@ -109,7 +109,7 @@ def run_rank(work: Path) -> None:
     import torch.distributed as dist
 
     from gems.engine.device import open_device
-    from gems.engine.transport import world
+    from gems.engine.transport.mpi import world
     from gems.runs.folder import RunFolder
     from gems.utils.atomic_io import read_json, write_json
 

@@ -131,7 +131,7 @@ def run_rank(path: Path, num_rounds: int, engines: list[str]) -> None:
     import torch.distributed as dist
 
     from gems.config.resolve import global_batch
-    from gems.engine.transport import world
+    from gems.engine.transport.mpi import world
     from gems.runs.folder import RunFolder
     from gems.utils.atomic_io import write_json
 

@@ -1,7 +1,7 @@
 """Calibrates a machine: short probes of its messages, sums and computes become a machine's file with the fits' errors.
 
 `python -m scripts.calibrate --out DIR/machine/NAME.yaml` starts two ranks here (`--ranks`); the file then serves as
-`--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N 2 -n 2 python -m gems.engine.calibrate
+`--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N 2 -n 2 python -m gems.engine.transport.speed_probe
 probe.json`, and `--probe probe.json` reads it. `--kind emulated` calibrates emulated devices, whose messages wait for ranks
 to wake up. `--base NAME` takes the rest from a machine of conf/. `--runs RUN ...` takes the noise from finished runs.
 Where there is a GPU its copy engines are timed too. `--held-out ANSWER.json` notes the error that
@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml")
     parser.add_argument("--kind", choices=("real", "emulated"), default="real")
     parser.add_argument("--ranks", type=int, help="default 2, and 8 for emulated devices")
-    parser.add_argument("--probe", type=Path, metavar="FILE.json", help="what gems.engine.calibrate wrote")
+    parser.add_argument(
+        "--probe", type=Path, metavar="FILE.json", help="what gems.engine.transport.speed_probe wrote"
+    )
     parser.add_argument("--runs", type=Path, nargs="*", default=[], metavar="RUN")
     parser.add_argument("--base", metavar="NAME")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -68,7 +70,7 @@ def read_probe(path: Path) -> dict[str, Any]:
     """
     found = read_json(path)
     if not found:
-        raise ConfigError("--probe", path, "is no answer of gems.engine.calibrate")
+        raise ConfigError("--probe", path, "is no answer of gems.engine.transport.speed_probe")
     return found
 
 
@@ -81,7 +83,9 @@ def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
     ranks = num_ranks or (2 if kind == "real" else 8)
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "probe.json"
-        argv = mpiexec_argv(ranks, [sys.executable, "-m", "gems.engine.calibrate", str(result), kind])
+        argv = mpiexec_argv(
+            ranks, [sys.executable, "-m", "gems.engine.transport.speed_probe", str(result), kind]
+        )
         ended = run_ranks(argv, rank_environment(1), log=None, timeout_s=LIMIT_S, echo=False)
         if ended.returncode:
             raise ConfigError("--ranks", ranks, "the probe failed: " + " ".join(ended.tail[-3:]))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gems.engine.monitor import _open_gpu
+from gems.engine.supervision.monitor import _open_gpu
 from gems.errors import DoesNotFitError
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec

@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.data import open_dataset
+from gems.engine.activation_store.store import Counters
+from gems.engine.batch_loader import Feed
 from gems.engine.device import DTYPES, open_device
-from gems.engine.feed import Feed
 from gems.engine.pipeline import build_pipeline
-from gems.engine.store.activations import Counters
-from gems.engine.transport import world
+from gems.engine.transport.mpi import world
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.memory_actions import add_memory
 from gems.memory.plan import Choice, MemoryPlan, Segment

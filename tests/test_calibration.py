@@ -10,7 +10,7 @@ import yaml
 
 from gems.config.compose import compose
 from gems.config.schema import MachineConfig
-from gems.engine.calibrate import pairs_of
+from gems.engine.transport.speed_probe import pairs_of
 from gems.errors import ConfigError
 from gems.schedule.costs import Network
 from gems.simulation.all_reduce import all_reduce

@@ -19,7 +19,7 @@ from gems.runs.code_archive import PACKAGES, from_snapshot, hash_of, take_snapsh
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = """
 import json, os, subprocess, sys
-import gems, jobs.batch, gems.engine.affinity
+import gems, jobs.batch, gems.engine.supervision.affinity
 child = subprocess.run([sys.executable, "-m", "gems.where_child"], capture_output=True, text=True)
 print(json.dumps([gems.__file__, jobs.batch.__file__, sys.argv, __name__, child.stdout, child.stderr]))
 """
@@ -99,7 +99,12 @@ def test_a_module_and_its_children_come_from_the_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the current folder, where there is other code of that name, nor PYTHONPATH stands before it."""
-    empty = ("jobs/__init__.py", "jobs/batch.py", "gems/engine/__init__.py", "gems/engine/affinity.py")
+    empty = (
+        "jobs/__init__.py",
+        "jobs/batch.py",
+        "gems/engine/__init__.py",
+        "gems/engine/supervision/affinity.py",
+    )
     asking = {"gems/where.py": WHERE, "gems/where_child.py": "import gems; print(gems.__file__)"}
     copy_of(tmp_path, monkeypatch, dict.fromkeys(empty, "") | asking)
     archive = tmp_path / "run" / "code.zip"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gems.config.schema import MachineConfig
-from gems.engine.local_rank import local_rank
+from gems.engine.transport.local_rank import local_rank
 from gems.errors import ConfigError
 from gems.utils.host_memory import keep_freed_memory
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gems.autograd.memory_counter import Share, tensor_bytes
+from gems.engine.action_loop import Loop
+from gems.engine.activation_store.segment import StoredSegment
+from gems.engine.activation_store.segments import Part, Segments
 from gems.engine.gradients import Gradients, Held
-from gems.engine.graph_handing import GraphHanding
-from gems.engine.handing import Handing, unshared
-from gems.engine.ledger import Share, tensor_bytes
-from gems.engine.links import Links
-from gems.engine.loop import Loop
-from gems.engine.recorder import Recorder
-from gems.engine.score import Score, Sums, loss_of
+from gems.engine.graph_router import GraphHanding
+from gems.engine.metrics import Score, Sums, loss_of
 from gems.engine.stage import Loss, Stage
-from gems.engine.store.segment import StoredSegment
-from gems.engine.store.segments import Part, Segments
+from gems.engine.supervision.recorder import Recorder
+from gems.engine.tensor_router import Handing, unshared
+from gems.engine.transport.p2p_channels import Links
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule

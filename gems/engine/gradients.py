@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from gems.engine.transport import Transport
+from gems.engine.transport.mpi import Transport
 
 Held = tuple[int, int]  # (direction, stage)
 

@@ -9,22 +9,22 @@ from typing import cast
 import torch
 from torch import nn
 
+from gems.autograd.memory_counter import Ledger
 from gems.config.resolve import labels_per_step
 from gems.config.schema import RunSpec
-from gems.engine.agreement import check_same_schedule, check_world
-from gems.engine.contents import Contents, contents_of
+from gems.engine.activation_store.segments import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
 from gems.engine.gradients import Gradients, Held
-from gems.engine.ledger import Ledger
-from gems.engine.links import Links, open_transports
 from gems.engine.optimizer import build_optimizer
-from gems.engine.patience import sharpen_sleep, spin_of
-from gems.engine.recorder import Recorder
 from gems.engine.stage import Stage
-from gems.engine.staging import open_staging
-from gems.engine.store.segments import Segments, needs_store, open_segments
-from gems.engine.transport import Comm, Transport, ranks_here
+from gems.engine.stage_modules import Contents, contents_of
+from gems.engine.supervision.consistency_check import check_same_schedule, check_world
+from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.mpi import Comm, Transport, ranks_here
+from gems.engine.transport.p2p_channels import Links, open_transports
+from gems.engine.transport.polling import sharpen_sleep, spin_of
+from gems.engine.transport.staging import open_staging
 from gems.memory.plan import MemoryPlan
 from gems.partition.methods import cut
 from gems.runs.heartbeat import Heartbeat

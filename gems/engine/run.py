@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gems.config.schema import RunSpec
-from gems.engine.failure import DUMP_S, SPEAK_S, end_all, guard, launched_rank, report
-from gems.engine.stop import StopWatch, stop_watch
+from gems.engine.supervision.failure import DUMP_S, SPEAK_S, end_all, guard, launched_rank, report
+from gems.engine.supervision.stop_request import StopWatch, stop_watch
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
-    from gems.engine.transport import Comm
-    from gems.engine.watchdog import Watchdog
+    from gems.engine.supervision.watchdog import Watchdog
+    from gems.engine.transport.mpi import Comm
 
 
 def main(argv: list[str]) -> None:
@@ -50,9 +50,9 @@ def _work(folder: RunFolder, stop: StopWatch) -> None:
 
     # Before MPI starts: one that knows GPUs looks at the current device then.
     device = open_device(spec.machine, spec.cluster.device_order)
-    from gems.engine.affinity import write_affinity
+    from gems.engine.supervision.affinity import write_affinity
     from gems.engine.train import train
-    from gems.engine.transport import world
+    from gems.engine.transport.mpi import world
 
     comm = world()
     write_affinity(comm, device, folder.affinity_json, spec.cluster.cpus_per_rank)
@@ -63,9 +63,9 @@ def _work(folder: RunFolder, stop: StopWatch) -> None:
 
 
 def _emulate(spec: RunSpec, folder: RunFolder, stop: StopWatch) -> None:
-    from gems.engine.affinity import write_affinity
-    from gems.engine.emulated_run import emulate
-    from gems.engine.transport import world
+    from gems.engine.emulation.run import emulate
+    from gems.engine.supervision.affinity import write_affinity
+    from gems.engine.transport.mpi import world
 
     comm = world()
     write_affinity(comm, None, folder.affinity_json, spec.cluster.cpus_per_rank)
@@ -77,9 +77,9 @@ def _emulate(spec: RunSpec, folder: RunFolder, stop: StopWatch) -> None:
 
 def _watchdog(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat) -> Watchdog:
     """Gives this rank's watchdog, with the ranks of its node; collective."""
-    from gems.engine.neighbour import Neighbour
-    from gems.engine.transport import gather_here
-    from gems.engine.watchdog import Watchdog
+    from gems.engine.supervision.local_peer import Neighbour
+    from gems.engine.supervision.watchdog import Watchdog
+    from gems.engine.transport.mpi import gather_here
 
     here = gather_here(comm, Neighbour.me(comm.rank))
     return Watchdog(folder, comm.rank, comm.size, heartbeat, spec.train.stall_limit_s, here)

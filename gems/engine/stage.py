@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gems.engine.deferred import Deferred
-from gems.engine.ledger import StashMeter, new_bytes, storages_of, tensor_bytes
-from gems.engine.split import SplitLayers
+from gems.autograd.memory_counter import StashMeter, new_bytes, storages_of, tensor_bytes
+from gems.autograd.split_backward.deferred import Deferred
+from gems.autograd.split_backward.layers import SplitLayers
 from gems.models.build import as_tuple
 
 Loss = Callable[[Tensor], Tensor]

@@ -18,20 +18,20 @@ from gems.config.resolve import global_batch, labels_per_step
 from gems.config.run_id import signature
 from gems.config.schema import RunSpec
 from gems.data import labels_per_sample, open_dataset
+from gems.engine.batch_loader import Feed
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.host_copy import PipelineSource
 from gems.engine.checkpoint.resume import beginning_of
 from gems.engine.checkpoint.saver import Asks, Saver
 from gems.engine.checkpoint.state import owners_of, read_losses, restore_state
-from gems.engine.clock import measure_offset
 from gems.engine.device import DTYPES
-from gems.engine.feed import Feed
-from gems.engine.findings import Findings, findings_of
-from gems.engine.monitor import Monitor
 from gems.engine.optimizer import state_bytes
 from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.progress import Progress
-from gems.engine.transport import Comm, library
+from gems.engine.supervision.memory_report import Findings, findings_of
+from gems.engine.supervision.monitor import Monitor
+from gems.engine.supervision.progress import Progress
+from gems.engine.transport.clock import measure_offset
+from gems.engine.transport.mpi import Comm, library
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.trace import TracePart, part_path, root_attributes

@@ -122,7 +122,7 @@ def noise_of(times_s: np.ndarray) -> float:
 
 
 def calibration_of(probe: Mapping[str, Any]) -> Calibration:
-    """Gives the calibration of what `gems.engine.calibrate` wrote.
+    """Gives the calibration of what `gems.engine.transport.speed_probe` wrote.
 
     Of one node alone its links stand for all links. Emulated compute is a timed wait, which has no noise.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from gems.engine import emulated
-from gems.engine.failure import launched_rank
+from gems.engine.emulation import executor as emulated
 from gems.engine.run import main
+from gems.engine.supervision.failure import launched_rank
 from gems.schedule.action import Action, Kind
 
 HOW = {"free": ctypes.CDLL, "holding": ctypes.PyDLL}  # whether other threads of the rank get a turn meanwhile

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gems.engine.transport import Comm, world
+from gems.engine.transport.mpi import Comm, world
 
 
 @pytest.fixture(scope="session")

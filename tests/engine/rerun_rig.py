@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gems.engine.deferred import Deferred
-from gems.engine.rerun.recompute import Rerun
-from gems.engine.split import SplitLayers
+from gems.autograd.matmul_ops import is_product
+from gems.autograd.recompute.recompute import Rerun
+from gems.autograd.split_backward.deferred import Deferred
+from gems.autograd.split_backward.layers import SplitLayers
 from gems.models.build import as_tuple
-from gems.profile.products import is_product
 
 SEED, SIZE, CHANNELS, SIDE = 7, 2, 4, 8
 SHAPE = (SIZE, CHANNELS, SIDE, SIDE)

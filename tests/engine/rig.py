@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.memory_counter import Ledger
+from gems.engine.activation_store.segments import needs_store, open_segments
 from gems.engine.executor import Batch, Executor
-from gems.engine.ledger import Ledger
-from gems.engine.links import Links
-from gems.engine.recorder import Recorder
-from gems.engine.routes import tag_of
 from gems.engine.stage import Stage
-from gems.engine.staging import Direct
-from gems.engine.store.segments import needs_store, open_segments
+from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.message_tags import tag_of
+from gems.engine.transport.p2p_channels import Links
+from gems.engine.transport.staging import Direct
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule

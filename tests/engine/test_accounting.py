@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gems.engine.executor import Batch
-from gems.engine.recorder import COMPUTE, LINK
+from gems.engine.supervision.recorder import COMPUTE, LINK
 from gems.models.build import TensorSpec
 from gems.schedule import generate
 from gems.schedule.action import RANK_KINDS

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from gems.engine.ledger import Ledger
-from gems.engine.recorder import Recorder
-from gems.engine.store.activations import ActivationStore
-from gems.engine.store.copies import ArenaCopies
-from gems.engine.store.host_pool import HostPool, PlainMemory
+from gems.autograd.memory_counter import Ledger
+from gems.engine.activation_store.copies import ArenaCopies
+from gems.engine.activation_store.host_pool import HostPool, PlainMemory
+from gems.engine.activation_store.store import ActivationStore
+from gems.engine.supervision.recorder import Recorder
 from gems.schedule.action import Action
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from gems.engine.affinity import Place, numa_nodes, numbers, place, ranges, warnings, write_affinity
+from gems.engine.supervision.affinity import (
+    Place,
+    numa_nodes,
+    numbers,
+    place,
+    ranges,
+    warnings,
+    write_affinity,
+)
 
 CPU = torch.device("cpu")
 

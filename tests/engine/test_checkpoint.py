@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gems.engine.checkpoint import weights
-from gems.engine.contents import Contents
 from gems.engine.pipeline import Pipeline
+from gems.engine.stage_modules import Contents
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers

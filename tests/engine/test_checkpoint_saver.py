@@ -13,7 +13,7 @@ import pytest
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, identity_of
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.checkpoint.shard import Piece
-from gems.engine.transport import Transport, world
+from gems.engine.transport.mpi import Transport, world
 from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat

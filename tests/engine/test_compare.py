@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from gems.engine import compare as module
-from gems.engine.compare import compare, relative_error
+from gems.engine.verification import compare as module
+from gems.engine.verification.compare import compare, relative_error
 from tests.engine.toys import make_spec
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.engine.store.copies import ArenaCopies, CudaCopies, bytes_of, open_copies
-from gems.engine.store.host_pool import HostPool, PinnedMemory
+from gems.engine.activation_store.copies import ArenaCopies, CudaCopies, bytes_of, open_copies
+from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
 
 SIZES = (12, 4096, 1)
 

@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from gems.engine.emulated import Emulated, Holdings
-from gems.engine.emulated_links import EmulatedLinks
-from gems.engine.links import open_transports
-from gems.engine.patience import Patience
-from gems.engine.recorder import COMPUTE, COPY_IN, COPY_OUT, LINK, Recorder
+from gems.engine.emulation.channels import EmulatedLinks
+from gems.engine.emulation.executor import Emulated, Holdings
+from gems.engine.supervision.recorder import COMPUTE, COPY_IN, COPY_OUT, LINK, Recorder
+from gems.engine.transport.p2p_channels import open_transports
+from gems.engine.transport.polling import Patience
 from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Action, Kind
 from gems.schedule.costs import DepthCosts, StageCosts, uniform
@@ -145,7 +145,8 @@ def messages_to_itself() -> Schedule:
 
 def as_if_apart(monkeypatch, schedule: Schedule) -> None:
     """Makes dependencies name receives, which between stages on one rank they do not."""
-    from gems.engine import emulated, emulated_links
+    from gems.engine.emulation import channels as emulated_links
+    from gems.engine.emulation import executor as emulated
     from gems.schedule.dependencies import dependencies
 
     def through_messages(action: Action, of: Schedule) -> tuple[Action, ...]:

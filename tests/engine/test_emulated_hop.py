@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gems.engine.emulated_hop import hops_of, measure_hop
-from gems.engine.transport import Transport
+from gems.engine.emulation.message_cost import hops_of, measure_hop
+from gems.engine.transport.mpi import Transport
 from gems.schedule.action import Kind
 
 COMPUTE_NS = 1_000_000

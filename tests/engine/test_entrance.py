@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gems.engine.store.entrance import Entrance
+from gems.engine.activation_store.segment_input import Entrance
 
 
 def anchor() -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 from torch import nn
 
 from gems.engine.executor import Batch
-from gems.engine.score import NO_LABEL
+from gems.engine.metrics import NO_LABEL
 from gems.models.build import TensorSpec, as_tuple
 from gems.runs.heartbeat import Heartbeat, read_beat
 from gems.schedule import generate

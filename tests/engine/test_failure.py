@@ -1,4 +1,4 @@
-"""gems.engine.failure: what a failing rank leaves, and that leaving it neither raises nor hangs."""
+"""gems.engine.supervision.failure: what a failing rank leaves, and that leaving it neither raises nor hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from gems.engine.failure import cause_of, launched_rank, report, stage_of, trouble_of
+from gems.engine.supervision.failure import cause_of, launched_rank, report, stage_of, trouble_of
 from gems.errors import ConfigError, DoesNotFitError, RankFailedError, ScheduleError, StalledError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
@@ -125,7 +125,7 @@ def test_a_full_file_system_keeps_the_line(tmp_path, capfd, monkeypatch):
     def full(*args: object, **more: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("gems.engine.failure.write_json", full)
+    monkeypatch.setattr("gems.engine.supervision.failure.write_json", full)
     assert report(RunFolder(tmp_path), 2, raised(ValueError("why"))) == 4
     said = capfd.readouterr().err.splitlines()
     assert next(line for line in said if line.startswith("gems: rank 2 on node")).endswith("ValueError: why")
@@ -157,7 +157,7 @@ def test_the_rank_is_the_launchers(monkeypatch):
 
 HANGS = """
 import signal, sys, time
-from gems.engine.failure import guard
+from gems.engine.supervision.failure import guard
 guard(0.5)
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 print("guarded", flush=True)

@@ -10,8 +10,8 @@ import torch
 from gems.config.schema import DataConfig
 from gems.data import open_dataset
 from gems.data.sampler import batch_indices
-from gems.engine.feed import Feed
-from gems.engine.score import NO_LABEL
+from gems.engine.batch_loader import Feed
+from gems.engine.metrics import NO_LABEL
 from tests.engine.toys import NumberedDataset, make_spec
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from torch import nn
 
 from gems.engine.gradients import Gradients
 from gems.engine.optimizer import build_optimizer, state_bytes
-from gems.engine.transport import Transport
+from gems.engine.transport.mpi import Transport
 from tests.engine.toys import make_spec
 
 CPU = torch.device("cpu")

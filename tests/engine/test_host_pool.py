@@ -7,7 +7,7 @@ import resource
 import pytest
 import torch
 
-from gems.engine.store.host_pool import PAGE_BYTES, HostPool, PinnedMemory, PlainMemory
+from gems.engine.activation_store.host_pool import PAGE_BYTES, HostPool, PinnedMemory, PlainMemory
 from gems.errors import DoesNotFitError
 
 

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from gems.engine.ledger import Ledger
-from gems.engine.links import Links, open_transports
-from gems.engine.recorder import LINK, Recorder
-from gems.engine.routes import tag_of
-from gems.engine.staging import Direct
+from gems.autograd.memory_counter import Ledger
+from gems.engine.supervision.recorder import LINK, Recorder
+from gems.engine.transport.message_tags import tag_of
+from gems.engine.transport.p2p_channels import Links, open_transports
+from gems.engine.transport.staging import Direct
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 from gems.schedule import FAMILIES, generate

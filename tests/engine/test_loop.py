@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.engine.loop import Loop
+from gems.engine.action_loop import Loop
 from gems.errors import ScheduleError
 from gems.schedule.action import Action, Kind, backward, forward
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gems.engine.monitor import Monitor
+from gems.engine.supervision.monitor import Monitor
 from gems.utils.host_memory import rss_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -55,7 +55,7 @@ def driver(asked: list[str], **failing: bool) -> SimpleNamespace:
 @pytest.fixture
 def open_on_gpu(monkeypatch):
     def open_monitor(at_ns=time.perf_counter_ns, **failing: bool) -> Monitor:
-        monkeypatch.setattr("gems.engine.monitor.time", SimpleNamespace(perf_counter_ns=at_ns))
+        monkeypatch.setattr("gems.engine.supervision.monitor.time", SimpleNamespace(perf_counter_ns=at_ns))
         monkeypatch.setitem(sys.modules, "pynvml", driver([], **failing))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
         return Monitor(GPU, 1000.0)

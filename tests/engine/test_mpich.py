@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
-from gems.engine.mpich import NETMOD, settings
+from gems.engine.transport.mpich import NETMOD, settings
 
 BY_SLURM = {"PMI_FD": "11", "SLURM_MPI_TYPE": "pmi2"}
 WHEEL = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure:    --with-pm=hydra\n"

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from gems.engine.patience import MARGIN_S, Patience, look_s, promptly, sharpen_sleep, spin_of
+from gems.engine.transport.polling import MARGIN_S, Patience, look_s, promptly, sharpen_sleep, spin_of
 from gems.errors import StalledError
 
 

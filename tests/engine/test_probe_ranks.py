@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gems.cli import Options
-from gems.engine import probe as program
+from gems.engine.transport.mpi import probe as program
 from gems.errors import ConfigError, RankFailedError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from jobs.probe_verb import probe
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def ranks(number: int, *words: str) -> Ended:
-    argv = mpiexec_argv(number, [sys.executable, "-m", "gems.engine.probe", *words])
+    argv = mpiexec_argv(number, [sys.executable, "-m", "gems.engine.transport.probe", *words])
     return run_ranks(argv, rank_environment(1) | {"PYTHONPATH": str(ROOT)}, timeout_s=120)
 
 
@@ -59,7 +59,7 @@ def test_the_verb_runs_here(
 
 
 def test_without_torch_where_there_is_no_gpu() -> None:
-    code = "import gems.engine.probe as p, sys; p._device('cpu', ()); print('torch' in sys.modules, 'mpi4py' in sys.modules)"
+    code = "import gems.engine.transport.probe as p, sys; p._device('cpu', ()); print('torch' in sys.modules, 'mpi4py' in sys.modules)"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
-from gems.engine.rerun import products
-from gems.engine.rerun.recompute import Kept, Rerun
+from gems.autograd.recompute import matmul_outputs as products
+from gems.autograd.recompute.recompute import Kept, Rerun
 from gems.models.build import as_tuple
 from tests.engine.rerun_rig import (
     CHANNELS,

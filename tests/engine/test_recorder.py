@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.engine.ledger import Ledger, tensor_bytes
-from gems.engine.recorder import COMPUTE, LINK, Recorder
+from gems.autograd.memory_counter import Ledger, tensor_bytes
+from gems.engine.supervision.recorder import COMPUTE, LINK, Recorder
 from gems.schedule.action import Action, Kind
 from gems.trace import COLUMNS, DTYPES, KINDS, TracePart, read_part, root_attributes
 from tests.engine.rig import ListPart

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gems.engine.recorder import COPY_IN, COPY_OUT
-from gems.engine.store.segments import needs_store
+from gems.engine.activation_store.segments import needs_store
+from gems.engine.supervision.recorder import COPY_IN, COPY_OUT
 from gems.errors import ConfigError, DoesNotFitError
 from gems.schedule import generate
 from gems.schedule.action import Kind

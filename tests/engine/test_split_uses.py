@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gems.engine.split import SplitLayers
+from gems.autograd.split_backward.layers import SplitLayers
 from tests.engine.split_play import batches_of, check, make_stage
 
 # --- several uses of one parameter -----------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.engine import staging
-from gems.engine.staging import Direct, HostStaged, open_staging
+from gems.engine.transport.mpi import staging
+from gems.engine.transport.staging import Direct, HostStaged, open_staging
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.engine.stop import StopWatch, read_reason, stop_watch
+from gems.engine.supervision.stop_request import StopWatch, read_reason, stop_watch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,7 +21,7 @@ LIMIT_S = 20.0
 # A second thread tells what the watch says; the first is in a call that no signal may end, as a rank is in MPI's.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, threading
-from gems.engine.stop import StopWatch
+from gems.engine.supervision.stop_request import StopWatch
 libc, stop_json = ctypes.CDLL(None), pathlib.Path(sys.argv[1])
 if "older" in sys.argv:
     threading.Thread(target=libc.sleep, args=(600,), daemon=True).start()

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from gems.engine.transport import Transport, world
+from gems.engine.transport.mpi import Transport, world
 from gems.errors import ConfigError, StalledError
 
 

@@ -1,4 +1,4 @@
-"""gems.engine.watchdog: one rank's watch, without MPI; ends of whole runs are in test_stalls."""
+"""gems.engine.supervision.watchdog: one rank's watch, without MPI; ends of whole runs are in test_stalls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from gems.engine import watchdog
-from gems.engine.marks import Marks
-from gems.engine.neighbour import Neighbour, ask
-from gems.engine.patience import WAITING, Patience
-from gems.engine.watchdog import Watchdog
+from gems.engine.supervision import watchdog
+from gems.engine.supervision.heartbeats import Marks
+from gems.engine.supervision.local_peer import Neighbour, ask
+from gems.engine.supervision.watchdog import Watchdog
+from gems.engine.transport.polling import WAITING, Patience
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat, read_beat
@@ -228,9 +228,9 @@ def test_marks_are_read_once_and_gaps_are_left_out(folder):
 ALONE = """
 import sys
 from pathlib import Path
-from gems.engine import watchdog
-from gems.engine.neighbour import Neighbour
-from gems.engine.watchdog import Watchdog
+from gems.engine.supervision import watchdog
+from gems.engine.supervision.local_peer import Neighbour
+from gems.engine.supervision.watchdog import Watchdog
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.folder import RunFolder
 watchdog.TICK_S, watchdog.GRACE_S, watchdog.DUMP_S = 0.05, 0.1, 0.1

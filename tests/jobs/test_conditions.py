@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
-from gems.engine.progress import Progress
+from gems.engine.supervision.progress import Progress
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json

@@ -236,13 +236,20 @@ def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
         return Ended(1, ())
 
     monkeypatch.setattr(launch_module, "run_ranks", note)
-    monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: started.append(["gems.engine.probe"]))
+    monkeypatch.setattr(
+        launch_module, "probe_in_job", lambda *words: started.append(["gems.engine.transport.probe"])
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     launch(folder, resolved("cluster=mini"))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     launch(folder, resolved("cluster=mini"))
     modules = [next(word for word in argv if word.startswith("gems.")) for argv in started]
-    assert modules == ["gems.engine.probe", "gems.engine.run", "gems.launch.mpich_cleanup", *modules[:2]]
+    assert modules == [
+        "gems.engine.transport.probe",
+        "gems.engine.run",
+        "gems.launch.mpich_cleanup",
+        *modules[:2],
+    ]
     assert folder.read_status()["job_id"] == "7"
 
 

@@ -119,7 +119,7 @@ def test_two_ranks_start_as_all_would(resolved: Callable[..., RunSpec], tmp_path
     assert argv[-6:] == [
         "py",
         str(folder.code_zip),
-        "gems.engine.probe",
+        "gems.engine.transport.probe",
         str(probe_json(folder)),
         "auto",
         "1,0",
@@ -228,7 +228,7 @@ def test_the_probes_own_job(
     assert probe(words, Options(json=True)) == 0
     assert json.loads(capsys.readouterr().out)["nodes"] == 2
     (line,) = [line for line in slurm.asked() if line.startswith("srun")]
-    assert "--ntasks=2 --ntasks-per-node=1" in line and "gems.engine.probe" in line
+    assert "--ntasks=2 --ntasks-per-node=1" in line and "gems.engine.transport.probe" in line
     (script,) = tmp_path.glob("my runs/probe-mini-*/job.sh")
     assert "#SBATCH --time=5\n" in script.read_text() and "#SBATCH --nodes=2\n" in script.read_text()
 

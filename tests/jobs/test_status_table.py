@@ -11,7 +11,7 @@ import pytest
 from fake_slurm import FakeSlurm
 
 from gems.cli import main
-from gems.engine.progress import Progress
+from gems.engine.supervision.progress import Progress
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gems.engine.transport import Comm, Transport, abort, world
+from gems.engine.transport.mpi import Comm, Transport, abort, world
 
 
 @pytest.hookimpl(hookwrapper=True)

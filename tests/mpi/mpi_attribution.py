@@ -8,7 +8,7 @@ import pytest
 
 from analysis.attribution import Attribution, attribution_of
 from analysis.load import load_parts
-from gems.engine.emulated_run import emulate
+from gems.engine.emulation.run import emulate
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.engine.emulated_run import emulate
+from gems.engine.emulation.run import emulate
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat

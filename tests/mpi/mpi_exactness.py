@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gems.config.schema import RunSpec
-from gems.engine import compare as comparing
-from gems.engine.compare import Difference, compare
+from gems.engine.verification import compare as comparing
+from gems.engine.verification.compare import Difference, compare
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES, PUBLISHED, generate
 from gems.schedule.lower import lower
@@ -194,7 +194,7 @@ def test_number_of_classes_and_cut_reach_both_directions(comm, replicas):
 
 
 def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
-    from gems.engine.score import Sums
+    from gems.engine.metrics import Sums
 
     scale = Sums.scale
     monkeypatch.setattr(

@@ -16,9 +16,9 @@ import gems.partition.methods
 import gems.runs.run_plan
 from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
-from gems.engine.feed import Feed
+from gems.engine.batch_loader import Feed
 from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.reference import collect_values
+from gems.engine.verification.reference import collect_values
 from gems.errors import DoesNotFitError
 from gems.profile import ModelProfile
 from gems.profile.profilers.fake import fake_profile

@@ -10,13 +10,13 @@ import torch
 from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, ModelConfig
 from gems.data import open_dataset
+from gems.engine.batch_loader import Feed
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.state import owners_of
-from gems.engine.compare import compare
 from gems.engine.device import DTYPES
-from gems.engine.feed import Feed
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
+from gems.engine.verification.compare import compare
 from gems.models import layers_of
 from gems.models.operators import operators_of
 from gems.schedule.families.placed import placed

@@ -14,7 +14,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders
 from gems.engine.checkpoint.shard import shard_name
-from gems.engine.emulated_run import emulate
+from gems.engine.emulation.run import emulate
 from gems.engine.train import train
 from gems.errors import ConfigError
 from gems.models import FAMILIES, Family, Layer, register

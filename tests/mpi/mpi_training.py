@@ -13,13 +13,13 @@ import torch.nn.functional as functional
 
 from gems.config.resolve import global_batch
 from gems.data import open_dataset
+from gems.engine.batch_loader import Feed
 from gems.engine.checkpoint import weights
-from gems.engine.compare import compare
-from gems.engine.feed import Feed
 from gems.engine.gradients import running_statistics
 from gems.engine.pipeline import Pipeline, build_pipeline
-from gems.engine.reference import named_values
 from gems.engine.train import evaluate, train
+from gems.engine.verification.compare import compare
+from gems.engine.verification.reference import named_values
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.runs.folder import RunFolder

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gems.engine.clock import measure_offset
-from gems.engine.ledger import Ledger
-from gems.engine.links import Links, open_transports
-from gems.engine.recorder import Recorder
-from gems.engine.staging import Direct
-from gems.engine.transport import Transport
+from gems.autograd.memory_counter import Ledger
+from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.clock import measure_offset
+from gems.engine.transport.mpi import Transport
+from gems.engine.transport.p2p_channels import Links, open_transports
+from gems.engine.transport.staging import Direct
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement, bidirectional

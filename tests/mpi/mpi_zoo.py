@@ -10,10 +10,10 @@ import torch
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.data.tokens import CHANCES
-from gems.engine.compare import compare
-from gems.engine.feed import Feed
+from gems.engine.batch_loader import Feed
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
+from gems.engine.verification.compare import compare
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slurm
 
 HELLO = """
 import os
-os.environ["MPIR_CVAR_CH4_NETMOD"] = "ofi"  # gems.engine.mpich says why
+os.environ["MPIR_CVAR_CH4_NETMOD"] = "ofi"  # gems.engine.transport.mpich says why
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 total = world.allreduce(world.rank)
@@ -29,7 +29,7 @@ FROM_NOISE = """
 import os
 noise = [os.urandom(size) for size in (256, 512, 1024, 2048, 4096, 8192, 16384, 65536) for _ in range(300)]
 noise = noise[::7]
-from gems.engine.transport import world
+from gems.engine.transport.mpi import world
 print("hello", world().rank, world().size, world().allreduce(world().rank), flush=True)
 """
 

@@ -19,7 +19,7 @@ from gems.engine.checkpoint.manifest import (
     layout_of,
 )
 from gems.engine.checkpoint.shard import damage_of
-from gems.engine.transport import Comm
+from gems.engine.transport.mpi import Comm
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule

@@ -15,7 +15,7 @@ import numpy as np
 from gems.config.schema import TrainConfig
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, prune
 from gems.engine.checkpoint.shard import Piece, Written, shard_name, write_shard
-from gems.engine.transport import Request, Transport
+from gems.engine.transport.mpi import Request, Transport
 from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat

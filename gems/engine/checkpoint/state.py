@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from gems.autograd.recompute.layer_state import RandomState
 from gems.engine.checkpoint.manifest import Manifest, layout_of
 from gems.engine.checkpoint.shard import shard_name
 from gems.engine.gradients import Held
 from gems.engine.pipeline import Pipeline
-from gems.engine.rerun.layer_state import RandomState
 from gems.errors import ConfigError
 
 LOSSES = "losses"

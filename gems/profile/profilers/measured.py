@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.recompute.recompute import Rerun
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
-from gems.engine.rerun.recompute import Rerun
 from gems.errors import ConfigError
 from gems.models import layers_of, title_of
 from gems.models.build import build_layer

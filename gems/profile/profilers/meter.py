@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gems.engine.deferred import Deferred
-from gems.engine.rerun.layer_state import RandomState
-from gems.engine.rerun.products import KeepProducts, Products, UseProducts
-from gems.engine.split import SplitLayers
+from gems.autograd.recompute.layer_state import RandomState
+from gems.autograd.recompute.matmul_outputs import KeepProducts, Products, UseProducts
+from gems.autograd.split_backward.deferred import Deferred
+from gems.autograd.split_backward.layers import SplitLayers
 from gems.profile.profilers.kernel_workspaces import Workspace
 from gems.profile.profilers.layer_run import (
     Loss,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from gems.autograd.matmul_ops import is_product
 from gems.config.schema import MachineConfig
 from gems.errors import ConfigError
-from gems.profile.products import is_product
 from gems.profile.profilers.chain import Times
 from gems.profile.profilers.layer_run import Loss, Run
 from gems.profile.profilers.live_bytes import tensors_in

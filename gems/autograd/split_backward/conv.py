@@ -1,0 +1,126 @@
+"""Split backward of convolutions, of one to three dimensions, transposed ones too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from gems.autograd.memory_counter import check_unchanged
+from gems.autograd.split_backward.deferred import Deferred, Target
+
+_backward = torch.ops.aten.convolution_backward.default
+Sizes = tuple[int, ...]
+
+
+class Geometry(NamedTuple):
+    """The numbers of a convolution, as torch.convolution takes them."""
+
+    stride: Sizes
+    padding: Sizes
+    dilation: Sizes
+    is_transposed: bool
+    output_padding: Sizes
+    groups: int
+
+
+Plan = tuple[Deferred, str, Geometry]
+
+
+class _Conv(Function):
+    """Gives the input gradient in backward, and leaves (x, gradient of the output) for the weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # under a hook, a saved tensor comes back as another object
+        ctx.plan, ctx.version, ctx.parameters = plan, x._version, (weight, bias)
+        return torch.convolution(x, weight, bias, *plan[2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        later, name, geometry = ctx.plan
+        check_unchanged(x, ctx.version, name)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        bias = ctx.parameters[1]
+        bias_sizes = None if bias is None else list(bias.shape)
+        wanted = (False, needs_weight, needs_bias)
+        targets = [
+            Target(tensor) for tensor, needed in zip(ctx.parameters, wanted[1:], strict=True) if needed
+        ]
+        if targets:
+            compute = partial(_weight_gradients, ctx.parameters[0], bias_sizes, geometry, wanted)
+            later.add(name, targets, (x.detach(), gradient), compute)
+        if not needs_x:
+            return None, None, None, None
+        given = _backward(gradient, x, weight, bias_sizes, *geometry, (True, False, False))[0]
+        return given, None, None, None
+
+
+_apply_conv: Callable[..., Tensor] = _Conv.apply
+
+
+def _weight_gradients(
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    geometry: Geometry,
+    wanted: tuple[bool, bool, bool],
+    x: Tensor,
+    gradient: Tensor,
+) -> list[Tensor]:
+    found = _backward(gradient, x, weight, bias_sizes, *geometry, wanted)
+    return [value for value, is_wanted in zip(found, wanted, strict=True) if is_wanted]
+
+
+def convolve(later: Deferred, name: str, module: Any, x: Tensor) -> Tensor | None:
+    """Runs the forward of nn.Conv1d, Conv2d or Conv3d; None where its backward cannot be split."""
+    if not _can_split(module, x):
+        return None
+    padding: Any = module.padding
+    if module.padding_mode != "zeros":
+        x = functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        padding = (0,) * len(module.kernel_size)
+    elif padding == "valid":
+        padding = (0,) * len(module.kernel_size)
+    elif padding == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        padding = tuple(total // 2 for total in totals)
+        # what an even kernel lacks goes to the right of its dimension
+        if any(total % 2 for total in totals):
+            x = functional.pad(x, [side for total in reversed(totals) for side in (0, total % 2)])
+    geometry = Geometry(module.stride, padding, module.dilation, False, (0,) * len(padding), module.groups)
+    return _apply(later, name, module, x, geometry)
+
+
+def convolve_transposed(
+    later: Deferred, name: str, module: Any, x: Tensor, output_size: list[int] | None = None
+) -> Tensor | None:
+    """Runs the forward of nn.ConvTranspose1d, 2d or 3d; None where its backward cannot be split."""
+    if not _can_split(module, x) or module.padding_mode != "zeros":
+        return None
+    sizes: Any = (module.stride, module.padding, module.kernel_size)
+    more = tuple(module._output_padding(x, output_size, *sizes, len(module.kernel_size), module.dilation))
+    geometry = Geometry(module.stride, sizes[1], module.dilation, True, more, module.groups)
+    return _apply(later, name, module, x, geometry)
+
+
+def _can_split(module: Any, x: Tensor) -> bool:
+    return bool(
+        module.weight.is_leaf
+        and (module.bias is None or module.bias.is_leaf)
+        and x.dim() in (module.weight.dim(), module.weight.dim() - 1)
+        and not x.is_complex()
+    )
+
+
+def _apply(later: Deferred, name: str, module: Any, x: Tensor, geometry: Geometry) -> Tensor:
+    is_batched = x.dim() == module.weight.dim()
+    batch = x if is_batched else x.unsqueeze(0)
+    made = _apply_conv(batch, module.weight, module.bias, (later, name, geometry))
+    return made if is_batched else made.squeeze(0)

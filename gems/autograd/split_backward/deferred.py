@@ -1,0 +1,114 @@
+"""Deferred weight gradients: what I leaves behind for W, for one stage and one micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gems.autograd.memory_counter import check_unchanged
+
+# From the tensors kept by I to the gradient of each target.
+Compute = Callable[..., Sequence[Tensor | None]]
+Key = tuple[int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter, or the run of its elements that a view of it names: where a weight gradient is added.
+
+    A view must be contiguous; attention's projections of a packed weight are such views.
+    """
+
+    parameter: Tensor
+    start: int | None = None
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Target | None:
+        """Gives the target that `tensor` is, None where its gradient must pass through more of the graph."""
+        if tensor.is_leaf:
+            return cls(tensor)
+        base = tensor._base
+        is_part = base is not None and base.is_leaf and base.is_contiguous() and tensor.is_contiguous()
+        if base is None or not is_part:
+            return None
+        return cls(base, int(tensor.storage_offset() - base.storage_offset()), tuple(tensor.shape))
+
+    @property
+    def key(self) -> Key:
+        """What tells targets apart."""
+        return id(self.parameter), self.start
+
+    def add(self, gradient: Tensor) -> None:
+        """Adds to the parameter's gradient in place, as autograd does."""
+        parameter = self.parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        where = parameter.grad
+        if self.start is not None:
+            where = where.view(-1)[self.start : self.start + gradient.numel()].view(self.shape)
+        where.add_(gradient)
+
+
+@dataclass(slots=True)
+class _Record:
+    layer: str
+    targets: tuple[Target, ...]
+    kept: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    compute: Compute
+
+
+class Deferred:
+    """The weight gradients of one backward that are still to be computed, in the order in which I met the layers.
+
+    Bits equal those of a full backward: the same kernels on the same tensors, and the gradients of a parameter that
+    is used several times are summed first, in the engine's order, and then added to what is there.
+    """
+
+    def __init__(self) -> None:
+        self._records: deque[_Record] = deque()
+
+    def add(self, layer: str, targets: Sequence[Target], kept: Sequence[Tensor], compute: Compute) -> None:
+        """Keeps tensors until `run`, which gives them to `compute` for the gradients of `targets`."""
+        versions = tuple(tensor._version for tensor in kept)
+        self._records.append(_Record(layer, tuple(targets), tuple(kept), versions, compute))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Gives all that is kept."""
+        for record in self._records:
+            yield from record.kept
+
+    def run(self, poll: Callable[[], None]) -> None:
+        """Computes and adds the gradients, and lets what they needed go layer by layer; calls `poll` after each.
+
+        Raises:
+            RuntimeError: a tensor kept was changed in place meanwhile.
+        """
+        uses = Counter(target.key for record in self._records for target in record.targets)
+        sums: dict[Key, Tensor] = {}
+        with torch.no_grad():
+            while self._records:
+                _run(self._records.popleft(), uses, sums)
+                poll()
+
+
+def _run(record: _Record, uses: Counter[Key], sums: dict[Key, Tensor]) -> None:
+    """Computes the gradients of one record; a function of its own, so that none of them is there while the next are made."""
+    for tensor, version in zip(record.kept, record.versions, strict=True):
+        check_unchanged(tensor, version, record.layer)
+    gradients = record.compute(*record.kept)
+    for target, gradient in zip(record.targets, gradients, strict=True):
+        assert gradient is not None
+        key = target.key
+        total = gradient if key not in sums else sums[key] + gradient
+        uses[key] -= 1
+        if uses[key]:
+            sums[key] = total
+        else:
+            sums.pop(key, None)
+            target.add(total)

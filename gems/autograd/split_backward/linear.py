@@ -1,0 +1,137 @@
+"""Split backward of linear maps and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from gems.autograd.memory_counter import check_unchanged
+from gems.autograd.split_backward.deferred import Deferred, Target
+
+
+class _Linear(Function):
+    """Gives the input gradient of x W^T + b in backward, and leaves (x, gradient of the output) for the weights.
+
+    The order of each sum and product is torch's own, which depends on how x lies in memory: with contiguous x the
+    bias is part of one product of two matrices, otherwise it is added to what a copy of x gives.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: tuple[Deferred, str, Sequence[Target]]
+    ) -> Tensor:
+        is_fused = x.dim() == 2 or x.is_contiguous()
+        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        ctx.plan, ctx.shape, ctx.version, ctx.is_fused = plan, x.shape, flat._version, is_fused
+        if is_fused:
+            made = functional.linear(x, weight, bias)
+        else:
+            made = functional.linear(flat, weight).view(*x.shape[:-1], weight.shape[0])
+            made = made if bias is None else made.add_(bias)
+        return made.data  # not as a view of something inside, which no layer behind could change in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        later, name, targets = ctx.plan
+        check_unchanged(x, ctx.version, name)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if needs_weight or needs_bias:
+            compute = partial(_linear_gradients, needs_weight, needs_bias, ctx.is_fused)
+            later.add(name, targets, (x.detach(), gradient), compute)
+        if not needs_x:
+            return None, None, None, None
+        flat = _flat(gradient)
+        is_column_major = x.stride() == (1, x.shape[0])
+        given = weight.t().mm(flat.t()).t() if is_column_major else flat.mm(weight)
+        return given if given.shape == ctx.shape else given.view(ctx.shape), None, None, None
+
+
+_apply_linear: Callable[..., Tensor] = _Linear.apply
+
+
+def _linear_gradients(
+    needs_weight: bool, needs_bias: bool, is_fused: bool, x: Tensor, gradient: Tensor
+) -> list[Tensor]:
+    found = [_flat(gradient).t().mm(x)] if needs_weight else []
+    if needs_bias:
+        added = _flat(gradient) if is_fused else gradient
+        found.append(added.sum(tuple(range(added.dim() - 1))))
+    return found
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def multiply(later: Deferred, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Gives x W^T + b over the last dimension of x; None where the backward cannot be split.
+
+    Args:
+        later: takes what the weight gradient needs.
+        name: of the layer, for errors.
+        x: (..., in_features), two dimensions or more.
+        weight: (out_features, in_features), a parameter or rows of one.
+        bias: (out_features,), likewise.
+    """
+    target, bias_target = Target.of(weight), None if bias is None else Target.of(bias)
+    is_plain = weight.is_contiguous() and weight.dim() == 2 and x.dim() >= 2 and x.numel() > 0
+    if target is None or (bias is not None and bias_target is None) or not is_plain or x.is_complex():
+        return None
+    targets = tuple(
+        found
+        for tensor, found in ((weight, target), (bias, bias_target))
+        if tensor is not None and found is not None and tensor.requires_grad
+    )
+    return _apply_linear(x, weight, bias, (later, name, targets))
+
+
+def linear(later: Deferred, name: str, module: Any, x: Tensor) -> Tensor | None:
+    """Runs the forward of nn.Linear; None where its backward cannot be split."""
+    return multiply(later, name, x, module.weight, module.bias)
+
+
+class _Embedding(Function):
+    """Has no input gradient: backward only leaves (indices, gradient of the output) for the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, later: Deferred, name: str, weight: Tensor, indices: Tensor, padding: int, is_scaled: bool
+    ) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.later, ctx.name, ctx.weight, ctx.version = later, name, weight, indices._version
+        ctx.options = (weight.shape[0], padding, is_scaled)
+        return torch.embedding(weight, indices, padding, is_scaled)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        check_unchanged(indices, ctx.version, ctx.name)
+        compute = partial(_embedding_gradient, *ctx.options)
+        ctx.later.add(ctx.name, [Target(ctx.weight)], (indices, gradient), compute)
+        return (None,) * 6
+
+
+_apply_embedding: Callable[..., Tensor] = _Embedding.apply
+
+
+def _embedding_gradient(
+    num: int, padding: int, is_scaled: bool, indices: Tensor, gradient: Tensor
+) -> list[Tensor]:
+    return [torch.ops.aten.embedding_dense_backward.default(gradient, indices, num, padding, is_scaled)]
+
+
+def embed(later: Deferred, name: str, module: Any, indices: Tensor) -> Tensor | None:
+    """Runs the forward of nn.Embedding; None where its backward cannot be split (sparse, or with a largest norm)."""
+    weight = module.weight
+    if module.sparse or module.max_norm is not None or not weight.is_leaf or not weight.requires_grad:
+        return None
+    padding = -1 if module.padding_idx is None else module.padding_idx
+    return _apply_embedding(later, name, weight, indices, padding, module.scale_grad_by_freq)

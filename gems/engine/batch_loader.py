@@ -1,0 +1,126 @@
+"""The feed: what a rank reads of each step, loaded ahead of time by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
+from gems.data import Dataset, Split
+from gems.data.prefetch import Prefetcher
+from gems.data.sampler import batch_indices, micro_batch_slice
+from gems.engine.executor import Batch
+from gems.engine.metrics import NO_LABEL
+
+
+class Feed:
+    """Loads images, or tokens, for the micro-batches that start on this rank, and labels for those that end here.
+
+    The rank with the images and the one with the labels draw the same samples from the seed, so none sends them. A
+    rank that holds neither the first nor the last stage needs no data set.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        dataset: Dataset | None,
+        replica: int,
+        images_of: Collection[int],
+        labels_of: Collection[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        first_step: int = 0,
+    ) -> None:
+        self._spec = spec
+        self._dataset = dataset
+        self._replica = replica
+        self._images_of = images_of
+        self._labels_of = labels_of
+        self._dtype = dtype
+        self._device = device
+        self._ahead = (
+            Prefetcher(self._load, spec.data.prefetch_steps, first_step, spec.train.steps - 1)
+            if images_of or labels_of
+            else None
+        )
+
+    def batch(self, step: int) -> Batch:
+        """Gives the batch of a training step, on the rank's device."""
+        return Batch({}, {}) if self._ahead is None else self._on_device(self._ahead.get(step))
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads anything in a step."""
+        return self._ahead is not None
+
+    @property
+    def _data(self) -> Dataset:
+        assert self._dataset is not None, "a rank that reads has opened its data set"
+        return self._dataset
+
+    def close(self) -> None:
+        """Stops loading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _load(self, step: int) -> Batch:
+        parallel = self._spec.parallel
+        samples = batch_indices(self._data.num_train, self._spec.seed, step, global_batch(self._spec))
+        size, count = parallel.micro_batch_size, parallel.micro_batches or 1
+
+        def of(micro_batch: int) -> np.ndarray:
+            return samples[micro_batch_slice(self._replica, micro_batch, count, size)]
+
+        return Batch(
+            {m: self._images("train", of(m)) for m in self._images_of},
+            {m: self._labels("train", of(m)) for m in self._labels_of},
+        )
+
+    def _images(self, split: Split, samples: np.ndarray) -> Tensor:
+        given = torch.from_numpy(
+            np.stack([self._data.image(split, int(index), int(draw)) for index, draw in samples])
+        )
+        return given.to(self._dtype) if given.is_floating_point() else given
+
+    def _labels(self, split: Split, samples: np.ndarray) -> Tensor:
+        labels = [np.asarray(self._data.label(split, int(index)), dtype=np.int64) for index, _ in samples]
+        return torch.from_numpy(np.stack(labels))
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return Batch(
+            {m: images.to(self._device, non_blocking=True) for m, images in batch.images.items()},
+            {m: labels.to(self._device, non_blocking=True) for m, labels in batch.labels.items()},
+        )
+
+    def validation(
+        self, num_validation: int, num_micro_batches: int, has_images: bool, has_labels: bool
+    ) -> Iterator[Batch]:
+        """Gives the `num_validation` images, this replica's share of them, `num_micro_batches` micro-batches at a time.
+
+        Every rank of the pipeline gets as many batches. Replicas share the images out; the last micro-batch of a
+        replica is filled with images again, whose labels count for nothing.
+        """
+        size = self._spec.parallel.micro_batch_size
+        replicas = self._spec.parallel.replicas
+        per_replica = math.ceil(num_validation / replicas)
+        per_round = size * num_micro_batches
+        first = self._replica * per_replica
+        end = min(first + per_replica, num_validation)
+        for round_first in range(0, per_replica, per_round):
+            images: dict[int, Tensor] = {}
+            labels: dict[int, Tensor] = {}
+            for m in range(num_micro_batches):
+                places = np.arange(size) + first + round_first + m * size
+                known = places < end
+                samples = np.stack([np.where(known, places, 0), np.zeros(size, dtype=np.int64)], axis=1)
+                if has_images:
+                    images[m] = self._images("validation", samples)
+                if has_labels:
+                    labels[m] = self._labels("validation", samples)
+                    labels[m][torch.from_numpy(~known)] = NO_LABEL
+            yield self._on_device(Batch(images, labels))

@@ -1,0 +1,1 @@
+"""Ranks whose compute is a timed wait and whose messages are real."""

@@ -1,0 +1,78 @@
+"""The hop: what a message between neighbours costs on emulated ranks, measured by the very code that runs a step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from gems.engine.emulation.channels import EmulatedLinks
+from gems.engine.emulation.executor import Emulated, Holdings
+from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.mpi import Transport
+from gems.engine.transport.polling import Patience
+from gems.schedule.action import Kind
+from gems.schedule.costs import uniform
+from gems.schedule.families.layer_parallel import layer_parallel
+from gems.schedule.lower import add_transfers
+from gems.trace import DTYPES, KINDS
+
+COMPUTE_S = 0.001
+NUM_HOPS = 84
+LEAST_TRIPS = 2
+Times = dict[
+    tuple[str, int], tuple[int, int]
+]  # kind and micro-batch -> begin and end in ns, on a rank's own clock
+
+
+class _Rows:
+    """Keeps a rank's events."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.times: Times = {}
+
+    def add(self, table: str, row: tuple[Any, ...]) -> None:
+        names = DTYPES[table].names or ()
+        event = dict(zip(names, row, strict=True))
+        self.times[KINDS[event["kind"]], event["micro_batch"]] = event["start_ns"], event["end_ns"]
+
+
+def measure_hop(
+    transport: Transport, control: Transport, num_bytes: int, look_s: float, stall_limit_s: float
+) -> float:
+    """Gives seconds from the planned end of a compute to the arrival of its data at the next rank; collective.
+
+    A micro-batch at a time goes down the ranks of `transport` and back, with short computes. A rank knows how long it
+    waited for the gradient, and its neighbour how much of that was its own doing, each by its own clock: the rest is
+    two hops. The median over neighbours and trips counts. A hop holds the message itself and how late a rank wakes up,
+    as any step does. The same on all ranks; 0 where there is one only.
+    """
+    num_ranks, rank = transport.size, transport.rank
+    if num_ranks == 1:
+        return 0.0
+    trips = max(LEAST_TRIPS, NUM_HOPS // (2 * (num_ranks - 1)))
+    chain = add_transfers(layer_parallel(num_ranks, trips))
+    rows = _Rows(rank)
+    recorder = Recorder(rows, Holdings())
+    links = EmulatedLinks(chain, rank, (float(num_bytes),) * num_ranks, [transport], recorder)
+    patience = Patience(links.poll, look_s, stall_limit_s)
+    costs = uniform(num_ranks, num_ranks, 1.0, 1.0, 0.0)
+    device = Emulated(chain, rank, costs, COMPUTE_S, 0, None, links, patience, recorder, reduce=lambda: None)
+    control.barrier()
+    device.run(0)
+    links.close()
+    hops_s = hops_of(transport.comm.allgather(rows.times), trips)
+    return max(0.0, median(hops_s))
+
+
+def hops_of(times: list[Times], trips: int) -> list[float]:
+    """Gives seconds a hop, for each pair of neighbours and each trip, from the events of each rank."""
+    end = 1
+    found = []
+    for here, there in pairwise(times):
+        for m in range(trips):
+            away = here[Kind.RECV_B, m][end] - here[Kind.F, m][end]
+            with_it = there[Kind.B, m][end] - there[Kind.RECV_F, m][end]
+            found.append((away - with_it) / 2 * 1e-9)
+    return found

@@ -1,0 +1,1 @@
+"""What watches over ranks: failures, hangs, progress, samples and records."""

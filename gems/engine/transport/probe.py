@@ -1,0 +1,198 @@
+"""The probe: `python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]`, two ranks that try what a run's ranks rely on.
+
+They start MPI as a run does, see each other, exchange messages whose content is checked, and where there are GPUs do so
+from device memory too. Rank 0 writes what they found; a rank that fails writes why, in the same place.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gems.config.schema import MachineConfig
+from gems.errors import ConfigError, GemsError, RankFailedError
+from gems.utils.atomic_io import write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from gems.engine.transport.mpi import Comm, Sendable, Transport
+
+SCHEMA = "gems.probe/1"
+RANKS = 2
+SMALL_BYTES, LARGE_BYTES = 8, 1 << 22
+SMALL_TIMES, LARGE_TIMES, WARMUP_TIMES = 200, 20, 3
+STALL_LIMIT_S = 60.0
+SPEAK_S = 0.3  # launchers pass nothing on once a rank aborts, not even what it had said before
+TAG = 1
+# What a message from device memory came to. The second stays in the file where such a message ends the ranks.
+NO_GPU, TRYING, PASSED, STAGED = "no GPU", "trying", "passed", "not taken"
+GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs one rank of the probe; whatever goes wrong is kept in the result and ends both ranks."""
+    if len(argv) not in (2, 3):
+        print("usage: python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]", file=sys.stderr)
+        sys.exit(2)
+    result = Path(argv[0])
+    order = [int(word) for word in "".join(argv[2:]).split(",") if word]
+    try:
+        _probe(result, argv[1], order)
+    except BaseException as error:
+        code = _report(result, error)
+        from gems.engine.transport.mpi import (
+            abort,  # where MPI is missing this fails too, and ends the process
+        )
+
+        abort(code)
+
+
+def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
+    begin = time.perf_counter()
+    device = _device(wanted, order)  # before MPI starts: one that knows GPUs looks at the current device then
+    from gems.engine.transport.mpi import Transport, gpu_support, library, thread_level, world
+
+    comm = world()
+    if comm.size != RANKS:
+        raise ConfigError(
+            "cluster.launcher", os.environ.get("SLURM_MPI_TYPE", "mpiexec"),
+            f"MPI sees a world of {comm.size}, and the probe was started with {RANKS} ranks",
+            "the launcher and the MPI that mpi4py loads must be the same: load one MPI, and see cluster.mpi",
+        )  # fmt: skip
+    transport = Transport(comm, stall_limit_s=STALL_LIMIT_S)
+    ranks = comm.gather(
+        {"node": os.uname().nodename, "gpu": _gpu(device), "sees_folder": result.parent.is_dir()}
+    )
+    document: dict[str, Any] = {
+        "schema": SCHEMA, "mpi": library(), "threads": thread_level(), "world_size": comm.size, "ranks": ranks,
+        "takes_device_memory": gpu_support(), "device_message": NO_GPU, "host": _measure(transport, _host_data),
+        "device": None,
+    }  # fmt: skip
+    if device is not None and all(comm.allgather(device is not None)):
+        document["device_message"] = TRYING
+        _write(result, comm, document)
+        comm.Barrier()
+        document |= _try_device(transport, comm, device)
+    comm.Barrier()  # the other one has found no fault either
+    document["wall_s"] = time.perf_counter() - begin
+    document["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
+    _write(result, comm, document)
+    transport.close()
+
+
+def _write(result: Path, comm: Comm, document: dict[str, Any]) -> None:
+    if comm.rank == 0:
+        write_json(result, document)
+
+
+def _device(wanted: str, order: Sequence[int]) -> torch.device | None:
+    """Opens the rank's GPU as a run would; None where it has none, and then torch is not loaded."""
+    if wanted == "cpu" or (wanted == "auto" and not any(path.exists() for path in GPU_FILES)):
+        return None
+    from gems.engine.device import open_device
+
+    device = open_device(MachineConfig(device=wanted), order)
+    return None if device.type == "cpu" else device
+
+
+def _gpu(device: torch.device | None) -> dict[str, Any] | None:
+    """Tells what a rank sees of GPUs."""
+    if device is None:
+        return None
+    import torch
+
+    return {
+        "name": torch.cuda.get_device_name(device),
+        "index": device.index,
+        "visible": torch.cuda.device_count(),
+    }
+
+
+def _try_device(transport: Transport, comm: Comm, device: torch.device) -> dict[str, Any]:
+    """Tries messages from device memory by the test of the engine itself; measures where they pass."""
+    import torch
+
+    from gems.engine.transport.staging import Direct, open_staging
+
+    if not isinstance(open_staging("auto", device, comm), Direct):
+        return {"device_message": STAGED}
+
+    def data(num_bytes: int, seed: int) -> torch.Tensor:
+        made = torch.arange(num_bytes, dtype=torch.int32, device=device).add(seed).to(torch.uint8)
+        torch.cuda.synchronize(device)
+        return made
+
+    return {"device_message": PASSED, "device": _measure(transport, data)}
+
+
+def _host_data(num_bytes: int, seed: int) -> Any:
+    """Gives bytes that tell ranks and places apart."""
+    import numpy as np
+
+    return (np.arange(num_bytes) + seed).astype(np.uint8)
+
+
+def _measure(transport: Transport, data: Callable[[int, int], Any]) -> dict[str, float]:
+    """Measures a link by messages to and fro: seconds of an empty message, and bytes per second beyond it.
+
+    Raises:
+        RankFailedError: a message arrived with another content than it was sent with.
+    """
+    small_s = _half_trip_s(transport, data, SMALL_BYTES, SMALL_TIMES)
+    large_s = _half_trip_s(transport, data, LARGE_BYTES, LARGE_TIMES)
+    return {
+        "latency_s": small_s,
+        "bytes_per_s": (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-12),
+        "message_bytes": LARGE_BYTES,
+    }
+
+
+def _half_trip_s(
+    transport: Transport, data: Callable[[int, int], Any], num_bytes: int, num_times: int
+) -> float:
+    """Gives the median time of one way of a message to the other rank and back."""
+    rank, other = transport.rank, 1 - transport.rank
+    mine, expected, got = data(num_bytes, 17 * rank), data(num_bytes, 17 * other), data(num_bytes, 99)
+    trips_s = []
+    for _ in range(WARMUP_TIMES + num_times):
+        begin = time.perf_counter()
+        if rank == 0:
+            transport.send(mine, other, TAG)
+        _receive(transport, got, other)
+        if rank == 1:
+            transport.send(mine, other, TAG)
+        trips_s.append(time.perf_counter() - begin)
+    transport.drain()
+    if bool((got != expected).any()):
+        raise RankFailedError(f"rank {rank} got {num_bytes} bytes of other content than were sent to it")
+    return statistics.median(trips_s[WARMUP_TIMES:]) / 2
+
+
+def _receive(transport: Transport, got: Sendable, rank: int) -> None:
+    transport.wait(transport.receive(got, rank, TAG), "a message of the probe")
+
+
+def _report(result: Path, error: BaseException) -> int:
+    """Writes why a rank failed, and says it in one line; gives the exit code."""
+    code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
+    text = " ".join(str(error).split())
+    cause = text if isinstance(error, GemsError) else f"{type(error).__name__}: {text}"
+    print(f"gems: the probe on node {os.uname().nodename} failed: {cause}", file=sys.stderr, flush=True)
+    words = list(map(str, error.__reduce__()[1])) if isinstance(error, ConfigError) else []
+    try:
+        write_json(result, {"schema": SCHEMA, "error": cause, "config_error": words, "exit_code": code})
+    except OSError as failure:
+        print(f"gems: the probe cannot write {result}: {failure}", file=sys.stderr, flush=True)
+    time.sleep(SPEAK_S)
+    return code
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

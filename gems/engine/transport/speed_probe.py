@@ -1,0 +1,150 @@
+"""The probe of a machine's speeds: `python -m gems.engine.transport.speed_probe RESULT_JSON [DEVICE_KIND]` on two ranks or more.
+
+Times messages by size inside a node and between two, all-reduces by size, and a compute that should always take equally
+long. On emulated devices (DEVICE_KIND emulated) a message is a hop as emulated ranks see it. Rank 0 writes the timings,
+of which `gems.simulation.calibration` makes the constants.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from gems.engine.emulation.message_cost import measure_hop
+from gems.engine.transport.mpi import Comm, Transport, abort, library, ranks_here, world
+from gems.engine.transport.polling import look_s, sharpen_sleep
+from gems.errors import ConfigError
+from gems.simulation.calibration import SCHEMA
+from gems.utils.atomic_io import write_json
+
+MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22)
+SUM_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
+TRIPS, SUMS, WARMUP = 30, 9, 2
+COMPUTES, COMPUTE_SIDE = 60, 192
+STALL_LIMIT_S = 120.0
+TAG = 1
+KINDS = ("real", "emulated")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one rank of the probe."""
+    kind = argv[1] if len(argv) > 1 else "real"
+    if len(argv) not in (1, 2) or kind not in KINDS:
+        print(
+            "usage: python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]", file=sys.stderr
+        )
+        return ConfigError.exit_code
+    try:
+        probe(Path(argv[0]), world(), kind)
+    except BaseException as error:
+        print(
+            f"gems: the calibration failed on node {os.uname().nodename}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        abort(1)
+    return 0
+
+
+def probe(result: Path, comm: Comm, kind: str) -> None:
+    """Measures and writes the result; collective.
+
+    Raises:
+        ConfigError: a single rank, which has nobody to write to.
+    """
+    if comm.size < 2:
+        raise ConfigError("ranks", comm.size, "must be 2 or more to time messages")
+    sharpen_sleep()
+    nodes: list[str] = comm.allgather(os.uname().nodename)
+    messages = {level: _messages(comm, pair, kind) for level, pair in pairs_of(nodes).items()}
+    transport = Transport(comm, STALL_LIMIT_S)
+    sums_s = [_median_s(partial(_sum, transport, size), SUMS) for size in SUM_BYTES]
+    computes_s = comm.allgather(_computes())
+    if comm.rank == 0:
+        write_json(result, {
+            "schema": SCHEMA, "kind": kind, "mpi": library(), "nodes": sorted(set(nodes)),
+            "ranks_per_node": max(nodes.count(node) for node in nodes),
+            "messages": messages,
+            "sums": {"ranks": comm.size, "bytes": list(SUM_BYTES), "s": sums_s},
+            "computes_s": [list(times) for times in zip(*computes_s, strict=True)],
+        })  # fmt: skip
+    comm.Barrier()
+
+
+def pairs_of(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Gives two ranks of one node (level node) and two of different ones (level link), where there are such."""
+    found: dict[str, tuple[int, int]] = {}
+    for rank, node in enumerate(nodes):
+        first = nodes.index(node)
+        if first != rank:
+            found.setdefault("node", (first, rank))
+        if node != nodes[0]:
+            found.setdefault("link", (0, rank))
+    return found
+
+
+def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[Any]]:
+    """Times messages between two ranks by size; the others wait. On emulated devices all neighbours take part."""
+    if kind == "emulated":
+        nap_s = look_s(ranks_here(comm))
+        chain, control = (Transport(comm, STALL_LIMIT_S, spin_s=0.0, sleep_s=nap_s) for _ in range(2))
+        times_s = [measure_hop(chain, control, size, nap_s, STALL_LIMIT_S) for size in MESSAGE_BYTES]
+        return {"bytes": list(MESSAGE_BYTES), "s": times_s}
+    group = cast(Comm, comm.Split(int(comm.rank in pair), comm.rank))
+    mine: list[float] = []
+    if comm.rank in pair:
+        transport = Transport(group, STALL_LIMIT_S)
+        mine = [_median_s(partial(_trip, transport, size), TRIPS) / 2 for size in MESSAGE_BYTES]
+    return {"bytes": list(MESSAGE_BYTES), "s": comm.bcast(mine, pair[0])}
+
+
+def _trip(transport: Transport, num_bytes: int) -> float:
+    """Sends a message to the other rank and gets one back; gives the seconds of both."""
+    sent, got = np.zeros(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
+    other = 1 - transport.rank
+    begin = time.perf_counter()
+    if transport.rank == 0:
+        transport.send(sent, other, TAG)
+    transport.wait(transport.receive(got, other, TAG), "a message of the calibration")
+    if transport.rank == 1:
+        transport.send(sent, other, TAG)
+    transport.drain()
+    return time.perf_counter() - begin
+
+
+def _sum(transport: Transport, num_bytes: int) -> float:
+    """Sums numbers over all ranks, which begin together; gives the seconds of the slowest."""
+    values = np.zeros(num_bytes // 4, np.float32)
+    transport.barrier()
+    begin = time.perf_counter()
+    transport.sum_in_place(values)
+    spent_s: list[float] = transport.comm.allgather(time.perf_counter() - begin)
+    return max(spent_s)
+
+
+def _median_s(measure: Callable[[], float], times: int) -> float:
+    return statistics.median([measure() for _ in range(WARMUP + times)][WARMUP:])
+
+
+def _computes() -> list[float]:
+    """Times a product of matrices again and again."""
+    matrix = np.full((COMPUTE_SIDE, COMPUTE_SIDE), 1e-3)
+    times_s = []
+    for _ in range(WARMUP + COMPUTES):
+        begin = time.perf_counter()
+        for _ in range(4):
+            matrix @ matrix
+        times_s.append(time.perf_counter() - begin)
+    return times_s[WARMUP:]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The configured run beside one unsplit process."""

@@ -1,0 +1,124 @@
+"""Comparison: the configured run beside the unsplit reference, value by value. What the ranks of `gems verify` run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gems.config.schema import RunSpec
+from gems.data import open_dataset
+from gems.engine.batch_loader import Feed
+from gems.engine.device import DTYPES, open_device
+from gems.engine.pipeline import build_pipeline
+from gems.engine.supervision.failure import end_all, guard, launched_rank, report
+from gems.engine.supervision.memory_report import findings_of
+from gems.engine.transport.mpi import Comm, world
+from gems.engine.verification.reference import collect_values, train_unsplit
+from gems.memory.plan import MemoryPlan
+from gems.runs.folder import RunFolder
+from gems.schedule.schedule import Schedule
+from gems.utils.atomic_io import write_json
+
+FLOOR = 1e-9  # of the largest value of its kind: below it a tensor is compared on that scale
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Largest relative errors over all steps, ranks, directions and replicas, and where the worst was.
+
+    Beside them the most bytes of activations that each rank held, counted while it ran, and what the schedule says
+    of bytes that size; and the layers whose backward cannot be split, in a schedule that splits it.
+    """
+
+    max_rel_error: float
+    parameter_error: float
+    gradient_error: float
+    statistics_error: float
+    worst: str
+    peak_activation_bytes: tuple[int, ...] = ()
+    predicted_activation_bytes: tuple[int, ...] = ()
+    unsplit_layers: tuple[str, ...] = ()
+
+
+def relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Gives the largest of max |a - b| / max |b| over the tensors of `ours`, and the name it belongs to.
+
+    A tensor that is zero but for rounding (a bias before a normalisation, say) is compared with 1e-9 of the largest
+    value in all of `reference`.
+    """
+    if not ours:
+        return 0.0, ""
+    floor = FLOOR * max(float(value.abs().max()) for value in reference.values())
+    errors = {
+        name: float((value - reference[name]).abs().max())
+        / max(float(reference[name].abs().max()), floor, 1e-300)
+        for name, value in ours.items()
+    }
+    worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
+    return errors[worst], worst
+
+
+def compare(
+    spec: RunSpec,
+    comm: Comm,
+    device: torch.device,
+    schedule: Schedule | None = None,
+    cuts: tuple[int, ...] | None = None,
+    plan: MemoryPlan | None = None,
+) -> Difference:
+    """Runs the configured schedule and compares each copy of each tensor after every step; collective."""
+    pipeline = build_pipeline(spec, comm, device, schedule=schedule, cuts=cuts, plan=plan)
+    feed = Feed(spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.images_of, pipeline.labels_of,
+                DTYPES[spec.train.dtype], device)  # fmt: skip
+    pipeline.set_training(True)
+    reference = train_unsplit(spec, pipeline.schedule, device) if comm.rank == 0 else None
+    worst = [(0.0, "")] * 3
+    for step in range(spec.train.steps):
+        pipeline.train.run(step, feed.batch(step))
+        found = None if reference is None else next(reference)
+        pipeline.control.barrier()
+        expected = comm.bcast(found)
+        for mine in (collect_values(pipeline.named_layers(held)) for held in pipeline.modules):
+            for kind, values in enumerate(mine):
+                error, name = relative_error(values, expected[kind])
+                where = f"{name} at rank {comm.rank}, step {step}"
+                worst[kind] = max(worst[kind], (error, where), key=_by_error)
+    feed.close()
+    everyone = comm.allgather(worst)
+    parameter, gradient, statistics = (
+        max((of_rank[kind] for of_rank in everyone), key=_by_error) for kind in range(3)
+    )
+    largest = max((parameter, gradient, statistics), key=_by_error)
+    return Difference(
+        largest[0], parameter[0], gradient[0], statistics[0], largest[1],
+        **asdict(findings_of(pipeline)),
+    )  # fmt: skip
+
+
+def _by_error(found: tuple[float, str]) -> float:
+    return float("inf") if found[0] != found[0] else found[0]
+
+
+def main(argv: list[str]) -> None:
+    """Compares one run folder's configuration; rank 0 writes result.json there. One rank of `gems verify`."""
+    folder = RunFolder(Path(argv[0]))
+    try:
+        spec = folder.read_spec()
+        device = open_device(spec.machine, spec.cluster.device_order)
+        comm = world()
+        read = (folder.read_schedule(), folder.read_boundaries(), folder.read_memory_plan())
+        difference = compare(spec, comm, device, *read)
+        if comm.rank == 0:
+            write_json(folder.result_json, asdict(difference))
+    except BaseException as error:
+        guard()
+        end_all(report(folder, launched_rank(), error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
