@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gems.cli import AUTO_CLUSTER, Verb, main
+from gems.cli.framework import AUTO_CLUSTER, Verb, main
 
 VERBS = {
     "submit": Verb(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json

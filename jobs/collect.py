@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError, RankFailedError
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json

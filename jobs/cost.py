@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from gems.cli import Options
+from gems.cli.framework import Options
 from gems.errors import ConfigError
 from jobs.spec import JobSpec
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError, one_of
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json

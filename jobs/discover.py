@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.cluster_presets import host_names
 from gems.errors import ConfigError
 from gems.launch.local_launcher import mpi_family

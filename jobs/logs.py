@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
-from gems.cli import Options
+from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.catalogue import one_run

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of

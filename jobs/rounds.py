@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from gems.cli import Options
+from gems.cli.framework import Options
 from gems.errors import ConfigError, GemsError, RankFailedError
 from jobs.blame import SIGNAL_BASE
 from jobs.condition import Condition, conditions

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError
 from jobs.catalogue import Catalogue, catalogue
 from jobs.condition import Condition, conditions

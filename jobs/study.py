@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
 from jobs.blame import SIGNAL_BASE

@@ -6,7 +6,7 @@ import shlex
 import sys
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.cli import Options
+from gems.cli.framework import Options
+from gems.cli.plan import planned_answer
 from gems.config.compose import compose
 from gems.errors import DoesNotFitError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
@@ -27,7 +28,6 @@ from gems.planner.search.best_first import search
 from gems.planner.search.candidate import BY_COUNTS, Candidate, candidates
 from gems.planner.search.choice import Choice
 from gems.runs.prepare import prepare
-from gems.show_plan import planned_answer
 from gems.simulation.profiled_costs import costed
 
 GPUS = (8, 64)

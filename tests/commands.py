@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from gems import cli
 from gems.__main__ import VERBS
-from gems.cli import Options, Verb
+from gems.cli.framework import Options, Verb
+from gems.cli.framework import framework as cli
 from gems.config.schema import RunSpec
 from gems.errors import GemsError, RankFailedError, StalledError
 

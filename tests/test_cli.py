@@ -1,4 +1,4 @@
-"""gems.cli: verbs, overrides, --json, Hydra's options and exit codes."""
+"""gems.cli.framework: verbs, overrides, --json, Hydra's options and exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gems.__main__ import VERBS
-from gems.cli import Options
+from gems.cli.framework import Options
 from gems.config.schema import RunSpec
 from tests.commands import MINE, SEEN, Gems, check_refusal, runner
 

@@ -1,4 +1,4 @@
-"""gems.cli: every mistake is one line on stderr and code 2, never a traceback; also in a process of its own."""
+"""gems.cli.framework: every mistake is one line on stderr and code 2, never a traceback; also in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gems.cli import HYDRA_FLAGS
+from gems.cli.framework import HYDRA_FLAGS
 from gems.config.overrides import options_of, valid_keys
 from gems.config.schema import RunSpec
 from tests.commands import MINE, SEEN, Gems, Said, check_refusal, runner

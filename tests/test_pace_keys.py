@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gems.cli.simulate import predict, simulation_dict
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.pace import Pace
 from gems.schedule.simulate import simulate
-from gems.show_simulation import predict, simulation_dict
 from gems.simulation.build import costs_of, pace_of, play, schedule_of
 from gems.trace import KINDS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.cli import Verb, main
+from gems.cli.framework import Verb, main
 from gems.config.cluster_presets import AUTO, choose_preset, host_names, matching
 from gems.config.compose import compose
 from gems.config.overrides import CONF

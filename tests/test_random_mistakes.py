@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from analysis.__main__ import main as analysis
-from gems import cli
+from gems.cli.framework import framework as cli
 from gems.config.schema import RunSpec
 from gems.models import layers_of
 from gems.profile import LayerProfile, ModelProfile

@@ -12,7 +12,7 @@ import gems.partition.methods
 import gems.profile.store
 import gems.runs.run_plan
 import gems.simulation.profiled_costs
-from gems.cli import Verb
+from gems.cli.framework import Verb
 from gems.config.compose import compose
 from gems.planner.hybrid.inputs import speedups_of
 from gems.planner.worker_step import ModelledEfficiency, step_of, with_ways
@@ -23,7 +23,7 @@ from tests.partition.profiles import random_profile
 
 PLAN = {
     "plan": Verb(
-        "gems.show_hybrid:show_hybrid",
+        "gems.cli.plan_hybrid:show_hybrid",
         "how to spend devices",
         flags=("--hybrid",),
         choices={"--epochs": (), "--efficiency": (), "--speedup": ()},

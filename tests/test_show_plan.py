@@ -121,9 +121,9 @@ def test_the_epochs_of_batches_decide(gems_: Gems, monkeypatch: pytest.MonkeyPat
 
 
 def test_hybrid_is_another_planner(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("gems.show_hybrid")
+    module = ModuleType("gems.cli.plan_hybrid")
     monkeypatch.setattr(module, "show_hybrid", lambda spec, options: len(options.chosen) + 40, raising=False)
-    monkeypatch.setitem(sys.modules, "gems.show_hybrid", module)
+    monkeypatch.setitem(sys.modules, "gems.cli.plan_hybrid", module)
     assert gems_("plan", *RUN, "--hybrid", "--speedup", "2=1.3").code == 41
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gems.__main__ import VERBS
-from gems.cli import main
+from gems.cli.framework import main
 from gems.profile import ModelProfile
 from gems.profile.spans import Spans
 

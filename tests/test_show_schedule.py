@@ -1,4 +1,4 @@
-"""gems.show_schedule: the grid, the lowered list and the JSON of a configured schedule."""
+"""gems.cli.schedule: the grid, the lowered list and the JSON of a configured schedule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gems.cli import Options
+from gems.cli.framework import Options
+from gems.cli.schedule import LOWERED, TORCH, show_schedule
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule.formats.schedule_json import from_json
 from gems.schedule.validate import validate
-from gems.show_schedule import LOWERED, TORCH, show_schedule
 from tests.schedule.drawings import play, uniform_cost
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""gems.show_simulation: the prediction of a configured run, as an object and as text."""
+"""gems.cli.simulate: the prediction of a configured run, as an object and as text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from gems.cli import Options
+from gems.cli.framework import Options
+from gems.cli.simulate import predict, show_simulation
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ScheduleError
-from gems.show_simulation import predict, show_simulation
 
 
 def spec_of(

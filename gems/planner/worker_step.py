@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from gems.cli.simulate import in_seconds_and_bytes, predict
 from gems.config.schema import CostConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.schedule.schedule import Schedule
-from gems.show_simulation import in_seconds_and_bytes, predict
 from gems.simulation.build import play, schedule_of
 from gems.simulation.profiled_costs import PROFILE, costed
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gems.cli import Options
+from gems.cli.framework import Options
 from gems.engine.transport.mpi import probe as program
 from gems.errors import ConfigError, RankFailedError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks

@@ -16,7 +16,7 @@ import yaml
 from fake_slurm import FakeSlurm
 from job_helpers import ROOT, wait_until
 
-from gems.cli import Options, main
+from gems.cli.framework import Options, main
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare

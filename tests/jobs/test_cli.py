@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from job_helpers import ROOT
 
-from gems.cli import main
+from gems.cli.framework import main
 from gems.config.compose import compose
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
-from gems.cli import main
+from gems.cli.framework import main
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json

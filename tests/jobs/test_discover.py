@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gems.cli import main
+from gems.cli.framework import main
 from gems.config.cluster import ClusterConfig
 from gems.config.cluster_checks import check_cluster
 from gems.config.compose import compose

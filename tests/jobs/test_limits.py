@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gems.cli import Options
+from gems.cli.framework import Options
 from gems.config.cluster import QueueLimit
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError

@@ -15,7 +15,7 @@ import pytest
 from fake_slurm import FakeSlurm
 from job_helpers import ROOT, wait_until
 
-from gems.cli import main
+from gems.cli.framework import main
 from gems.runs.folder import RunFolder
 from gems.utils.process_tree import start_time
 from jobs.__main__ import VERBS

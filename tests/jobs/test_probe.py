@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
-from gems.cli import Options
+from gems.cli.framework import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_slurm import FakeSlurm
 
-from gems.cli import main
+from gems.cli.framework import main
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder

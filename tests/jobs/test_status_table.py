@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_slurm import FakeSlurm
 
-from gems.cli import main
+from gems.cli.framework import main
 from gems.engine.supervision.progress import Progress
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from fake_slurm import FakeSlurm
 
-from gems.cli import main
+from gems.cli.framework import main
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder

@@ -151,6 +151,6 @@ class TestChild:
 
 
 def test_the_caller_loads_no_torch() -> None:
-    program = "import sys, gems.profile.store, gems.show_profile; print('torch' in sys.modules)"
+    program = "import sys, gems.profile.store, gems.cli.profile; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.stdout.strip(), ended.stderr) == ("False", "")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gems import __version__
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.compose import compose
 from gems.config.experiment_file import check_experiment, experiment_text, write_experiment
 from gems.config.resolve import check_batch, global_batch
@@ -44,7 +44,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
         DoesNotFitError: no configuration fits; the line says what would.
     """
     if HYBRID in options.flags:
-        shown: Callable[[RunSpec, Options], int] = importlib.import_module("gems.show_hybrid").show_hybrid
+        shown: Callable[[RunSpec, Options], int] = importlib.import_module("gems.cli.plan_hybrid").show_hybrid
         return shown(spec, options)
     answer, found = planned_answer(spec, options)
     if options.json:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ScheduleError
 from gems.runs.run_plan import planned

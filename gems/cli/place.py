@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
+from gems.cli.pictures import check_picture, draw
 from gems.config.schema import RunSpec
-from gems.drawing import check_picture, draw
 from gems.errors import ConfigError
 from gems.models import title_of
 from gems.partition.operator_placement import placement_of

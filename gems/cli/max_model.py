@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.partition.max_model_size import Largest, largest
 from gems.partition.methods import METHODS, case_of

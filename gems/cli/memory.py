@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
+from gems.cli.pictures import check_picture, draw
 from gems.config.checks import check_memory
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.drawing import check_picture, draw
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory import POLICIES
 from gems.memory.case import MemoryCase, Outcome

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from dataclasses import replace
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import RankFailedError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks

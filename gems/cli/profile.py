@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile

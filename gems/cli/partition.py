@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
+from gems.cli.pictures import check_picture, draw
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.drawing import check_picture, draw
 from gems.partition.compare import PLAIN, Judged, compare, judge
 from gems.partition.methods import Case, case_of, cut
 from gems.simulation.build import network_in_seconds, schedule_of
@@ -21,7 +21,7 @@ MIB = 2**20
 def show_partition(spec: RunSpec, options: Options) -> int:
     """Prints the cut of a resolved run, all methods side by side, or the largest model that each can train."""
     if "--largest" in options.chosen:
-        from gems.show_largest import show_largest
+        from gems.cli.max_model import show_largest
 
         return show_largest(spec, options)
     if spec.partition.objective == "auto":

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gems.cli import Options, print_json
+from gems.cli.framework import Options, print_json
+from gems.cli.schedule import drawn_faults, shortest_time
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.memory.case import Outcome
@@ -23,7 +24,6 @@ from gems.schedule.memory_time import memory_time_bound
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 from gems.schedule.waits import RankTime, rank_times
-from gems.show_schedule import drawn_faults, shortest_time
 from gems.simulation.build import cap_of, costs_of, found_of, pace_of, play, schedule_of
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
 from gems.simulation.profiled_costs import PROFILE, costed

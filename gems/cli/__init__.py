@@ -1,0 +1,1 @@
+"""The verbs of `python -m gems`, one file each."""
