@@ -8,32 +8,32 @@ from gems.cli.framework import AUTO_CLUSTER, Verb, main
 
 VERBS = {
     "submit": Verb(
-        "jobs.submit:submit", "run here, or on SLURM when the cluster preset says so: after a preflight, and a question where the job is dear "
+        "jobs.cli.submit:submit", "run here, or on SLURM when the cluster preset says so: after a preflight, and a question where the job is dear "
         "[--yes]; [--auto-cluster: this machine's preset, unless the experiment or cluster=NAME chooses one]",
         ("--dry-run", "--yes", AUTO_CLUSTER),
     ),
     "probe": Verb(
-        "jobs.probe_verb:probe", "try MPI and device memory with two ranks, here or as a small job: [key=value ...] [--limit MINUTES]",
+        "jobs.cli.probe:probe", "try MPI and device memory with two ranks, here or as a small job: [key=value ...] [--limit MINUTES]",
         (), {"--limit": ()}, takes_words=True,
     ),
-    "study": Verb("jobs.study:study", "run the points of a study that are missing or failed: study=NAME [key=value ...]; "
+    "study": Verb("jobs.cli.study:study", "run the points of a study that are missing or failed: study=NAME [key=value ...]; "
                   "draw all of them [--wait: until all jobs have ended; --stop: cancel all of it; --yes: however much they cost]",
                   ("--dry-run", "--wait", "--stop", "--yes"), takes_words=True),
-    "status": Verb("jobs.status:status", "the runs and studies below runs_dir=runs, or those named: state, step, images/s, loss; "
+    "status": Verb("jobs.cli.status:status", "the runs and studies below runs_dir=runs, or those named: state, step, images/s, loss; "
                    "[RUN_OR_STUDY ...] [-v: the points of studies] [--watch SECONDS]",
                    ("-v",), {"--watch": ()}, takes_words=True),
-    "logs": Verb("jobs.logs:logs", "what a run's ranks say: RUN [-f: follow it to its end] [--rank K] [--lines N or all]",
+    "logs": Verb("jobs.cli.logs:logs", "what a run's ranks say: RUN [-f: follow it to its end] [--rank K] [--lines N or all]",
                  ("-f",), {"--rank": (), "--lines": ()}, takes_words=True),
-    "cancel": Verb("jobs.cancel:cancel", "end runs, and studies with the points to come: RUN_OR_STUDY ... [--yes]",
+    "cancel": Verb("jobs.cli.cancel:cancel", "end runs, and studies with the points to come: RUN_OR_STUDY ... [--yes]",
                    ("--yes",), takes_words=True),
-    "diagnose": Verb("jobs.diagnose:diagnose", "why runs ended, in one paragraph, and what to change: RUN_OR_STUDY ... "
+    "diagnose": Verb("jobs.cli.diagnose:diagnose", "why runs ended, in one paragraph, and what to change: RUN_OR_STUDY ... "
                      "[--forget NODE: take a node off the list of bad ones]", (), {"--forget": ()}, takes_words=True),
-    "resubmit": Verb("jobs.resubmit:resubmit", "send runs again from their newest checkpoint, without bad nodes: RUN_OR_STUDY ... "
+    "resubmit": Verb("jobs.cli.resubmit:resubmit", "send runs again from their newest checkpoint, without bad nodes: RUN_OR_STUDY ... "
                      "[cluster.KEY=value ...] [--yes: as they are] [--again: finished ones too]",
                      ("--yes", "--again"), takes_words=True),
-    "prepare": Verb("jobs.submit:prepare_run", "make the run folder only, and print its path"),
-    "discover": Verb("jobs.discover:discover", "draft a cluster preset of this site, from what its SLURM says", takes_words=True),
-    "collect": Verb("jobs.collect:collect_verb", "merge the traces of a run folder, draw, print the table",
+    "prepare": Verb("jobs.cli.submit:prepare_run", "make the run folder only, and print its path"),
+    "discover": Verb("jobs.cli.discover:discover", "draft a cluster preset of this site, from what its SLURM says", takes_words=True),
+    "collect": Verb("jobs.cli.collect:collect_verb", "merge the traces of a run folder, draw, print the table",
                     takes_words=True),
 }  # fmt: skip
 

@@ -19,9 +19,9 @@ from gems.runs.code_archive import PACKAGES, from_snapshot, hash_of, take_snapsh
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = """
 import json, os, subprocess, sys
-import gems, jobs.batch, gems.engine.supervision.affinity
+import gems, jobs.launch.batch, gems.engine.supervision.affinity
 child = subprocess.run([sys.executable, "-m", "gems.where_child"], capture_output=True, text=True)
-print(json.dumps([gems.__file__, jobs.batch.__file__, sys.argv, __name__, child.stdout, child.stderr]))
+print(json.dumps([gems.__file__, jobs.launch.batch.__file__, sys.argv, __name__, child.stdout, child.stderr]))
 """
 FAILING = """
 import traceback
@@ -101,7 +101,7 @@ def test_a_module_and_its_children_come_from_the_archive(
     """Neither the current folder, where there is other code of that name, nor PYTHONPATH stands before it."""
     empty = (
         "jobs/__init__.py",
-        "jobs/batch.py",
+        "jobs/launch/batch.py",
         "gems/engine/__init__.py",
         "gems/engine/supervision/affinity.py",
     )

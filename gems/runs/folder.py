@@ -247,7 +247,7 @@ class RunFolder:
             entry.rename(target / entry.name)
 
     def write_status(self, state: str, **more: Any) -> None:
-        """Writes status.json at once and whole; `jobs.condition` words the states."""
+        """Writes status.json at once and whole; `jobs.status.run_status` words the states."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(self.status_json, {"state": state, "updated_utc": now, **more})
 

@@ -14,7 +14,7 @@ from gems.cli.framework import Options
 from gems.engine.transport.mpi import probe as program
 from gems.errors import ConfigError, RankFailedError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
-from jobs.probe_verb import probe
+from jobs.cli.probe import probe
 
 ROOT = Path(__file__).resolve().parents[2]
 

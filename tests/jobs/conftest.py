@@ -18,7 +18,7 @@ from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from jobs import launch as launch_module
+from jobs.launch.launch import launch as launch_module
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
         seen.append(folder)
         return 0
 
-    monkeypatch.setattr("jobs.launch.collect", note)
+    monkeypatch.setattr("jobs.launch.launch.collect", note)
     return seen
 
 

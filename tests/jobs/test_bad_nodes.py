@@ -11,7 +11,7 @@ import pytest
 from gems.config.cluster import ClusterConfig
 from gems.config.cluster_checks import check_cluster
 from gems.errors import ConfigError
-from jobs.bad_nodes import BadNodes, exclude_option
+from jobs.slurm.node_blocklist import BadNodes, exclude_option
 
 NOW = datetime.now(UTC)
 

@@ -16,8 +16,8 @@ from submitit.core.utils import DelayedSubmission
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
-from jobs.batch import BatchJob, wait_for_submission
-from jobs.requeue import successor
+from jobs.launch.batch import BatchJob, wait_for_submission
+from jobs.launch.requeue import successor
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 def test_the_pickle_holds_a_name_and_a_path() -> None:
     """A function pickled by value would carry the code of the day of submission, and whatever it closes over."""
     pickled = cloudpickle.dumps(DelayedSubmission(BatchJob("/runs/x")))
-    assert b"jobs.batch" in pickled and b"/runs/x" in pickled
+    assert b"jobs.launch.batch" in pickled and b"/runs/x" in pickled
     assert len(pickled) < 400
 
 

@@ -21,12 +21,12 @@ from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.process_tree import start_time
-from jobs import cancel as cancel_module
-from jobs import rounds as rounds_module
-from jobs import study as study_module
 from jobs.__main__ import VERBS
-from jobs.launch import launch
-from jobs.study_record import StudyRecord
+from jobs.cli import cancel as cancel_module
+from jobs.cli import study as study_module
+from jobs.launch.launch import launch
+from jobs.status.study_record import StudyRecord
+from jobs.studies import runner as rounds_module
 
 Prepared = Callable[..., RunFolder]
 Cancel = Callable[..., list[str]]
@@ -260,7 +260,7 @@ def test_real_ranks_are_cancelled_and_say_so(
     """The launching process is one of its own, as `jobs submit` is; its ranks wait for ever."""
     folder, _ = tiny(TINY="wait:none")
     program = (
-        "import sys, pathlib\nfrom gems.runs.folder import RunFolder\nfrom jobs.launch import launch\n"
+        "import sys, pathlib\nfrom gems.runs.folder import RunFolder\nfrom jobs.launch.launch import launch\n"
         "folder = RunFolder(pathlib.Path(sys.argv[1]))\nsys.exit(launch(folder, folder.read_spec()))"
     )
     with subprocess.Popen(

@@ -126,7 +126,7 @@ def test_a_login_node_loads_nothing_heavy(work: str) -> None:
     words = ["submit", *MASTER, "cluster=mini", "--dry-run"] if work == "dry run" else ["submit", "--help"]
     program = f"""
 import runpy, sys
-import jobs.batch, jobs.cancel, jobs.launch, jobs.logs, jobs.slurm, jobs.status, jobs.submit
+import jobs.launch.batch, jobs.cli.cancel, jobs.launch.launch, jobs.cli.logs, jobs.slurm.executor, jobs.cli.status, jobs.cli.submit
 sys.argv = ["jobs", *{words!r}]
 try:
     runpy.run_module("jobs", run_name="__main__")
@@ -142,7 +142,7 @@ assert not heavy, heavy
 
 
 def test_submitit_is_loaded_for_slurm_alone() -> None:
-    program = "import sys, jobs.submit, jobs.launch\nassert 'submitit' not in sys.modules"
+    program = "import sys, jobs.cli.submit, jobs.launch.launch\nassert 'submitit' not in sys.modules"
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
     )

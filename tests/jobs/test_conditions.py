@@ -16,8 +16,8 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
-from jobs.condition import Condition, conditions
-from jobs.facts import lives_here, read_facts
+from jobs.status.facts import lives_here, read_facts
+from jobs.status.run_status import Condition, conditions
 
 Prepared = Callable[..., RunFolder]
 RESOURCES = "41|PENDING|2026-11-21T12:00:00|Resources|one"
@@ -125,7 +125,7 @@ def test_a_job_number_that_is_none_reaches_no_command_line(prepared: Prepared, s
 def test_what_could_not_be_asked_is_said(
     prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.ask.HEAR_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.slurm.command.HEAR_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
     folder = prepared()

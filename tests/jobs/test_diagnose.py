@@ -18,10 +18,10 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from jobs.__main__ import VERBS
-from jobs.bad_nodes import BadNodes
-from jobs.causes import Cause
-from jobs.diagnosis import Diagnosis, diagnose_run
-from jobs.study_record import StudyRecord
+from jobs.diagnosis.failure_cause import Cause
+from jobs.diagnosis.report import Diagnosis, diagnose_run
+from jobs.slurm.node_blocklist import BadNodes
+from jobs.status.study_record import StudyRecord
 
 Prepared = Callable[..., RunFolder]
 WriteFailed = Callable[..., None]
@@ -382,8 +382,8 @@ def test_a_folder_that_cannot_be_written_is_told_all_the_same(
     def refuse(*words: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("jobs.diagnose.write_json", refuse)
-    monkeypatch.setattr("jobs.bad_nodes.write_json", refuse)
+    monkeypatch.setattr("jobs.cli.diagnose.write_json", refuse)
+    monkeypatch.setattr("jobs.slurm.node_blocklist.write_json", refuse)
     out, err = diagnose("one")
     assert "device failed" in out
     assert f"diagnosis.json is not kept: {folder.path} cannot be written (Permission denied)" in err
@@ -427,7 +427,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, diagnose: Callable[..., tuple
 def test_slurm_that_hangs_costs_a_bounded_time(
     prepared: Prepared, slurm: FakeSlurm, write_failed: WriteFailed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.ask.HEAR_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.slurm.command.HEAR_LIMIT_S", 0.2)
     for name in ("squeue", "sacct", "scontrol"):
         slurm.hangs(name)
     folder = failed(prepared())

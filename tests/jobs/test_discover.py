@@ -16,9 +16,9 @@ from gems.config.cluster import ClusterConfig
 from gems.config.cluster_checks import check_cluster
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
-from jobs import discover
 from jobs.__main__ import VERBS
-from jobs.discover import (
+from jobs.cli import discover
+from jobs.cli.discover import (
     NodeKind,
     Site,
     draft,

@@ -16,10 +16,10 @@ from job_helpers import ROOT
 from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
-from jobs.launchers import command
-from jobs.limits import check_limits
-from jobs.slurm import executor
-from jobs.spec import job_spec
+from jobs.launch.launchers import command
+from jobs.slurm.executor import executor
+from jobs.slurm.limits import check_limits
+from jobs.slurm.resources import job_spec
 
 GOLDEN = ROOT / "tests" / "golden"
 RENEW = "GEMS_RENEW_GOLDEN"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fake_slurm import FakeSlurm
 
-from jobs.job_record import ask_record, of_sacct
+from jobs.slurm.job_record import ask_record, of_sacct
 
 ROWS = (
     "41|NODE_FAIL|0:0|None|n[1-2]|2026-11-21T10:00:00|00:10:00|01:00:00|",
@@ -56,7 +56,7 @@ def test_what_is_no_number_is_never_asked(slurm: FakeSlurm) -> None:
 
 
 def test_a_command_that_hangs_is_left(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.ask.HEAR_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.slurm.command.HEAR_LIMIT_S", 0.2)
     slurm.hangs("sacct")
     slurm.hangs("scontrol")
     record, troubles = ask_record("41")

@@ -18,9 +18,9 @@ from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
-from jobs import launch as launch_module
-from jobs.collect import collect
-from jobs.launch import OF_THE_JOB, launch
+from jobs.cli.collect import collect
+from jobs.launch.launch import OF_THE_JOB, launch
+from jobs.launch.launch import launch as launch_module
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 

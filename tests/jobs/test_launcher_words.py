@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.words import Death, LauncherWords
+from jobs.launch.launcher_output import Death, LauncherWords
 
 HYDRA_KILLED = """
 ===================================================================================

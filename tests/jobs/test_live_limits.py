@@ -11,10 +11,10 @@ from fake_slurm import FakeSlurm
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from jobs.ask import UnansweredError
-from jobs.live_limits import check_account, check_partitions
-from jobs.partitions import Accounts, ask_accounts, ask_partitions, most_nodes
-from jobs.spec import job_spec
+from jobs.slurm.command import UnansweredError
+from jobs.slurm.live_limits import check_account, check_partitions
+from jobs.slurm.resources import job_spec
+from jobs.slurm.site import Accounts, ask_accounts, ask_partitions, most_nodes
 
 ROW = (
     "PartitionName={name} AllowGroups=ALL AllowAccounts={accounts} AllowQos={qos} Default={default} MaxNodes={most} "

@@ -19,7 +19,7 @@ from gems.cli.framework import main
 from gems.runs.folder import RunFolder
 from gems.utils.process_tree import start_time
 from jobs.__main__ import VERBS
-from jobs.logs import Tail
+from jobs.cli.logs import Tail
 
 Prepared = Callable[..., RunFolder]
 HERE = {"pid": os.getpid(), "host": os.uname().nodename, "pid_started": start_time(os.getpid())}
@@ -124,7 +124,7 @@ def test_following_to_the_end(
 def test_following_a_run_that_is_killed_without_a_word(
     prepared: Prepared, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.logs.ASK_EVERY_S", 0.1)
+    monkeypatch.setattr("jobs.cli.logs.ASK_EVERY_S", 0.1)
     folder = prepared()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     folder.write_status("running", **HERE | {"pid": process.pid, "pid_started": start_time(process.pid)})

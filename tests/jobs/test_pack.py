@@ -10,9 +10,9 @@ import pytest
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
-from jobs import pack as pack_module
-from jobs.pack import PackedJob, packed, packs_of
-from jobs.points import Point
+from jobs.studies import packing as pack_module
+from jobs.studies.packing import PackedJob, packed, packs_of
+from jobs.studies.points import Point
 
 CLUSTER = ("cluster=mini", "cluster.nodes=1", "cluster.minutes=10")
 

@@ -19,14 +19,14 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.runs.folder import RunFolder
 from gems.runs.run_plan import planned
-from jobs.ask import UnansweredError
-from jobs.cost import cost_words, is_agreed
-from jobs.prediction import check_host, peak_of, steps_s
-from jobs.preflight import is_at_home
-from jobs.room import check_room, place_of
-from jobs.spec import job_spec
-from jobs.submit import start, submit
-from jobs.test_only import read_estimate, try_script
+from jobs.cli.submit import start, submit
+from jobs.preflight.checks import is_at_home
+from jobs.preflight.cost import cost_words, is_agreed
+from jobs.preflight.prediction import check_host, peak_of, steps_s
+from jobs.preflight.storage import check_room, place_of
+from jobs.slurm.command import UnansweredError
+from jobs.slurm.resources import job_spec
+from jobs.slurm.sbatch_check import read_estimate, try_script
 
 SEEN = "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition debug"
 DRY = Options(flags=frozenset({"--dry-run"}))

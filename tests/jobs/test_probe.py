@@ -19,7 +19,8 @@ from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from gems.utils.cache import keep_cached
-from jobs.probe import (
+from jobs.cli.probe import probe, table
+from jobs.launch.mpi_probe import (
     KIND,
     judge,
     key_of,
@@ -30,8 +31,7 @@ from jobs.probe import (
     probe_json,
     summary,
 )
-from jobs.probe_verb import probe, table
-from jobs.spec import job_spec
+from jobs.slurm.resources import job_spec
 
 HOST = {"latency_s": 2e-6, "bytes_per_s": 5e9, "message_bytes": 4194304}
 FOUND: dict[str, Any] = {
@@ -236,8 +236,8 @@ def test_the_probes_own_job(
 def test_a_job_that_does_not_start_is_cancelled(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.probe_verb.POLL_S", 0.01)
-    monkeypatch.setattr("jobs.probe_verb._minutes", lambda options: 0.005)
+    monkeypatch.setattr("jobs.cli.probe.POLL_S", 0.01)
+    monkeypatch.setattr("jobs.cli.probe._minutes", lambda options: 0.005)
     slurm.says("sbatch", "7")
     slurm.says("squeue", "7|PENDING|N/A|Resources|probe")
     slurm.says("scancel")

@@ -17,8 +17,8 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
-from jobs.bad_nodes import BadNodes
-from jobs.study_record import StudyRecord
+from jobs.slurm.node_blocklist import BadNodes
+from jobs.status.study_record import StudyRecord
 
 Prepared = Callable[..., RunFolder]
 Resubmit = Callable[..., tuple[str, str]]
@@ -47,7 +47,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
         folder.write_status("submitted", job_id=str(41 + len(seen)))
         return 0
 
-    monkeypatch.setattr("jobs.resubmit.start", note)
+    monkeypatch.setattr("jobs.cli.resubmit.start", note)
     return seen
 
 
@@ -213,7 +213,7 @@ def test_a_refused_submission_is_told_and_the_others_go_on(
         sent.append(spec)
         raise ConfigError("cluster", "mini", "sbatch refuses the job")
 
-    monkeypatch.setattr("jobs.resubmit.start", refuse)
+    monkeypatch.setattr("jobs.cli.resubmit.start", refuse)
     out, _ = resubmit("a", "b", code=2)
     assert [line.partition(": ")[2] for line in out.splitlines()] == [
         "refused, cluster=mini: sbatch refuses the job"

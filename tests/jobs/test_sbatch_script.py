@@ -19,9 +19,9 @@ from gems.cli.framework import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from jobs.slurm import executor, sbatch_options, without_enclosing_job
-from jobs.spec import job_spec
-from jobs.submit import submit
+from jobs.cli.submit import submit
+from jobs.slurm.executor import executor, sbatch_options, without_enclosing_job
+from jobs.slurm.resources import job_spec
 
 SBATCH = """#!{python}
 import json, os, pathlib, sys

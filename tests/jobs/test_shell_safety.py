@@ -22,9 +22,9 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import run_ranks
 from gems.runs.folder import RunFolder
-from jobs.launchers import command, sweep_by_srun
-from jobs.slurm import executor
-from jobs.spec import job_spec
+from jobs.launch.launchers import command, sweep_by_srun
+from jobs.slurm.executor import executor
+from jobs.slurm.resources import job_spec
 
 NOTES = """#!{python}
 import os, sys

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.causes import Cause
-from jobs.signs import HEAD_BYTES, TAIL_BYTES, cause_of_words, findings_in, lines_of, of_line
+from jobs.diagnosis.failure_cause import Cause
+from jobs.diagnosis.log_patterns import HEAD_BYTES, TAIL_BYTES, cause_of_words, findings_in, lines_of, of_line
 
 LIMIT = "slurmstepd: error: *** JOB 123 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***"
 

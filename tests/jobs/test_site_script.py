@@ -17,10 +17,10 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
-from jobs import launch as launch_module
-from jobs.launchers import command, sweep_by_srun
-from jobs.slurm import executor
-from jobs.spec import job_spec
+from jobs.launch.launch import launch as launch_module
+from jobs.launch.launchers import command, sweep_by_srun
+from jobs.slurm.executor import executor
+from jobs.slurm.resources import job_spec
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
 CODE_ZIP = "/runs/it's mine/provenance/code.zip"

@@ -22,10 +22,9 @@ from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from gems.utils.atomic_io import read_json, write_json
-from jobs import launch as launch_module
-from jobs import requeue
-from jobs.launch import launch
-from jobs.stop_request import StopRequest
+from jobs.launch.launch import launch, requeue
+from jobs.launch.launch import launch as launch_module
+from jobs.launch.stop_request import StopRequest
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 
@@ -268,7 +267,7 @@ def test_a_cancelled_run_that_saved_is_not_put_back(
 
 def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    program = "from jobs.requeue import why_killed; print(why_killed())"
+    program = "from jobs.launch.requeue import why_killed; print(why_killed())"
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

@@ -15,9 +15,9 @@ from gems.engine.supervision.progress import Progress
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS
-from jobs.catalogue import catalogue, one_run
-from jobs.status import look, plain, table
-from jobs.study_record import StudyRecord
+from jobs.cli.status import look, plain, table
+from jobs.status.lookup import catalogue, one_run
+from jobs.status.study_record import StudyRecord
 
 Prepared = Callable[..., RunFolder]
 Status = Callable[..., str]

@@ -21,14 +21,14 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from jobs import rounds as rounds_module
-from jobs import study as study_module
 from jobs.__main__ import VERBS
-from jobs.condition import conditions
-from jobs.launchers import LAUNCHERS, command
-from jobs.spec import JobSpec, job_spec
-from jobs.study import draw, is_due, state_of
-from jobs.submit import start
+from jobs.cli import study as study_module
+from jobs.cli.study import draw, is_due, state_of
+from jobs.cli.submit import start
+from jobs.launch.launchers import LAUNCHERS, command
+from jobs.slurm.resources import JobSpec, job_spec
+from jobs.status.run_status import conditions
+from jobs.studies import runner as rounds_module
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
 WORDS = ("parallel.replicas=1", "parallel.replicas=2", "parallel.replicas=3")
@@ -372,8 +372,8 @@ def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
             queue.write(f"{number}|PENDING|N/A|Priority|mine\n")
         return number
 
-    monkeypatch.setattr("jobs.slurm.need_sbatch", lambda job: None)
-    monkeypatch.setattr("jobs.slurm.submit_job", take)
+    monkeypatch.setattr("jobs.slurm.executor.need_sbatch", lambda job: None)
+    monkeypatch.setattr("jobs.slurm.executor.submit_job", take)
     return submitted
 
 
@@ -433,7 +433,7 @@ def test_wait_submits_as_room_comes_and_ends_with_the_last_job(
             folder.write_status("failed" if code else "finished", exit_code=code, job_id=job)
             ended.append(job)
 
-    monkeypatch.setattr("jobs.rounds.threading.Event", Looks)
+    monkeypatch.setattr("jobs.studies.runner.threading.Event", Looks)
     assert study("cluster=mini", "--wait", "+cluster.limits=[{queued_jobs: 1}]") == 4
     out, err = capfd.readouterr()
     assert ended == ["41", "42", "43"]
@@ -469,7 +469,7 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
         raise ConfigError("cluster", "mini", f"sbatch refuses the job: {refusal}")
 
     (slurm.here / "queue").write_text(f"{others}\n" if others else "")
-    monkeypatch.setattr("jobs.slurm.submit_job", refuse)
+    monkeypatch.setattr("jobs.slurm.executor.submit_job", refuse)
     assert study("cluster=mini", points=WORDS[:2]) == code
     out, err = capfd.readouterr()
     assert [line.split()[1] for line in out.splitlines()].count("waiting") == waiting
@@ -484,7 +484,9 @@ def test_stop_cancels_the_whole_study(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jobs.cancel.COMMAND_LIMIT_S", 0.1)  # the command is this very process, which stays
+    monkeypatch.setattr(
+        "jobs.cli.cancel.COMMAND_LIMIT_S", 0.1
+    )  # the command is this very process, which stays
     study("cluster=mini")
     capfd.readouterr()
     slurm.does("scancel", f": > {slurm.here}/queue")

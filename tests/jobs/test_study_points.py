@@ -12,7 +12,7 @@ import yaml
 from gems.config.overrides import CONF
 from gems.config.schema import StudyConfig
 from gems.errors import ConfigError
-from jobs.points import points_of, read_study, study_name
+from jobs.studies.points import points_of, read_study, study_name
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
 

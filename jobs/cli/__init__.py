@@ -1,0 +1,1 @@
+"""The verbs of `python -m jobs`, one file each."""

@@ -1,0 +1,232 @@
+"""Logs: what the ranks of a run say, at once or until the run ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO
+
+from gems.cli.framework import Options
+from gems.errors import ConfigError
+from gems.runs.folder import RunFolder
+from jobs.cli.status import plain, when
+from jobs.status.facts import read_status
+from jobs.status.lookup import one_run
+from jobs.status.run_status import Condition, conditions
+
+FOLLOW = "-f"
+LINES = 100
+ALL = "all"
+POLL_S = 0.2
+ASK_EVERY_S = 15.0  # SLURM, while the run folder has nothing new to say
+CHUNK_BYTES = 1 << 20
+BY_SRUN = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
+
+
+def logs(words: Sequence[str], options: Options) -> int:
+    """Runs `python -m jobs logs RUN [-f] [--rank K] [--lines N]`.
+
+    -f goes on until the run has ended and all is printed; its state and its end are said on stderr.
+
+    Raises:
+        ConfigError: not one run, or a rank or a number of lines that cannot be.
+    """
+    folder = one_run(words, "logs")
+    lines = _lines(options.chosen.get("--lines"))
+    printer = _Printer(_rank(folder, options.chosen.get("--rank")))
+    is_followed = FOLLOW in options.flags
+    with Tail(log_of(folder)) as tail:
+        try:
+            printer.last(iter(tail.read, b""), lines)
+            watch = _Watch(folder) if is_followed or not tail.was_there else None
+            if is_followed and watch is not None:
+                follow(folder, tail, printer, watch)
+            elif watch is not None:
+                print(f"jobs: no log yet: {watch.line()}", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not is_followed:
+                raise  # the end of following is an interrupt
+        printer.flush()
+    return 0
+
+
+def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> None:
+    """Prints what comes to a log until the run has ended; a run that starts again has a new log."""
+    pause = threading.Event()
+    while True:
+        has_ended = (
+            watch.has_ended()
+        )  # asked before the log is read, so that nothing comes behind the last look
+        if has_ended and not tail.was_there:
+            tail.path = log_of(folder)
+        chunk = tail.read()
+        printer.write(chunk)
+        if has_ended and not chunk:
+            break
+        if not chunk:
+            pause.wait(POLL_S)
+    printer.flush()
+    print(f"jobs: {watch.line()}", file=sys.stderr, flush=True)
+
+
+def log_of(folder: RunFolder) -> Path:
+    """Gives the log of a run's ranks; where they never started, the newest of its batch script's."""
+    log = folder.logs / "ranks.log"
+    if log.exists() or read_status(folder).get("state") in ("prepared", "submitted", "requeued", "running"):
+        return log
+    batch = sorted(folder.logs.glob("*_log.out"), key=lambda path: path.stat().st_mtime_ns)
+    return batch[-1] if batch else log
+
+
+class Tail:
+    """Reads what comes to a file, which may not be there yet, and may be moved away for a new one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.was_there = False
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> Tail:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read(self) -> bytes:
+        """Gives what has come since the last call; nothing at the end."""
+        chunk = self._file.read(CHUNK_BYTES) if self._file is not None else b""
+        if not chunk and self._is_other():
+            self._open()
+            chunk = self._file.read(CHUNK_BYTES) if self._file is not None else b""
+        return chunk
+
+    def _is_other(self) -> bool:
+        try:
+            there = self.path.stat()
+        except OSError:
+            return False
+        if self._file is None:
+            return True
+        held = os.fstat(self._file.fileno())
+        return (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino)
+
+    def _open(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = self.path.open("rb")
+        self.was_there = True
+
+
+class _Printer:
+    """Prints the lines of a log, of one rank where it is given."""
+
+    def __init__(self, rank: int | None) -> None:
+        self._rank = rank
+        self._rest = b""
+
+    def last(self, chunks: Iterable[bytes], num_lines: int | None) -> None:
+        """Prints the last lines of what is there already."""
+        if num_lines is None:
+            for chunk in chunks:
+                self.write(chunk)
+            return
+        lines = deque((line for chunk in chunks for line in self._lines(chunk)), maxlen=num_lines)
+        rest = b""
+        if self._rank is None:  # what comes next is printed as it comes
+            rest, self._rest = self._rest, b""
+        _show(b"".join(lines) + rest)
+
+    def write(self, chunk: bytes) -> None:
+        """Prints what has come; of one rank, the lines that have become whole."""
+        _show(chunk if self._rank is None else b"".join(self._lines(chunk)))
+
+    def flush(self) -> None:
+        """Prints what stands behind the last line's end."""
+        rest, self._rest = self._rest, b""
+        if rest and self._is_wanted(rest):
+            _show(rest)
+
+    def _lines(self, chunk: bytes) -> list[bytes]:
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [line + b"\n" for line in lines if self._is_wanted(line)]
+
+    def _is_wanted(self, line: bytes) -> bool:
+        if self._rank is None:
+            return True
+        found = BY_SRUN.match(line)
+        return found is not None and int(found[1]) == self._rank
+
+
+class _Watch:
+    """Watches a run for its end: its folder at each look, SLURM or its process now and then."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._status: object = None
+        self._asked_s = 0.0
+        self._said = ""
+        self._seen = self._ask()
+
+    def has_ended(self) -> bool:
+        """Tells whether the run has ended; says on stderr when it waits, and why."""
+        status = read_status(self._folder)
+        if status != self._status or time.monotonic() - self._asked_s > ASK_EVERY_S:
+            self._seen = self._ask()
+        state = self._seen.state
+        news = (
+            f"{state} {self._seen.note}" if state == "pending" else state
+        )  # a stalled one's note tells seconds
+        if state in ("pending", "stalled", "submitted", "requeued") and news != self._said:
+            print(f"jobs: {self.line()}", file=sys.stderr, flush=True)
+        self._said = news
+        return not self._seen.is_active and self._seen.state != "prepared"
+
+    def line(self) -> str:
+        """Words the state of the run."""
+        start = self._seen.start_utc
+        notes = [self._seen.note, f"starts about {when(start)}" if start is not None else ""]
+        return plain(
+            ": ".join([f"{self._folder.path.name} is {self._seen.state}", ", ".join(filter(None, notes))])
+        ).rstrip(": ")
+
+    def _ask(self) -> Condition:
+        self._asked_s = time.monotonic()
+        (seen,) = conditions([self._folder]).runs
+        self._status = seen.facts.status
+        return seen
+
+
+def _show(text: bytes) -> None:
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
+
+
+def _lines(text: str | None) -> int | None:
+    if text == ALL:
+        return None
+    if text is not None and not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ConfigError("--lines", text, f"must be a number of lines, or {ALL}")
+    return LINES if text is None else int(text)
+
+
+def _rank(folder: RunFolder, text: str | None) -> int | None:
+    if text is None:
+        return None
+    spec = folder.read_spec()
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) >= spec.world_size:
+        raise ConfigError("--rank", text, f"must be a rank of the run: 0 to {spec.world_size - 1}")
+    if spec.world_size > 1 and spec.cluster.launcher != "srun":
+        raise ConfigError(
+            "--rank",
+            text,
+            f"cannot be told apart: {spec.cluster.launcher} does not label lines",
+            "leave it out",
+        )
+    return int(text) if spec.world_size > 1 else None

@@ -1,0 +1,167 @@
+"""A study: its points run, here one after another or as jobs; those that are finished are left alone, and all are drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gems.cli.framework import Options, print_json
+from gems.config.overrides import options_of
+from gems.errors import ConfigError, one_of
+from jobs.cli.cancel import YES, cancel
+from jobs.cli.submit import DRY_RUN
+from jobs.launch.root_cause import SIGNAL_BASE
+from jobs.preflight.cost import is_agreed
+from jobs.slurm.resources import PROBE, job_spec
+from jobs.status.run_status import ACTIVE, Condition, conditions
+from jobs.status.study_record import StudyRecord
+from jobs.studies.points import GROUP, Point, points_of, read_study, study_name
+from jobs.studies.runner import WAITING, Rounds, say
+
+FINISHED = "finished"
+CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
+WAIT, STOP = "--wait", "--stop"
+
+
+def study(words: Sequence[str], options: Options) -> int:
+    """Runs `python -m jobs study study=NAME [key=value ...]`; the overrides go to every point.
+
+    Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the next call submits
+    the others; with --wait the command stays until all have ended. Gives the worst of the exit codes: of the points that
+    ran while it was there, and of the drawing. With --dry-run nothing runs, and the points are printed; with --stop
+    the study is cancelled, as by `jobs cancel`. Above cluster.ask_above_gpu_hours of all points together it asks first.
+
+    Raises:
+        ConfigError: no such study, a point that cannot be composed, or nobody to ask; then none has run.
+    """
+    name, points = _read(words)
+    record = StudyRecord(Path(points[0].spec.runs_dir).resolve() / name)
+    if STOP in options.flags:
+        where = f"runs_dir={record.path.parent}"
+        return cancel([where, name], Options(options.json, options.flags | {YES}))
+    seen = look(points)
+    states = [state_of(found) for found in seen]
+    if DRY_RUN in options.flags:
+        _show(points, states, seen, options, study=name)
+        return 0
+    due = [point for point, state in zip(points, states, strict=True) if is_due(state)]
+    num_due = len(due)
+    limits = [point.spec.cluster.ask_above_gpu_hours for point in due]
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    if not is_agreed([job_spec(point.spec) for point in due], limit, options):
+        say("nothing is submitted")
+        return 1
+    say(f"study {name}: {_counts(states)}; {num_due or 'nothing'} to run")
+    record.begin([(point.label, point.folder.path) for point in points])
+    rounds = Rounds(points, record, is_due=[is_due(state) for state in states])
+    code = rounds.run()
+    if WAIT in options.flags:
+        code = max(code, rounds.wait())
+    seen = look(points)
+    states = [
+        WAITING if point in rounds.waiting else state_of(found)
+        for point, found in zip(points, seen, strict=True)
+    ]
+    if record.is_cancelled:
+        code = max(code, CANCELLED_CODE)
+    if rounds.waiting:
+        say(
+            f"study {name}: the queue is full; {len(rounds.waiting)} points wait for the next call (or {WAIT})"
+        )
+    if not options.json:
+        _show(points, states, seen, options)
+    drawn: dict[str, Any] | None = None
+    folders = [
+        point.folder.path
+        for point, state in zip(points, states, strict=True)
+        if state == FINISHED and point.spec.machine.kind != PROBE
+    ]
+    if folders and not record.is_cancelled:
+        drawing_code, drawn = draw(folders, record.path, as_json=options.json)
+        code = max(code, drawing_code)
+    if options.json:
+        _show(points, states, seen, options, study=name, num_run=num_due, scaling=drawn)
+    return code
+
+
+def _read(words: Sequence[str]) -> tuple[str, list[Point]]:
+    """Gives the study that the words choose by its name, and its points."""
+    chosen = [word for word in words if word.startswith(f"{GROUP}=")]
+    if len(chosen) != 1:
+        raise ConfigError(
+            GROUP, " ".join(chosen) or "none", "give one study: " + one_of(options_of(GROUP)), "study=NAME"
+        )
+    given = chosen[0].partition("=")[2]
+    name = study_name(given)
+    return name, points_of(read_study(given), name, [word for word in words if word not in chosen])
+
+
+def look(points: Sequence[Point]) -> tuple[Condition, ...]:
+    """Gives the conditions of points by their run folders, and one squeue for all of their jobs."""
+    return conditions([point.folder for point in points]).runs
+
+
+def state_of(found: Condition) -> str:
+    """Gives the state of a point: that of its run; one whose job or process has gone without a word has failed.
+
+    So has a run on another host that is no job and gives no sign of life.
+    """
+    status = found.facts.status
+    is_of_this_process = status.get("state") == "running" and status.get("pid") == os.getpid()
+    is_silent = found.state == "stalled" and found.is_guess and found.facts.job_id is None
+    return "failed" if found.state == "lost" or is_of_this_process or is_silent else found.state
+
+
+def is_due(state: str) -> bool:
+    """Tells whether a point of this state is to run."""
+    return state != FINISHED and state not in ACTIVE
+
+
+def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
+    """Draws the scaling of finished runs into the folder `out`, in a process of its own that loads plotting.
+
+    Gives its exit code, and with `as_json` the object that it printed.
+    """
+    sys.stdout.flush()
+    words = [sys.executable, "-m", "analysis", "scaling", *map(str, folders), "--out", str(out)]
+    if not as_json:
+        return subprocess.run(words, stdin=subprocess.DEVNULL).returncode, None
+    ended = subprocess.run([*words, "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    return ended.returncode, json.loads(ended.stdout) if ended.returncode == 0 else None
+
+
+def _counts(states: Sequence[str]) -> str:
+    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
+    return f"{len(states)} points ({counts})"
+
+
+def _show(
+    points: Sequence[Point], states: Sequence[str], seen: Sequence[Condition], options: Options, **more: Any
+) -> None:
+    """Prints the points with their states, the jobs that they had last, and their run folders."""
+    jobs = [found.facts.job_id for found in seen]
+    if options.json:
+        rows = [
+            {
+                "point": point.label,
+                "state": state,
+                "machine": point.spec.machine.kind,
+                "ranks": point.spec.world_size,
+                "job_id": job,
+                "run_folder": str(point.folder.path),
+            }
+            for point, state, job in zip(points, states, jobs, strict=True)
+        ]
+        print_json({**more, "points": rows})
+        return
+    width = max(len(point.label) for point in points)
+    job_width = max(len(job or "") for job in jobs)
+    for number, (point, state, job) in enumerate(zip(points, states, jobs, strict=True), 1):
+        column = f"{job or '-':>{job_width}}  " if job_width else ""
+        print(f"{number:3}  {state:<9}  {column}{point.label:<{width}}  {point.folder.path}")

@@ -1,0 +1,1 @@
+"""The launch of a prepared run, here or in a job: start the ranks, watch, collect."""

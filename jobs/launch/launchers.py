@@ -1,0 +1,131 @@
+"""How ranks are started, by name: from a job's resources to a command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gems.launch import placement_check as probe_rank
+from gems.launch.local_launcher import mpiexec_argv
+from gems.runs.code_archive import from_snapshot
+from gems.runs.folder import RunFolder
+from jobs.launch.containers import in_container, srun_options
+from jobs.slurm.resources import SIMULATED, JobSpec
+
+RANK = "gems.engine.run"
+Launcher = Callable[[JobSpec, RunFolder], list[str]]
+
+
+def command(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the command line that runs all ranks of a job.
+
+    Raises:
+        ConfigError: the launcher is not there.
+    """
+    return LAUNCHERS[job.launcher](job, folder)
+
+
+def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
+    """Gives the command line of one rank, in its container where there is one; its argument is the run folder unless told.
+
+    Raises:
+        ConfigError: a path that the container's runtime would read as something else.
+    """
+    words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
+    if job.is_probe:
+        asked = (job.tasks, job.tasks_per_node, job.gpus_per_node)
+        words = [*job.python, *_probe(job, folder), str(folder.path), *map(str, asked)]
+    return in_container(job, words, folder.path)
+
+
+def _probe(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the words that start a probing rank in some ms: outside of a container without site packages, by its file."""
+    bare = ["-I", "-S"] if job.container is None else []
+    if job.snapshot:
+        return [*bare, *from_snapshot(folder.code_zip, probe_rank.__name__)]
+    if job.container is not None:
+        return ["-m", probe_rank.__name__]
+    return [*bare, str(Path(probe_rank.__file__).resolve())]
+
+
+def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the command line for ranks on this machine, each with a witness of its end.
+
+    Raises:
+        ConfigError: there is no mpiexec.
+    """
+    witness = [sys.executable, "-m", "gems.launch.exit_watcher", str(folder.path)]
+    return mpiexec_argv(job.tasks, [*witness, *rank_program(job, folder)])
+
+
+def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
+    """Gives the command line for one step of all ranks, or of another program, inside a SLURM allocation.
+
+    Tasks a node are said because a block distribution would fill the first nodes, CPUs a task because srun
+    does not take sbatch's since 22.05. Unless the preset says otherwise, all GPUs of a node are visible to each
+    of its ranks, which choose by local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One bad
+    rank ends the step.
+    """
+    gpus = job.gpu_option
+    return [
+        "srun",
+        *_shape(job, job.tasks_per_node),
+        f"--cpus-per-task={job.cpus_per_task}",
+        *([f"--mpi={job.mpi}"] if job.mpi else []),
+        "--kill-on-bad-exit=1",
+        "--wait=60",
+        "--label",
+        "--unbuffered",
+        *([f"--{gpus[0]}={gpus[1]}"] if gpus else []),
+        *([f"--gpu-bind={job.gpu_bind}"] if gpus and job.gpu_bind else []),
+        *([f"--cpu-bind={job.cpu_bind}"] if job.cpu_bind else []),
+        *srun_options(job, folder.path),
+        *job.srun,
+        *(program or rank_program(job, folder)),
+    ]
+
+
+def by_ibrun(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the command line for all tasks of a SLURM allocation where the site's own ibrun starts them."""
+    return ["ibrun", *rank_program(job, folder)]
+
+
+def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the command line of the one process that simulates all ranks."""
+    return [*job.python, "-m", "gems.runs.simulated_run", str(folder.path)]
+
+
+def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Gives the command line that removes stale shared-memory files on every node of an allocation.
+
+    Raises:
+        ConfigError: a path that the container's runtime would read as something else.
+    """
+    inside = folder.path if job.snapshot else None
+    return [
+        "srun",
+        *_shape(job, 1),
+        "--cpus-per-task=1",
+        "--mpi=none",
+        *srun_options(job, inside),
+        *in_container(job, _module(job, folder, "gems.launch.mpich_cleanup"), inside),
+    ]
+
+
+def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
+    """Gives the words that run one of our modules: from the run's snapshot in a job, else the code as it is."""
+    return [*job.python, *(from_snapshot(folder.code_zip, name) if job.snapshot else ["-m", name])]
+
+
+def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
+    tasks = job.nodes * tasks_per_node
+    return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}"]
+
+
+LAUNCHERS: dict[str, Launcher] = {
+    "mpiexec": by_mpiexec,
+    "srun": by_srun,
+    "ibrun": by_ibrun,
+    SIMULATED: by_simulator,
+}

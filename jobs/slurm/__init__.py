@@ -1,0 +1,1 @@
+"""SLURM's commands, jobs, site and limits, and submission to it."""

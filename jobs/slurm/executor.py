@@ -1,0 +1,274 @@
+"""Submission to SLURM, with submitit underneath.
+
+A job is one batch script. On the first node it runs `jobs.launch.batch.BatchJob`, which launches all ranks by ONE
+srun step (submitit's own srun is switched off). So a job leaves one log and three small files, not three a
+rank; post-processing happens outside of MPI; the launch is the very one of a local run; and a failure is
+named and kept in status.json without asking SLURM's accounting, which not every site has.
+
+The only module that imports submitit; it is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor
+
+from gems.config.schema import ClusterConfig, RunSpec
+from gems.errors import ConfigError
+from gems.launch.local_launcher import without_leftovers
+from gems.runs.folder import RunFolder
+from jobs.launch.batch import BatchJob
+from jobs.slurm.node_blocklist import exclude_option
+from jobs.slurm.resources import JobSpec
+
+OWN_KEYS = {
+    "nodes": "cluster.nodes",
+    "ntasks": "parallel.partitions and parallel.replicas",
+    "ntasks-per-node": "cluster.ranks_per_node",
+    "cpus-per-task": "cluster.cpus_per_rank",
+    "gpus-per-node": "cluster.gpus_per_node",
+    "gpus-per-task": "cluster.gpu_request",
+    "time": "cluster.minutes",
+    "partition": "cluster.partition",
+    "account": "cluster.account",
+    "job-name": "name",
+    "output": "runs_dir",
+    "error": "runs_dir",
+    "open-mode": "runs_dir",
+    "array": "name",
+    "exclude": "cluster.exclude",
+}
+MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+SIGNAL_LINE = "#SBATCH --signal="
+
+
+class Executor(SlurmExecutor):
+    """submitit's executor with a script that can be shown anywhere, and without a signal before the end.
+
+    submitit's `--signal=USR2@90` would reach every rank 90 s before the end, at once in a job of one minute.
+    `python` is the words that run submitit's own program: those of an interpreter, or of one with a code snapshot.
+    """
+
+    def __init__(self, folder: Path, python: Sequence[str]) -> None:
+        super().__init__(folder, python=shlex.join(python))
+
+    @classmethod
+    def name(cls) -> str:
+        """Gives the name under which submitit's batch side knows its environment."""
+        return "slurm"
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Says that SLURM can be used: a script is shown also where there is none."""
+        return 2
+
+    @property
+    def _submitit_command_str(self) -> str:
+        # exec: SLURM's SIGTERM and the job's exit code are then the launching process's, not the shell's
+        return f"exec {self.python} submitit.core._submit {shlex.quote(str(self.folder))}"
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text = super()._make_submission_file_text(command, uid)
+        if "signal" in (self.parameters.get("additional_parameters") or {}):
+            return text
+        return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(SIGNAL_LINE))
+
+    def script(self, command: str | None = None) -> str:
+        """Gives the batch script that a submission would use, or the same one with another last line."""
+        return self._make_submission_file_text(command or self._submitit_command_str, "")
+
+
+def executor(spec: RunSpec, job: JobSpec, folder: RunFolder) -> Executor:
+    """Builds the executor of a run; its `script()` and its submission are the same text.
+
+    Raises:
+        ConfigError: a name, path or option that SLURM would read as something else.
+    """
+    _check_path(spec, job, folder)
+    cluster = spec.cluster
+    code = str(folder.code_zip) if job.snapshot else "-m"
+    made = Executor(folder.logs, python=[sys.executable, "-u", code])
+    made.update_parameters(
+        job_name=spec.name,
+        nodes=job.nodes,
+        ntasks_per_node=job.tasks_per_node,
+        cpus_per_task=job.cpus_per_task,
+        time=job.minutes,
+        partition=cluster.partition,
+        account=cluster.full_account or os.environ.get("SBATCH_ACCOUNT"),
+        wckey=None,
+        stderr_to_stdout=True,
+        use_srun=False,
+        setup=[*_modules(cluster.modules), *cluster.setup, *_exports(spec, job)],
+        additional_parameters=_options(cluster, job),
+    )
+    return made
+
+
+def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[], None] | None = None) -> str:
+    """Submits a prepared run and gives the job's number; `work` is what the job does if not that run alone.
+
+    Raises:
+        ConfigError: sbatch refuses it.
+    """
+    before = set(folder.logs.iterdir())
+    made = executor(spec, job, folder)
+    folder.job_sh.write_text(made.script())
+    said = io.StringIO()
+    try:
+        with without_enclosing_job(), contextlib.redirect_stderr(said):
+            job_id = str(made.submit(work or BatchJob(str(folder.path))).job_id)
+    except (FailedJobError, FailedSubmissionError) as error:
+        for path in set(folder.logs.iterdir()) - before:
+            path.unlink()
+        text = " ".join((str(error) or said.getvalue()).split())
+        raise ConfigError(
+            "cluster", spec.cluster.name, f"sbatch refuses the job: {text}",
+            "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch",
+        ) from error  # fmt: skip
+    if spec.cluster.stop_before_s and not made.parameters["additional_parameters"].get("signal"):
+        print(
+            f"jobs: cluster.minutes={job.minutes} are too short to save cluster.stop_before_s="
+            f"{spec.cluster.stop_before_s} s before the end: the run ends as it is when they are over",
+            file=sys.stderr,
+        )  # fmt: skip
+    return job_id
+
+
+@contextlib.contextmanager
+def without_enclosing_job() -> Iterator[None]:
+    """Hides what an enclosing allocation left in the environment, so that it does not change the new job."""
+    before = dict(os.environ)
+    kept = without_leftovers(before)
+    for name in before.keys() - kept.keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Checks the free `cluster.sbatch` map: true gives a bare flag, false and null leave the option out.
+
+    Raises:
+        ConfigError: an option that a key of its own sets, or text that would leave its line.
+    """
+    checked: dict[str, Any] = {}
+    for name, value in options.items():
+        option = str(name).removeprefix("--").replace("_", "-")
+        key = f"cluster.sbatch.{_shown(str(name))}"
+        if option in OWN_KEYS:
+            raise ConfigError(key, value, "must not be given here", f"set {OWN_KEYS[option]}")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
+            raise ConfigError(
+                key, value, "is not the long name of an sbatch option", "as in +cluster.sbatch.qos=debug"
+            )
+        if isinstance(value, dict | list):
+            raise ConfigError(key, value, "must be one value", "as in +cluster.sbatch.qos=debug")
+        if not str(value).isprintable():
+            raise ConfigError(key, repr(value), "must be printable text")
+        if value is not None and value is not False:
+            checked[option] = value
+    return checked
+
+
+def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
+    """Gives the options that submitit has no parameter for, or that sites ask for in ways of their own."""
+    free = sbatch_options(cluster.sbatch)
+    memory = [name for name in free if name in MEMORY]
+    if cluster.no_mem and memory:
+        raise ConfigError(
+            f"cluster.sbatch.{memory[0]}", free[memory[0]], f"cluster {cluster.name} refuses options of memory",
+            "leave it out, or set cluster.no_mem=false where the site has changed that",
+        )  # fmt: skip
+    own = dict([job.gpu_option] if job.gpu_option else [])
+    for name in own.keys() & free.keys():
+        raise ConfigError(
+            f"cluster.sbatch.{name}", free[name], f"stands beside cluster.gpu_request={job.gpu_request}",
+            "set cluster.gpu_request=none to ask for GPUs by hand",
+        )  # fmt: skip
+    own |= _ends(cluster, free)
+    if job.launcher == "ibrun":  # takes the number of tasks from the allocation, and such sites demand it
+        own["ntasks"] = str(job.tasks)
+    return {**free, **own, **exclude_option(cluster.exclude)}
+
+
+def _ends(cluster: ClusterConfig, free: dict[str, Any]) -> dict[str, Any]:
+    """Gives what makes a run save before its time is over, and lets SLURM start it again.
+
+    The signal goes to the batch process alone, which asks the ranks. SLURM sends it up to half a minute early.
+    """
+    ends: dict[str, Any] = {}
+    if "signal" not in free and is_warned(cluster):
+        ends["signal"] = f"B:USR2@{cluster.stop_before_s}"
+    if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
+        ends["requeue"] = True
+    return ends
+
+
+def is_warned(cluster: ClusterConfig) -> bool:
+    """Whether the job is long enough for a signal before its end: half of its time comes before that."""
+    return 0 < 2 * cluster.stop_before_s <= 60 * cluster.minutes
+
+
+def _modules(names: list[str]) -> list[str]:
+    """Gives the line that loads the site's modules, in their order. Without them a run would fail in other words."""
+    return [f"module load {shlex.join(names)} || exit {ConfigError.exit_code}"] if names else []
+
+
+def need_sbatch(job: JobSpec) -> None:
+    """Makes sure that there is a SLURM to submit to.
+
+    Raises:
+        ConfigError: sbatch is not on PATH.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "cluster.launcher", job.launcher, "needs sbatch, which is not on PATH",
+            "submit from a login node, show the script with --dry-run, or run here with cluster=local",
+        )  # fmt: skip
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() else repr(name)
+
+
+def _exports(spec: RunSpec, job: JobSpec) -> list[str]:
+    values = {"SRUN_CPUS_PER_TASK": str(job.cpus_per_task), **spec.cluster.environment}
+    for name, value in values.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"cluster.environment.{_shown(name)}", value, "is not the name of a variable")
+        if "\0" in str(value):
+            raise ConfigError(f"cluster.environment.{name}", repr(value), "must have no NUL character")
+    return [f"export {name}={shlex.quote(str(value))}" for name, value in values.items()]
+
+
+def _check_path(spec: RunSpec, job: JobSpec, folder: RunFolder) -> None:
+    path = str(folder.path)
+    if not path.isprintable() or "%" in path or "\\" in path:
+        key, value = (
+            ("runs_dir", spec.runs_dir)
+            if "%" not in spec.name and "\\" not in spec.name
+            else ("name", spec.name)
+        )
+        raise ConfigError(
+            key, _shown(value), "must have no '%', '\\' or line break: SLURM gives them a meaning in paths"
+        )
+    if job.snapshot and ":" in path:
+        key, value = ("name", spec.name) if ":" in spec.name else ("runs_dir", spec.runs_dir)
+        raise ConfigError(
+            key, value, "must have no ':', which parts the folders that Python imports from",
+            "change it, or set cluster.snapshot=false",
+        )  # fmt: skip

@@ -1,0 +1,112 @@
+"""What a study leaves beside its pictures: its points, the command that runs them, and whether it was cancelled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gems.errors import ConfigError
+from gems.runs.folder import CANCELLED_JSON, RunFolder
+from gems.utils.atomic_io import read_json, write_json
+from gems.utils.process_tree import start_time
+from jobs.status.facts import lives_here
+
+FILE = "study.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StudyRecord:
+    """The folder of a study, `runs_dir/<study>/`; the run folders of its points lie beside it."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The study's name."""
+        return self.path.name
+
+    @property
+    def study_json(self) -> Path:
+        """The points, and the process that runs them."""
+        return self.path / FILE
+
+    @property
+    def cancelled_json(self) -> Path:
+        """Who wanted an end of the study; its command looks for it before each point."""
+        return self.path / CANCELLED_JSON
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the study was cancelled since its command was called last."""
+        return self.cancelled_json.exists()
+
+    def begin(self, points: Sequence[tuple[str, Path]]) -> None:
+        """Notes that this process runs `points`, labels and run folders, and that nobody has cancelled them.
+
+        Points of earlier calls, which had other overrides, stay as long as their folders are there.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        now = {path.name: label for label, path in points}
+        earlier = {folder.path.name: label for label, folder in self.points() if folder.run_yaml.exists()}
+        document = {
+            "study": self.name,
+            "pid": os.getpid(),
+            "pid_started": start_time(os.getpid()),
+            "host": os.uname().nodename,
+            "points": [{"point": label, "run_folder": folder} for folder, label in (earlier | now).items()],
+        }
+        try:
+            write_json(self.study_json, document)
+            self.cancelled_json.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                "runs_dir", self.path.parent, f"cannot write there ({error.strerror})"
+            ) from error
+
+    def points(self) -> tuple[tuple[str, RunFolder], ...]:
+        """Gives the labels and run folders of the points, whether or not they are there yet."""
+        rows = self.read().get("points")
+        found = []
+        for row in rows if isinstance(rows, list) else []:
+            name = row.get("run_folder") if isinstance(row, dict) else None
+            if isinstance(name, str) and name and "/" not in name:
+                found.append((str(row.get("point", name)), RunFolder(self.path.parent / name)))
+        return tuple(found)
+
+    def read(self) -> dict[str, Any]:
+        """Reads study.json; a damaged one is as good as none."""
+        with contextlib.suppress(OSError, ValueError):
+            return read_json(self.study_json)
+        return {}
+
+    def runs_here(self) -> bool | None:
+        """Tells whether the study's command is still there; None where it was called on another host."""
+        record = self.read()
+        return lives_here(record) if "pid" in record else False
+
+    def mark_cancelled(self) -> None:
+        """Asks the study's command to start no more points.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        try:
+            write_json(self.cancelled_json, asked_by())
+        except OSError as error:
+            raise ConfigError("study", self.name, f"cannot write there ({error.strerror})") from error
+
+
+def asked_by() -> dict[str, Any]:
+    """Gives who wants an end of something, and when."""
+    return {
+        "uid": os.getuid(),
+        "host": os.uname().nodename,
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

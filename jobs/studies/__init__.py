@@ -1,0 +1,1 @@
+"""Studies: their points, run here or as jobs."""

@@ -1,0 +1,141 @@
+"""Several small points of a study in one job, one after another, as `cluster.points_per_job` allows.
+
+One after another, and not side by side under `srun --exact`: a study is there to be timed, and neighbours on a node
+share memory bandwidth, links, power and cores of the system. It is the robust way as well: whether steps that overlap
+get disjoint CPUs and GPUs depends on SLURM's release and on the site. The job takes one place in the queue, what the
+largest point needs, and the minutes of all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gems.errors import ConfigError
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
+from jobs.launch.batch import BatchJob
+from jobs.launch.root_cause import SIGNAL_BASE
+from jobs.slurm.limits import check_limits, check_queue
+from jobs.slurm.queue import release
+from jobs.slurm.resources import JobSpec, job_spec
+from jobs.studies.points import Point
+
+STOPPED = ("stopped", "requeued")  # somebody wants an end of the job, not of this point
+OF_A_POINT = ("nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "minutes")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedJob:
+    """Launches prepared runs, one after another; a run that fails does not end the others."""
+
+    run_folders: tuple[str, ...]
+
+    def __call__(self) -> None:
+        """Runs the job; started again by SLURM, it passes over what it has finished.
+
+        Raises:
+            SystemExit: with the worst of the runs' exit codes unless it is 0.
+        """
+        worst = 0
+        for path in self.run_folders:
+            if self._has_finished(path):
+                continue
+            try:
+                BatchJob(path)()
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else 1
+                worst = max(worst, code)
+                if code > SIGNAL_BASE:
+                    break
+            if RunFolder(Path(path)).read_status().get("state") in STOPPED:
+                break
+        if worst:
+            raise SystemExit(worst)
+
+    def _has_finished(self, path: str) -> bool:
+        status = RunFolder(Path(path)).read_status()
+        return status.get("state") == "finished" and status.get("job_id") == os.environ.get("SLURM_JOB_ID")
+
+
+def packs_of(points: Sequence[Point]) -> list[tuple[Point, ...]]:
+    """Puts points of one node and of the same cluster settings together, as many as go into a job; keeps their order.
+
+    A pack stands where its first point did. Its minutes stay within what the site allows to one job.
+    """
+    packs: list[list[Point]] = []
+    open_packs: dict[str, list[Point]] = {}
+    for point in points:
+        key = _site(point)
+        pack = open_packs.get(key) if key is not None else None
+        if pack is None or not _fits(pack, point):
+            pack = []
+            packs.append(pack)
+            if key is not None:
+                open_packs[key] = pack
+        pack.append(point)
+    return [tuple(pack) for pack in packs]
+
+
+def packed(points: Sequence[Point]) -> JobSpec:
+    """Gives the resources that serve each of the points of a pack in its turn."""
+    jobs = [job_spec(point.spec) for point in points]
+    tasks = max(job.tasks_per_node for job in jobs)
+    cpus = max(job.tasks_per_node * job.cpus_per_task for job in jobs)
+    return replace(
+        jobs[0],
+        tasks=tasks,
+        tasks_per_node=tasks,
+        cpus_per_task=-(-cpus // tasks),
+        gpus_per_node=max(job.gpus_per_node for job in jobs),
+        minutes=sum(job.minutes for job in jobs),
+    )
+
+
+def submit_pack(points: Sequence[Point]) -> str:
+    """Submits the points of a pack as one job and gives its number.
+
+    Raises:
+        ConfigError: as `jobs.cli.submit.submit`.
+    """
+    from jobs.slurm.executor import need_sbatch, submit_job
+
+    spec, job = points[0].spec, packed(points)
+    check_limits(spec, job)
+    need_sbatch(job)
+    check_queue(spec, job)
+    for point in points:
+        release(point.folder)
+    folders = [prepare(point.spec) for point in points]
+    work = PackedJob(tuple(str(folder.path) for folder in folders))
+    job_id = submit_job(spec, job, folders[0], work)
+    for folder in folders:
+        folder.write_status("submitted", job_id=job_id)
+    return job_id
+
+
+def _site(point: Point) -> str | None:
+    """Gives what points of one job must share; None for a point that has a job of its own."""
+    spec = point.spec
+    job = job_spec(spec)
+    if spec.cluster.points_per_job == 1 or job.nodes > 1 or not job.is_batch:
+        return None
+    settings: dict[str, Any] = {
+        key: value for key, value in asdict(spec.cluster).items() if key not in OF_A_POINT
+    }
+    if job.launcher == "ibrun":  # takes the number of tasks from the job
+        settings["tasks"] = job.tasks
+    return repr(settings)
+
+
+def _fits(pack: Sequence[Point], point: Point) -> bool:
+    if len(pack) >= point.spec.cluster.points_per_job:
+        return False
+    try:
+        check_limits(point.spec, packed([*pack, point]))
+    except ConfigError:
+        return False
+    return True
