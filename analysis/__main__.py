@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from analysis.command_line import PROGRAM, parser
-from analysis.load import Loaded, load_trace
+from analysis.cli.command_line import PROGRAM, parser
+from analysis.io.load import Loaded, load_trace
 from gems.errors import ConfigError, GemsError, of_the_system, one_of
 
 
@@ -43,8 +43,8 @@ def _load(path: Path) -> Loaded:
 
 
 def _timeline(options: argparse.Namespace) -> None:
-    from analysis.step_window import step_window
-    from analysis.timeline import draw_timeline
+    from analysis.metrics.step_window import step_window
+    from analysis.plots.timeline import draw_timeline
 
     loaded = _load(options.path)
     out = options.out or _default_out(options.path)
@@ -69,8 +69,8 @@ def _default_out(path: Path) -> Path:
 
 
 def _summary(options: argparse.Namespace) -> None:
-    from analysis.metrics import metrics_of
-    from analysis.tables import summary_dict, summary_table
+    from analysis.cli.summary import summary_dict, summary_table
+    from analysis.metrics.run_metrics import metrics_of
 
     loaded = _load(options.path)
     metrics = metrics_of(loaded.trace)
@@ -84,8 +84,8 @@ def _summary(options: argparse.Namespace) -> None:
 
 
 def _collect(options: argparse.Namespace) -> None:
-    from analysis.collect import collect
-    from analysis.tables import summary_dict, summary_table
+    from analysis.cli.collect import collect
+    from analysis.cli.summary import summary_dict, summary_table
 
     collected = collect(options.path)
     loaded = collected.loaded
@@ -105,7 +105,7 @@ def _collect(options: argparse.Namespace) -> None:
 def _attribution(options: argparse.Namespace) -> None:
     from analysis.attribution import attribution_of
     from analysis.attribution.table import attribution_dict, attribution_table
-    from analysis.waterfall import draw_waterfall
+    from analysis.plots.waterfall import draw_waterfall
 
     found = attribution_of(_load(options.path).trace)
     files = [] if options.out is None else [str(options.out), str(draw_waterfall(found, options.out))]
@@ -118,7 +118,7 @@ def _attribution(options: argparse.Namespace) -> None:
 
 
 def _scaling(options: argparse.Namespace) -> None:
-    from analysis.scaling import study_answer, study_report, write_study
+    from analysis.scaling.study import study_answer, study_report, write_study
 
     study = write_study(options.paths, options.out or options.paths[0].resolve().parent, options.fit)
     if options.json:
@@ -129,7 +129,7 @@ def _scaling(options: argparse.Namespace) -> None:
 
 
 def _draw(options: argparse.Namespace) -> None:
-    from analysis.draw import draw_schedule
+    from analysis.plots.schedule import draw_schedule
 
     played = draw_schedule(options.schedule, options.out)
     answer = {
@@ -142,14 +142,14 @@ def _draw(options: argparse.Namespace) -> None:
 
 
 def _partition(options: argparse.Namespace) -> None:
-    from analysis.partition_picture import draw_partition
+    from analysis.plots.partition import draw_partition
 
     draw_partition(options.partition, options.out)
     print(options.out)
 
 
 def _memory(options: argparse.Namespace) -> None:
-    from analysis.memory_picture import draw_memory_plans
+    from analysis.plots.memory_plans import draw_memory_plans
 
     draw_memory_plans(options.memory, options.out)
     print(options.out)
@@ -175,14 +175,14 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _placement(options: argparse.Namespace) -> None:
-    from analysis.placement_picture import draw_placement
+    from analysis.plots.placement import draw_placement
 
     draw_placement(options.placement, options.out)
     print(options.out)
 
 
 def _vdnn(options: argparse.Namespace) -> None:
-    from analysis.vdnn import answer, rows_of, studies, table
+    from analysis.papers.vdnn import answer, rows_of, studies, table
 
     made, machine = studies()
     rows = rows_of(made, machine)
@@ -190,8 +190,8 @@ def _vdnn(options: argparse.Namespace) -> None:
 
 
 def _hybrid(options: argparse.Namespace) -> None:
-    from analysis.hybrid import answer, projections, table
-    from analysis.hybrid_picture import draw_answer, draw_projections
+    from analysis.papers.hybrid import answer, projections, table
+    from analysis.plots.hybrid import draw_answer, draw_projections
 
     if options.answer is not None:
         out = options.out or options.answer.with_suffix(".png")

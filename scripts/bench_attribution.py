@@ -92,7 +92,7 @@ def rest_of(found: Attribution) -> float:
 def attributed(overrides: list[str]) -> Attribution:
     """Runs emulated ranks and attributes their steps."""
     from analysis.attribution import attribution_of
-    from analysis.collect import collect
+    from analysis.cli.collect import collect
     from gems.config.compose import compose
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.runs.prepare import prepare

@@ -89,8 +89,8 @@ def main(overrides: list[str]) -> int:
 
 def run_case(case: Case, overrides: list[str]) -> dict[str, Any]:
     """Runs one case on this machine and simulates the very list that its ranks ran."""
-    from analysis.load import load_parts
-    from analysis.metrics import step_times_s
+    from analysis.io.load import load_parts
+    from analysis.metrics.run_metrics import step_times_s
     from gems.config.compose import compose
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.runs.prepare import prepare

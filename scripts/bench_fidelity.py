@@ -251,8 +251,8 @@ def predicted(spec: RunSpec, found: Calibration) -> Observed:
 
 def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
     """Runs the configuration on this machine and reads its trace; `quantile` of its counted steps counts."""
-    from analysis.load import load_parts
-    from analysis.metrics import step_times_s
+    from analysis.io.load import load_parts
+    from analysis.metrics.run_metrics import step_times_s
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.runs.prepare import prepare
     from gems.simulation.build import costs_of

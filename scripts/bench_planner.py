@@ -136,8 +136,8 @@ def median_step_s(folder: Path) -> float:
     """Gives the median of a run's steps without its warm-up, in seconds."""
     from statistics import median
 
-    from analysis.load import load_parts
-    from analysis.metrics import step_times_s
+    from analysis.io.load import load_parts
+    from analysis.metrics.run_metrics import step_times_s
 
     steps = load_parts(folder).trace.steps
     return float(median(step_times_s(steps)[steps["is_warmup"] == 0]))

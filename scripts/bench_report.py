@@ -25,9 +25,9 @@ import numpy as np
 import yaml
 
 from analysis.export import export_runs
-from analysis.load import load_trace
+from analysis.io.load import load_trace
+from analysis.plots.timeline import draw_timeline
 from analysis.report import build_report
-from analysis.timeline import draw_timeline
 from gems.config.compose import compose
 from gems.runs.simulated_run import simulated_trace
 from gems.simulation.build import schedule_of

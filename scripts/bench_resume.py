@@ -132,7 +132,7 @@ def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
     """Tells whether two runs have the same losses and the same weights to the bit."""
     import torch
 
-    from analysis.load import load_trace
+    from analysis.io.load import load_trace
     from gems.engine.checkpoint import weights
 
     curves = [load_trace(folder).trace.steps for folder in (whole, killed)]
@@ -159,7 +159,7 @@ def _step(checkpoint: Path) -> int:
 
 def differences(whole: Path, other: Path, begin: int) -> dict[str, float]:
     """Gives the largest relative differences from step `begin` on: of the losses, and of layers' weights in the maximum norm."""
-    from analysis.load import load_trace
+    from analysis.io.load import load_trace
     from gems.engine.checkpoint import weights
 
     curves = [load_trace(folder).trace.steps for folder in (whole, other)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from analysis.placement_picture import draw_placement, placement_figure
+from analysis.plots.placement import draw_placement, placement_figure
 from gems.errors import ConfigError
 from gems.planner.dlplacer import exact
 from gems.planner.dlplacer.graph import Op, OpGraph

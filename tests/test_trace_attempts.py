@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from analysis.load import load_parts
-from analysis.metrics import metrics_of
+from analysis.io.load import load_parts
+from analysis.metrics.run_metrics import metrics_of
 from gems.trace import Trace, TracePart, part_path, read_trace, root_attributes, write_trace
 from gems.trace.attempts import GAP_NS
 

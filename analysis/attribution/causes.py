@@ -12,7 +12,7 @@ from analysis.attribution.graph import Graph, graph_of, schedule_from
 from analysis.attribution.measured import Measured, measure
 from analysis.attribution.pace import USEFUL, balanced, pace_of
 from analysis.attribution.replay import Times, replay
-from analysis.events import ranks_written
+from analysis.metrics.events import ranks_written
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Kind
 from gems.schedule.ledger import BRINGING_KINDS
 from gems.trace import Trace

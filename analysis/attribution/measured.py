@@ -8,8 +8,8 @@ import numpy as np
 
 from analysis.attribution.graph import Graph
 from analysis.attribution.replay import Times, ready_of, table_of
-from analysis.events import of_kinds, ranks_written
-from analysis.metrics import step_times_s
+from analysis.metrics.events import of_kinds, ranks_written
+from analysis.metrics.run_metrics import step_times_s
 from gems.errors import ConfigError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Kind
 from gems.trace import KINDS, Trace
@@ -20,7 +20,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The counted steps: their numbers, and begin and length of each, as `analysis.metrics.step_times_s` charges them."""
+    """The counted steps: their numbers, and begin and length of each, as `analysis.metrics.run_metrics.step_times_s` charges them."""
 
     steps: np.ndarray
     begin_ns: np.ndarray

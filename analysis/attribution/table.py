@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from analysis.attribution.causes import CAUSES, Attribution
-from analysis.units import counted, time_unit
+from analysis.metrics.units import counted, time_unit
 from gems.errors import ConfigError
 
 COLUMNS = ("rank", "part", "time_s", "share_of_step", "own_s")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from analysis.point_reading import read_points
+from analysis.scaling.point_reading import read_points
 
 
 def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from analysis.export.events_csv import csv_pieces
 from analysis.export.extrap import extrap_lines
 from analysis.export.perfetto import perfetto_pieces
-from analysis.load import load_trace
+from analysis.io.load import load_trace
 from gems.errors import ConfigError, one_of
 from gems.trace import Trace
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.load import load_trace
+from analysis.io.load import load_trace
 from analysis.report.markup import Html
 from analysis.report.page import page
 from analysis.report.run_section import RunSection, run_section

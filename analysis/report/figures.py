@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from analysis.metrics import Metrics
+from analysis.metrics.run_metrics import Metrics
+from analysis.metrics.statistics import fewest_values
+from analysis.metrics.units import MIB, UNKNOWN, Unit, bytes_unit, number, time_unit
 from analysis.report.markup import Html, element
 from analysis.report.table import Cell
-from analysis.statistics import fewest_values
-from analysis.units import MIB, UNKNOWN, Unit, bytes_unit, number, time_unit
 from gems.trace import Trace
 
 

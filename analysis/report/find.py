@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from analysis.load import PARTS, WHOLE_TRACE
+from analysis.io.load import PARTS, WHOLE_TRACE
 from gems.errors import ConfigError, nearest
 from gems.utils.atomic_io import read_json
 

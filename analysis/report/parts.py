@@ -42,7 +42,7 @@ def causes_of(trace: Trace) -> Causes | None:
 
 
 def _waterfall(found: Any) -> bytes | None:
-    waterfall = _module("analysis.waterfall")
+    waterfall = _module("analysis.plots.waterfall")
     if waterfall is None:
         return None
     with TemporaryDirectory() as folder:

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from analysis.figure import SOURCE_MARKS
-from analysis.load import Loaded
-from analysis.metrics import metrics_of, step_times_s
+from analysis.io.load import Loaded
+from analysis.io.run_facts import facts_of
+from analysis.metrics.run_metrics import metrics_of, step_times_s
+from analysis.metrics.units import counted
+from analysis.plots.figure import SOURCE_MARKS
 from analysis.report.chart import line_chart
 from analysis.report.figures import key_figures, overview_row
 from analysis.report.markup import Html, data_element, element, joined, svg_image
@@ -22,8 +24,6 @@ from analysis.report.run_tables import cause_table, prediction_table, rank_table
 from analysis.report.selection import select_events
 from analysis.report.table import Cell
 from analysis.report.timeline_block import timeline_block, windows_json
-from analysis.run_facts import facts_of
-from analysis.units import counted
 from gems.trace import Trace
 
 CANVASES = (

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from analysis.metrics import Metrics
+from analysis.metrics.run_metrics import Metrics
+from analysis.metrics.units import MIB
 from analysis.report.parts import Causes
 from analysis.report.stage_times import stage_medians_s
 from analysis.report.table import Cell, Table
-from analysis.units import MIB
 from gems.trace import Trace
 
 KINDS = ("F", "B", "I", "W", "R")

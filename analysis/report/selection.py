@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.units import counted
+from analysis.metrics.units import counted
 from gems.trace import Trace
 
 MAX_EVENTS = 1 << 20

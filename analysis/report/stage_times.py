@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from analysis.events import COMPUTE, of_kinds
+from analysis.metrics.events import COMPUTE, of_kinds
 from gems.trace import KINDS, Trace
 
 NS = 1e-9

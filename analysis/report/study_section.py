@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.efficiency import agreement_rows, rows_of
-from analysis.fits import fits_of, why_not_fitted
-from analysis.fits.show import fit_lines
-from analysis.point_reading import read_points
+from analysis.metrics.units import counted, number
+from analysis.plots.scaling import scaling_figure, title
 from analysis.report.markup import Html, element, svg_image
 from analysis.report.table import Cell, Table
-from analysis.rules import Rule, rules_of
-from analysis.scaling_picture import scaling_figure, title
-from analysis.units import counted, number
+from analysis.scaling.efficiency import agreement_rows, rows_of
+from analysis.scaling.fits import fits_of, why_not_fitted
+from analysis.scaling.fits.format import fit_lines
+from analysis.scaling.point_reading import read_points
+from analysis.scaling.rules import Rule, rules_of
 
 COLUMNS = {
     "schedule": "schedule", "source": "source", "ranks": "ranks", "partitions": "partitions", "replicas": "replicas",

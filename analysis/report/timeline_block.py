@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from analysis.metrics.step_window import step_window
+from analysis.plots.timeline import LOOKS, shaded
 from analysis.report.pack import packed
-from analysis.step_window import step_window
-from analysis.timeline import LOOKS, shaded
 from gems.trace import KINDS, STREAMS, Trace
 
 TRACKS = tuple(dict.fromkeys((look.top, look.bottom) for look in LOOKS))

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from analysis.fits import Series
-from analysis.points import Point, Setting
-from analysis.statistics import median_draws
+from analysis.metrics.statistics import median_draws
+from analysis.scaling.fits import Series
+from analysis.scaling.points import Point, Setting
 
 KNOWN = Setting(commits=("abc",), versions=("gems 0.1", "numpy 2"), num_warmup_steps=1)
 RANKS = (1, 2, 4, 8, 16, 32, 64)

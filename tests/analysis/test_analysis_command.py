@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from analysis.__main__ import VERBS, main
-from analysis.metrics import metrics_of
-from analysis.tables import summary_dict, summary_table
-from analysis.units import bytes_unit, number, time_unit
+from analysis.cli.summary import summary_dict, summary_table
+from analysis.metrics.run_metrics import metrics_of
+from analysis.metrics.units import bytes_unit, number, time_unit
 from gems.trace import DTYPES, Trace, part_path, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,7 +251,7 @@ def test_units_follow_the_largest_figure() -> None:
 def test_start_up_loads_nothing_heavy() -> None:
     heavy = ("matplotlib", "torch", "mpi4py", "hydra")
     code = (
-        "import sys, analysis.__main__, analysis.timeline, analysis.memory_curve, analysis.tables\n"
+        "import sys, analysis.__main__, analysis.plots.timeline, analysis.plots.memory_curve, analysis.cli.summary\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     done = subprocess.run(

@@ -11,9 +11,9 @@ import pytest
 from analysis.__main__ import main
 from analysis.attribution import CAUSES, Attribution, attribution_of
 from analysis.attribution.table import COLUMNS, attribution_table, largest_line
-from analysis.metrics import metrics_of
-from analysis.tables import summary_table
-from analysis.waterfall import draw_waterfall, waterfall_figure
+from analysis.cli.summary import summary_table
+from analysis.metrics.run_metrics import metrics_of
+from analysis.plots.waterfall import draw_waterfall, waterfall_figure
 from gems.errors import ConfigError
 from gems.trace import Trace, write_trace
 from tests.analysis.attributed import spec_of, trace_of

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from analysis.collect import collect
+from analysis.cli.collect import collect
 from gems.config.compose import compose
 from gems.errors import ConfigError
 from gems.profile.hdf5 import read_profile

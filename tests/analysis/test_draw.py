@@ -1,4 +1,4 @@
-"""analysis.draw: the drawing of a schedule's file."""
+"""analysis.plots.schedule: the drawing of a schedule's file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import main
-from analysis.draw import draw_schedule, read_schedule
-from analysis.timeline import LOOKS
+from analysis.plots.schedule import draw_schedule, read_schedule
+from analysis.plots.timeline import LOOKS
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule import generate
 from gems.schedule.costs import DepthCosts, StageCosts, uniform

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main
-from analysis.csv_file import write_csv
-from analysis.efficiency import rows_of
-from analysis.points import Point
+from analysis.io.csv_file import write_csv
+from analysis.scaling.efficiency import rows_of
+from analysis.scaling.points import Point
 from gems.planner.hybrid.inputs import read_efficiency
 
 PNG = b"\x89PNG"

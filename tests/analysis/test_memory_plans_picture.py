@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main
-from analysis.memory_picture import memory_plans_figure
+from analysis.plots.memory_plans import memory_plans_figure
 
 MIB = 2**20
 ANSWER: dict[str, Any] = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.memory_curve import curve_of, draw_memory, memory_figure
-from analysis.step_window import step_window
-from analysis.timeline import IDLE_COLOUR, LOOKS, draw_timeline, timeline_figure
+from analysis.metrics.step_window import step_window
+from analysis.plots.memory_curve import curve_of, draw_memory, memory_figure
+from analysis.plots.timeline import IDLE_COLOUR, LOOKS, draw_timeline, timeline_figure
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes
 

@@ -1,4 +1,4 @@
-"""analysis.projection: a simulated study's bands and sensitivities, and the published figure beside it."""
+"""analysis.scaling.projection: a simulated study's bands and sensitivities, and the published figure beside it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-import analysis.projection
+import analysis.scaling.projection
 from analysis.__main__ import main
-from analysis.figure import source_mark
-from analysis.point_reading import read_points
-from analysis.projection import COMPUTE, Projection, constants_of, project, varied
-from analysis.published import published
-from analysis.scaling_picture import title
+from analysis.plots.figure import source_mark
+from analysis.plots.scaling import title
+from analysis.scaling.point_reading import read_points
+from analysis.scaling.projection import COMPUTE, Projection, constants_of, project, varied
+from analysis.scaling.published import published
 from gems.config.resolve import resolve
 from gems.config.schema import (
     CostConfig,
@@ -66,9 +66,9 @@ def runs(
 
 @pytest.fixture(autouse=True)
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(analysis.projection, "NUM_DRAWS", 4)
-    monkeypatch.setattr(analysis.projection, "NUM_BAND_STEPS", 5)
-    monkeypatch.setattr(analysis.projection, "NUM_STEPS", 5)
+    monkeypatch.setattr(analysis.scaling.projection, "NUM_DRAWS", 4)
+    monkeypatch.setattr(analysis.scaling.projection, "NUM_BAND_STEPS", 5)
+    monkeypatch.setattr(analysis.scaling.projection, "NUM_STEPS", 5)
 
 
 def projected(paths: list[Path]) -> Projection | None:

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from analysis.__main__ import main
-from analysis.metrics import metrics_of
+from analysis.metrics.run_metrics import metrics_of
+from analysis.plots.timeline import LOOKS
 from analysis.report import build_report
 from analysis.report.build import spread
 from analysis.report.figures import key_figures
@@ -27,7 +28,6 @@ from analysis.report.page import POLICY
 from analysis.report.selection import select_events
 from analysis.report.stage_times import stage_medians_s
 from analysis.report.timeline_block import NOT_DRAWN, TRACKS, look_numbers, timeline_block
-from analysis.timeline import LOOKS
 from gems.errors import ConfigError
 from gems.trace import KINDS, Trace, write_trace
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from analysis.points import Point, Setting
-from analysis.rules import Rule, rule_lines, rules_of
+from analysis.scaling.points import Point, Setting
+from analysis.scaling.rules import Rule, rule_lines, rules_of
 from tests.analysis.planted import KNOWN, noisy, point
 
 SPREAD = (0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.0, 1.0)

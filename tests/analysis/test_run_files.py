@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from analysis.__main__ import main
-from analysis.load import load_trace
+from analysis.io.load import load_trace
 from gems.config.compose import compose
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.load import load_trace
-from analysis.metrics import Metrics, metrics_of, step_times_s
-from analysis.run_facts import RunFacts, facts_of
+from analysis.io.load import load_trace
+from analysis.io.run_facts import RunFacts, facts_of
+from analysis.metrics.run_metrics import Metrics, metrics_of, step_times_s
 from gems.errors import ConfigError
 from gems.schedule.bounds import bubble
 from gems.trace import DTYPES, KINDS, Trace, root_attributes

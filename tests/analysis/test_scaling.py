@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from analysis.__main__ import main
-from analysis.efficiency import agreements, bases_of, kind_of, rows_of
-from analysis.point_reading import read_point, read_points
-from analysis.points import Point
-from analysis.scaling import study_table, write_study
-from analysis.scaling_picture import scaling_figure, title
+from analysis.plots.scaling import scaling_figure, title
+from analysis.scaling.efficiency import agreements, bases_of, kind_of, rows_of
+from analysis.scaling.point_reading import read_point, read_points
+from analysis.scaling.points import Point
+from analysis.scaling.study import study_table, write_study
 from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes, write_trace

@@ -13,12 +13,12 @@ import yaml
 from matplotlib.collections import PolyCollection
 
 from analysis.__main__ import main
-from analysis.efficiency import bases_of, rows_of
-from analysis.fits import fits_of
-from analysis.point_reading import read_points
-from analysis.points import Point
-from analysis.scaling import study_table, write_study
-from analysis.scaling_picture import scaling_figure
+from analysis.plots.scaling import scaling_figure
+from analysis.scaling.efficiency import bases_of, rows_of
+from analysis.scaling.fits import fits_of
+from analysis.scaling.point_reading import read_points
+from analysis.scaling.points import Point
+from analysis.scaling.study import study_table, write_study
 from gems.config.schema import ParallelConfig, RunSpec, ScheduleConfig
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
 from tests.analysis.planted import noisy, point

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from analysis.__main__ import main
-from analysis.collect import collect
-from analysis.memory_curve import curve_of, memory_figure
-from analysis.memory_parts import buffer_bytes
-from analysis.metrics import backward_mean_s, metrics_of
-from analysis.step_window import step_window
-from analysis.timeline import LOOKS, timeline_figure
+from analysis.cli.collect import collect
+from analysis.metrics.memory_parts import buffer_bytes
+from analysis.metrics.run_metrics import backward_mean_s, metrics_of
+from analysis.metrics.step_window import step_window
+from analysis.plots.memory_curve import curve_of, memory_figure
+from analysis.plots.timeline import LOOKS, timeline_figure
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.runs.prepare import prepare

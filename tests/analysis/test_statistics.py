@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from analysis.statistics import (
+from analysis.metrics.statistics import (
     Interval,
     fewest_values,
     further_values,

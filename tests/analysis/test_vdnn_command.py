@@ -7,7 +7,7 @@ import json
 import pytest
 
 from analysis.__main__ import main
-from analysis.vdnn import (
+from analysis.papers.vdnn import (
     ALEXNET,
     GOOGLENET,
     LOADS,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from analysis.events import of_kinds
+from analysis.metrics.events import of_kinds
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.errors import ConfigError

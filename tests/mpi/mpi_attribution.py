@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from analysis.attribution import Attribution, attribution_of
-from analysis.load import load_parts
+from analysis.io.load import load_parts
 from gems.engine.emulation.run import emulate
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from analysis.fits import best_fits, fits_of, series_of, why_not_fitted
-from analysis.fits.show import curve_ranks, curve_rows, fit_lines, fit_rows
-from analysis.points import Point
+from analysis.scaling.fits import best_fits, fits_of, series_of, why_not_fitted
+from analysis.scaling.fits.format import curve_ranks, curve_rows, fit_lines, fit_rows
+from analysis.scaling.points import Point
 from gems.errors import ConfigError
 from tests.analysis.planted import RANKS, noisy, point
 

@@ -1,0 +1,1 @@
+"""Reading runs, traces and answers."""

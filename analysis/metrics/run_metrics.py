@@ -1,0 +1,190 @@
+"""The figures of a run, from its trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from analysis.io.run_facts import RunFacts, facts_of
+from analysis.metrics.events import COMPUTE, USEFUL, of_kinds, ranks_written
+from analysis.metrics.statistics import median_interval, percentile
+from gems.trace import STREAMS, Trace
+
+NS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Figures over the whole steps of a run that are not warm-up steps; None where the trace cannot tell.
+
+    Tuples have one item a world rank; in a trace of one replica for all, its ranks stand for the others. Peaks are over the whole trace, warm-up steps and unfinished steps too.
+
+    Attributes:
+        num_steps: steps counted.
+        num_warmup_steps: whole steps left out.
+        num_images: images of the counted steps, all directions and replicas.
+        time_s: from the first counted step's start to the last one's end, the gaps between steps with it, attempt by
+            attempt.
+        images_per_s: `num_images` over `time_s`.
+        step_median_s: median of the step times, see `step_times_s`.
+        step_low_s: lower bound of its 95 % interval; of fewer than 6 steps the least step time.
+        step_high_s: upper bound of the same; of fewer than 6 steps the largest step time.
+        step_p95_s: 95th percentile of the same, linear between neighbours.
+        busy_s: time in F, B, I, W and R on the compute stream; None for a rank without events.
+        bubble_measured: 1 - sum(busy_s) / (world size x time_s), from what the trace's `source` says.
+        efficiency: useful compute (F, B, I and W, but not the recomputation R) over world size x time_s.
+        bubble_formula: the closed form of the schedule at `forward_s` and `backward_s`.
+        forward_s: median duration of F of a stage, mean over the stages.
+        backward_s: the same of B, or of I and W together where every backward is split.
+        peak_device_bytes: most bytes held on the device: the allocator's peak on a GPU and the simulation's own, else
+            the ledger's when an action ended.
+        peak_rss_bytes: most resident memory of the process, from samples.
+        peak_driver_bytes: most device memory in use as the driver reports it, from samples.
+        loss_first: training loss of the first counted step.
+        loss_last: training loss of the last counted step.
+    """
+
+    num_steps: int
+    num_warmup_steps: int
+    num_images: int
+    time_s: float | None
+    images_per_s: float | None
+    step_median_s: float | None
+    step_low_s: float | None
+    step_high_s: float | None
+    step_p95_s: float | None
+    busy_s: tuple[float | None, ...]
+    bubble_measured: float | None
+    efficiency: float | None
+    bubble_formula: float | None
+    forward_s: float | None
+    backward_s: float | None
+    peak_device_bytes: tuple[int | None, ...]
+    peak_rss_bytes: tuple[int | None, ...]
+    peak_driver_bytes: tuple[int | None, ...]
+    loss_first: float | None
+    loss_last: float | None
+
+
+def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
+    """Computes the figures of a run; `facts` are those in `trace.run_yaml` unless given.
+
+    Raises:
+        ConfigError: `trace.run_yaml` is malformed.
+    """
+    facts = facts_of(trace) if facts is None else facts
+    steps = np.sort(trace.steps, order="step")
+    is_counted = steps["is_warmup"] == 0
+    counted = steps[is_counted]
+    step_s = step_times_s(steps)[is_counted]
+    time_s = _time_s(counted) if len(counted) else None
+    num_images = int(counted["images"].sum())
+    events = trace.events[np.isin(trace.events["step"], counted["step"])]
+    busy_s = _times_s(trace, events, COMPUTE)
+    forward_s, backward_s = stage_mean_s(events, "F"), backward_mean_s(events)
+    samples = trace.samples
+    step = median_interval(step_s) if len(step_s) else None
+    return Metrics(
+        num_steps=len(counted),
+        num_warmup_steps=len(steps) - len(counted),
+        num_images=num_images,
+        time_s=time_s,
+        images_per_s=num_images / time_s if time_s else None,
+        step_median_s=None if step is None else step.value,
+        step_low_s=None if step is None else step.low,
+        step_high_s=None if step is None else step.high,
+        step_p95_s=percentile(step_s, 95) if len(step_s) else None,
+        busy_s=busy_s,
+        bubble_measured=None if (share := _share(busy_s, time_s)) is None else 1.0 - share,
+        efficiency=_share(_times_s(trace, events, USEFUL), time_s),
+        bubble_formula=facts.bubble(forward_s, backward_s, stage_mean_s(events, "W")),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        peak_device_bytes=_device_peaks(trace),
+        peak_rss_bytes=_peaks(samples, "rss_bytes", trace.world_size),
+        peak_driver_bytes=_peaks(samples, "device_bytes", trace.world_size),
+        loss_first=_known(counted["loss"][0]) if len(counted) else None,
+        loss_last=_known(counted["loss"][-1]) if len(counted) else None,
+    )
+
+
+def step_times_s(steps: np.ndarray) -> np.ndarray:
+    """Gives the time of each step in seconds; `steps` are rows of `/steps`, sorted by step.
+
+    Without a barrier a rank begins step k + 1 while another still ends step k. A step is charged from the
+    previous step's last end (or its own begin where that is later) to its own last end.
+    """
+    begin = steps["start_ns"].copy()
+    begin[1:] = np.maximum(begin[1:], steps["end_ns"][:-1])
+    times: np.ndarray = (steps["end_ns"] - begin) * NS
+    return times
+
+
+def _time_s(steps: np.ndarray) -> float:
+    """Gives the time that steps took with the gaps between them, but for those between attempts; rows sorted by step."""
+    ends = np.flatnonzero(np.diff(steps["attempt"], append=-1))
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    return float((steps["end_ns"][ends] - steps["start_ns"][starts]).sum()) * NS
+
+
+def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[float | None, ...]:
+    """Gives each rank's time in actions of some kinds on the compute stream; None for a rank without events."""
+    compute = events[events["stream"] == STREAMS.index("compute")]
+    compute = compute[of_kinds(compute, *kinds)]
+    num_ranks = ranks_written(trace)
+    times_ns = np.bincount(compute["rank"], compute["end_ns"] - compute["start_ns"], minlength=num_ranks)
+    present = np.bincount(events["rank"], minlength=num_ranks)
+    written = [float(times_ns[rank]) * NS if present[rank] else None for rank in range(num_ranks)]
+    return tuple(written * (trace.world_size // num_ranks))
+
+
+def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | None:
+    """Gives a time's share of all ranks' time; no figure where a rank's part is missing: unknown is not idle."""
+    known = [time for time in times_s if time is not None]
+    if not time_s or not known or len(known) < len(times_s):
+        return None
+    return sum(known) / (len(known) * time_s)
+
+
+def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
+    """Gives the median duration of a kind of action on a stage, in seconds, mean over the stages.
+
+    None where `events` hold no such action.
+    """
+    mine = events[of_kinds(events, kind)]
+    if not len(mine):
+        return None
+    duration_ns = mine["end_ns"] - mine["start_ns"]
+    medians = [np.median(duration_ns[mine["stage"] == stage]) for stage in np.unique(mine["stage"])]
+    return float(np.mean(medians)) * NS
+
+
+def backward_mean_s(events: np.ndarray) -> float | None:
+    """Gives the median duration of a stage's backward, in seconds, mean over the stages: B, or I and W together."""
+    whole = stage_mean_s(events, "B")
+    halves = stage_mean_s(events, "I"), stage_mean_s(events, "W")
+    if whole is not None or halves[0] is None or halves[1] is None:
+        return whole
+    return halves[0] + halves[1]
+
+
+def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None, ...]:
+    """Gives the largest value of a column for each rank; a negative one stands for "not known"."""
+    peaks = np.full(world_size, -1, dtype=np.int64)
+    np.maximum.at(peaks, table["rank"], table[column])
+    return tuple(int(peak) if peak >= 0 else None for peak in peaks)
+
+
+def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
+    """Gives the allocator's own peaks where the trace has them: they see what an action held only while it ran."""
+    written = _peaks(trace.events, "device_bytes", ranks_written(trace))
+    counted = written * (trace.world_size // len(written))
+    allocated = trace.attributes.get("peak_allocated_bytes")
+    if allocated is None:
+        return counted
+    return tuple(held if peak < 0 else int(peak) for peak, held in zip(allocated, counted, strict=True))
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)

@@ -1,0 +1,1 @@
+"""The studies of published papers, recomputed beside the papers' figures."""

@@ -1,0 +1,250 @@
+"""The projections of Pal et al. (2019) recomputed from their inputs, each input with how well it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from analysis.metrics.units import UNKNOWN
+from gems.planner.hybrid.break_even import Crossing
+from gems.planner.hybrid.device_allocation import NUM_DRAWS, device_counts
+from gems.planner.hybrid.pal import (
+    GROWN_FROM,
+    NETWORKS,
+    WAYS,
+    Input,
+    Network,
+    Published,
+    Verdict,
+    crossing_of,
+    noise_crossing,
+    noise_scale_of,
+)
+from gems.planner.hybrid.quantity import Quantity, band
+
+SCHEMA = "gems.hybrid_projections/1"
+PAPER = "Pal et al., IEEE Micro 39(5), 2019, arXiv 1907.13257"
+
+HEAD = f"""\
+Hybrid over data parallelism alone: the projections of {PAPER}, recomputed.
+N workers of M = 2 devices gain SU^2 / 2 x E_2N / E_N over 2 N workers of one, where the scaling efficiency is 1, as the paper is
+recalled to assume: what workers lose to each other is on hybrid's side, so that its gains are "at least". Bands are the
+rounding of the inputs' last digits. Three gains stand in the abstract and are confirmed; the inputs are not."""
+
+CAUTION = """\
+What this shows. Inception-V3's gains come out of a speed-up and of epochs that do not contain them: what is recalled of the
+inputs agrees with the confirmed abstract to three digits, and is still unchecked. Of GNMT and BigLSTM the epochs are not
+known here: their growth was derived from the published gain, so that their gains come out whatever the truth is, and their
+crossing points are no better. A crossing "by the noise scale" stands on E(B) = E_min (1 + B / B_crit), fitted to
+Inception-V3's epochs on 32 devices and more or solved from a derived ratio, which is not the paper's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A recomputed gain, as a part of data parallelism's time, beside what the paper says of it (None: nothing)."""
+
+    network: str
+    devices: int
+    gain: float
+    low: float
+    high: float
+    published: Published | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A network with its gains at all numbers of devices, and where hybrid begins to win.
+
+    `noise_devices` is that by the noise scale that the epochs imply, None where they imply none. `reaches` are the fewest
+    and the most devices at which the inputs tell both sides.
+    """
+
+    network: Network
+    gains: tuple[Gain, ...]
+    crossing: Crossing
+    noise_devices: float | None
+    reaches: tuple[int, int]
+
+
+def projections(networks: tuple[Network, ...] = NETWORKS, seed: int = 0) -> list[Projection]:
+    """Recomputes the projections; bands by draws within the rounding of the inputs."""
+    return [_projection(network, seed) for network in networks]
+
+
+def _projection(network: Network, seed: int) -> Projection:
+    rng, case = np.random.default_rng(seed), network.case
+    draws = [case.drawn(rng) for _ in range(NUM_DRAWS)]
+    published = {each.devices: each for each in network.published}
+    gains = []
+    for devices in network.devices:
+        workers = devices // WAYS
+        found = band(case.gain(workers, WAYS), [draw.gain(workers, WAYS) for draw in draws])
+        value, low, high = (end - 1.0 for end in (found.value, found.low, found.high))
+        gains.append(
+            Gain(network.title, devices, value, low, high, published.get(devices), network.verdict())
+        )
+    reaches = (network.devices[0], network.devices[-1])
+    return Projection(network, tuple(gains), crossing_of(network, draws), noise_crossing(network), reaches)
+
+
+def table(found: list[Projection]) -> str:
+    """Gives the projections as text: gains, crossing points, and every input with its mark."""
+    gains: list[tuple[str, ...]] = [
+        ("network", "devices", "N x M", "gain", "95 %", "published", "which is", "shows")
+    ]
+    gains += [_gain_row(each) for one in found for each in one.gains if each.published is not None]
+    inputs: list[tuple[str, ...]] = [("", "network", "input", "unit", "value", "is")]
+    inputs += [_input_row(one.network, each) for one in found for each in one.network.inputs]
+    return "\n".join(
+        [
+            HEAD, "", *_columns(gains, left=(0, 5, 6, 7)), "",
+            "Where two-way workers begin to win:", *(_crossing_words(one) for one in found), "",
+            "Inputs (! is not confirmed):", *_columns(inputs, left=(0, 1, 2, 3, 5)), "", CAUTION,
+        ]
+    )  # fmt: skip
+
+
+def answer(found: list[Projection]) -> dict[str, Any]:
+    """Gives the same as one object; gains are parts of 1, and every input tells whether it is confirmed."""
+    return {
+        "schema": SCHEMA,
+        "source": "predicted",
+        "paper": PAPER,
+        "method": " ".join(HEAD.split()),
+        "caution": " ".join(CAUTION.split()),
+        "networks": [_network(one) for one in found],
+        "unconfirmed": [
+            f"{one.network.title}: {each.name} ({each.mark})"
+            for one in found
+            for each in one.network.inputs
+            if not each.mark.is_confirmed
+        ],
+    }
+
+
+def _network(one: Projection) -> dict[str, Any]:
+    network, law = one.network, noise_scale_of(one.network)
+    return {
+        "network": network.title,
+        "method": network.method,
+        "verdict": str(network.verdict()),
+        "is_independent": network.verdict() is Verdict.REPRODUCED,
+        "inputs": [_input(each) for each in network.inputs],
+        "gains": [_gain(each) for each in one.gains],
+        "needed_epochs_ratio": network.needed_ratio,
+        "crossing": {
+            "devices": one.crossing.devices if one.crossing.below is not None else None,
+            "low": one.crossing.low if one.crossing.below is not None else None,
+            "high": one.crossing.high if one.crossing.below is not None else None,
+            "above": one.crossing.below,
+            "at_most": one.crossing.listed,
+            "by_noise_scale": one.noise_devices,
+            "is_modelled": True,
+        },
+        "noise_scale": None
+        if law is None
+        else {"e_min": law.least_epochs.value, "b_crit": law.critical_batch.value},
+    }
+
+
+def _input(each: Input) -> dict[str, Any]:
+    return {**asdict(each), "mark": str(each.mark), "is_confirmed": each.mark.is_confirmed}
+
+
+def _gain(each: Gain) -> dict[str, Any]:
+    published = each.published
+    said = None
+    if published is not None:
+        said = {
+            "gain": published.gain, "mark": str(published.mark), "is_confirmed": published.mark.is_confirmed,
+            "devices_mark": str(published.devices_mark), "source": published.source,
+        }  # fmt: skip
+    return {
+        "devices": each.devices, "workers": each.devices // WAYS, "ways": WAYS, "gain": each.gain, "low": each.low,
+        "high": each.high, "published": said,
+    }  # fmt: skip
+
+
+def _gain_row(each: Gain) -> tuple[str, ...]:
+    published = each.published
+    assert published is not None
+    return (
+        each.network, str(each.devices), f"{each.devices // WAYS} x {WAYS}", f"{100 * each.gain:+.1f} %",
+        f"{100 * each.low:+.1f} to {100 * each.high:+.1f}", f"{100 * published.gain:+.1f} %",
+        f"{published.mark} (its devices: {published.devices_mark})", str(each.verdict),
+    )  # fmt: skip
+
+
+def _input_row(network: Network, each: Input) -> tuple[str, ...]:
+    value = f"{each.value:g}"
+    mark = " " if each.mark.is_confirmed else "!"
+    return (mark, network.title, each.name, UNKNOWN if each.unit == "1" else each.unit, value, str(each.mark))
+
+
+def _crossing_words(one: Projection) -> str:
+    network, found = one.network, one.crossing
+    ratio = f"where a doubling of the workers takes more than {network.needed_ratio:.3f} times the epochs"
+    if found.below is None:
+        where = f"at {found.listed} devices or fewer, below which the inputs do not reach"
+    else:
+        ends = "" if found.low is None or found.high is None else f", {found.low:.0f} to {found.high:.0f}"
+        where = f"between {found.below} and {found.listed} devices (at {found.devices} by interpolated epochs{ends})"
+    if one.noise_devices is None:
+        law = "no noise scale: the epochs double with the batch"
+    else:
+        law = f"at {one.noise_devices:.0f} by the noise scale of the epochs"
+    circular = "" if network.verdict() is Verdict.REPRODUCED else "; all of it from a derived input"
+    return f"  {network.title}: {where}; {law}; {ratio}{circular}"
+
+
+def _columns(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(cells)
+        ).rstrip()
+
+
+def speedups_of(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Quantity]]]:
+    """Gives what the picture shows, by ways: devices, and the speed-up over the fewest data-parallel workers known."""
+    rng, case = np.random.default_rng(seed), network.case
+    base = min(network.epochs)
+    draws = [case.drawn(rng) for _ in range(NUM_DRAWS)]
+    every = sorted({*network.devices, base, *network.epochs})
+    lines: dict[int, list[tuple[int, Quantity]]] = {}
+    for ways in (1, WAYS):
+        known = [count for count in every if count % ways == 0 and count // ways >= base]
+        lines[ways] = [
+            (
+                count,
+                band(
+                    case.cost(base, 1) / case.cost(count // ways, ways),
+                    [draw.cost(base, 1) / draw.cost(count // ways, ways) for draw in draws],
+                ),
+            )
+            for count in known
+        ]
+    return lines
+
+
+def law_speedups_of(network: Network) -> dict[int, list[tuple[int, float]]]:
+    """Gives the same by the noise scale that the epochs imply, empty where they imply none.
+
+    Numbers of epochs have it where it was fitted; a derived ratio is drawn from an eighth of its devices to twice.
+    """
+    law = noise_scale_of(network)
+    if law is None:
+        return {}
+    case, known = network.case, sorted(network.epochs)
+    by_law = replace(case, epochs=law)
+    first, last = (known[0] // 8, 2 * known[-1]) if network.is_ratio else (GROWN_FROM, known[-1])
+    base = case.cost(known[0], 1)
+    counts = [count for count in device_counts((), last) if count >= first]
+    return {
+        ways: [(count, base / by_law.cost(count // ways, ways)) for count in counts] for ways in (1, WAYS)
+    }

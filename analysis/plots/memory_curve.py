@@ -1,0 +1,196 @@
+"""The memory curve: device bytes over time of one step, a panel a rank, from a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analysis.io.run_facts import facts_of
+from analysis.metrics.events import by_rank
+from analysis.metrics.memory_parts import buffer_bytes
+from analysis.metrics.step_window import StepWindow, step_window
+from analysis.metrics.units import Unit, bytes_unit, counted
+from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title, source_mark
+from gems.errors import ConfigError
+from gems.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_PANELS = 16
+MAX_COLUMNS = 1400  # of pixels in a panel
+CURVE_COLOUR, AREA_COLOUR, PEAK_COLOUR = "#1f65a8", "#d6e6f3", "#c94f07"
+BUFFER_COLOUR, HOST_COLOUR = "#e8a33d", "#117a8b"
+COUNTED = ("emulated", "simulated")
+MS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, time from the step's start.
+
+    `buffer_bytes` are those of them that are buffers of messages (none in a measured run, where they are not told
+    apart), `host_bytes` the copies in host memory.
+    """
+
+    rank: int
+    time_ms: np.ndarray
+    held_bytes: np.ndarray
+    buffer_bytes: np.ndarray
+    host_bytes: np.ndarray
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held."""
+        return int(self.held_bytes.max())
+
+
+def draw_memory(trace: Trace, path: Path, step: int | None = None) -> None:
+    """Draws one step's memory to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `memory_figure`.
+
+    Raises:
+        ConfigError: no such step, no ledger in the trace, or the file cannot be written.
+    """
+    save_figure(memory_figure(trace, step), path)
+
+
+def memory_figure(trace: Trace, step: int | None = None) -> Figure:
+    """Builds the picture of device bytes over one step, by default the last whole one after warm-up.
+
+    One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside it, where
+    samples carry them, the peaks over the whole run of resident memory and of the driver's figure. In emulated and
+    simulated runs the buffers of messages lie on top of the activations in a colour of their own, and parameters,
+    which stay, are named beside the panel. Copies in host memory are a dashed line. Of more than 16 ranks those 16
+    with the highest peaks are shown.
+
+    Raises:
+        ConfigError: no such step, or the trace has no device bytes in it.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    window = step_window(trace, step)
+    parts = {rank: replace(trace, events=events) for rank, events in by_rank(trace.events).items()}
+    curves = [curve for rank, part in parts.items() if (curve := curve_of(part, window, rank)) is not None]
+    if not curves:
+        raise ConfigError("trace", trace.source, "its events carry no device_bytes")
+    highest = sorted(curves, key=lambda curve: -curve.peak_bytes)[:MAX_PANELS]
+    shown = sorted(highest, key=lambda curve: curve.rank)
+    unit = bytes_unit([highest[0].peak_bytes])
+    figure, panels = new_figure(WIDTH_IN, 1.3 + 0.62 * max(len(shown), 2), len(shown))
+    for axes, curve in zip(panels, shown, strict=True):
+        _draw_curve(axes, thinned(curve), unit)
+        _name_curve(axes, trace, curve)
+    panels[0].set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
+    panels[0].set_ylim(0.0, highest[0].peak_bytes / unit.size * 1.25 or 1.0)
+    panels[0].yaxis.set_major_locator(MaxNLocator(3))
+    _add_legend(figure, shown)
+    figure.supylabel(f"held on the device ({unit.name})", fontsize=9, color=TEXT_COLOUR)
+    set_title(figure, panels[0], *_title(trace, window, curves, unit))
+    return figure
+
+
+def curve_of(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
+    """Gives the curve of one rank, from what it held before the step on; None without a ledger."""
+    mine = trace.events[(trace.events["rank"] == rank) & (trace.events["device_bytes"] >= 0)]
+    mine = mine[np.argsort(mine["end_ns"], kind="stable")]
+    inside = mine[mine["step"] == window.step]
+    if not len(inside):
+        return None
+    before = mine[(mine["step"] < window.step) & (mine["end_ns"] <= inside["end_ns"][0])]
+    first_bytes = before["device_bytes"][-1:] if len(before) else inside["device_bytes"][:1]
+    time_ns = np.concatenate([[window.start_ns], inside["end_ns"], [window.end_ns]]) - window.start_ns
+    held_bytes = np.concatenate([first_bytes, inside["device_bytes"], inside["device_bytes"][-1:]])
+    host_bytes = np.concatenate([[0], inside["host_bytes"], inside["host_bytes"][-1:]])
+    buffers = np.zeros(len(time_ns), np.int64)
+    if trace.source in COUNTED:
+        of_rank = trace.events[trace.events["rank"] == rank]
+        buffers = np.minimum(buffer_bytes(of_rank, time_ns + window.start_ns), held_bytes)
+    return Curve(rank, np.maximum(time_ns, 0) * MS, held_bytes, buffers, host_bytes)
+
+
+def thinned(curve: Curve) -> Curve:
+    """Leaves of a long curve the first, least, most and last bytes of each column of pixels, so that it looks the same."""
+    if len(curve.time_ms) <= 4 * MAX_COLUMNS:
+        return curve
+    column = np.floor(curve.time_ms / max(curve.time_ms[-1], 1e-12) * MAX_COLUMNS).astype(np.int64)
+    by_bytes = np.lexsort((curve.held_bytes, column))
+    is_first = np.diff(column[by_bytes], prepend=-1) > 0
+    is_last = np.append(is_first[1:], True)
+    starts = np.flatnonzero(np.diff(column, prepend=-1) > 0)
+    kept = np.unique(
+        np.concatenate([by_bytes[is_first], by_bytes[is_last], starts, starts[1:] - 1, [len(column) - 1]])
+    )
+    return Curve(
+        curve.rank,
+        curve.time_ms[kept],
+        curve.held_bytes[kept],
+        curve.buffer_bytes[kept],
+        curve.host_bytes[kept],
+    )
+
+
+def _draw_curve(axes: Axes, curve: Curve, unit: Unit) -> None:
+    held, below = curve.held_bytes / unit.size, (curve.held_bytes - curve.buffer_bytes) / unit.size
+    axes.fill_between(curve.time_ms, below, step="post", color=AREA_COLOUR, linewidth=0)
+    axes.fill_between(curve.time_ms, below, held, step="post", color=BUFFER_COLOUR, linewidth=0)
+    if curve.host_bytes.any():
+        host = curve.host_bytes / unit.size
+        axes.step(curve.time_ms, host, where="post", color=HOST_COLOUR, linewidth=1.0, linestyle=(0, (4, 2)))
+    axes.step(curve.time_ms, held, where="post", color=CURVE_COLOUR, linewidth=1.0)
+    peak = int(np.argmax(held))
+    axes.plot(curve.time_ms[peak], held[peak], "o", color=PEAK_COLOUR, markersize=4, clip_on=False, zorder=3)
+
+
+def _name_curve(axes: Axes, trace: Trace, curve: Curve) -> None:
+    """Writes the rank and its peaks to the right of the panel."""
+    lines = [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
+    if curve.host_bytes.any():
+        lines.append(f"host copies {_human(int(curve.host_bytes.max()))}")
+    parameters = trace.attributes.get("param_bytes", ())
+    if curve.rank < len(parameters) and parameters[curve.rank]:
+        lines.append(f"beside parameters {_human(int(parameters[curve.rank]))}")
+    mine = trace.samples[trace.samples["rank"] == curve.rank]
+    for column, name in (("rss_bytes", "resident"), ("device_bytes", "driver")):
+        peak = int(mine[column].max(initial=-1))
+        if peak >= 0:
+            lines.append(f"{name} {_human(peak)}")
+    axes.annotate(
+        "\n".join(lines), (1, 0.5), (8, 0), "axes fraction", "offset points",
+        fontsize=7.5, color=TEXT_COLOUR, va="center", linespacing=1.25, annotation_clip=False,
+    )  # fmt: skip
+
+
+def _add_legend(figure: Figure, shown: list[Curve]) -> None:
+    """Names the parts, where there is more than one."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = [Patch(facecolor=AREA_COLOUR, label="activations")]
+    if any(curve.buffer_bytes.any() for curve in shown):
+        handles.append(Patch(facecolor=BUFFER_COLOUR, label="buffers of messages"))
+    if any(curve.host_bytes.any() for curve in shown):
+        style = (0, (4, 2))
+        handles.append(Line2D([], [], color=HOST_COLOUR, linestyle=style, label="copies in host memory"))
+    if len(handles) > 1:
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
+
+
+def _human(size_bytes: int) -> str:
+    unit = bytes_unit([size_bytes])
+    return f"{unit.show(size_bytes)} {unit.name}"
+
+
+def _title(trace: Trace, window: StepWindow, curves: list[Curve], unit: Unit) -> tuple[str, str]:
+    name = facts_of(trace).schedule or "unnamed schedule"
+    size = counted(trace.world_size, "rank")
+    source = source_mark(trace.source, trace.attributes)
+    low, high = (unit.show(pick(curve.peak_bytes for curve in curves)) for pick in (min, max))
+    peaks = f"peak {high} {unit.name}" if low == high else f"peaks {low} to {high} {unit.name}"
+    detail = f"{window.label}: device memory, {peaks}"
+    if len(curves) > MAX_PANELS:
+        detail += f", the {MAX_PANELS} highest of {len(curves)} ranks"
+    return f"{name}, {size}: {source}", detail

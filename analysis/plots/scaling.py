@@ -1,0 +1,228 @@
+"""The picture of a scaling study: images/s and parallel efficiency over ranks, with the best fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from analysis.metrics.statistics import Interval
+from analysis.metrics.units import counted, number
+from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, error_words, set_title
+from analysis.scaling.efficiency import agreements, bases_of, images_per_rank, kind_of, may_join, most_real
+from analysis.scaling.fits import MAX_EXTRAPOLATION, Fit, best_fits
+from analysis.scaling.fits.format import curve_ranks
+from analysis.scaling.points import Point
+from gems.trace import SOURCES
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
+MARKERS = {"measured": "o", "emulated": "s", "simulated": "^"}
+SOURCE_WORDS = {
+    "measured": "measured",
+    "emulated": "emulated: real messages, timed waits for compute",
+    "simulated": "simulated: a prediction",
+}
+MAX_TICKS = 14
+FIT_WIDTH, BAND, BAND_ALPHA = 1.0, "extrapolation", 0.15
+
+
+def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
+    """Builds the picture: images/s above, parallel efficiency below, over ranks.
+
+    One colour a line, one marker a source. A line joins the most real point of each number of ranks, dashed where
+    an end of it is simulated, and none where ranks are far apart; a dotted line goes on from its base in proportion to
+    the ranks. Bars are 95 % intervals of the median (the range, below 6 steps). The base of each line is in the legend,
+    with its images/s. The best fit of each line is drawn over its points, and up to four times beyond them with a
+    shaded 95 % band.
+    """
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    figure, (rate, share) = _panels()
+    bases, kind = bases_of(points), kind_of(points)
+    lines = list(dict.fromkeys(point.line for point in points))
+    best = best_fits(fits)
+    for place, line in enumerate(lines):
+        mine = [point for point in points if point.line == line]
+        colour, base, fit = COLOURS[place % len(COLOURS)], bases[line], best.get(line)
+        if (
+            kind != "capability"
+        ):  # there the images of the points differ, and one line of images/s would mislead
+            largest = max(*(point.ranks for point in mine), fit.limit_ranks if fit else 0)
+            span = np.array([base.ranks, largest])
+            rate.plot(span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":")
+        _draw_rates(rate, mine, colour, kind)
+        _draw_shares(share, mine, base, colour, kind)
+        if fit and kind != "capability":
+            _draw_fit(rate, fit, colour, curve_ranks(fit))
+        if fit:
+            _draw_fit(share, fit, colour, base.rank_s_per_image)
+    ranks = sorted({point.ranks for point in points} | {fit.limit_ranks for fit in best.values()})
+    if len(ranks) > 1:
+        rate.set_xscale("log", base=2)
+    rate.set_yscale("log")
+    _plain_ticks(rate)
+    ticks = ranks if len(ranks) <= MAX_TICKS else ranks[:: -(-len(ranks) // MAX_TICKS)]
+    share.xaxis.set_major_locator(FixedLocator(ticks))
+    share.xaxis.set_minor_locator(NullLocator())
+    share.set_xticks(ticks, [str(rank) for rank in ticks])
+    share.axhline(1.0, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
+    share.set_ylim(0.0, max(1.08, share.get_ylim()[1]))
+    set_title(figure, rate, *title(points))
+    _add_legend(figure, points, lines, best)
+    return figure
+
+
+def title(points: Sequence[Point]) -> tuple[str, str]:
+    """Gives the headline, which names the kind of scaling, and the line below it."""
+    kind, first = kind_of(points), points[0]
+    kinds = {
+        "strong": f"strong scaling, {first.images_per_step} images a step",
+        "weak": f"weak scaling, {_images_words(points)} images a rank",
+        "capability": "capability scaling, the work of an image grows",
+        "comparison": f"schedules on {counted(first.ranks, 'rank')}",
+        "mixed": "scaling, images a step and ranks change apart",
+    }
+    return kinds[kind], _detail(points)
+
+
+def _images_words(points: Sequence[Point]) -> str:
+    return " or ".join(
+        f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)})
+    )
+
+
+def _detail(points: Sequence[Point]) -> str:
+    found = agreements(points)
+    is_range = any(point.step_interval_s.is_range and not point.is_deterministic for point in points)
+    bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
+    detail = f"median step, bars are {bars}, warm-up left out"
+    known = [
+        error
+        for point in points
+        if point.source == "simulated" and (error := point.held_out_error) is not None
+    ]
+    if known:
+        detail += f"; {error_words(max(known))}"
+    if not found:
+        return detail
+    low, high = (round(100 * pick(each.error for each in found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
+    return f"{detail}; simulated step times are off by {low:+.1f} to {high:+.1f} % ({counted(len(found), 'point')})"
+
+
+def base_words(base: Point) -> str:
+    """Gives a base with its absolute figure, its ranks and its source."""
+    return f"{number(base.images_per_s)} images/s on {counted(base.ranks, 'rank')}, {base.source}"
+
+
+def _panels() -> tuple[Figure, tuple[Axes, Axes]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, 7.6), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    rate, share = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for axes, label in ((rate, "images/s"), (share, "parallel efficiency, of 1")):
+        axes.set_ylabel(label, fontsize=9, color=TEXT_COLOUR)
+        axes.tick_params(labelsize=8, colors=TEXT_COLOUR)
+        axes.grid(True, color="#e5e5e5", linewidth=0.6)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    share.set_xlabel("ranks", fontsize=9, color=TEXT_COLOUR)
+    return figure, (rate, share)
+
+
+def _plain_ticks(axes: Axes) -> None:
+    """Writes rates as plain numbers, and between decades too where there are few decades."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_rates(axes: Axes, mine: Sequence[Point], colour: str, kind: str) -> None:
+    _join(axes, [(point, point.images_per_s) for point in most_real(mine)], colour, kind)
+    for point in mine:
+        _draw_bars(axes, point, point.images_per_s_interval, colour)
+
+
+def _draw_shares(axes: Axes, mine: Sequence[Point], base: Point, colour: str, kind: str) -> None:
+    shares = {point: share for point in mine if (share := point.efficiency_interval(base)) is not None}
+    _join(axes, [(point, shares[point].value) for point in most_real(list(shares))], colour, kind)
+    for point, share in shares.items():
+        _draw_bars(axes, point, share, colour)
+
+
+def _draw_bars(axes: Axes, point: Point, bounds: Interval, colour: str) -> None:
+    reach = [[bounds.value - bounds.low], [bounds.high - bounds.value]]
+    axes.errorbar([point.ranks], [bounds.value], reach, **_marks(point, colour), capsize=2, elinewidth=0.9)
+
+
+def _join(axes: Axes, places: Sequence[tuple[Point, float]], colour: str, kind: str) -> None:
+    for (point, value), (after, value_after) in pairwise(places):
+        if not may_join(kind, point, after):
+            continue
+        is_predicted = "simulated" in (point.source, after.source)
+        axes.plot(
+            [point.ranks, after.ranks], [value, value_after],
+            color=colour, linewidth=1.3, linestyle=(0, (4, 2)) if is_predicted else "-",
+        )  # fmt: skip
+
+
+def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> None:
+    """Draws `scale` over what an image costs: over the points, and with a shaded band beyond them."""
+    ranks = curve_ranks(fit)
+    low, value, high = scale / fit.curve(ranks)
+    axes.plot(ranks, value, color=colour, linewidth=FIT_WIDTH, linestyle="-.", alpha=0.8)
+    beyond = ranks >= fit.last_ranks
+    axes.fill_between(
+        ranks[beyond], low[beyond], high[beyond], color=colour, alpha=BAND_ALPHA, linewidth=0, gid=BAND
+    )
+
+
+def _marks(point: Point, colour: str) -> dict[str, Any]:
+    face = "none" if point.source == "simulated" else colour
+    size = 7.0 if point.source == "simulated" else 5.0
+    return {
+        "marker": MARKERS[point.source], "color": colour, "markerfacecolor": face, "markersize": size,
+        "linestyle": "none",
+    }  # fmt: skip
+
+
+def _add_legend(
+    figure: Figure, points: Sequence[Point], lines: Sequence[str], best: Mapping[str, Fit]
+) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    bases = bases_of(points)
+    handles: list[Artist] = [
+        Line2D([], [], color=COLOURS[place % len(COLOURS)], label=f"{line} (base {base_words(bases[line])})")
+        for place, line in enumerate(lines)
+    ]
+    for source in SOURCES:
+        found = next((point for point in points if point.source == source), None)
+        if found is not None:
+            handles.append(Line2D([], [], **_marks(found, "#444444"), label=SOURCE_WORDS[source]))
+    handles.append(
+        Line2D([], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on")
+    )
+    if best:
+        words = ", ".join(f"{line}: {fit.law}" for line, fit in sorted(best.items()))
+        handles += [
+            Line2D([], [], color="#444444", linewidth=FIT_WIDTH, linestyle="-.", label=f"best fit ({words})"),
+            Patch(
+                color="#444444", alpha=BAND_ALPHA, linewidth=0,
+                label=f"extrapolated, at most {MAX_EXTRAPOLATION} times beyond the data: 95 % band",
+            ),
+        ]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)

@@ -1,0 +1,101 @@
+"""The drawing of a schedule: rank x time, from its file alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from analysis.metrics.step_window import StepWindow
+from analysis.metrics.units import counted, number
+from analysis.plots.figure import check_picture_path, save_figure
+from analysis.plots.timeline import MAX_LANES, lanes_figure
+from gems.errors import ConfigError
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Kind
+from gems.schedule.costs import SegmentCosts, StageCosts, uniform
+from gems.schedule.formats.schedule_json import from_json
+from gems.schedule.formats.torch_csv import from_torch_csv
+from gems.schedule.lower import compute_only
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.validate import validate
+from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
+
+UNIT_NS = 1_000_000  # one unit of the costs is one ms of the picture's axis
+_STREAM_OF = {Kind.OFFLOAD: STREAMS.index("copy_out"), Kind.PREFETCH: STREAMS.index("copy_in")}
+
+
+def draw_schedule(path: Path, out: Path) -> Simulation:
+    """Draws a schedule's file to a picture (PNG, PDF or SVG by the suffix) and gives its simulation.
+
+    The compute actions are drawn at their simulated times, without links: by the costs in the file (as
+    `gems schedule --json` writes them), or else with f = i = w = 1 for a rank's part of the model.
+
+    Raises:
+        ConfigError: the file holds no schedule, or the picture cannot be written.
+        ScheduleError: the schedule would not run.
+    """
+    check_picture_path(out)
+    schedule, costs = read_schedule(path)
+    made = compute_only(validate(schedule))
+    played = simulate(made, costs)
+    title = (
+        f"{made.name}: {counted(made.num_ranks, 'rank')}, {counted(made.num_stages, 'stage')}, "
+        f"{counted(made.num_micro_batches, 'micro-batch', 'es')}",
+        f"{number(played.span)} units, efficiency {100 * played.efficiency:.1f} %, "
+        f"peak {number(max(played.peak))} micro-batches of activations",
+    )
+    trace, window = _on_paper(made, played)
+    ranks = np.arange(min(made.num_ranks, MAX_LANES))
+    figure, axes = lanes_figure(trace, window, ranks, title)
+    axes.set_xlabel("time (units of the costs)", fontsize=axes.xaxis.label.get_fontsize())
+    save_figure(figure, out)
+    return played
+
+
+def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
+    """Reads a schedule as JSON or as torch's CSV, and the costs of its stages.
+
+    Raises:
+        ConfigError: the file is not there, holds no schedule, or costs that are not of its stages.
+    """
+    try:
+        text = path.read_text()
+        document: Any = {} if path.suffix == ".csv" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "schedule", path, f"is no schedule ({error})", "give a file of `gems schedule --json`"
+        ) from error
+    schedule = from_torch_csv(text, path.stem) if path.suffix == ".csv" else from_json(document)
+    given = document.get("costs")
+    if given is None:
+        return schedule, uniform(schedule.num_ranks, schedule.num_stages)
+    try:
+        segments = tuple(
+            tuple(SegmentCosts(**entry) for entry in stage) for stage in given.pop("segments", ())
+        )
+        by_stage = {name: tuple(map(float, values)) for name, values in given.items()}
+        costs = StageCosts(**by_stage, segments=segments)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError("costs", path, f"are not costs of stages ({error})") from error
+    lengths = {len(getattr(costs, field.name)) for field in fields(costs) if field.name != "segments"}
+    if lengths != {schedule.num_stages}:
+        raise ConfigError("costs", path, f"must have {schedule.num_stages} entries each, one a stage")
+    return schedule, costs
+
+
+def _on_paper(schedule: Schedule, played: Simulation) -> tuple[Trace, StepWindow]:
+    """Gives the compute actions and copies as the events of one step."""
+    rows = [
+        (rank, 0, KINDS.index(action.kind.value), action.stage, -1 if action.segment is None else action.segment, action.direction, action.micro_batch,
+         _STREAM_OF.get(action.kind, STREAMS.index("compute")), round(start * UNIT_NS), round(end * UNIT_NS), 0, 0, 0)
+        for rank, row in enumerate(schedule.rows)
+        for action, start, end in zip(row, played.start[rank], played.end[rank], strict=True)
+        if action.kind in COMPUTE_KINDS or action.kind in COPY_KINDS
+    ]  # fmt: skip
+    events = np.array(rows, DTYPES["events"])
+    trace = Trace(root_attributes("simulated", "", schedule.num_ranks), events)
+    return trace, StepWindow(0, 0, round(played.span * UNIT_NS), True, False, events)

@@ -1,0 +1,303 @@
+"""The timeline picture: rank x time of one step, from a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from analysis.io.run_facts import RunFacts, facts_of
+from analysis.metrics.events import of_kinds, ranks_written
+from analysis.metrics.run_metrics import backward_mean_s, stage_mean_s
+from analysis.metrics.step_window import StepWindow, step_window
+from analysis.metrics.units import counted
+from analysis.plots.figure import (
+    DPI,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    new_figure,
+    save_figure,
+    scaled_pt,
+    set_title,
+    source_mark,
+)
+from analysis.plots.pixel_columns import blended, coverage
+from gems.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_LANES = 64
+MAX_BOXES = 40_000  # more are drawn by columns of pixels
+IDLE_COLOUR = "#f0f0f0"
+MS = 1e-6
+STAGE_WORDS: dict[int, tuple[str, ...]] = {1: (), 2: ("1st stage of a rank", "2nd stage")}
+MIN_LABEL_PT, MAX_LABEL_PT = 4.5, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How boxes are drawn; `top` and `bottom` are their span of the lane, positive below its middle.
+
+    `shade` is 0 for light and 1 for dark, see `shaded`; None for what has but one.
+    """
+
+    kinds: tuple[str, ...]
+    shade: int | None
+    legend: str
+    colour: str
+    text_colour: str = "black"
+    top: float = -0.40
+    bottom: float = 0.28
+
+
+LOOKS = (
+    Look(("F",), 0, "F", "#8ec3e6"),
+    Look(("F",), 1, "F", "#1b5f9e", "white"),
+    Look(("B",), 0, "B", "#fdbf6f"),
+    Look(("B",), 1, "B", "#c94f07", "white"),
+    Look(("I",), 0, "I, input gradient", "#f6a58a"),
+    Look(("I",), 1, "I, input gradient", "#a32c1e", "white"),
+    Look(("W",), 0, "W, weight gradient", "#a9d8a0"),
+    Look(("W",), 1, "W, weight gradient", "#2f7d32", "white"),
+    Look(("R",), 0, "R, recomputation", "#cdb9dd"),
+    Look(("R",), 1, "R, recomputation", "#6b3f8f", "white"),
+    Look(("REDUCE_GRAD",), None, "gradient reduction, with waiting", "#9a9a9a"),
+    Look(("STEP",), None, "optimizer step", "#4d4d4d"),
+    Look(("INPUT",), None, "waiting for input", "#e377a2"),
+    Look(("SEND_F", "SEND_B"), None, "send", "#5e3c99", top=0.31, bottom=0.38),
+    Look(("RECV_F", "RECV_B"), None, "receive, from its posting on", "#cbbfe0", top=0.39, bottom=0.44),
+    Look(("OFFLOAD",), None, "copy to host memory", "#b8860b", top=0.45, bottom=0.49),
+    Look(("PREFETCH",), None, "copy back", "#117a8b", top=0.50, bottom=0.54),
+)
+
+
+def draw_timeline(trace: Trace, path: Path, step: int | None = None) -> None:
+    """Draws one step to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `timeline_figure`.
+
+    Raises:
+        ConfigError: no such step, no events, or the file cannot be written.
+    """
+    save_figure(timeline_figure(trace, step), path)
+
+
+def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
+    """Builds the picture of one step, by default the last whole one that is not a warm-up step.
+
+    One lane a world rank, the first 64 of them; F in blue, B in orange, I in red, W in green and R in purple, light
+    and dark for the two directions or for the stages of a rank, with the micro-batch in the box where it fits; idle time is the grey of
+    the lane; transfers are thin bars below the lane, from posting to completion, and copies to and from host memory
+    below these. Time is in ms from the first rank's begin.
+
+    Raises:
+        ConfigError: no such step, or the trace has no events.
+    """
+    window = step_window(trace, step)
+    facts = facts_of(trace)
+    ranks = np.unique(window.events["rank"])[:MAX_LANES]
+    figure, axes = lanes_figure(trace, window, ranks, _title(trace, window, facts, len(ranks)))
+    if facts.partitions and facts.replicas and facts.replicas > 1:
+        for lane in range(1, len(ranks)):
+            if ranks[lane] // facts.partitions != ranks[lane - 1] // facts.partitions:
+                axes.axhline(lane - 0.48, color=TEXT_COLOUR, linewidth=0.8, linestyle=(0, (4, 3)))
+    return figure
+
+
+def lanes_figure(
+    trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]
+) -> tuple[Figure, Axes]:
+    """Builds the picture of one step: a lane for each of `ranks`, boxes, micro-batches, legend, two lines of title."""
+    events, words = shaded(window.events[np.isin(window.events["rank"], ranks)])
+    figure, (axes,) = new_figure(*_size_in(window, events, len(ranks)))
+    _draw_idle(axes, trace, window, ranks)
+    drawn = _draw_boxes(figure, axes, window, events, ranks)
+    _dress(figure, axes, window, ranks)
+    set_title(figure, axes, *title)
+    _add_legend(figure, drawn, words)
+    figure.draw_without_rendering()  # settles the layout, so that the size of a box in points is known
+    _label_boxes(figure, axes, window, events, ranks)
+    return figure, axes
+
+
+def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Gives the events with light or dark (0 or 1) in the place of the direction, and a word for each of these.
+
+    Two directions are told apart so; with one direction the stages of a rank are, one light, the next one dark.
+    """
+    if (events["direction"] > 0).any():
+        return events, ("direction 0 (down)", "direction 1 (up)")
+    events = events.copy()
+    num_stages = int(events["stage"].max(initial=0)) + 1
+    place = events["rank"].astype(np.int64) * num_stages
+    forwards = np.unique((place + events["stage"])[of_kinds(events, "F")])
+    before = np.searchsorted(forwards, place)  # of the stages of the ranks below
+    events["direction"] = (np.searchsorted(forwards, place + events["stage"]) - before) % 2
+    of_rank = forwards // num_stages
+    most = int(np.unique(of_rank, return_counts=True)[1].max(initial=1))
+    return events, STAGE_WORDS.get(most, ("1st, 3rd ... stage of a rank", "2nd, 4th ... stage"))
+
+
+def _size_in(window: StepWindow, events: np.ndarray, num_lanes: int) -> tuple[float, float]:
+    """Gives width and height: wide enough for a forward to be seen, lower lanes where there are many."""
+    forwards = events[of_kinds(events, "F")]
+    typical_s = float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
+    boxes = window.span_s / typical_s if typical_s else 1.0
+    lane = 0.50 if num_lanes <= 8 else 0.36 if num_lanes <= 16 else 0.20
+    return float(np.clip(0.115 * boxes, WIDTH_IN, 12.0)), 1.55 + lane * max(num_lanes, 2)
+
+
+def _draw_idle(axes: Axes, trace: Trace, window: StepWindow, ranks: np.ndarray) -> None:
+    """Fills each rank's own step; what is not covered later is a bubble."""
+    rows = trace.rank_steps[trace.rank_steps["step"] == window.step]
+    own = {int(row["rank"]): (int(row["start_ns"]), int(row["end_ns"])) for row in rows}
+    for lane, rank in enumerate(ranks):
+        start, end = own.get(int(rank), (window.start_ns, window.end_ns))
+        span = ((start - window.start_ns) * MS, (end - start) * MS)
+        axes.broken_barh([span], (lane - 0.40, 0.68), facecolors=IDLE_COLOUR, linewidth=0)
+
+
+def _draw_boxes(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> list[Look]:
+    """Draws all events and gives the looks that were used; where they are too many, by columns of pixels."""
+    if len(events) > MAX_BOXES:
+        return _draw_dense(figure, axes, window, events, ranks)
+    drawn = []
+    for look in LOOKS:
+        is_mine = of_look(events, look)
+        for lane, rank in enumerate(ranks):
+            boxes = events[is_mine & (events["rank"] == rank)]
+            start_ms = (boxes["start_ns"] - window.start_ns) * MS
+            width_ms = (boxes["end_ns"] - boxes["start_ns"]) * MS
+            if len(boxes):
+                axes.broken_barh(
+                    list(zip(start_ms.tolist(), width_ms.tolist(), strict=True)),
+                    (lane + look.top, look.bottom - look.top),
+                    facecolors=look.colour,
+                    edgecolors="white",
+                    linewidth=_edge_pt(figure, width_ms, window) if look.top < 0 else 0,
+                )
+        if is_mine.any():
+            drawn.append(look)
+    return drawn
+
+
+def _draw_dense(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> list[Look]:
+    """Draws each lane of each track as an image: a column's colour is the mean of what happens in it."""
+    from matplotlib.colors import to_rgb
+
+    num_columns = round(figure.get_figwidth() * DPI)
+    per_ns = num_columns / max(window.end_ns - window.start_ns, 1)
+    start, end = ((events[name] - window.start_ns) * per_ns for name in ("start_ns", "end_ns"))
+    lane = np.searchsorted(ranks, events["rank"])
+    shares: dict[Look, np.ndarray] = {}
+    for look in LOOKS:
+        is_mine = of_look(events, look)
+        if is_mine.any():
+            shares[look] = coverage(start[is_mine], end[is_mine], lane[is_mine], len(ranks), num_columns)
+    for top, bottom in dict.fromkeys((look.top, look.bottom) for look in shares):
+        mine = {look: share for look, share in shares.items() if look.top == top}
+        colours = np.array([to_rgb(look.colour) for look in mine])
+        for place, pixels in enumerate(blended(np.stack(list(mine.values())), colours)):
+            axes.imshow(
+                pixels[None], extent=(0.0, window.span_s * 1e3, place + bottom, place + top),
+                aspect="auto", interpolation="nearest", zorder=1.5,
+            )  # fmt: skip
+    return list(shares)
+
+
+def of_look(events: np.ndarray, look: Look) -> np.ndarray:
+    """Gives the mask of the events, shaded, that are drawn by a look."""
+    is_mine = of_kinds(events, *look.kinds) & (events["end_ns"] > events["start_ns"])
+    return is_mine if look.shade is None else is_mine & (events["direction"] == look.shade)
+
+
+def _edge_pt(figure: Figure, width_ms: np.ndarray, window: StepWindow) -> float:
+    """Gives the width of the white edge between boxes: none where it would eat the box."""
+    figure_pt = figure.get_figwidth() * 72
+    typical_pt = float(np.median(width_ms)) * 1e-3 / max(window.span_s, 1e-12) * figure_pt
+    return 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
+
+
+def _dress(figure: Figure, axes: Axes, window: StepWindow, ranks: np.ndarray) -> None:
+    axes.set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
+    axes.set_ylim(len(ranks) - 0.45, -0.55)
+    shown = range(0, len(ranks), 1 if len(ranks) <= 32 else 4)
+    axes.set_yticks(list(shown), [str(ranks[lane]) for lane in shown])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylabel("rank", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
+
+
+def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) -> tuple[str, str]:
+    size = counted(trace.world_size, "rank")
+    if facts.partitions and facts.replicas and facts.replicas > 1:
+        size += f", {facts.partitions} partitions x {facts.replicas} replicas"
+    if num_lanes < trace.world_size:
+        alike = ", the others are alike" if num_lanes == ranks_written(trace) else ""
+        size += f" ({num_lanes} shown{alike})"
+    source = source_mark(trace.source, trace.attributes)
+    details = [window.label]
+    if window.is_whole:
+        details[0] += f": {window.span_s * 1e3:.4g} ms"
+    if window.bubble is not None:
+        details.append(f"bubble {100 * window.bubble:.1f} %")
+    times_s = [
+        stage_mean_s(window.events, "F"),
+        backward_mean_s(window.events),
+        stage_mean_s(window.events, "W"),
+    ]
+    formula = facts.bubble(*times_s)
+    if formula is not None and window.is_whole:
+        details.append(f"closed form {100 * formula:.1f} %")
+    return f"{facts.schedule or 'unnamed schedule'}, {size}: {source}", ", ".join(details)
+
+
+def _add_legend(figure: Figure, drawn: list[Look], words: tuple[str, ...]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = []
+    for look in drawn:
+        text = look.legend if look.shade is None or not words else f"{look.legend}, {words[look.shade]}"
+        patches.append(Patch(facecolor=look.colour, label=text))
+    patches.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#bbbbbb", linewidth=0.5, label="idle (bubble)"))
+    columns = len(patches) if len(patches) <= 6 else (len(patches) + 1) // 2 if len(patches) <= 8 else 4
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=columns,
+        fontsize=scaled_pt(figure, 7.5), frameon=False, columnspacing=1.4, handlelength=1.4,
+    )  # fmt: skip
+
+
+def _label_boxes(
+    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
+) -> None:
+    """Writes micro-batch numbers, all of a kind in one size, where that size fits the typical box."""
+    corner_px, far_px = axes.transData.transform([(0.0, 0.0), (1.0, 1.0)])
+    pt_per_ms, pt_per_lane = abs(far_px - corner_px) * 72 / figure.dpi
+    lane_of = {int(rank): lane for lane, rank in enumerate(ranks)}
+    for look in LOOKS:
+        of_kind = events[of_kinds(events, *look.kinds) & (events["micro_batch"] >= 0)]
+        if look.shade is None or not len(of_kind):
+            continue
+        digits = len(str(int(of_kind["micro_batch"].max())))
+        room_pt = float(np.median(of_kind["end_ns"] - of_kind["start_ns"])) * MS * pt_per_ms
+        size_pt = min(
+            scaled_pt(figure, MAX_LABEL_PT), 0.8 * 0.68 * pt_per_lane, (room_pt - 1.5) / (0.62 * digits)
+        )
+        if size_pt < MIN_LABEL_PT:
+            continue
+        for event in of_kind[of_kind["direction"] == look.shade]:
+            width_ms = (event["end_ns"] - event["start_ns"]) * MS
+            text = str(int(event["micro_batch"]))
+            if width_ms * pt_per_ms < 0.62 * size_pt * len(text):
+                continue
+            middle_ms = (event["start_ns"] - window.start_ns) * MS + width_ms / 2
+            axes.text(
+                middle_ms, lane_of[int(event["rank"])] - 0.06, text,
+                fontsize=size_pt, color=look.text_colour, ha="center", va="center_baseline", clip_on=True,
+            )  # fmt: skip

@@ -1,0 +1,79 @@
+"""The waterfall picture: from the ideal time of a step to its measured one, a bar for each cause of loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from analysis.attribution import CAUSES, Attribution
+from analysis.attribution.table import WORDS, write_csv
+from analysis.metrics.units import counted, time_unit
+from analysis.plots.figure import (
+    SOURCE_MARKS,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    new_figure,
+    save_figure,
+    scaled_pt,
+    set_title,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    "bubble": "#b3b3b3", "imbalance": "#c94f07", "point_to_point": "#5e3c99", "all_reduce": "#9a6fb0",
+    "memory": "#117a8b", "recompute": "#6b3f8f", "input": "#e377a2", "host": "#4d4d4d", "noise": "#b8860b",
+}  # fmt: skip
+IDEAL_COLOUR, STEP_COLOUR = "#2f7d32", "#1b5f9e"
+HEIGHT_IN = 4.2
+
+
+def draw_waterfall(attribution: Attribution, path: Path) -> Path:
+    """Draws the waterfall to a file (PNG at 150 dpi, PDF or SVG by the suffix) and gives the CSV written beside it.
+
+    Raises:
+        ConfigError: the path is not one for a picture, or a file cannot be written.
+    """
+    save_figure(waterfall_figure(attribution), path)
+    table = path.with_suffix(".csv")
+    write_csv(attribution, table)
+    return table
+
+
+def waterfall_figure(attribution: Attribution) -> Figure:
+    """Builds the picture: the ideal time, then each cause from where the one before it ended, then the step's time.
+
+    A cause that saved time goes back. Each bar carries its time and its share of the step.
+    """
+    unit = time_unit([attribution.step_s])
+    figure, (axes,) = new_figure(WIDTH_IN, HEIGHT_IN)
+    bars = [("ideal", attribution.ideal_s, IDEAL_COLOUR)]
+    bars += [(WORDS[cause], attribution.run_s[cause], COLOURS[cause]) for cause in CAUSES]
+    bars.append(("step", attribution.step_s, STEP_COLOUR))
+    reached = 0.0
+    for row, (name, time_s, colour) in enumerate(bars):
+        is_whole = name in ("ideal", "step")
+        begin = 0.0 if is_whole else reached
+        axes.barh(row, time_s / unit.size, left=begin / unit.size, height=0.72, color=colour)
+        if row:
+            axes.plot([reached / unit.size] * 2, [row - 1.36, row + 0.36], color="#bbbbbb", linewidth=0.8)
+        reached = begin + time_s
+        share = time_s / attribution.step_s if attribution.step_s else 0.0
+        axes.annotate(
+            f"{time_s / unit.size:.3g} {unit.name}, {100 * share:.1f} %",
+            (max(begin, reached) / unit.size, row), (4, 0), textcoords="offset points", va="center",
+            fontsize=scaled_pt(figure, 7.5), color=TEXT_COLOUR,
+        )  # fmt: skip
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.invert_yaxis()
+    low = min(0.0, *(time_s for _, time_s, _ in bars))
+    axes.set_xlim(low / unit.size, 1.18 * attribution.step_s / unit.size if attribution.step_s else 1.0)
+    axes.set_xlabel(f"time of a step ({unit.name})", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
+    source = SOURCE_MARKS.get(attribution.source, attribution.source)
+    set_title(
+        figure, axes, f"Where the time of a step goes: {source}",
+        f"mean of {counted(attribution.num_steps, 'step')} over {counted(len(attribution.causes_s['bubble']), 'rank')}, "
+        f"{100 * attribution.efficiency:.1f} % of it ideal",
+    )  # fmt: skip
+    return figure

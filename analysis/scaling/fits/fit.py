@@ -1,0 +1,182 @@
+"""A law fitted to a series: parameters with intervals, residuals, errors, and the bounds of what it may be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from analysis.metrics.statistics import Interval, interval_of
+from analysis.scaling.fits.laws import LAWS, Law
+from analysis.scaling.fits.series import Series
+from gems.errors import ConfigError
+
+MAX_EXTRAPOLATION = 4
+_MOST_LOG = 2.0  # of a resampled deviation: further out a law says nothing, and exp() would overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A point beside the law; `relative` is fitted over observed, less 1."""
+
+    ranks: int
+    rank_s_per_image: float
+    fitted_s: float
+
+    @property
+    def relative(self) -> float:
+        """Fitted over observed, less 1."""
+        return self.fitted_s / self.rank_s_per_image - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A law with its parameters; ask it by `cost_s` or `curve`.
+
+    Attributes:
+        line: of the study.
+        source: of the points: measured, emulated or simulated.
+        law: amdahl, gustafson, usl or pmnf.
+        formula: of what an image costs in seconds of one rank.
+        parameters: with 95 % bootstrap intervals, over steps and over what the law leaves.
+        residuals: one a point.
+        r2: 1 - squares of relative residuals over those of the best constant; None where nothing changes.
+        error: mean over the points of the relative error of the law that was fitted without the point.
+        num_fitted: parameters that the fit used up.
+        coefficients: of the law, shape (1, num_coefficients).
+        draws: the same of resamples, shape (num_draws, num_coefficients).
+    """
+
+    line: str
+    source: str
+    law: str
+    formula: str
+    parameters: Mapping[str, Interval]
+    residuals: tuple[Residual, ...]
+    r2: float | None
+    error: float
+    num_fitted: int
+    coefficients: np.ndarray = field(repr=False, compare=False)
+    draws: np.ndarray = field(repr=False, compare=False)
+
+    @property
+    def first_ranks(self) -> int:
+        """Ranks of the smallest point, the least that may be asked."""
+        return self.residuals[0].ranks
+
+    @property
+    def last_ranks(self) -> int:
+        """Ranks of the largest point: beyond them the law extrapolates."""
+        return self.residuals[-1].ranks
+
+    @property
+    def limit_ranks(self) -> int:
+        """The most ranks that may be asked."""
+        return MAX_EXTRAPOLATION * self.last_ranks
+
+    def cost_s(self, ranks: float) -> Interval:
+        """Gives what an image of the base costs on `ranks` ranks, in seconds of one rank, with its 95 % interval.
+
+        Raises:
+            ConfigError: fewer ranks than the smallest point has, or more than four times those of the largest.
+        """
+        low, value, high = self.curve([ranks])[:, 0]
+        return Interval(float(low), float(value), float(high))
+
+    def curve(self, ranks: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Gives the same over many ranks: rows low, value and high, shape (3, num_ranks).
+
+        Raises:
+            ConfigError: as `cost_s`.
+        """
+        asked = np.asarray(ranks, dtype=float)
+        refused = asked[(asked < self.first_ranks) | (asked > self.limit_ranks)]
+        if len(refused):
+            raise ConfigError(
+                "ranks",
+                f"{refused[0]:g}",
+                f"allowed: {self.first_ranks} to {self.limit_ranks}",
+                f"{self.law} was fitted to {self.first_ranks} to {self.last_ranks} ranks and says nothing beyond "
+                f"{MAX_EXTRAPOLATION} times that",
+            )
+        law = LAWS[self.law]
+        value = law.predict(self.coefficients, asked)[0]
+        low, high = np.percentile(law.predict(self.draws, asked), [2.5, 97.5], axis=0)
+        return np.stack([np.minimum(low, value), value, np.maximum(high, value)])
+
+
+def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
+    """Fits a law to a series.
+
+    Raises:
+        ConfigError: the series has fewer numbers of ranks than the law needs.
+    """
+    if series.num_ranks < law.fewest_points:
+        raise ConfigError("fit", law.name, too_few(law, series.num_ranks), "add points to the study")
+    ranks, costs_s = series.ranks, series.rank_s_per_image
+    coefficients = law.solve(ranks, 1.0 / costs_s, costs_s[None])
+    fitted_s = law.predict(coefficients, ranks)[0]
+    num_fitted = law.num_fitted(coefficients[0])
+    draws = law.solve(ranks, 1.0 / costs_s, _resampled(series, fitted_s, num_fitted, seed))
+    named = law.parameters(np.concatenate([coefficients, draws]))
+    return Fit(
+        line=series.line,
+        source=series.source,
+        law=law.name,
+        formula=law.formula,
+        parameters={name: interval_of(values[1:], float(values[0])) for name, values in named.items()},
+        residuals=tuple(
+            Residual(int(count), float(cost_s), float(on_law_s))
+            for count, cost_s, on_law_s in zip(ranks, costs_s, fitted_s, strict=True)
+        ),
+        r2=_r2(costs_s, fitted_s),
+        error=_left_out_error(law, series),
+        num_fitted=num_fitted,
+        coefficients=coefficients,
+        draws=draws,
+    )
+
+
+def too_few(law: Law, num_ranks: int) -> str:
+    """Says how many numbers of ranks a law needs, and how many there are."""
+    return f"needs points on {law.fewest_points} numbers of ranks of one source; the most on a line are {num_ranks}"
+
+
+def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int) -> np.ndarray:
+    """Gives costs as they might have been, shape (num_draws, num_points).
+
+    Each point moves by what its own steps leave open, and by a residual of some point for what they do not explain:
+    runs that differ from each other, and a law that does not hold. Few residuals say little about their size, so each
+    draw takes a size of its own, spread as that of a variance with as many degrees of freedom as the fit left.
+    """
+    rng = np.random.default_rng(seed)
+    num_draws, num_points = series.deviations.shape
+    residuals = np.log(series.rank_s_per_image / fitted_s)
+    freedom = max(1, num_points - num_fitted)
+    variance = float(residuals @ residuals) / freedom
+    explained = float(np.mean(np.mean(series.deviations**2, axis=0)))
+    share = np.sqrt(max(0.0, 1.0 - explained / variance)) if variance > 0.0 else 0.0
+    sizes = np.sqrt(num_points / rng.chisquare(freedom, (num_draws, 1)))
+    moved = (
+        series.deviations + share * sizes * residuals[rng.integers(0, num_points, (num_draws, num_points))]
+    )
+    costs_s: np.ndarray = fitted_s * np.exp(np.clip(moved, -_MOST_LOG, _MOST_LOG))
+    return costs_s
+
+
+def _left_out_error(law: Law, series: Series) -> float:
+    missed = []
+    for place in range(len(series.ranks)):
+        ranks, costs_s = (np.delete(values, place) for values in (series.ranks, series.rank_s_per_image))
+        coefficients = law.solve(ranks, 1.0 / costs_s, costs_s[None])
+        guessed_s = law.predict(coefficients, series.ranks[place : place + 1])[0, 0]
+        missed.append(abs(guessed_s / series.rank_s_per_image[place] - 1.0))
+    return float(np.mean(missed))
+
+
+def _r2(costs_s: np.ndarray, fitted_s: np.ndarray) -> float | None:
+    inverse = 1.0 / costs_s
+    constant = inverse.sum() / (inverse**2).sum()
+    whole = float(((1.0 - constant * inverse) ** 2).sum())
+    return None if whole < 1e-12 else 1.0 - float(((1.0 - fitted_s * inverse) ** 2).sum()) / whole

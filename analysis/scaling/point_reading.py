@@ -1,0 +1,167 @@
+"""The points of a scaling study, read from the traces of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from analysis.metrics.run_metrics import NS, step_times_s
+from analysis.scaling.points import Point, Setting
+from gems.config.schema import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
+from gems.errors import ConfigError
+from gems.trace import DTYPES, SOURCES, open_trace, read_column
+from gems.trace.hdf5 import get_attributes
+
+Section = TypeVar("Section")
+DOCUMENTED = ("git_commit", "versions", "created_utc")
+
+
+def read_point(path: Path) -> Point:
+    """Reads one run: its steps and configuration alone, so that large traces cost no time.
+
+    Raises:
+        ConfigError: no trace there, an unreadable one, one without its configuration, or no step after warm-up.
+    """
+    file_path = path / "trace.h5" if path.is_dir() else path
+    if not file_path.exists():
+        raise ConfigError("path", path, "has no trace.h5", "give finished runs, or their trace.h5")
+    with open_trace(file_path) as file:
+        attributes = get_attributes(file)
+        steps = np.empty(len(file["steps/step"]), DTYPES["steps"])
+        for column in DTYPES["steps"].names or ():
+            steps[column] = read_column(file, "steps", column)
+        document = yaml.safe_load(file["run_yaml"].asstr()[()])
+    if not isinstance(document, dict):
+        raise ConfigError("trace", path, "holds no configuration of its run", "collect the run again")
+    steps = np.sort(steps, order="step")
+    counted = steps[steps["is_warmup"] == 0]
+    if not len(counted):
+        raise ConfigError("trace", path, "holds no whole step after warm-up", "raise train.steps")
+    parallel, cost = _section(document, "parallel", ParallelConfig), _section(document, "cost", CostConfig)
+    source = str(attributes["source"])
+    work_s = None if source == "measured" else _work_s(parallel, cost)
+    return Point(
+        line=_line(_section(document, "schedule", ScheduleConfig), parallel),
+        source=source,
+        ranks=int(attributes["world_size"]),
+        partitions=parallel.partitions,
+        replicas=parallel.replicas,
+        micro_batches=parallel.micro_batches or 0,
+        images_per_step=int(counted["images"][0]),
+        problem=_problem(document) if work_s is None else (float(f"{work_s:.9g}"),),
+        work_s=work_s,
+        step_s=tuple(step_times_s(steps)[steps["is_warmup"] == 0].tolist()),
+        signatures=(str(attributes.get("signature", "")),),
+        num_images=int(counted["images"].sum()),
+        setting=_setting(attributes, len(steps) - len(counted)),
+        run_steps=(len(counted),),
+        model=_model_word(_section(document, "model", ModelConfig))
+        if work_s is None or cost.name == "profile"
+        else "",
+        held_out_error=None if (error := attributes.get("held_out_error")) is None else float(error),
+    )
+
+
+def read_points(paths: Iterable[Path]) -> list[Point]:
+    """Reads runs and gives their points by line, ranks and source; runs of one point are put together.
+
+    Where a line has several models, or pipelines of several lengths, on as many ranks, each of them is a line of its own.
+
+    Raises:
+        ConfigError: as `read_point`.
+    """
+    pooled: dict[Point, Point] = {}
+    for path in paths:
+        read = read_point(path)
+        place = replace(read, step_s=(), signatures=(), num_images=None, setting=Setting(), run_steps=())
+        known = pooled.get(place)
+        pooled[place] = read if known is None else _together(known, read)
+    named = list(pooled.values())
+    several = {
+        point.line
+        for point in named
+        if any(_same_place(point, other) and point.model != other.model for other in named)
+    }
+    named = [_in_line(point, point.model) if point.line in several else point for point in named]
+    crowded = {point.line for point in named if sum(_same_place(point, other) for other in named) > 1}
+    named = [
+        _in_line(point, f"pipelines of {point.partitions}") if point.line in crowded else point
+        for point in named
+    ]
+    return sorted(named, key=lambda point: (point.line, point.ranks, SOURCES.index(point.source)))
+
+
+def _together(point: Point, other: Point) -> Point:
+    return replace(
+        point,
+        step_s=point.step_s + other.step_s,
+        signatures=point.signatures + other.signatures,
+        num_images=(point.num_images or 0) + (other.num_images or 0),
+        setting=point.setting.with_(other.setting),
+        run_steps=point.run_steps + other.run_steps,
+    )
+
+
+def _in_line(point: Point, word: str) -> Point:
+    """Gives the point in a line of its own, told by a word more."""
+    return replace(point, line=f"{point.line}, {word}") if word else point
+
+
+def _model_word(model: ModelConfig) -> str:
+    """Gives a network's name as people write it: resnet-1001-v2."""
+    parts = [model.name, str(model.depth)] if model.name in ("resnet", "vgg") else [model.name]
+    return "-".join([*parts, *([f"v{model.version}"] if model.name == "resnet" else [])])
+
+
+def _same_place(point: Point, other: Point) -> bool:
+    return (point.line, point.source, point.ranks) == (other.line, other.source, other.ranks)
+
+
+def _setting(attributes: Mapping[str, Any], num_warmup_steps: int) -> Setting:
+    needed = DOCUMENTED if attributes["source"] == "simulated" else (*DOCUMENTED, "hostnames")
+    commit = str(attributes.get("git_commit", "unknown"))
+    missing = [name for name in needed if not attributes.get(name) or attributes[name] == "unknown"]
+    return Setting(
+        missing=tuple(sorted(missing)),
+        commits=() if commit == "unknown" else (commit,),
+        versions=tuple(sorted(map(str, attributes.get("versions", ())))),
+        num_warmup_steps=num_warmup_steps,
+        clock_error_s=max(map(float, attributes.get("clock_error_ns", ())), default=0.0) * NS,
+    )
+
+
+def _section(document: dict[str, Any], name: str, section: type[Section]) -> Section:
+    """Reads a section of a resolved configuration; what a later version added to it is passed over."""
+    values = document.get(name) or {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"run_yaml.{name}", values, "must be a mapping of keys")
+    known: dict[str, Any] = getattr(section, "__dataclass_fields__", {})
+    return section(**{key: value for key, value in values.items() if key in known})
+
+
+def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
+    words = [schedule.name]
+    if schedule.name == "gems_master" and (parallel.parts or 1) > 1:
+        words.append(f"{parallel.parts} parts")
+    if schedule.activation_cap is not None:
+        words.append(f"cap {schedule.activation_cap:g}")
+    if schedule.activation_cap_bytes is not None:
+        words.append(f"cap {schedule.activation_cap_bytes} bytes")
+    return ", ".join([*words, *(f"with {action}" for action in schedule.allow)])
+
+
+def _work_s(parallel: ParallelConfig, cost: CostConfig) -> float:
+    units = parallel.partitions * (cost.forward + cost.input_grad + cost.weight_grad)
+    return units * cost.unit_s / parallel.micro_batch_size
+
+
+def _problem(document: dict[str, Any]) -> tuple[Any, ...]:
+    data = _section(document, "data", DataConfig)
+    model = sorted(asdict(_section(document, "model", ModelConfig)).items())
+    seen = ((key, str(value)) for key, value in model)  # values may be lists and mappings
+    return (*seen, data.channels, data.height_px * data.width_px)

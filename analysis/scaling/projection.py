@@ -1,0 +1,197 @@
+"""How far a prediction may be off: a simulated study again with each constant of its machine changed, and with all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from analysis.scaling.efficiency import bases_of
+from analysis.scaling.points import Point
+from analysis.scaling.published import Published, published
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError
+from gems.schedule.schedule import Schedule
+from gems.simulation.build import cap_of, costs_of, play, schedule_of
+from gems.simulation.jitter import Arrivals, arrivals_of, median_of, noisy_steps
+from gems.trace import open_trace
+from gems.trace.hdf5 import get_attributes
+
+SHARE = 0.2  # by which a constant may be off, either way
+NUM_DRAWS = 32  # of all constants at once
+NUM_STEPS = 41  # of a median under noise
+NUM_BAND_STEPS = 15
+BAND = (0.025, 0.975)
+COMPUTE = "machine.efficiency"
+COMPUTE_TIMES = ("forward", "input_grad", "weight_grad", "recompute")
+CONSTANTS = (
+    COMPUTE, "machine.link_latency_s", "machine.link_bytes_per_s", "machine.node_latency_s", "machine.node_bytes_per_s",
+    "machine.noise",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A point of a line with its efficiency, of 1, and the band in which it lies with all constants changed at random."""
+
+    point: Point
+    efficiency: float
+    low: float
+    high: float
+    published: Published | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The efficiency of a line's largest point, of 1, with one constant `SHARE` less and `SHARE` more."""
+
+    line: str
+    ranks: int
+    constant: str
+    value: float
+    less: float
+    more: float
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Bands and sensitivities of all lines of a study, and what its machine's constants come from."""
+
+    places: tuple[Place, ...]
+    sensitivities: tuple[Sensitivity, ...]
+    calibrated_from: str
+    held_out_error: float | None
+
+
+def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None:
+    """Gives the bands of a study that is simulated throughout on a machine that tells what it is calibrated from.
+
+    Each constant that the machine has is changed by 20 %, alone for the sensitivities, and all of them at once, evenly
+    and independently, for the bands, with other draws of the noise each time. None for any other study.
+    """
+    if any(point.source != "simulated" for point in points):
+        return None
+    specs = dict(map(_spec_of, paths))
+    machines = [spec.machine for spec in specs.values()]
+    if any(machine.calibrated_from is None or machine.kind != "simulated" for machine in machines):
+        return None
+    places: list[Place] = []
+    sensitivities: list[Sensitivity] = []
+    bases = bases_of(points)
+    for line, base in bases.items():
+        mine = [point for point in points if point.line == line]
+        if len(mine) < 2 or any(point.efficiency(base) is None for point in mine):
+            continue
+        runs = [specs[point.signatures[0]] for point in mine]
+        varying = _Line(runs, mine.index(base))
+        lows, highs = varying.band()
+        for point, low, high in zip(mine, lows, highs, strict=True):
+            found = published(runs[0].schedule.name, point.model, point.ranks)
+            places.append(Place(point, point.efficiency(base) or 0.0, low, high, found))
+        sensitivities += varying.sensitivities(line)
+    if not places:
+        return None
+    errors = [machine.held_out_error for machine in machines if machine.held_out_error is not None]
+    origin = "; ".join(dict.fromkeys(machine.calibrated_from or "" for machine in machines))
+    return Projection(tuple(places), tuple(sensitivities), origin, max(errors, default=None))
+
+
+def varied(spec: RunSpec, factors: Mapping[str, float]) -> RunSpec:
+    """Gives a run whose machine has each named constant times its factor; a faster one takes less time to compute."""
+    machine, cost = spec.machine, spec.cost
+    for constant, factor in factors.items():
+        if constant == COMPUTE:
+            times = {name: getattr(cost, name) for name in COMPUTE_TIMES}
+            cost = replace(cost, **{name: time / factor for name, time in times.items() if time is not None})
+        else:
+            name = constant.removeprefix("machine.")
+            machine = replace(machine, **{name: getattr(machine, name) * factor})
+    return replace(spec, machine=machine, cost=cost)
+
+
+def constants_of(spec: RunSpec) -> dict[str, float]:
+    """Gives the constants that a run's machine has, with their values; what is 0 or not given is none."""
+    values = {name: getattr(spec.machine, name.removeprefix("machine.")) for name in CONSTANTS}
+    return {name: float(value) for name, value in values.items() if value}
+
+
+class _Line:
+    """The runs of one line, which differ in their number of replicas alone or are simulated each by itself."""
+
+    def __init__(self, runs: Sequence[RunSpec], base: int) -> None:
+        self._runs, self._base = runs, base
+        self._schedules: dict[tuple[int, int | None], Schedule] = {}
+
+    def band(self) -> tuple[list[float], list[float]]:
+        """Gives the low and the high end of each run's efficiency."""
+        rng = np.random.default_rng(self._runs[0].seed)
+        names = list(constants_of(self._runs[self._base]))
+        drawn = []
+        for draw in range(NUM_DRAWS):
+            factors = dict(zip(names, rng.uniform(1 - SHARE, 1 + SHARE, len(names)).tolist(), strict=True))
+            drawn.append(self._efficiencies(range(len(self._runs)), factors, draw, NUM_BAND_STEPS))
+        low, high = np.quantile(drawn, BAND, axis=0)
+        return low.tolist(), high.tolist()
+
+    def sensitivities(self, line: str) -> list[Sensitivity]:
+        """Gives what each constant does to the run with the most ranks."""
+        last = max(range(len(self._runs)), key=lambda run: self._runs[run].world_size)
+        found = []
+        for constant, value in constants_of(self._runs[last]).items():
+            less, more = (
+                self._efficiencies([last], {constant: factor}, 0)[0] for factor in (1 - SHARE, 1 + SHARE)
+            )
+            found.append(Sensitivity(line, self._runs[last].world_size, constant, value, less, more))
+        return found
+
+    def _efficiencies(
+        self, which: Sequence[int], factors: Mapping[str, float], seed: int, num_steps: int = NUM_STEPS
+    ) -> list[float]:
+        """Gives the work done per rank and time over that of the base, both with the same constants."""
+        arrivals: dict[tuple[int, int], Arrivals] = {}
+
+        def pace(run: int) -> float:
+            spec = varied(self._runs[run], factors)
+            parallel = spec.parallel
+            images = (parallel.micro_batches or 0) * parallel.micro_batch_size
+            return images / parallel.partitions / self._step_s(spec, seed, arrivals, num_steps)
+
+        base = pace(self._base)
+        return [pace(run) / base for run in which]
+
+    def _step_s(
+        self, spec: RunSpec, seed: int, arrivals: dict[tuple[int, int], Arrivals], num_steps: int
+    ) -> float:
+        parallel, noise = spec.parallel, spec.machine.noise
+        shape = parallel.partitions, parallel.micro_batches
+        if shape not in self._schedules:
+            self._schedules[shape] = schedule_of(spec)
+        schedule = self._schedules[shape]
+        network, played = play(spec, schedule)
+        if noise:
+            costs, cap = costs_of(spec, schedule.placement), cap_of(spec)
+            place = parallel.partitions, network.first_rank
+            if place not in arrivals and parallel.replicas > 1:
+                rng = np.random.default_rng(seed)
+                arrivals[place] = arrivals_of(schedule, costs, network, cap, noise, rng)
+            steps = noisy_steps(
+                schedule, costs, network, cap, noise, parallel.replicas, seed, num_steps, arrivals.get(place)
+                if parallel.replicas > 1 else None,
+            )  # fmt: skip
+            played = median_of(steps)
+        return played.span * spec.cost.unit_s
+
+
+def _spec_of(path: Path) -> tuple[str, RunSpec]:
+    """Reads a run's signature and configuration from its trace."""
+    file_path = path / "trace.h5" if path.is_dir() else path
+    with open_trace(file_path) as file:
+        signature = str(get_attributes(file).get("signature", ""))
+        document = yaml.safe_load(file["run_yaml"].asstr()[()])
+    try:
+        return signature, RunSpec.from_dict(document)
+    except (ConfigError, TypeError):  # of another version: nothing to simulate again
+        return signature, RunSpec()
