@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from gems.__main__ import VERBS
+from gems.cli import framework as cli
 from gems.cli.framework import Options, Verb
-from gems.cli.framework import framework as cli
 from gems.config.schema import RunSpec
 from gems.errors import GemsError, RankFailedError, StalledError
 

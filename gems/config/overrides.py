@@ -19,7 +19,7 @@ from gems.config.cluster_presets import GROUP as CLUSTER
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, nearest, one_of
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 IN_CONF = "(in conf/)"
 FILE, PACKAGE = "file://", "pkg://"
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

@@ -7,13 +7,12 @@ from itertools import count
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, nearest, one_of
-from gems.models import (
+from gems.models.families import (
     alexnet,
     amoebanet,
     biglstm,
     gnmt,
     googlenet,
-    imported,
     inception_v3,
     language,
     overfeat,
@@ -22,6 +21,7 @@ from gems.models import (
     unet,
     vgg,
 )
+from gems.models.imported import describe as imported
 from gems.models.layer import Family, Layer
 
 __all__ = [

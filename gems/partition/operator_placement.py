@@ -7,9 +7,9 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.planner.dlplacer.devices import Devices
-from gems.planner.dlplacer.graph import OpGraph
-from gems.planner.dlplacer.place import Placement, place
+from gems.partition.dlplacer.devices import Devices
+from gems.partition.dlplacer.place import Placement, place
+from gems.profile.operator_graph import OpGraph
 from gems.profile.store import operators_taken
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.families.placed import placed

@@ -11,7 +11,7 @@ from gems.config.schema import RunSpec
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
-from jobs.launch.launch import requeue
+from jobs.launch import requeue
 from jobs.launch.requeue import CANCELLED, NODE_FAILED, OUT_OF_TIME, PREEMPTED, PUT_BACK, SLURM
 from jobs.launch.root_cause import SIGNAL_BASE, Failure, read_records
 from jobs.slurm.resources import JobSpec

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gems.cli.framework import Options
-from gems.engine.transport.mpi import probe as program
+from gems.engine.transport import probe as program
 from gems.errors import ConfigError, RankFailedError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from jobs.cli.probe import probe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.engine.transport.mpi import staging
+from gems.engine.transport import staging
 from gems.engine.transport.staging import Direct, HostStaged, open_staging
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec

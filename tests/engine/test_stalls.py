@@ -136,5 +136,5 @@ def test_sigusr1_shows_the_stacks_and_ends_nothing(tmp_path):
     os.kill(beat.pid, signal.SIGUSR1)
     ended = run.wait()
     assert ended.returncode == 0, ended.tail
-    assert "emulated_run.py" in run.folder.stacks(2).read_text()
+    assert "gems/engine/emulation/run.py" in run.folder.stacks(2).read_text()
     assert not run.folder.stacks(0).exists() and not run.folder.stalled_json.exists()

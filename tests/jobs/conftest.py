@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
-from job_helpers import ROOT
 
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from jobs.launch.launch import launch as launch_module
+from jobs.launch import launch as launch_module
+from tests.jobs.fake_slurm import FakeSlurm
+from tests.jobs.job_helpers import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from job_helpers import ROOT
 from submitit.core.utils import DelayedSubmission
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.launch.batch import BatchJob, wait_for_submission
 from jobs.launch.requeue import successor
+from tests.jobs.job_helpers import ROOT
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_slurm import FakeSlurm
-from job_helpers import ROOT, wait_until
 
 from gems.cli.framework import Options, main
 from gems.config.schema import RunSpec
@@ -27,6 +25,8 @@ from jobs.cli import study as study_module
 from jobs.launch.launch import launch
 from jobs.status.study_record import StudyRecord
 from jobs.studies import runner as rounds_module
+from tests.jobs.fake_slurm import FakeSlurm
+from tests.jobs.job_helpers import ROOT, wait_until
 
 Prepared = Callable[..., RunFolder]
 Cancel = Callable[..., list[str]]

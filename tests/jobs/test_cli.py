@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_helpers import ROOT
 
 from gems.cli.framework import main
 from gems.config.compose import compose
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
+from tests.jobs.job_helpers import ROOT
 
 MASTER = ["experiment=gems_master", "data=synthetic"]
 

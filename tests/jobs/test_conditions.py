@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from gems.engine.supervision.progress import Progress
 from gems.runs.folder import RunFolder
@@ -18,6 +17,7 @@ from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
 from jobs.status.facts import lives_here, read_facts
 from jobs.status.run_status import Condition, conditions
+from tests.jobs.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 RESOURCES = "41|PENDING|2026-11-21T12:00:00|Resources|one"

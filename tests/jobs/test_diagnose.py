@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from gems.cli.framework import main
 from gems.runs.folder import RunFolder
@@ -22,6 +21,7 @@ from jobs.diagnosis.failure_cause import Cause
 from jobs.diagnosis.report import Diagnosis, diagnose_run
 from jobs.slurm.node_blocklist import BadNodes
 from jobs.status.study_record import StudyRecord
+from tests.jobs.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 WriteFailed = Callable[..., None]

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from job_helpers import ROOT
 
 from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
@@ -20,6 +19,7 @@ from jobs.launch.launchers import command
 from jobs.slurm.executor import executor
 from jobs.slurm.limits import check_limits
 from jobs.slurm.resources import job_spec
+from tests.jobs.job_helpers import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"
 RENEW = "GEMS_RENEW_GOLDEN"

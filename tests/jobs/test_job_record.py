@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from jobs.slurm.job_record import ask_record, of_sacct
+from tests.jobs.fake_slurm import FakeSlurm
 
 ROWS = (
     "41|NODE_FAIL|0:0|None|n[1-2]|2026-11-21T10:00:00|00:10:00|01:00:00|",

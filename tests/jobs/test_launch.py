@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_helpers import wait_until
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
@@ -19,8 +18,9 @@ from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from jobs.cli.collect import collect
+from jobs.launch import launch as launch_module
 from jobs.launch.launch import OF_THE_JOB, launch
-from jobs.launch.launch import launch as launch_module
+from tests.jobs.job_helpers import wait_until
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
@@ -15,6 +14,7 @@ from jobs.slurm.command import UnansweredError
 from jobs.slurm.live_limits import check_account, check_partitions
 from jobs.slurm.resources import job_spec
 from jobs.slurm.site import Accounts, ask_accounts, ask_partitions, most_nodes
+from tests.jobs.fake_slurm import FakeSlurm
 
 ROW = (
     "PartitionName={name} AllowGroups=ALL AllowAccounts={accounts} AllowQos={qos} Default={default} MaxNodes={most} "

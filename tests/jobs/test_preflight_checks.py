@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
@@ -27,6 +26,7 @@ from jobs.preflight.storage import check_room, place_of
 from jobs.slurm.command import UnansweredError
 from jobs.slurm.resources import job_spec
 from jobs.slurm.sbatch_check import read_estimate, try_script
+from tests.jobs.fake_slurm import FakeSlurm
 
 SEEN = "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition debug"
 DRY = Options(flags=frozenset({"--dry-run"}))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from gems.cli.framework import Options
 from gems.config.schema import RunSpec
@@ -32,6 +31,7 @@ from jobs.launch.mpi_probe import (
     summary,
 )
 from jobs.slurm.resources import job_spec
+from tests.jobs.fake_slurm import FakeSlurm
 
 HOST = {"latency_s": 2e-6, "bytes_per_s": 5e9, "message_bytes": 4194304}
 FOUND: dict[str, Any] = {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from gems.cli.framework import main
 from gems.config.schema import RunSpec
@@ -19,6 +18,7 @@ from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
 from jobs.slurm.node_blocklist import BadNodes
 from jobs.status.study_record import StudyRecord
+from tests.jobs.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 Resubmit = Callable[..., tuple[str, str]]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_helpers import ROOT
 
 from gems.config.checks import check_choices
 from gems.config.cluster_checks import check_cluster
@@ -25,6 +24,7 @@ from gems.runs.folder import RunFolder
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.slurm.executor import executor
 from jobs.slurm.resources import job_spec
+from tests.jobs.job_helpers import ROOT
 
 NOTES = """#!{python}
 import os, sys

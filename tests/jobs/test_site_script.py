@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_helpers import ROOT
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
-from jobs.launch.launch import launch as launch_module
+from jobs.launch import launch as launch_module
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.slurm.executor import executor
 from jobs.slurm.resources import job_spec
+from tests.jobs.job_helpers import ROOT
 
 FOLDER = RunFolder(Path("/runs/it's mine"))
 CODE_ZIP = "/runs/it's mine/provenance/code.zip"

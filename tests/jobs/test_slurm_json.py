@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.slurm.slurm_json import ask_job, record_end, record_start
+from tests.jobs.fake_slurm import FakeSlurm
 
 ONELINER = (
     "JobId=41 JobName=my run=2 UserId=me(1000) GroupId=me(1000) JobState=RUNNING Reason=None NodeList=n[1-2] CPUs/Task=1 "

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm
-from job_helpers import ROOT, wait_until
 
 from gems.config.schema import RunSpec
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from gems.utils.atomic_io import read_json, write_json
-from jobs.launch.launch import launch, requeue
-from jobs.launch.launch import launch as launch_module
+from jobs.launch import launch as launch_module
+from jobs.launch import requeue
+from jobs.launch.launch import launch
 from jobs.launch.stop_request import StopRequest
+from tests.jobs.fake_slurm import FakeSlurm
+from tests.jobs.job_helpers import ROOT, wait_until
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_slurm import FakeSlurm
 
 from gems.cli.framework import main
 from gems.engine.supervision.progress import Progress
@@ -18,6 +17,7 @@ from jobs.__main__ import VERBS
 from jobs.cli.status import look, plain, table
 from jobs.status.lookup import catalogue, one_run
 from jobs.status.study_record import StudyRecord
+from tests.jobs.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 Status = Callable[..., str]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_slurm import FakeSlurm
 
 from gems.cli.framework import main
 from gems.config.schema import RunSpec
@@ -29,6 +28,7 @@ from jobs.launch.launchers import LAUNCHERS, command
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.status.run_status import conditions
 from jobs.studies import runner as rounds_module
+from tests.jobs.fake_slurm import FakeSlurm
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
 WORDS = ("parallel.replicas=1", "parallel.replicas=2", "parallel.replicas=3")

@@ -151,7 +151,7 @@ class TestWhole:
     def test_is_constructed_once_for_all_layers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layers = layers_of(own(UNET), DATA)
         boundary_shapes(layers, (1, 3, 9, 10))
-        from gems.models.imported.describe import parts
+        from gems.models.imported import parts
 
         made: list[object] = []
 

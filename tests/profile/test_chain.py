@@ -7,13 +7,13 @@ from dataclasses import astuple, replace
 from itertools import pairwise
 
 import pytest
-from profiled import celled, fake_chain, layer, saved_by_parts, skipping, viewed, whole_stage
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models import Layer, layers_of
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.saved_storages import Saved
 from gems.profile.spans import Spans
+from tests.profile.profiled import celled, fake_chain, layer, saved_by_parts, skipping, viewed, whole_stage
 
 CHAINS = {
     "skips": skipping(),
@@ -103,7 +103,7 @@ def test_storages_add_up_to_the_sums() -> None:
 
 
 def test_equal_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import profiled
+    from tests.profile import profiled
 
     built: list[str] = []
     plain = profiled.on_meta

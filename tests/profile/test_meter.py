@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from profiled import Cell, Down, Flat
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +16,7 @@ from gems.profile.profilers.fake import made_fake, on_meta
 from gems.profile.profilers.live_bytes import LiveBytes
 from gems.profile.profilers.meter import LayerMeter, meter, meter_backward
 from gems.profile.profilers.tensor_slots import Gradient
+from tests.profile.profiled import Cell, Down, Flat
 
 X = 2 * 3 * 8 * 8 * 4  # bytes of the input
 Y = 2 * 5 * 8 * 8 * 4  # bytes of five feature maps

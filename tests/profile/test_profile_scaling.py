@@ -8,7 +8,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from profiled import fake_chain, skipping
 
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
@@ -17,6 +16,7 @@ from gems.profile.hdf5 import COLUMNS, PAIRS, read_profile, write_profile
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.saved_storages import stash_of
 from gems.profile.scaling import SIZES, STORAGES, TIMES, extrapolate
+from tests.profile.profiled import fake_chain, skipping
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
 CUDA = MachineConfig(device="cuda")  # no workspaces, whose size is not affine

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_table import ROWS, table
-from mini_runs import no_job_is_left
+
+from tests.slurm.fault_table import ROWS, table
+from tests.slurm.mini_runs import no_job_is_left
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SLURM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])

@@ -18,7 +18,7 @@ from gems.runs.heartbeat import Beat, read_beat
 from gems.utils.atomic_io import read_json
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = [

@@ -15,7 +15,7 @@ import yaml
 from gems.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 

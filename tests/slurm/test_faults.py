@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fault_table import ROWS, Fault
-from mini_runs import beats, jobs, said, wait_for_shown_step, wait_for_step, wait_until
 
 from gems.runs.folder import RunFolder
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
+from tests.slurm.fault_table import ROWS, Fault
+from tests.slurm.mini_runs import beats, jobs, said, wait_for_shown_step, wait_for_step, wait_until
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 

@@ -21,7 +21,7 @@ from gems.runs.folder import RunFolder
 from gems.trace import read_trace
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [
     pytest.mark.slurm,
@@ -41,7 +41,7 @@ RUN = (
 @pytest.fixture(scope="module")
 def large(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
     """Gives the cluster, up."""
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
     cluster = MiniSlurm(short_tmp / "large")
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = pytest.mark.slurm
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from mini_runs import CONFIGURATION, ROOT, jobs
+
+from tests.slurm.mini_runs import CONFIGURATION, ROOT, jobs
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.usefixtures("no_job_is_left")]
 

@@ -18,7 +18,7 @@ from gems.runs.code_archive import PACKAGES, code_root, hash_of
 from gems.runs.folder import RunFolder
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 

@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from mini_runs import ROOT, job_fields, jobs, said, submit, wait_for_shown_step, wait_for_step, wait_until
 
 from gems.runs.folder import RunFolder
+from tests.slurm.mini_runs import (
+    ROOT,
+    job_fields,
+    jobs,
+    said,
+    submit,
+    wait_for_shown_step,
+    wait_for_step,
+    wait_until,
+)
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.usefixtures("no_job_is_left")]
 WHOLE = "cluster.cpus_per_rank=2"  # 4 ranks fill the 2 nodes of 4 processors

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from mini_runs import jobs
 
 from gems.runs.folder import RunFolder
 from gems.trace import read_trace
+from tests.slurm.mini_runs import jobs
 
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("no_job_is_left")]
 

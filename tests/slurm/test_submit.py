@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from mini_runs import (
+
+from gems.trace import read_trace
+from tests.slurm.mini_runs import (
     CONFIGURATION,
     ROOT,
     batch_log,
@@ -24,10 +26,8 @@ from mini_runs import (
     wait_until,
 )
 
-from gems.trace import read_trace
-
 if TYPE_CHECKING:
-    from conftest import MiniSlurm
+    from tests.slurm.conftest import MiniSlurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300), pytest.mark.usefixtures("no_job_is_left")]
 

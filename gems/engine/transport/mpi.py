@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 import mpi4py
 import numpy as np
 
-from gems.engine.transport.mpi import mpich
+from gems.engine.transport import mpich
 from gems.engine.transport.polling import SPIN_S, WAITING
 from gems.errors import ConfigError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gems.planner.dlplacer.graph import OpGraph
-from gems.planner.dlplacer.pieces import Piece, pieces_of
+from gems.partition.dlplacer.subgraphs import Piece, pieces_of
+from gems.profile.operator_graph import OpGraph
 
 
 def closed_form_s(graph: OpGraph, num_devices: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gems.errors import ConfigError
-from gems.planner.dlplacer.graph import OpGraph
+from gems.profile.operator_graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
-from gems.planner.dlplacer.devices import Devices, Timed
-from gems.planner.dlplacer.graph import OpGraph
-from gems.planner.dlplacer.play import Item, Message, play, with_messages
+from gems.partition.dlplacer.devices import Devices, Timed
+from gems.partition.dlplacer.simulate import Item, Message, play, with_messages
+from gems.profile.operator_graph import OpGraph
 
 IS_INSTALLED = find_spec("ortools") is not None
 GRAINS = (

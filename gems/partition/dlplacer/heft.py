@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from gems.planner.dlplacer.devices import Devices, Timed
-from gems.planner.dlplacer.graph import OpGraph
-from gems.planner.dlplacer.play import play, with_messages
+from gems.partition.dlplacer.devices import Devices, Timed
+from gems.partition.dlplacer.simulate import play, with_messages
+from gems.profile.operator_graph import OpGraph
 
 MOST_ROUNDS = 20
 MOST_MOVES = 4000

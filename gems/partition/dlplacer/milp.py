@@ -8,10 +8,10 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from gems.planner.dlplacer.devices import Devices, Timed
-from gems.planner.dlplacer.exact import Found
-from gems.planner.dlplacer.graph import OpGraph
-from gems.planner.dlplacer.play import play, with_messages
+from gems.partition.dlplacer.devices import Devices, Timed
+from gems.partition.dlplacer.exact import Found
+from gems.partition.dlplacer.simulate import play, with_messages
+from gems.profile.operator_graph import OpGraph
 from gems.utils.stdio import stdout_to_stderr
 
 IS_INSTALLED = find_spec("scipy") is not None

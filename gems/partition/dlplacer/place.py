@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, DoesNotFitError
-from gems.planner.dlplacer import exact, programme
-from gems.planner.dlplacer.bounds import span_bound_s
-from gems.planner.dlplacer.devices import Devices, Timed
-from gems.planner.dlplacer.graph import OpGraph
-from gems.planner.dlplacer.heft import heft
-from gems.planner.dlplacer.pieces import Piece, joined, pieces_of
+from gems.partition.dlplacer import exact, milp
+from gems.partition.dlplacer.bounds import span_bound_s
+from gems.partition.dlplacer.devices import Devices, Timed
+from gems.partition.dlplacer.heft import heft
+from gems.partition.dlplacer.subgraphs import Piece, joined, pieces_of
+from gems.profile.operator_graph import OpGraph
 
 METHODS = ("auto", "cp_sat", "milp", "heft")
 TOLERANCE = 2e-5  # times are rounded to 1e-6 of a step, on as many operators as a way has
@@ -121,8 +121,8 @@ def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | 
         raise ConfigError(
             "--method", method, "lets messages pass each other", "use cp_sat or heft with machine.contention"
         )
-    if method == "milp" or (method == "auto" and programme.IS_INSTALLED and not devices.has_contention):
-        return "milp", programme.solve
+    if method == "milp" or (method == "auto" and milp.IS_INSTALLED and not devices.has_contention):
+        return "milp", milp.solve
     return "heft", None
 
 

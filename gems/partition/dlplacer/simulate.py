@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gems.planner.dlplacer.devices import Devices, Timed
-from gems.planner.dlplacer.graph import OpGraph
+from gems.partition.dlplacer.devices import Devices, Timed
+from gems.profile.operator_graph import OpGraph
 
 Message = tuple[
     int, int

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gems.planner.dlplacer.devices import Timed
-from gems.planner.dlplacer.graph import OpGraph
+from gems.partition.dlplacer.devices import Timed
+from gems.profile.operator_graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True)

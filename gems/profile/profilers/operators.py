@@ -20,7 +20,7 @@ from gems.models import layers_of
 from gems.models.blocks.operator import operator_module
 from gems.models.build import as_tuple
 from gems.models.operators import operators_of
-from gems.planner.dlplacer.graph import Op, OpGraph
+from gems.profile.operator_graph import Op, OpGraph
 from gems.profile.profilers.fake import device_of, made_fake, on_meta
 from gems.profile.profilers.kernel_workspaces import Workspace, workspace_of
 from gems.profile.profilers.layer_run import Loss, training_loss

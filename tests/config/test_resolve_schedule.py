@@ -1,0 +1,56 @@
+"""gems.config.resolve: a cap, its units, and what a search may use, refused with its key when they make no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gems.config.resolve import resolve
+from gems.errors import ConfigError
+from tests.config.test_resolve import spec_of
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"schedule__activation_cap": 0.0}, r"schedule\.activation_cap=0\.0: must be above 0"),
+    ({"schedule__activation_cap": float("nan")}, r"schedule\.activation_cap=nan"),
+    ({"schedule__activation_cap": 1.0, "schedule__activation_cap_bytes": 5}, "give one of them"),
+    ({"schedule__activation_cap_bytes": 5}, r"activation_cap_bytes=5: needs cost\.activation_bytes"),
+    (
+        {"schedule__activation_cap_bytes": 0, "cost__activation_bytes": 5},
+        r"activation_cap_bytes=0: must be 1 or more",
+    ),
+    ({"schedule__chunks": 0}, r"schedule\.chunks=0: must be 1 or more"),
+    ({"schedule__budget_s": 0.0}, r"schedule\.budget_s=0\.0: must be above 0"),
+    ({"schedule__allow": ["compress"]}, r"schedule\.allow=compress: allowed: recompute, offload"),
+    (
+        {"schedule__placements": ["ring"]},
+        r"schedule\.placements=ring: allowed: linear, bidirectional, v, wave",
+    ),
+    ({"schedule__name": "file"}, r"schedule\.path=null: must be given"),
+    ({"cost__times": []}, r"cost\.times=\[\]: must be one or more numbers above 0"),
+    (
+        {"cost__activations": [1.0, 0.0]},
+        r"cost\.activations=\[1\.0, 0\.0\]: must be one or more numbers above 0",
+    ),
+    ({"cost__recompute": -1.0}, r"cost\.recompute=-1\.0: must be 0 or more"),
+    ({"cost__offload": float("inf")}, r"cost\.offload=inf: must be 0 or more and finite"),
+    ({"cost__unit_s": 0.0}, r"cost\.unit_s=0\.0: must be above 0"),
+    ({"cost__boundary_bytes": -1}, r"cost\.boundary_bytes=-1: must be 0 or more"),
+    ({"machine__kind": "dreamt"}, r"machine\.kind=dreamt: allowed: real, emulated"),
+    ({"machine__link_bytes_per_s": 0.0}, r"machine\.link_bytes_per_s=0\.0: must be above 0"),
+    ({"machine__ranks_per_node": 0}, r"machine\.ranks_per_node=0: must be 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("values", "line"), BAD)
+def test_refused_in_one_line(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line) as caught:
+        resolve(spec_of(**values))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_makes_sense_is_kept() -> None:
+    values = {"schedule__activation_cap": 1.5, "schedule__allow": ["offload"], "cost__offload": 2.0}
+    resolved = resolve(spec_of(**values, schedule__placements=["v", "wave"], cost__recompute=0.0))
+    assert (resolved.schedule.activation_cap, resolved.schedule.allow) == (1.5, ["offload"])
+    assert (resolved.cost.recompute, resolved.schedule.placements) == (0.0, ["v", "wave"])

@@ -1,0 +1,343 @@
+"""gems.runs.folder: a signature for every configuration, and a folder that loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gems.config.run_id import OF_SAFETY, OF_THE_SITE, signature
+from gems.config.schema import RunSpec
+from gems.errors import ConfigError
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
+from gems.utils.atomic_io import read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+ASIDE = (
+    "runs_dir",
+    "cache_dir",
+    *(f"cluster.{key}" for key in OF_THE_SITE),
+    *(f"train.{key}" for key in OF_SAFETY),
+    "parallel.gpus",
+)
+BUNDLE = ["code.zip", "environment.json", "packages.txt"]  # and code.diff in a checkout
+FRESH = sorted(
+    ["partition.json", "provenance.json", "run.yaml", "schedule.json", "status.json"]
+    + [f"provenance/{name}" for name in BUNDLE]
+)
+IS_ROOT = os.geteuid() == 0
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[str]:
+    """Gives the dotted name of every field that holds a value and no section."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+LEAVES = list(leaves(RunSpec()))
+
+
+def with_another(key: str) -> RunSpec:
+    """Gives the default run with another value of a field, of the field's type."""
+    spec = RunSpec()
+    section, _, name = key.rpartition(".")
+    config: Any = getattr(spec, section) if section else spec
+    value = getattr(config, name)
+    others = {
+        bool: lambda: not value,
+        int: lambda: value + 1,
+        float: lambda: value + 0.5,
+        str: lambda: value + "x",
+    }
+    others |= {list: lambda: [*value, "x"], dict: lambda: {**value, "x": "1"}, type(None): lambda: 1}
+    setattr(config, name, others[type(value)]())
+    return spec
+
+
+class TestSignature:
+    def test_leaves_cover_the_whole_configuration(self) -> None:
+        assert {"name", "seed", "model.depth", "cluster.sbatch", "train.initial_checkpoint"} <= set(LEAVES)
+        assert len(LEAVES) == len(set(LEAVES)) > 50
+
+    @pytest.mark.parametrize("key", [key for key in LEAVES if key not in ASIDE])
+    def test_every_field_changes_it(self, key: str) -> None:
+        assert signature(with_another(key)) != signature(RunSpec())
+
+    def test_all_of_them_differ(self) -> None:
+        signatures = {signature(with_another(key)) for key in LEAVES}
+        assert len(signatures) == len(LEAVES) - len(ASIDE) + 1
+        assert all(len(text) == 8 and int(text, 16) >= 0 for text in signatures)
+
+    def test_where_all_runs_lie_and_what_a_site_allows_does_not(self) -> None:
+        assert {signature(with_another(key)) for key in ASIDE} == {signature(RunSpec())}
+
+    def test_order_of_a_mapping_does_not_matter(self) -> None:
+        one, other = RunSpec(), RunSpec()
+        one.cluster.environment = {"A": "1", "B": "2"}
+        other.cluster.environment = {"B": "2", "A": "1"}
+        assert signature(one) == signature(other)
+
+    def test_it_survives_run_yaml(self) -> None:
+        spec = with_another("train.learning_rate")
+        assert signature(RunSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict())))) == signature(spec)
+
+    def test_it_is_the_same_in_another_process(self) -> None:
+        """With another hash seed, which orders sets and nothing of ours."""
+        program = "from gems.config.schema import RunSpec; from gems.runs.folder import signature; print(signature(RunSpec()))"
+        for seed in ("1", "2"):
+            ended = subprocess.run(
+                [sys.executable, "-c", program],
+                cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert (ended.stdout.strip(), ended.stderr) == (signature(RunSpec()), "")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    return RunSpec(name="try", runs_dir=str(tmp_path / "runs"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "code.diff")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+class TestPrepare:
+    def test_a_new_folder(self, spec: RunSpec, tmp_path: Path) -> None:
+        folder = prepare(spec)
+        assert folder.path == tmp_path / "runs" / f"try-{signature(spec)}"
+        assert folder.read_spec() == spec
+        assert folder.read_status()["state"] == "prepared"
+        assert folder.logs.is_dir() and folder.heartbeat(0).parent.is_dir()
+        assert sorted(contents(folder.path)) == FRESH
+
+    def test_another_configuration_goes_elsewhere(self, spec: RunSpec) -> None:
+        other = dataclasses.replace(spec, seed=1)
+        assert prepare(spec).path != prepare(other).path
+
+    def test_preparing_twice_leaves_no_attempt(self, spec: RunSpec) -> None:
+        """A dry run, and then the run."""
+        prepare(spec)
+        folder = prepare(spec)
+        assert not (folder.path / "attempts").exists()
+
+    def test_an_earlier_attempt_is_kept_whole(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        left: dict[str, bytes] = {}
+        for number in (1, 2, 3):
+            (folder.path / "trace").mkdir()
+            (folder.path / "trace" / "rank0000.h5").write_bytes(b"events %d" % number)
+            (folder.logs / "rank0000.log").write_bytes(b"said %d" % number)
+            folder.heartbeat(0).write_bytes(b"beat %d" % number)
+            folder.failed_json(1).write_bytes(b"{}")
+            folder.write_status("failed", attempt=number)
+            before = {
+                key: value
+                for key, value in contents(folder.path).items()
+                if not key.startswith(
+                    ("attempts", "run.yaml", "schedule.json", "partition.json", "profile.json")
+                )
+            }
+            left |= {f"attempts/{number:03d}/{key}": value for key, value in before.items()}
+            assert len(before) == 4 + len(FRESH) - 3
+            folder = prepare(spec)
+            now = contents(folder.path)
+            assert {key: value for key, value in now.items() if key.startswith("attempts")} == left
+            assert sorted(key for key in now if not key.startswith("attempts")) == FRESH
+            assert folder.read_status()["state"] == "prepared"
+
+    def test_an_attempt_that_was_thrown_away_does_not_block(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        for name in ("attempts/002", "attempts/note"):
+            (folder.path / name).mkdir(parents=True)
+        (folder.logs / "rank0000.log").write_text("said")
+        prepare(spec)
+        assert sorted(path.name for path in (folder.path / "attempts").iterdir()) == ["002", "003", "note"]
+
+    @pytest.mark.parametrize("has_result", [False, True])
+    def test_checkpoints_stay_until_a_run_has_finished(self, spec: RunSpec, has_result: bool) -> None:
+        folder = prepare(spec)
+        write_json(folder.checkpoints / "step00000002" / "manifest.json", {})
+        (folder.logs / "ranks.log").write_text("said")
+        assert folder.attempt == 1
+        if has_result:
+            write_json(folder.result_json, {})
+        assert prepare(spec).attempt == 2
+        home = folder.path / "attempts/001/checkpoints" if has_result else folder.checkpoints
+        assert (home / "step00000002/manifest.json").exists()
+        assert folder.checkpoints.exists() != has_result
+
+    def test_only_the_folder_to_resume_from_is_of_the_signature(self, spec: RunSpec) -> None:
+        def of(resume: str) -> str:
+            return signature(dataclasses.replace(spec, train=dataclasses.replace(spec.train, resume=resume)))
+
+        assert of("auto") == of("never") != of("/a/run") != of("/b/run")
+
+    def test_a_log_alone_is_kept(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        (folder.logs / "launcher.log").write_text("it said why")
+        prepare(spec)
+        assert (folder.path / "attempts/001/logs/launcher.log").read_text() == "it said why"
+
+
+class TestRefused:
+    def test_another_configuration_in_the_folder(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        values = spec.to_dict() | {"seed": 9}
+        folder.run_yaml.write_text(yaml.safe_dump(values))
+        before = contents(folder.path)
+        with pytest.raises(
+            ConfigError, match=f"holds another configuration.*not {signature(spec)}.*choose another name="
+        ):
+            prepare(spec)
+        assert contents(folder.path) == before
+
+    @pytest.mark.parametrize("text", ["", "- 1", "a: [", "modle: {}", "model: 3", "1: 2"])
+    def test_a_run_yaml_that_is_none(self, spec: RunSpec, text: str) -> None:
+        folder = prepare(spec)
+        folder.run_yaml.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            prepare(spec)
+        assert "\n" not in str(error.value)
+
+    def test_a_run_yaml_of_bytes(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        folder.run_yaml.write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ConfigError, match=r"holds no readable run\.yaml"):
+            folder.read_spec()
+
+    def test_a_folder_that_was_never_prepared(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"holds no readable run\.yaml.*prepare it first"):
+            RunFolder(tmp_path).read_spec()
+        assert RunFolder(tmp_path).read_status() == {}
+
+    def test_a_damaged_status(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        folder.status_json.write_text('{"state": "runn')
+        with pytest.raises(ConfigError, match=r"status\.json is damaged.*move that folder away"):
+            prepare(spec)
+
+    def test_a_run_that_goes_on(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as process:
+            folder.write_status("running", pid=process.pid, host=os.uname().nodename)
+            with pytest.raises(ConfigError, match=f"a run goes on there .process {process.pid}.*wait for it"):
+                prepare(spec)
+            assert folder.read_status()["state"] == "running"
+            process.communicate("\n", timeout=60)
+        assert prepare(spec).read_status()["state"] == "prepared", "it has ended, so the folder is free"
+
+    def test_a_run_of_our_own_may_be_prepared_again(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        folder.write_status("running", pid=os.getpid(), host=os.uname().nodename)
+        assert prepare(spec).read_status()["state"] == "prepared"
+
+    @pytest.mark.parametrize("more", [{}, {"pid": None}, {"pid": "12"}, {"pid": 2**30}])
+    def test_a_run_that_has_gone_does_not_block(self, spec: RunSpec, more: dict[str, Any]) -> None:
+        folder = prepare(spec)
+        folder.write_status("running", host=os.uname().nodename, **more)
+        assert prepare(spec).read_status()["state"] == "prepared"
+
+    def test_a_job_in_the_queue(self, spec: RunSpec) -> None:
+        folder = prepare(spec)
+        folder.write_status("submitted", job_id=4711)
+        with pytest.raises(ConfigError, match="is that of job 4711, which has not ended"):
+            prepare(spec)
+
+    def test_runs_dir_below_a_regular_file(self, spec: RunSpec, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        spec.runs_dir = str(tmp_path / "file" / "runs")
+        with pytest.raises(ConfigError, match=r"runs_dir=.*cannot write there \(Not a directory") as error:
+            prepare(spec)
+        assert error.value.advice == "give runs_dir= a folder of yours"
+
+    @pytest.mark.skipif(IS_ROOT, reason="root may write everywhere")
+    def test_runs_dir_without_permission(self, spec: RunSpec, tmp_path: Path) -> None:
+        (tmp_path / "locked").mkdir(mode=0o500)
+        spec.runs_dir = str(tmp_path / "locked" / "runs")
+        with pytest.raises(ConfigError, match=r"runs_dir=.*cannot write there \(Permission denied"):
+            prepare(spec)
+
+    def test_a_name_too_long_for_a_folder(self, spec: RunSpec) -> None:
+        spec.name = "x" * 300
+        with pytest.raises(ConfigError, match=r"cannot write there \(File name too long"):
+            prepare(spec)
+
+
+class TestJson:
+    def test_round_trip_makes_the_folders(self, tmp_path: Path) -> None:
+        write_json(tmp_path / "a" / "b.json", {"x": [1, None]})
+        assert read_json(tmp_path / "a" / "b.json") == {"x": [1, None]}
+        assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.json"]
+
+    def test_missing_or_another_kind_of_document(self, tmp_path: Path) -> None:
+        assert read_json(tmp_path / "none.json") == {}
+        (tmp_path / "list.json").write_text("[1]")
+        assert read_json(tmp_path / "list.json") == {}
+
+    def test_a_document_that_cannot_be_written_leaves_the_old_one(self, tmp_path: Path) -> None:
+        write_json(tmp_path / "a.json", {"x": 1})
+        with pytest.raises(TypeError):
+            write_json(tmp_path / "a.json", {"x": object()})
+        assert read_json(tmp_path / "a.json") == {"x": 1}
+
+    def test_a_write_cut_short_leaves_the_old_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The disk is full after some bytes: what was there is still there, whole."""
+
+        def half(self: Path, text: str, *args: Any, **more: Any) -> int:
+            with self.open("w") as file:
+                file.write(text[: len(text) // 2])
+            raise OSError(28, "No space left on device", str(self))
+
+        write_json(tmp_path / "a.json", {"x": 1})
+        monkeypatch.setattr(Path, "write_text", half)
+        with pytest.raises(OSError, match="No space left"):
+            write_json(tmp_path / "a.json", {"x": 2})
+        assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+
+    def test_a_run_yaml_cut_short_is_no_run(self, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+        replace, seen = Path.replace, []
+
+        def stop(self: Path, target: Path) -> Path:
+            if Path(target).name == "run.yaml":
+                seen.append(self.read_text())
+                raise OSError(28, "No space left on device", str(target))
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", stop)
+        with pytest.raises(ConfigError, match="No space left on device"):
+            prepare(spec)
+        assert yaml.safe_load(seen[0]) == spec.to_dict(), "it was whole before it got its name"
+        assert not list(Path(spec.runs_dir).glob("*/run.yaml"))
+
+    def test_readers_see_one_of_the_documents_whole(self, tmp_path: Path) -> None:
+        """Two processes write, one reads: never a half."""
+        program = (
+            "import sys; from pathlib import Path; from gems.runs.folder import write_json\n"
+            "for _ in range(200): write_json(Path(sys.argv[1]), {'x': [int(sys.argv[2])] * 2000})"
+        )
+        path = tmp_path / "a.json"
+        write_json(path, {"x": [0] * 2000})
+        writers = [
+            subprocess.Popen([sys.executable, "-c", program, str(path), str(k)], cwd=ROOT) for k in (1, 2)
+        ]
+        while any(writer.poll() is None for writer in writers):
+            values = read_json(path)["x"]
+            assert len(values) == 2000 and len(set(values)) == 1
+        assert [writer.wait() for writer in writers] == [0, 0]
+        assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
