@@ -92,11 +92,7 @@ def _collect(options: argparse.Namespace) -> None:
     for note in loaded.notes[1:]:
         print("analysis:", note, file=sys.stderr)
     if options.json:
-        answer = {
-            **summary_dict(collected.metrics, loaded.trace),
-            **collected.files,
-            "notes": list(loaded.notes),
-        }
+        answer = {**summary_dict(collected.metrics, loaded.trace), **collected.files, "notes": list(loaded.notes)}
         print(json.dumps(answer, allow_nan=False))
         return
     print(summary_table(collected.metrics, loaded.trace, collected.files))

@@ -37,12 +37,7 @@ class DoesNotFitError(GemsError):
     exit_code = 3
 
     def __init__(
-        self,
-        where: str,
-        needed_bytes: int,
-        limit_bytes: int,
-        advice: str,
-        key: str = "machine.device_bytes",
+        self, where: str, needed_bytes: int, limit_bytes: int, advice: str, key: str = "machine.device_bytes"
     ) -> None:
         self.where = where
         self.needed_bytes = needed_bytes

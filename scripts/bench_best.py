@@ -230,9 +230,7 @@ def _theirs(name: str, spec: Any, comm: Any, images: Any, labels: Any) -> Callab
     ]
     make: Any = getattr(pipelining, name)
     schedule = make(
-        stages if len(stages) > 1 else stages[0],
-        spec.parallel.micro_batches,
-        loss_fn=functional.cross_entropy,
+        stages if len(stages) > 1 else stages[0], spec.parallel.micro_batches, loss_fn=functional.cross_entropy
     )
     has_last = num_stages - 1 in held
 

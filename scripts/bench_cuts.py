@@ -92,9 +92,7 @@ def rows(only: str) -> list[dict[str, Any]]:
 def print_row(row: dict[str, Any]) -> None:
     """Prints one case on stderr as it is found."""
     proof = "optimal" if row["optimal"] else f"gap {100 * row['gap']:.2f} %"
-    ratios = " ".join(
-        f"{row['peak_ratio'].get(name, math.nan):>8.2f}" for name in (*METHODS, PLAIN, PIPELINE)
-    )
+    ratios = " ".join(f"{row['peak_ratio'].get(name, math.nan):>8.2f}" for name in (*METHODS, PLAIN, PIPELINE))
     print(
         f"{row['model']:<15}{row['ranks']:>3} {row['schedule']:<12}{row['peak_bytes'] / 2**20:>10.1f} {ratios}"
         f"{row['solve_s']:>8.2f}  {proof}",
@@ -111,9 +109,7 @@ def means(found: list[dict[str, Any]]) -> dict[str, Any]:
             ratios = [row["peak_ratio"][name] for row in chosen if name in row["peak_ratio"]]
             if ratios:
                 answer[f"{schedule} {name}"] = spread(ratios)
-    pairs = [
-        row["peak_ratio"] for row in found if PLAIN in row["peak_ratio"] and row["model"] not in NOT_DECAYING
-    ]
+    pairs = [row["peak_ratio"] for row in found if PLAIN in row["peak_ratio"] and row["model"] not in NOT_DECAYING]
     for name in (PLAIN, PIPELINE) if pairs else ():
         answer[f"{name} over the pairs' cut, decaying CNNs"] = spread([ratios[name] for ratios in pairs])
     return answer
@@ -127,9 +123,7 @@ def largest_models() -> list[dict[str, Any]]:
             spec = spec_of(model, "1f1b", ranks, f"machine.device_bytes={DEVICE}")
             schedule = schedule_of(spec)
             methods = ("exact", "mcap", "torchgpipe_size", "torchgpipe_time", "pipedream", "even")
-            entries = largest(
-                spec, "depth", methods, lambda changed, schedule=schedule: case_of(changed, schedule)
-            )  # type: ignore[misc]
+            entries = largest(spec, "depth", methods, lambda changed, schedule=schedule: case_of(changed, schedule))  # type: ignore[misc]
             ours = entries[0]
             for each in entries:
                 print(
@@ -160,9 +154,7 @@ def main() -> int:
         json.dump(answer, sys.stdout)
     else:
         for name, figures in answer["means"].items():
-            print(
-                f"{name:<44} mean {figures['mean']:.3f}  least {figures['least']:.3f}  most {figures['most']:.3f}"
-            )
+            print(f"{name:<44} mean {figures['mean']:.3f}  least {figures['least']:.3f}  most {figures['most']:.3f}")
     is_least = all(ratio >= 1 - 1e-9 for row in found for ratio in row["peak_ratio"].values())
     return 0 if is_least else 1
 

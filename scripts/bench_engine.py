@@ -21,10 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-CASES = {
-    "32 px": ["data.height_px=32", "data.width_px=32"],
-    "64 px": ["data.height_px=64", "data.width_px=64"],
-}
+CASES = {"32 px": ["data.height_px=32", "data.width_px=32"], "64 px": ["data.height_px=64", "data.width_px=64"]}
 DEFAULTS = [
     "schedule=1f1b",
     "data=synthetic",
@@ -109,15 +106,7 @@ def _run_case(overrides: list[str], engines: tuple[str, ...], num_rounds: int) -
         environment = rank_environment(1) | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-        program = [
-            sys.executable,
-            "-m",
-            "scripts.bench_engine",
-            "--rank",
-            str(folder.path),
-            str(num_rounds),
-            *engines,
-        ]
+        program = [sys.executable, "-m", "scripts.bench_engine", "--rank", str(folder.path), str(num_rounds), *engines]
         ended = run_ranks(mpiexec_argv(spec.world_size, program), environment, log=None, timeout_s=550.0)
         found = read_json(folder.result_json)
     if ended.returncode or not found:

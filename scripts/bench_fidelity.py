@@ -198,9 +198,7 @@ def of_real(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: s
 
 def pace_of(pairs: Sequence[tuple[Guess, Observed]]) -> Pace:
     """Fits the pace to runs, by least squares of relative errors; neither of its parts is below 0."""
-    columns = np.array(
-        [[guess.by_profile.step_s / seen.step_s, guess.passes / seen.step_s] for guess, seen in pairs]
-    )
+    columns = np.array([[guess.by_profile.step_s / seen.step_s, guess.passes / seen.step_s] for guess, seen in pairs])
     factor, pass_s = nnls(columns, np.ones(len(columns)))[0]
     return Pace(float(factor), float(pass_s))
 
@@ -217,9 +215,7 @@ def fastest(spec: RunSpec, found: Calibration) -> Guess:
     made = schedule_of(spec)
     layers = [end - first for first, end in pairwise(spec.parallel.boundaries or ())]
     share = sum(layers) / spec.parallel.partitions
-    cost = replace(
-        spec.cost, forward=share, input_grad=share, weight_grad=share, times=list(map(float, layers))
-    )
+    cost = replace(spec.cost, forward=share, input_grad=share, weight_grad=share, times=list(map(float, layers)))
     in_passes = simulate(made, costs_of(replace(spec, cost=cost), made.placement))
     return Guess(min(guesses, key=lambda guess: guess.step_s), in_passes.span)
 
@@ -240,9 +236,7 @@ def predicted(spec: RunSpec, found: Calibration) -> Observed:
     spec = replace(spec, machine=replace(spec.machine, **values))
     played = play(spec, made)[1]
     if spec.machine.kind == "emulated":
-        memory = memory_over_time(
-            made, costs_of(spec, made.placement), played, cost.activation_bytes, cost.param_bytes
-        )
+        memory = memory_over_time(made, costs_of(spec, made.placement), played, cost.activation_bytes, cost.param_bytes)
         peak = max(rank.peak - rank.parameters for rank in memory)
     else:
         peak = max(played.peak) * cost.activation_bytes
@@ -263,9 +257,7 @@ def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
     with tempfile.TemporaryDirectory() as scratch:
         folder = prepare(replace(spec, runs_dir=scratch))
         argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", "gems.engine.run", str(folder.path)])
-        ended = run_ranks(
-            argv, rank_environment(1), folder.logs / "ranks.log", timeout_s=RUN_LIMIT_S, echo=False
-        )
+        ended = run_ranks(argv, rank_environment(1), folder.logs / "ranks.log", timeout_s=RUN_LIMIT_S, echo=False)
         if ended.returncode:
             raise SystemExit("\n".join(ended.tail))
         trace = load_parts(folder.path).trace

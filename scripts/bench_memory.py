@@ -140,9 +140,7 @@ def peaks(only: str, policies: Sequence[str]) -> list[dict[str, Any]]:
 def _in_child(model: str, side_px: int, policy: str) -> dict[str, Any]:
     threads = str(torch.get_num_threads())
     words = ["--threads", threads, "--alone", model, str(side_px), policy]
-    ended = subprocess.run(
-        [sys.executable, "-m", "scripts.bench_memory", *words], capture_output=True, text=True
-    )
+    ended = subprocess.run([sys.executable, "-m", "scripts.bench_memory", *words], capture_output=True, text=True)
     if ended.returncode:
         print(ended.stderr, file=sys.stderr)
         return {"failed": " ".join(ended.stderr.splitlines()[-1:])}

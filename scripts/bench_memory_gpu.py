@@ -57,15 +57,12 @@ def measure_bandwidth() -> list[dict[str, Any]]:
         rows.append(row)
         rates = [value / 1e9 for name, value in row.items() if name != "copy_bytes"]
         print(
-            f"{copy_bytes / 2**20:10.0f}{rates[0]:9.1f}{rates[1]:9.1f}{rates[2]:11.1f}{rates[3]:9.1f}",
-            file=sys.stderr,
+            f"{copy_bytes / 2**20:10.0f}{rates[0]:9.1f}{rates[1]:9.1f}{rates[2]:11.1f}{rates[3]:9.1f}", file=sys.stderr
         )
     return rows
 
 
-def measure_overhead(
-    models: Sequence[str], sizes: Sequence[int], words: Sequence[str]
-) -> list[dict[str, Any]]:
+def measure_overhead(models: Sequence[str], sizes: Sequence[int], words: Sequence[str]) -> list[dict[str, Any]]:
     """Prints and gives a row for each model and size."""
     print(f"{'step over keep; of its memory saved':38s}", file=sys.stderr)
     rows = []
@@ -117,10 +114,7 @@ def measure_peaks(
     models: Sequence[str], sizes: Sequence[int], policies: Sequence[str], words: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Prints and gives allocated, reserved and NVML's peaks beside the prediction."""
-    print(
-        f"{'GiB':30s}{'predicted':>11s}{'allocated':>11s}{'error':>9s}{'reserved':>10s}{'NVML':>8s}",
-        file=sys.stderr,
-    )
+    print(f"{'GiB':30s}{'predicted':>11s}{'allocated':>11s}{'error':>9s}{'reserved':>10s}{'NVML':>8s}", file=sys.stderr)
     rows = []
     for model in models:
         for side_px in sizes:
@@ -130,10 +124,7 @@ def measure_peaks(
                 rows.append(row)
                 what = f"{model}, {side_px} px, {policy}"
                 if "step_s" not in row:
-                    print(
-                        f"{what:30s}  does not run: {row.get('refused') or row.get('failed')}",
-                        file=sys.stderr,
-                    )
+                    print(f"{what:30s}  does not run: {row.get('refused') or row.get('failed')}", file=sys.stderr)
                     continue
                 row["error"] = row["predicted_bytes"] / row["allocated_bytes"] - 1
                 print(

@@ -84,9 +84,7 @@ def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
             yield name, found
 
 
-def row_of(
-    named: dict[str, Any], case: MemoryCase, rival: str, other: MemoryPlan, budget_s: float
-) -> dict[str, Any]:
+def row_of(named: dict[str, Any], case: MemoryCase, rival: str, other: MemoryPlan, budget_s: float) -> dict[str, Any]:
     """Compares the plan with one rival at the rival's peak."""
     theirs = case.outcome(other)
     limit = max(theirs.peak_bytes)

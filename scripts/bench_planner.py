@@ -63,8 +63,7 @@ def large(gpus: Sequence[int]) -> list[dict[str, Any]]:
                 answer = planned_answer(spec, Options(chosen=chosen))[0]
                 first = answer["choices"][0]
                 row |= {
-                    key: answer[key]
-                    for key in ("candidates", "simulated", "left", "profile_s", "search_s", "is_exact")
+                    key: answer[key] for key in ("candidates", "simulated", "left", "profile_s", "search_s", "is_exact")
                 }
                 row |= {key: first[key] for key in ("step_s", "images_per_s", "efficiency", "overrides")}
                 row["peak_bytes"] = max(first["peak_bytes"])
@@ -105,9 +104,7 @@ def small_space(planner: Planner) -> list[Candidate]:
     """Gives 40 configurations of 4 ranks: those that follow from counts, every one of a pipeline of 4 ranks before others."""
     layers = planner.profile(1).num_layers
     asked = [
-        one
-        for one in candidates(SMALL_GPUS, SMALL_BATCH, layers, has_policies=False)
-        if one.schedule in BY_COUNTS
+        one for one in candidates(SMALL_GPUS, SMALL_BATCH, layers, has_policies=False) if one.schedule in BY_COUNTS
     ]
     asked += [
         one

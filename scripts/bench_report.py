@@ -39,11 +39,7 @@ WORDS = (
     "machine=simulated", "cost=uniform", "cost.unit_s=0.001", "cost.activation_bytes=4194304", "schedule=1f1b", "cost.link=0.1",
     "train.warmup_steps=0",
 )  # fmt: skip
-SHAPES = {
-    "steps": (16, 1, 64),
-    "ranks": (8, 128, 32),
-    "step": (64, 1, 64),
-}  # partitions, replicas, micro-batches
+SHAPES = {"steps": (16, 1, 64), "ranks": (8, 128, 32), "step": (64, 1, 64)}  # partitions, replicas, micro-batches
 JITTER = 0.02
 
 
@@ -161,9 +157,7 @@ def main(argv: Sequence[str]) -> int:
             row = study_row(Path(folder)) if shape == STUDY else row_of(shape, options.events, Path(folder))
         rows.append(row)
         if not options.json:
-            seconds = ", ".join(
-                f"{key[:-2]} {value:.2f} s" for key, value in row.items() if key.endswith("_s")
-            )
+            seconds = ", ".join(f"{key[:-2]} {value:.2f} s" for key, value in row.items() if key.endswith("_s"))
             sizes = f"{row['events']} events, {row['ranks']} ranks, page {row['page_bytes'] / 1e6:.1f} MB"
             print(f"{shape}: {sizes}: {seconds}")
     if options.json:

@@ -58,10 +58,7 @@ def main(words: list[str]) -> int:
         whole = run(runs, [*overrides, "name=whole", f"train.keep_checkpoints={STEPS}"])
         print(f"undisturbed: {STEPS} steps, {time.monotonic() - begin_s:.1f} s", file=sys.stderr)
         made: list[Kill] = []
-        while (
-            len(made) < kills
-            and (kill := run_and_kill(runs, [*overrides, "name=killed"], chance)) is not None
-        ):
+        while len(made) < kills and (kill := run_and_kill(runs, [*overrides, "name=killed"], chance)) is not None:
             made.append(kill)
             print(f"kill {len(made):>2}: rank {kill.rank}, step {kill.step}, {kill.action}", file=sys.stderr)
         ended = [path.parent for path in runs.glob("killed-*/result.json")]  # before it could be killed again
@@ -76,9 +73,7 @@ def main(words: list[str]) -> int:
         taken = [path.parent for path in (whole / "checkpoints").glob("step*/manifest.json")]
         middle = min(taken, key=lambda path: abs(_step(path) - MIDDLE))
         other = run(runs, [*overrides, *OTHER, "name=other", f"train.resume={middle}"])
-        result |= {
-            f"other_cut_{key}": value for key, value in differences(whole, other, _step(middle)).items()
-        }
+        result |= {f"other_cut_{key}": value for key, value in differences(whole, other, _step(middle)).items()}
     print(json.dumps(result))
     is_good = result["equal_losses"] and result["equal_weights"] and result["other_cut_losses"] <= REL_LIMIT
     for key, value in result.items():
@@ -137,12 +132,9 @@ def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
 
     curves = [load_trace(folder).trace.steps for folder in (whole, killed)]
     states = [weights.load(folder) for folder in (whole, killed)]
-    same_names = [list(layer) for layer in states[0].values()] == [
-        list(layer) for layer in states[1].values()
-    ]
+    same_names = [list(layer) for layer in states[0].values()] == [list(layer) for layer in states[1].values()]
     return {
-        "equal_losses": curves[0]["loss"].tobytes() == curves[1]["loss"].tobytes()
-        and len(curves[0]) == steps,
+        "equal_losses": curves[0]["loss"].tobytes() == curves[1]["loss"].tobytes() and len(curves[0]) == steps,
         "equal_weights": same_names
         and all(
             torch.equal(value, states[1][name][key])

@@ -39,9 +39,7 @@ class Target:
     efficiency: float
 
 
-def _request(
-    num_ranks: int, num_micro_batches: int, cap: float, link: float = 0.0, **costs: object
-) -> Request:
+def _request(num_ranks: int, num_micro_batches: int, cap: float, link: float = 0.0, **costs: object) -> Request:
     return Request(
         num_ranks, num_micro_batches, cap=cap,
         costs=DepthCosts(num_ranks, **costs),  # type: ignore[arg-type]

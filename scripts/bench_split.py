@@ -66,9 +66,7 @@ def conv(channels: int, kernel: int, out: int | None = None) -> Callable[[], lis
 
 def resnet_stage(depth: int, version: int, height_px: int, part: int, num_parts: int) -> list[nn.Module]:
     """Builds one of equal parts of a ResNet."""
-    layers = layers_of(
-        ModelConfig(depth=depth, version=version), DataConfig(height_px=height_px, width_px=height_px)
-    )
+    layers = layers_of(ModelConfig(depth=depth, version=version), DataConfig(height_px=height_px, width_px=height_px))
     first, last = part * len(layers) // num_parts, (part + 1) * len(layers) // num_parts
     return build_layers(layers, first, last, seed=0)
 
@@ -110,9 +108,7 @@ class Bench:
             else torch.randn(case.shape, device=device)
         )
         self._layers = {way: self._build() for way in ("full", "ours", "torch")}
-        self._stages = {
-            way: Stage(self._layers[way], case.is_indices, lambda: None) for way in ("full", "ours")
-        }
+        self._stages = {way: Stage(self._layers[way], case.is_indices, lambda: None) for way in ("full", "ours")}
         (output,) = self._stages["full"].infer((self._input,))
         self._gradient = torch.randn_like(output)
         self.stage = self._stages["ours"]
@@ -225,15 +221,7 @@ def main(argv: list[str]) -> int:
     if device.type == "cpu":
         keep_freed_memory()  # as the ranks of a run
     rows = []
-    heading = (
-        "(I then W) over the full backward",
-        "full ms",
-        "ours",
-        "of it I",
-        "torch",
-        "of it I",
-        "held/stash MB",
-    )
+    heading = ("(I then W) over the full backward", "full ms", "ours", "of it I", "torch", "of it I", "held/stash MB")
     print("{:36s}{:>9s}{:>8s}{:>9s}{:>8s}{:>9s}{:>16s}".format(*heading), file=sys.stderr)
     for case in cases(16 if given.device == "cuda" else 1):
         if given.only not in case.name:

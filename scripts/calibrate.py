@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml")
     parser.add_argument("--kind", choices=("real", "emulated"), default="real")
     parser.add_argument("--ranks", type=int, help="default 2, and 8 for emulated devices")
-    parser.add_argument(
-        "--probe", type=Path, metavar="FILE.json", help="what gems.engine.transport.speed_probe wrote"
-    )
+    parser.add_argument("--probe", type=Path, metavar="FILE.json", help="what gems.engine.transport.speed_probe wrote")
     parser.add_argument("--runs", type=Path, nargs="*", default=[], metavar="RUN")
     parser.add_argument("--base", metavar="NAME")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -83,9 +81,7 @@ def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
     ranks = num_ranks or (2 if kind == "real" else 8)
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "probe.json"
-        argv = mpiexec_argv(
-            ranks, [sys.executable, "-m", "gems.engine.transport.speed_probe", str(result), kind]
-        )
+        argv = mpiexec_argv(ranks, [sys.executable, "-m", "gems.engine.transport.speed_probe", str(result), kind])
         ended = run_ranks(argv, rank_environment(1), log=None, timeout_s=LIMIT_S, echo=False)
         if ended.returncode:
             raise ConfigError("--ranks", ranks, "the probe failed: " + " ".join(ended.tail[-3:]))

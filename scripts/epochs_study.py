@@ -146,22 +146,16 @@ def rates_of(global_batch: int) -> tuple[float, ...]:
     return tuple(BASE_RATE * factor * math.sqrt(global_batch / BASE_BATCH) for factor in FACTORS)
 
 
-def study(
-    task: Task, batches: Sequence[int], seeds: Sequence[int]
-) -> tuple[list[dict[str, float]], list[int]]:
+def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[list[dict[str, float]], list[int]]:
     """Trains at every batch, rate and seed; gives a row for each batch and seed, and the batches that never arrived.
 
     The rate of a batch is that with the smallest mean over the seeds, of those that arrive with all of them.
     """
     rows, missed = [], []
     for batch in batches:
-        found = {
-            rate: [epochs_to_target(task, batch, rate, seed) for seed in seeds] for rate in rates_of(batch)
-        }
+        found = {rate: [epochs_to_target(task, batch, rate, seed) for seed in seeds] for rate in rates_of(batch)}
         arrived = {
-            rate: [each for each in epochs if each is not None]
-            for rate, epochs in found.items()
-            if None not in epochs
+            rate: [each for each in epochs if each is not None] for rate, epochs in found.items() if None not in epochs
         }
         if not arrived:
             missed.append(batch)
@@ -204,9 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("epochs.json"))
     parser.add_argument("--target-loss", type=float, default=0.15)
     parser.add_argument("--most-epochs", type=float, default=12.0)
-    parser.add_argument(
-        "--batches", type=lambda text: [int(word) for word in text.split(",")], default=list(BATCHES)
-    )
+    parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=list(BATCHES))
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

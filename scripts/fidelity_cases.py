@@ -57,12 +57,7 @@ HELD_OUT_EMULATED = (
     emulated("1f1b", 12, 24, 1_000_000),
     emulated("gems_master", 16, 4, 1_000_000),
 )
-CALIBRATING_REAL = (
-    real("1f1b", 64, 8, 2),
-    real("gpipe", 96, 4, 2),
-    real("zb_h1", 96, 8, 1),
-    real("1f1b", 144, 4, 2),
-)
+CALIBRATING_REAL = (real("1f1b", 64, 8, 2), real("gpipe", 96, 4, 2), real("zb_h1", 96, 8, 1), real("1f1b", 144, 4, 2))
 HELD_OUT_REAL = (
     real("1f1b", 64, 16, 4),
     real("gems_master", 96, 8, 2),

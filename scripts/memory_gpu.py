@@ -125,10 +125,7 @@ def _machine(rates: dict[str, float]) -> list[str]:
 
 def _limits() -> list[str]:
     device_bytes = round(DEVICE_SHARE * torch.cuda.mem_get_info()[1])
-    return [
-        f"machine.device_bytes={device_bytes}",
-        f"machine.host_bytes={round(HOST_SHARE * _free_host_bytes())}",
-    ]
+    return [f"machine.device_bytes={device_bytes}", f"machine.host_bytes={round(HOST_SHARE * _free_host_bytes())}"]
 
 
 def _line(error: Exception) -> str:

@@ -66,9 +66,7 @@ def all_offloaded(spec: RunSpec) -> tuple[Schedule, MemoryPlan]:
     """Gives the list and the plan by which every layer's saved tensors leave and come back on demand."""
     compute = compute_schedule_of(spec)
     cuts = (0, len(layers_of(spec.model, spec.data)))
-    every = {
-        layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=0) for layer in range(cuts[-1])
-    }
+    every = {layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=0) for layer in range(cuts[-1])}
     plan = MemoryPlan.by_layer("all", cuts, every)
     return lower(add_memory(compute, plan)), plan
 

@@ -43,10 +43,7 @@ def note(spec: RunSpec | list[str], options: Options) -> int | None:
 NOTE = "tests.commands:note"
 MINE = {
     "note": Verb(
-        NOTE,
-        "notes the run",
-        flags=("level=lowered", "--dry-run"),
-        choices={"--pick": ("red", "blue"), "--file": ()},
+        NOTE, "notes the run", flags=("level=lowered", "--dry-run"), choices={"--pick": ("red", "blue"), "--file": ()}
     ),
     "words": Verb(NOTE, "takes words", takes_words=True, flags=("--all",)),
     "gone": Verb("gems.no_such_module:act", "cannot be loaded"),

@@ -6,15 +6,7 @@ import pickle
 
 import pytest
 
-from gems.errors import (
-    ConfigError,
-    GemsError,
-    RankFailedError,
-    ScheduleError,
-    StalledError,
-    nearest,
-    one_of,
-)
+from gems.errors import ConfigError, GemsError, RankFailedError, ScheduleError, StalledError, nearest, one_of
 from gems.schedule.action import Action
 
 
@@ -51,8 +43,7 @@ def test_exit_codes(error: GemsError, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
-    [ConfigError("a", [1], "b", "c"), ScheduleError(1, Action.parse("1B2/1"), "why"), StalledError("x")],
+    "error", [ConfigError("a", [1], "b", "c"), ScheduleError(1, Action.parse("1B2/1"), "why"), StalledError("x")]
 )
 def test_errors_go_between_processes(error: GemsError) -> None:
     copy = pickle.loads(pickle.dumps(error))

@@ -31,8 +31,7 @@ def test_every_file_is_run() -> None:
 def test_under_mpiexec(names: tuple[str, ...]) -> None:
     paths = [str(FOLDER / f"mpi_{name}.py") for name in names]
     argv = mpiexec_argv(
-        NUM_RANKS,
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=240", *paths],
+        NUM_RANKS, [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=240", *paths]
     )
     ended = run_ranks(argv, rank_environment(1) | {"GEMS_MPI_TESTS": "1"}, log=None, timeout_s=570)
     assert ended.returncode == 0, "\n".join(ended.tail)

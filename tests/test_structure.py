@@ -120,10 +120,7 @@ def imports(source: str, package: str) -> Iterator[str]:
             base = parents[: len(parents) + 1 - node.level] if node.level else []
             start = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{start}.{alias.name}" for alias in node.names)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
-            "import_module",
-            "__import__",
-        ):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             values = [word.value for word in node.args[:1] if isinstance(word, ast.Constant)]
             yield from (value for value in values if isinstance(value, str))
 
@@ -223,9 +220,7 @@ def test_folders_and_files_are_of_a_size_that_can_be_read(capsys: pytest.Capture
             f"largest folder {largest[1]} ({largest[0]}); longest file {longest[1]} ({longest[0]} lines); "
             f"circles of files {len(circles(import_graph()))}"
         )
-    assert {
-        folder: counts[folder] for folder, limit in MAX_ROOT_MODULES.items() if counts[folder] > limit
-    } == {}
+    assert {folder: counts[folder] for folder, limit in MAX_ROOT_MODULES.items() if counts[folder] > limit} == {}
     # `__init__` is the folder's own page, not a module in it
     assert {f: n for f, n in counts.items() if n - 1 > MAX_MODULES and f not in REGISTERED} == {}
     assert {module: length for module, length in lengths.items() if length > MAX_LINES} == {}
@@ -280,10 +275,7 @@ def test_mpi_is_started_in_one_place() -> None:
     users = [
         module_name(path)
         for path in paths(*PACKAGES, "scripts")
-        if any(
-            is_below(name, "mpi4py.MPI")
-            for name in imports(path.read_text(), module_name(path).rpartition(".")[0])
-        )
+        if any(is_below(name, "mpi4py.MPI") for name in imports(path.read_text(), module_name(path).rpartition(".")[0]))
     ]
     assert users == ["gems.engine.transport.mpi"]
 
@@ -291,15 +283,11 @@ def test_mpi_is_started_in_one_place() -> None:
 @pytest.mark.parametrize("module", LOGIN_NODE)
 def test_the_login_node_loads_nothing_heavy(module: str) -> None:
     program = f"import sys, {module}; print(*[name for name in {HEAVY!r} if name in sys.modules])"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "", "")
 
 
 def test_what_counts_as_heavy_is_seen_when_it_is_loaded() -> None:
     program = f"import sys, gems.trace; print(*[name for name in {HEAVY!r} if name in sys.modules])"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.stdout.split() == ["h5py", "gems.trace"]

@@ -92,9 +92,7 @@ def _experiment(data: bytes | None) -> Folder:
 
 def _in(group: str, data: bytes | None) -> Folder:
     return Folder(
-        ((f"{group}/mine.yaml", data),),
-        ("submit", "--dry-run", "--config-dir={}", f"{group}=mine"),
-        is_wrong=False,
+        ((f"{group}/mine.yaml", data),), ("submit", "--dry-run", "--config-dir={}", f"{group}=mine"), is_wrong=False
     )
 
 
@@ -112,9 +110,7 @@ def _schedule(data: bytes | None, name: str = "s.json") -> Folder:
 
 def _profile(data: bytes | None, name: str = "p.json") -> Folder:
     return Folder(
-        ((name, data),),
-        ("submit", "--dry-run", "parallel.partitions=2", f"profile.path={{}}/{name}"),
-        "profile.path",
+        ((name, data),), ("submit", "--dry-run", "parallel.partitions=2", f"profile.path={{}}/{name}"), "profile.path"
     )
 
 

@@ -22,9 +22,7 @@ FREE_TEXT = {
 }  # fmt: skip
 NO_WORD = st.from_regex(r"zq[a-z]{1,8}", fullmatch=True)
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=24)
-NO_NUMBER = st.one_of(
-    NO_WORD, st.sampled_from(["''", "1x", "0x", "1..2", "1e", "--1", "null", "one", "1_", "٣x"])
-)
+NO_NUMBER = st.one_of(NO_WORD, st.sampled_from(["''", "1x", "0x", "1..2", "1e", "--1", "null", "one", "1_", "٣x"]))
 HUGE = ["10000000000000000000000000000000000000000", str(2**63), str(2**200), "1" * 400]
 NO_INT = st.one_of(
     NO_NUMBER,
@@ -105,11 +103,7 @@ def _key(name: str, kind: Any) -> Key:
 KEYS = keys_of_schema()
 KNOWN = sorted(valid_keys())
 GROUPS = [key for key in KNOWN if options_of(key) and key not in ("study", "experiment")]
-SLOW = (
-    "partition.budget_s",
-    "memory.budget_s",
-    "schedule.budget_s",
-)  # a search may take as long as it is told
+SLOW = ("partition.budget_s", "memory.budget_s", "schedule.budget_s")  # a search may take as long as it is told
 COUNTED = [key for key in KEYS if key.type in (int, float)]
 
 
@@ -225,17 +219,9 @@ PERHAPS_ONE = st.one_of(
     st.sampled_from(options_of("experiment")).map("experiment={}".format),
 )  # fmt: skip
 PERHAPS_ONE |= st.sampled_from(
-    [
-        "runs_dir=/dev/null/x",
-        "runs_dir=/proc/none",
-        "data={}",
-        "model={name: resnet}",
-        "model=[resnet20_v1,resnet18]",
-    ]
+    ["runs_dir=/dev/null/x", "runs_dir=/proc/none", "data={}", "model={name: resnet}", "model=[resnet20_v1,resnet18]"]
 )
-PERHAPS = st.lists(PERHAPS_ONE, min_size=1, max_size=6).map(
-    lambda words: Mistake(tuple(words), is_wrong=False)
-)
+PERHAPS = st.lists(PERHAPS_ONE, min_size=1, max_size=6).map(lambda words: Mistake(tuple(words), is_wrong=False))
 CONTRARY = st.sampled_from(
     [
         "parallel.partitions=9 parallel.boundaries=[0,5,11]", "parallel.boundaries=[0,0,11]", "parallel.boundaries=[]",

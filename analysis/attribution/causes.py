@@ -99,10 +99,7 @@ def attribution_of(trace: Trace) -> Attribution:
     ideal_s = float(_by_rank(graph, balanced_s).mean())
     spans = [float(replay(graph, level).mean()) for level in _levels(graph, times, pace_s, balanced_s)]
     residual_s = step_s - spans[0]
-    lost = {
-        cause: before - after
-        for cause, (before, after) in zip(ORDER, pairwise((*spans, ideal_s)), strict=True)
-    }
+    lost = {cause: before - after for cause, (before, after) in zip(ORDER, pairwise((*spans, ideal_s)), strict=True)}
     lost["host"] += residual_s
     own = _own(graph, measured, pace_s, ideal_s)
     causes = _by_cause(lost, own)
@@ -159,9 +156,7 @@ def _with_gaps(graph: Graph) -> np.ndarray:
     """Gives the nodes whose lag is the host's doing."""
     copies = COPY_KINDS if graph.copies_block else ()
     acting = graph.of_kinds(*COMPUTE_KINDS, *copies, Kind.STEP)
-    found: np.ndarray = np.setdiff1d(
-        np.concatenate([acting, np.flatnonzero(graph.is_arrival)]), waits_for_room(graph)
-    )
+    found: np.ndarray = np.setdiff1d(np.concatenate([acting, np.flatnonzero(graph.is_arrival)]), waits_for_room(graph))
     return found
 
 

@@ -133,9 +133,7 @@ class _Builder:
         for rank, row in enumerate(rows):
             if self.following[rank] < len(row):
                 action = row[self.following[rank]]
-                raise ConfigError(
-                    "trace", "schedule", f"{action} of rank {rank} waits for something that never comes"
-                )
+                raise ConfigError("trace", "schedule", f"{action} of rank {rank} waits for something that never comes")
         return self.graph()
 
     def advance(self, rank: int, action: Action) -> bool:
@@ -204,9 +202,7 @@ class _Builder:
         ]
         never = num_nodes + num_ranks + len(readers)
         input_row = {place: num_nodes + num_ranks + number for number, place in enumerate(readers)}
-        rows = [
-            [*waits, *([input_row[p]] if p in input_row else [])] for p, (*_, waits) in enumerate(self.nodes)
-        ]
+        rows = [[*waits, *([input_row[p]] if p in input_row else [])] for p, (*_, waits) in enumerate(self.nodes)]
         waits = np.full((num_nodes, max(map(len, rows), default=1)), never)
         depth = np.zeros(num_nodes, dtype=np.int64)
         for place, row in enumerate(rows):

@@ -57,9 +57,7 @@ def window_of(trace: Trace) -> Window:
     steps = np.sort(trace.steps, order="step")
     counted = steps["is_warmup"] == 0
     if not counted.any():
-        raise ConfigError(
-            "trace", trace.source, "holds no step that every rank finished, warm-up steps aside"
-        )
+        raise ConfigError("trace", trace.source, "holds no step that every rank finished, warm-up steps aside")
     step_s = step_times_s(steps)
     begin_ns = steps["end_ns"] - np.rint(step_s / NS).astype(np.int64)
     return Window(steps["step"][counted], begin_ns[counted], step_s[counted])
@@ -74,9 +72,7 @@ def measure(trace: Trace, graph: Graph) -> Measured:
     """
     num_ranks, written = graph.num_ranks, ranks_written(trace)
     if written % num_ranks:
-        raise ConfigError(
-            "trace", f"{written} ranks", f"is no multiple of the {num_ranks} rows of its schedule"
-        )
+        raise ConfigError("trace", f"{written} ranks", f"is no multiple of the {num_ranks} rows of its schedule")
     window = window_of(trace)
     shape = written // num_ranks, len(window.steps)
     events = trace.events[np.isin(trace.events["step"], window.steps)]
@@ -129,9 +125,7 @@ def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tu
     if len(missing):
         node, where, step = (int(index) for index in missing[0])
         rank = where * graph.num_ranks + graph.rank[compute[node]]
-        raise ConfigError(
-            "trace", f"step {window.steps[step]}", f"lacks {actions[compute[node]]} on rank {rank}"
-        )
+        raise ConfigError("trace", f"step {window.steps[step]}", f"lacks {actions[compute[node]]} on rank {rank}")
     reductions = graph.of_kinds(Kind.REDUCE_GRAD)
     arrivals = {int(graph.rank[node]): int(node) for node in np.flatnonzero(graph.is_arrival)}
     for node in reductions:
@@ -174,9 +168,7 @@ def _inputs(
     return data, inputs, waited
 
 
-def _filled(
-    graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _filled(graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Gives the table of all ends, and when each node was ready, (nodes, R, N) in seconds.
 
     What the trace has no event of (a wait for a copy, say) ends as soon as it is ready.
@@ -189,9 +181,7 @@ def _filled(
     return table, ready_s
 
 
-def _taken(
-    graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _taken(graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Gives how long each node lagged before it began, and what it then took, (nodes, R, N) in seconds."""
     lag, work = starts - ready, ends - starts
     planned = () if graph.copies_block else COPY_KINDS

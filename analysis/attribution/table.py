@@ -45,14 +45,9 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
         ("step", found.step_s),
     ]
     width = max(len(name) for name, _ in rows)
-    head = (
-        f"{found.source} run, mean of {counted(found.num_steps, 'step')}; undisturbed pace from {found.pace}"
-    )
+    head = f"{found.source} run, mean of {counted(found.num_steps, 'step')}; undisturbed pace from {found.pace}"
     lines = [head, f"  {'':<{width}}{f'time [{unit.name}]':>14}{'of the step [%]':>17}"]
-    lines += [
-        f"  {name:<{width}}{time_s / unit.size:>14.3f}{_percent(time_s, found):>17.2f}"
-        for name, time_s in rows
-    ]
+    lines += [f"  {name:<{width}}{time_s / unit.size:>14.3f}{_percent(time_s, found):>17.2f}" for name, time_s in rows]
     if with_ranks:
         lines += ["", *_rank_lines(found)]
     return "\n".join(lines)

@@ -24,17 +24,11 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True)
     timeline = verbs.add_parser("timeline", help="draw one step, rank x time, to a file")
     timeline.add_argument("--step", type=int, help="optimizer step; default the last whole one after warm-up")
-    timeline.add_argument(
-        "--out", type=Path, help=".png, .pdf or .svg; default timeline.png beside the trace"
-    )
+    timeline.add_argument("--out", type=Path, help=".png, .pdf or .svg; default timeline.png beside the trace")
     summary = verbs.add_parser("summary", help="print the closing table of a run")
-    scaling = verbs.add_parser(
-        "scaling", help="draw images/s and efficiency over ranks, and write them as CSV"
-    )
+    scaling = verbs.add_parser("scaling", help="draw images/s and efficiency over ranks, and write them as CSV")
     scaling.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="run folder or trace.h5")
-    scaling.add_argument(
-        "--out", type=Path, help="folder to write to; default the one that holds the first run"
-    )
+    scaling.add_argument("--out", type=Path, help="folder to write to; default the one that holds the first run")
     scaling.add_argument(
         "--fit", default="all", metavar="LAW",
         help="law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none",
@@ -46,12 +40,8 @@ def parser() -> argparse.ArgumentParser:
     )
     draw.add_argument("out", type=Path, metavar="OUT", help=".svg, .png or .pdf")
     draw.add_argument("--json", action="store_true", help="one object on stdout")
-    partition = verbs.add_parser(
-        "partition", help="draw an answer of `gems partition --json` with its layers"
-    )
-    partition.add_argument(
-        "partition", type=Path, metavar="PARTITION", help="the file that gems partition writes"
-    )
+    partition = verbs.add_parser("partition", help="draw an answer of `gems partition --json` with its layers")
+    partition.add_argument("partition", type=Path, metavar="PARTITION", help="the file that gems partition writes")
     partition.add_argument("--out", type=Path, default=Path("partition.png"), help=".png, .pdf or .svg")
     memory = verbs.add_parser("memory", help="draw an answer of `gems memory`: bytes over time by policy")
     memory.add_argument("memory", type=Path, metavar="MEMORY", help="the file that gems memory writes")
@@ -59,15 +49,11 @@ def parser() -> argparse.ArgumentParser:
     placement = verbs.add_parser(
         "placement", help="draw an answer of `gems place --json`: operators on devices over time"
     )
-    placement.add_argument(
-        "placement", type=Path, metavar="PLACEMENT", help="the file that gems place writes"
-    )
+    placement.add_argument("placement", type=Path, metavar="PLACEMENT", help="the file that gems place writes")
     placement.add_argument("--out", type=Path, default=Path("placement.png"), help=".png, .pdf or .svg")
     collect = verbs.add_parser("collect", help="merge a run's parts into trace.h5, draw it, print the table")
     attribution = verbs.add_parser("attribution", help="say where the time of a step goes, and draw it")
-    attribution.add_argument(
-        "--out", type=Path, help=".png, .pdf or .svg of the waterfall, with a .csv beside it"
-    )
+    attribution.add_argument("--out", type=Path, help=".png, .pdf or .svg of the waterfall, with a .csv beside it")
     attribution.add_argument("--ranks", action="store_true", help="a row a rank too")
     vdnn = verbs.add_parser("vdnn", help="simulate the vDNN paper's studies, beside its figures")
     vdnn.add_argument("--json", action="store_true", help="one object on stdout")
@@ -75,31 +61,19 @@ def parser() -> argparse.ArgumentParser:
         "hybrid", help="recompute the projections of Pal et al. from their inputs, or draw a plan"
     )
     hybrid.add_argument(
-        "answer",
-        type=Path,
-        nargs="?",
-        metavar="ANSWER",
-        help="a file of `gems plan --hybrid --json`, to draw",
+        "answer", type=Path, nargs="?", metavar="ANSWER", help="a file of `gems plan --hybrid --json`, to draw"
     )
     hybrid.add_argument("--json", action="store_true", help="one object on stdout")
     hybrid.add_argument("--out", type=Path, help="picture: .png, .pdf or .svg")
     report = verbs.add_parser("report", help="write one HTML page about runs, which needs no network")
-    report.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run folder, trace file, or name of a run or study"
-    )
-    report.add_argument(
-        "--out", type=Path, help=".html; default report.html in the folder of the run or study"
-    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, trace file, or name of a run or study")
+    report.add_argument("--out", type=Path, help=".html; default report.html in the folder of the run or study")
     report.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where names are looked for")
     report.add_argument("--json", action="store_true", help="one object on stdout")
-    export = verbs.add_parser(
-        "export", help="write events for Perfetto or a table, or step times for Extra-P"
-    )
+    export = verbs.add_parser("export", help="write events for Perfetto or a table, or step times for Extra-P")
     export.add_argument("runs", nargs="+", metavar="RUN", help="as for report; several for extrap alone")
     export.add_argument("--format", choices=("perfetto", "csv", "extrap"), required=True)
-    export.add_argument(
-        "--out", type=Path, help="file to write; default perfetto.json, events.csv or extrap.jsonl"
-    )
+    export.add_argument("--out", type=Path, help="file to write; default perfetto.json, events.csv or extrap.jsonl")
     export.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where names are looked for")
     export.add_argument("--json", action="store_true", help="one object on stdout")
     for verb in (timeline, summary, collect, attribution):

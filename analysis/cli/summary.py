@@ -17,10 +17,7 @@ from gems.errors import ConfigError
 from gems.trace import Trace
 
 MAX_RANK_ROWS = 16
-SOURCE_NOTES = {
-    "emulated": "real MPI, timed sleeps for compute",
-    "simulated": "a prediction, nothing was run",
-}
+SOURCE_NOTES = {"emulated": "real MPI, timed sleeps for compute", "simulated": "a prediction, nothing was run"}
 COUNTED, PREDICTED = "peak_activation_bytes", "predicted_activation_bytes"
 Row = tuple[str, str]
 
@@ -59,11 +56,7 @@ def summary_dict(metrics: Metrics, trace: Trace) -> dict[str, Any]:
     for name in (COUNTED, PREDICTED):
         if name in trace.attributes:
             values[name] = tuple(int(peak) for peak in trace.attributes[name])
-    head = {
-        "source": trace.source,
-        "signature": trace.attributes.get("signature"),
-        "world_size": trace.world_size,
-    }
+    head = {"source": trace.source, "signature": trace.attributes.get("signature"), "world_size": trace.world_size}
     return {name: _plain(value) for name, value in {**head, **values}.items()}
 
 
@@ -92,9 +85,7 @@ def _why_none(metrics: Metrics) -> str:
 
 def _speed_rows(metrics: Metrics, source: str) -> list[Row]:
     unit = time_unit([metrics.step_p95_s])
-    left_out = (
-        f" ({counted(metrics.num_warmup_steps, 'warm-up step')} left out)" if metrics.num_warmup_steps else ""
-    )
+    left_out = f" ({counted(metrics.num_warmup_steps, 'warm-up step')} left out)" if metrics.num_warmup_steps else ""
     return [
         ("steps", f"{metrics.num_steps}{left_out}"),
         ("images/s", UNKNOWN if metrics.images_per_s is None else number(metrics.images_per_s)),
@@ -113,10 +104,7 @@ def _interval_row(metrics: Metrics, unit: Unit) -> list[Row]:
         return []
     name = "median's 95 % interval" if metrics.num_steps >= fewest_values() else "fastest to slowest"
     return [
-        (
-            f"step time, {name} [{unit.name}]",
-            f"{unit.show(metrics.step_low_s)} to {unit.show(metrics.step_high_s)}",
-        )
+        (f"step time, {name} [{unit.name}]", f"{unit.show(metrics.step_low_s)} to {unit.show(metrics.step_high_s)}")
     ]
 
 
@@ -139,9 +127,7 @@ def _loss_row(trace: Trace) -> list[Row]:
 def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     rows: list[Row] = []
     if metrics.loss_first is not None and metrics.loss_last is not None:
-        rows.append(
-            ("training loss, first to last step", f"{metrics.loss_first:.4g} to {metrics.loss_last:.4g}")
-        )
+        rows.append(("training loss, first to last step", f"{metrics.loss_first:.4g} to {metrics.loss_last:.4g}"))
     accuracy = trace.attributes.get("validation_accuracy")
     if accuracy is not None:
         majority = trace.attributes.get("validation_majority")

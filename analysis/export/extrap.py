@@ -22,10 +22,5 @@ def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
     for point in points:
         callpath = "step" if len(lines) == 1 else f"step->{point.line}, {point.source}"
         for seconds in point.step_s:
-            measured = {
-                "params": {"p": point.ranks},
-                "metric": "time",
-                "callpath": callpath,
-                "value": seconds,
-            }
+            measured = {"params": {"p": point.ranks}, "metric": "time", "callpath": callpath, "value": seconds}
             yield json.dumps(measured) + "\n"

@@ -50,9 +50,7 @@ def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Exp
     if name not in OF_ONE_RUN:
         raise ConfigError("format", name, one_of((*OF_ONE_RUN, EXTRAP)))
     if len(runs) != 1:
-        raise ConfigError(
-            "export", f"{len(runs)} runs", f"{name} takes one run", "name one, or --format extrap"
-        )
+        raise ConfigError("export", f"{len(runs)} runs", f"{name} takes one run", "name one, or --format extrap")
     file_name, pieces = OF_ONE_RUN[name]
     folder = runs[0] if runs[0].is_dir() else runs[0].parent
     return _write(out or folder / file_name, name, pieces(load_trace(runs[0]).trace))

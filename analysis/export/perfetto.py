@@ -32,9 +32,7 @@ def perfetto_pieces(trace: Trace) -> Iterator[str]:
     yield json.dumps({"name": "trace", "ph": "M", "pid": 0, "args": {"name": mark}})
     hosts = trace.attributes.get("hostnames", ())
     ranks, firsts = np.unique(trace.events["rank"], return_index=True)
-    for rank, first, end in zip(
-        ranks.tolist(), firsts, np.append(firsts, len(trace.events))[1:], strict=True
-    ):
+    for rank, first, end in zip(ranks.tolist(), firsts, np.append(firsts, len(trace.events))[1:], strict=True):
         events = trace.events[first:end]
         threads = thread_numbers(events)
         host = f" on {hosts[rank]}" if rank < len(hosts) and hosts[rank] else ""
@@ -78,13 +76,7 @@ def _names(rank: int, name: str, threads: list[int]) -> str:
         words = STREAMS[stream] + (f" {more + 1}" if more else "")
         rows += [
             {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}},
-            {
-                "name": "thread_sort_index",
-                "ph": "M",
-                "pid": rank,
-                "tid": thread,
-                "args": {"sort_index": thread},
-            },
+            {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": thread, "args": {"sort_index": thread}},
         ]
     return "".join(",\n" + json.dumps(row) for row in rows)
 
@@ -92,9 +84,7 @@ def _names(rank: int, name: str, threads: list[int]) -> str:
 def _rows(rank: int, events: np.ndarray, threads: np.ndarray, origin_ns: int) -> str:
     columns = ("kind", "stage", "segment", "direction", "micro_batch", "step", "moved_bytes")
     times = ((events["start_ns"] - origin_ns) * 1e-3, (events["end_ns"] - events["start_ns"]) * 1e-3, threads)
-    rows = zip(
-        *(column.tolist() for column in times), *(events[name].tolist() for name in columns), strict=True
-    )
+    rows = zip(*(column.tolist() for column in times), *(events[name].tolist() for name in columns), strict=True)
     return "".join(
         f',\n{{"name":"{KINDS[kind]}","cat":"{KINDS[kind]}","ph":"X","pid":{rank},"tid":{thread},"ts":{at_us:.3f},"dur":{us:.3f},'
         f'"args":{{"stage":{stage},"segment":{segment},"direction":{direction},"micro_batch":{micro_batch},"step":{step},'

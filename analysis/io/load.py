@@ -128,7 +128,5 @@ def _note_shorter(parts: Sequence[Trace]) -> list[str]:
     done = {int(part.attributes.get("rank", -1)): len(np.unique(part.rank_steps["step"])) for part in parts}
     most = max(done.values())
     return [
-        f"rank {rank} finished {steps} steps, others {most}"
-        for rank, steps in sorted(done.items())
-        if steps < most
+        f"rank {rank} finished {steps} steps, others {most}" for rank, steps in sorted(done.items()) if steps < most
     ]

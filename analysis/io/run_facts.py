@@ -32,13 +32,7 @@ class RunFacts:
         Times are those of a stage; `weight_grad_s` is W's part of the backward, where that is split.
         """
         name, partitions, micro_batches = self.schedule, self.partitions, self.micro_batches
-        if (
-            name is None
-            or partitions is None
-            or micro_batches is None
-            or forward_s is None
-            or backward_s is None
-        ):
+        if name is None or partitions is None or micro_batches is None or forward_s is None or backward_s is None:
             return None
         span_s = step_units(
             name, partitions, micro_batches, forward_s, backward_s, self.parts or 1,

@@ -59,9 +59,7 @@ def fewest_values(level: float = LEVEL) -> int:
     return 1 + int(np.ceil(np.log2(1.0 / (1.0 - level)) - 1e-9))
 
 
-def median_draws(
-    values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAWS, seed: int = 0
-) -> np.ndarray:
+def median_draws(values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAWS, seed: int = 0) -> np.ndarray:
     """Gives medians of resamples of `values`, shape (num_draws,), in the unit of the values.
 
     A resample's median is an order statistic of it, or the mean of two, so the places of these among the sorted

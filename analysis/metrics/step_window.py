@@ -65,9 +65,7 @@ def step_window(trace: Trace, step: int | None = None) -> StepWindow:
     row = trace.steps[trace.steps["step"] == step]
     if len(row):
         first = row[0]
-        return StepWindow(
-            step, int(first["start_ns"]), int(first["end_ns"]), True, bool(first["is_warmup"]), events
-        )
+        return StepWindow(step, int(first["start_ns"]), int(first["end_ns"]), True, bool(first["is_warmup"]), events)
     return StepWindow(step, int(events["start_ns"].min()), int(events["end_ns"].max()), False, False, events)
 
 

@@ -84,18 +84,14 @@ def _projection(network: Network, seed: int) -> Projection:
         workers = devices // WAYS
         found = band(case.gain(workers, WAYS), [draw.gain(workers, WAYS) for draw in draws])
         value, low, high = (end - 1.0 for end in (found.value, found.low, found.high))
-        gains.append(
-            Gain(network.title, devices, value, low, high, published.get(devices), network.verdict())
-        )
+        gains.append(Gain(network.title, devices, value, low, high, published.get(devices), network.verdict()))
     reaches = (network.devices[0], network.devices[-1])
     return Projection(network, tuple(gains), crossing_of(network, draws), noise_crossing(network), reaches)
 
 
 def table(found: list[Projection]) -> str:
     """Gives the projections as text: gains, crossing points, and every input with its mark."""
-    gains: list[tuple[str, ...]] = [
-        ("network", "devices", "N x M", "gain", "95 %", "published", "which is", "shows")
-    ]
+    gains: list[tuple[str, ...]] = [("network", "devices", "N x M", "gain", "95 %", "published", "which is", "shows")]
     gains += [_gain_row(each) for one in found for each in one.gains if each.published is not None]
     inputs: list[tuple[str, ...]] = [("", "network", "input", "unit", "value", "is")]
     inputs += [_input_row(one.network, each) for one in found for each in one.network.inputs]
@@ -145,9 +141,7 @@ def _network(one: Projection) -> dict[str, Any]:
             "by_noise_scale": one.noise_devices,
             "is_modelled": True,
         },
-        "noise_scale": None
-        if law is None
-        else {"e_min": law.least_epochs.value, "b_crit": law.critical_batch.value},
+        "noise_scale": None if law is None else {"e_min": law.least_epochs.value, "b_crit": law.critical_batch.value},
     }
 
 
@@ -245,6 +239,4 @@ def law_speedups_of(network: Network) -> dict[int, list[tuple[int, float]]]:
     first, last = (known[0] // 8, 2 * known[-1]) if network.is_ratio else (GROWN_FROM, known[-1])
     base = case.cost(known[0], 1)
     counts = [count for count in device_counts((), last) if count >= first]
-    return {
-        ways: [(count, base / by_law.cost(count // ways, ways)) for count in counts] for ways in (1, WAYS)
-    }
+    return {ways: [(count, base / by_law.cost(count // ways, ways)) for count in counts] for ways in (1, WAYS)}

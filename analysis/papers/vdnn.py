@@ -129,9 +129,7 @@ def rows_of(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
     for load, (total, source) in _TOTALS.items():
         found = made[load]
         rows.append(_row(load, "baseline without workspace", "GB", found.total_bytes / GB, total, source))
-        rows.append(
-            _row(load, "baseline", "GB", (found.total_bytes + found.workspace_bytes) / GB, total, source)
-        )
+        rows.append(_row(load, "baseline", "GB", (found.total_bytes + found.workspace_bytes) / GB, total, source))
     rows += _beyond_rows(made, machine)
     rows += [
         _row(load, "step without vDNN", "ms", 1e3 * made[load].steps[Policy.NONE].step_s, step_ms, source)
@@ -177,10 +175,7 @@ def _memory_rows(load: Load, found: Study) -> list[Row]:
         for how, saved in (
             ("average saved, over calls", found.saved(step.call_average_bytes)),
             ("average saved, over time", found.saved(step.average_bytes)),
-            (
-                "average saved, over time, without workspace",
-                found.saved(step.average_bytes, has_workspace=False),
-            ),
+            ("average saved, over time, without workspace", found.saved(step.average_bytes, has_workspace=False)),
         ):
             rows.append(_row(load, f"vdnn_{policy}: {how}", "%", 100 * saved, published))
         rows.append(_row(load, f"vdnn_{policy}: peak saved", "%", 100 * found.saved(step.peak_bytes)))
@@ -195,22 +190,16 @@ def _vgg_rows(found: Study) -> list[Row]:
     peak_bytes = found.steps[Policy.ALL].peak_bytes + found.params_bytes
     return [
         *rows,
-        _row(
-            VGG16, "vdnn_all: peak with parameters", "GB", peak_bytes / GB, _CARD, "paper, the card's memory"
-        ),
+        _row(VGG16, "vdnn_all: peak with parameters", "GB", peak_bytes / GB, _CARD, "paper, the card's memory"),
     ]
 
 
 def _beyond_rows(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
     """Gives what the paper says of those of its ten networks that the device cannot hold."""
     assert machine.device_bytes is not None
-    beyond = [
-        found for found in made.values() if found.total_bytes + found.workspace_bytes > machine.device_bytes
-    ]
+    beyond = [found for found in made.values() if found.total_bytes + found.workspace_bytes > machine.device_bytes]
     saved = [
-        100 * found.saved(found.steps[policy].average_bytes)
-        for found in beyond
-        for policy in (Policy.CONV, Policy.ALL)
+        100 * found.saved(found.steps[policy].average_bytes) for found in beyond for policy in (Policy.CONV, Policy.ALL)
     ]
     lost = [100 * found.steps[policy].loss for found in beyond for policy in (Policy.CONV, Policy.ALL)]
     name = f"those beyond {number(machine.device_bytes / GB)} GB"

@@ -16,11 +16,7 @@ DPI = 150
 WIDTH_IN = 9.0
 FORMATS = (".png", ".pdf", ".svg")
 TEXT_COLOUR = "#222222"
-SOURCE_MARKS = {
-    "measured": "measured",
-    "emulated": "EMULATED compute",
-    "simulated": "SIMULATED, a prediction",
-}
+SOURCE_MARKS = {"measured": "measured", "emulated": "EMULATED compute", "simulated": "SIMULATED, a prediction"}
 
 
 def source_mark(source: str, attributes: Mapping[str, object]) -> str:

@@ -149,9 +149,7 @@ def _panel_of_answer(document: dict[str, Any]) -> Panel:
     )
 
 
-def _ends(
-    quantities: Sequence[dict[str, float]],
-) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+def _ends(quantities: Sequence[dict[str, float]]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     values, lows, highs = (tuple(float(each[end]) for each in quantities) for end in ("value", "low", "high"))
     return values, lows, highs
 
@@ -177,9 +175,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
     for line in panel.lines:
         if line.is_law:
-            axes.plot(
-                line.devices, line.values, color=line.colour, linewidth=0.9, linestyle=":", label=line.label
-            )
+            axes.plot(line.devices, line.values, color=line.colour, linewidth=0.9, linestyle=":", label=line.label)
             continue
         axes.plot(
             line.devices, line.values, color=line.colour, linewidth=1.4, marker="o", markersize=4, label=line.label,

@@ -121,15 +121,9 @@ def thinned(curve: Curve) -> Curve:
     is_first = np.diff(column[by_bytes], prepend=-1) > 0
     is_last = np.append(is_first[1:], True)
     starts = np.flatnonzero(np.diff(column, prepend=-1) > 0)
-    kept = np.unique(
-        np.concatenate([by_bytes[is_first], by_bytes[is_last], starts, starts[1:] - 1, [len(column) - 1]])
-    )
+    kept = np.unique(np.concatenate([by_bytes[is_first], by_bytes[is_last], starts, starts[1:] - 1, [len(column) - 1]]))
     return Curve(
-        curve.rank,
-        curve.time_ms[kept],
-        curve.held_bytes[kept],
-        curve.buffer_bytes[kept],
-        curve.host_bytes[kept],
+        curve.rank, curve.time_ms[kept], curve.held_bytes[kept], curve.buffer_bytes[kept], curve.host_bytes[kept]
     )
 
 

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from analysis.io.answer import made_of_answer
 from analysis.metrics.units import counted
-from analysis.plots.figure import (
-    DPI,
-    TEXT_COLOUR,
-    WIDTH_IN,
-    check_picture_path,
-    save_figure,
-    scaled_pt,
-    set_title,
-)
+from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure, scaled_pt, set_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,6 +73,4 @@ def memory_plans_figure(answer: dict[str, Any], curves: list[dict[str, Any]]) ->
 
 def _line(axes: Axes, points: Points, unit: float, colour: str, label: str | None) -> None:
     times = [time * 1e3 for time, _ in points]
-    axes.step(
-        times, [size / unit for _, size in points], where="post", color=colour, linewidth=1.2, label=label
-    )
+    axes.step(times, [size / unit for _, size in points], where="post", color=colour, linewidth=1.2, label=label)

@@ -10,15 +10,7 @@ import numpy as np
 
 from analysis.io.answer import made_of_answer
 from analysis.metrics.units import counted, number
-from analysis.plots.figure import (
-    DPI,
-    TEXT_COLOUR,
-    WIDTH_IN,
-    check_picture_path,
-    save_figure,
-    scaled_pt,
-    set_title,
-)
+from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure, scaled_pt, set_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,9 +42,7 @@ def draw_partition(path: Path, out: Path) -> None:
     )  # fmt: skip
 
 
-def partition_figure(
-    answer: dict[str, Any], layers: list[dict[str, Any]], methods: list[dict[str, Any]]
-) -> Figure:
+def partition_figure(answer: dict[str, Any], layers: list[dict[str, Any]], methods: list[dict[str, Any]]) -> Figure:
     """Builds the figure: two panels of bars over the layers, and the rows of cuts below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -107,9 +97,7 @@ def _draw_row(axes: Axes, figure: Figure, row: int, method: dict[str, Any], has_
             )  # fmt: skip
 
 
-def _label_rows(
-    axes: Axes, figure: Figure, methods: list[dict[str, Any]], layers: list[dict[str, Any]]
-) -> None:
+def _label_rows(axes: Axes, figure: Figure, methods: list[dict[str, Any]], layers: list[dict[str, Any]]) -> None:
     worst = [max(method["peak_bytes"]) / MIB for method in methods]
     axes.set_yticks(
         [-row for row in range(len(methods))],

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def coverage(
-    start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int, num_columns: int
-) -> np.ndarray:
+def coverage(start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
     """Gives how much of each column the boxes of each row cover, `[row, column]`: 1 is all of it once.
 
     Args:

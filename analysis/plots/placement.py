@@ -45,8 +45,7 @@ def placement_figure(answer: dict[str, Any]) -> Figure:
                 label=way if not device else None,
             )  # fmt: skip
     axes.set_yticks(
-        [-device for device in range(answer["devices"])],
-        [f"device {device}" for device in range(answer["devices"])],
+        [-device for device in range(answer["devices"])], [f"device {device}" for device in range(answer["devices"])]
     )
     axes.set_xlim(0, answer["step_s"] * 1e3)
     axes.legend(fontsize=scaled_pt(figure, 8), frameon=False, labelcolor=TEXT_COLOUR, ncols=2, loc="lower right",

@@ -51,9 +51,7 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     for place, line in enumerate(lines):
         mine = [point for point in points if point.line == line]
         colour, base, fit = COLOURS[place % len(COLOURS)], bases[line], best.get(line)
-        if (
-            kind != "capability"
-        ):  # there the images of the points differ, and one line of images/s would mislead
+        if kind != "capability":  # there the images of the points differ, and one line of images/s would mislead
             largest = max(*(point.ranks for point in mine), fit.limit_ranks if fit else 0)
             span = np.array([base.ranks, largest])
             rate.plot(span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":")
@@ -93,9 +91,7 @@ def title(points: Sequence[Point]) -> tuple[str, str]:
 
 
 def _images_words(points: Sequence[Point]) -> str:
-    return " or ".join(
-        f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)})
-    )
+    return " or ".join(f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)}))
 
 
 def _detail(points: Sequence[Point]) -> str:
@@ -103,11 +99,7 @@ def _detail(points: Sequence[Point]) -> str:
     is_range = any(point.step_interval_s.is_range and not point.is_deterministic for point in points)
     bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
     detail = f"median step, bars are {bars}, warm-up left out"
-    known = [
-        error
-        for point in points
-        if point.source == "simulated" and (error := point.held_out_error) is not None
-    ]
+    known = [error for point in points if point.source == "simulated" and (error := point.held_out_error) is not None]
     if known:
         detail += f"; {error_words(max(known))}"
     if not found:
@@ -184,9 +176,7 @@ def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> N
     low, value, high = scale / fit.curve(ranks)
     axes.plot(ranks, value, color=colour, linewidth=FIT_WIDTH, linestyle="-.", alpha=0.8)
     beyond = ranks >= fit.last_ranks
-    axes.fill_between(
-        ranks[beyond], low[beyond], high[beyond], color=colour, alpha=BAND_ALPHA, linewidth=0, gid=BAND
-    )
+    axes.fill_between(ranks[beyond], low[beyond], high[beyond], color=colour, alpha=BAND_ALPHA, linewidth=0, gid=BAND)
 
 
 def _marks(point: Point, colour: str) -> dict[str, Any]:
@@ -198,9 +188,7 @@ def _marks(point: Point, colour: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_legend(
-    figure: Figure, points: Sequence[Point], lines: Sequence[str], best: Mapping[str, Fit]
-) -> None:
+def _add_legend(figure: Figure, points: Sequence[Point], lines: Sequence[str], best: Mapping[str, Fit]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -213,9 +201,7 @@ def _add_legend(
         found = next((point for point in points if point.source == source), None)
         if found is not None:
             handles.append(Line2D([], [], **_marks(found, "#444444"), label=SOURCE_WORDS[source]))
-    handles.append(
-        Line2D([], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on")
-    )
+    handles.append(Line2D([], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on"))
     if best:
         words = ", ".join(f"{line}: {fit.law}" for line, fit in sorted(best.items()))
         handles += [

@@ -74,9 +74,7 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
     if given is None:
         return schedule, uniform(schedule.num_ranks, schedule.num_stages)
     try:
-        segments = tuple(
-            tuple(SegmentCosts(**entry) for entry in stage) for stage in given.pop("segments", ())
-        )
+        segments = tuple(tuple(SegmentCosts(**entry) for entry in stage) for stage in given.pop("segments", ()))
         by_stage = {name: tuple(map(float, values)) for name, values in given.items()}
         costs = StageCosts(**by_stage, segments=segments)
     except (AttributeError, TypeError, ValueError) as error:

@@ -13,16 +13,7 @@ from analysis.metrics.events import of_kinds, ranks_written
 from analysis.metrics.run_metrics import backward_mean_s, stage_mean_s
 from analysis.metrics.step_window import StepWindow, step_window
 from analysis.metrics.units import counted
-from analysis.plots.figure import (
-    DPI,
-    TEXT_COLOUR,
-    WIDTH_IN,
-    new_figure,
-    save_figure,
-    scaled_pt,
-    set_title,
-    source_mark,
-)
+from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title, source_mark
 from analysis.plots.pixel_columns import blended, coverage
 from gems.trace import Trace
 
@@ -106,9 +97,7 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
     return figure
 
 
-def lanes_figure(
-    trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]
-) -> tuple[Figure, Axes]:
+def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]) -> tuple[Figure, Axes]:
     """Builds the picture of one step: a lane for each of `ranks`, boxes, micro-batches, legend, two lines of title."""
     events, words = shaded(window.events[np.isin(window.events["rank"], ranks)])
     figure, (axes,) = new_figure(*_size_in(window, events, len(ranks)))
@@ -159,9 +148,7 @@ def _draw_idle(axes: Axes, trace: Trace, window: StepWindow, ranks: np.ndarray) 
         axes.broken_barh([span], (lane - 0.40, 0.68), facecolors=IDLE_COLOUR, linewidth=0)
 
 
-def _draw_boxes(
-    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
-) -> list[Look]:
+def _draw_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
     """Draws all events and gives the looks that were used; where they are too many, by columns of pixels."""
     if len(events) > MAX_BOXES:
         return _draw_dense(figure, axes, window, events, ranks)
@@ -185,9 +172,7 @@ def _draw_boxes(
     return drawn
 
 
-def _draw_dense(
-    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
-) -> list[Look]:
+def _draw_dense(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
     """Draws each lane of each track as an image: a column's colour is the mean of what happens in it."""
     from matplotlib.colors import to_rgb
 
@@ -247,11 +232,7 @@ def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) ->
         details[0] += f": {window.span_s * 1e3:.4g} ms"
     if window.bubble is not None:
         details.append(f"bubble {100 * window.bubble:.1f} %")
-    times_s = [
-        stage_mean_s(window.events, "F"),
-        backward_mean_s(window.events),
-        stage_mean_s(window.events, "W"),
-    ]
+    times_s = [stage_mean_s(window.events, "F"), backward_mean_s(window.events), stage_mean_s(window.events, "W")]
     formula = facts.bubble(*times_s)
     if formula is not None and window.is_whole:
         details.append(f"closed form {100 * formula:.1f} %")
@@ -273,9 +254,7 @@ def _add_legend(figure: Figure, drawn: list[Look], words: tuple[str, ...]) -> No
     )  # fmt: skip
 
 
-def _label_boxes(
-    figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray
-) -> None:
+def _label_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> None:
     """Writes micro-batch numbers, all of a kind in one size, where that size fits the typical box."""
     corner_px, far_px = axes.transData.transform([(0.0, 0.0), (1.0, 1.0)])
     pt_per_ms, pt_per_lane = abs(far_px - corner_px) * 72 / figure.dpi
@@ -286,9 +265,7 @@ def _label_boxes(
             continue
         digits = len(str(int(of_kind["micro_batch"].max())))
         room_pt = float(np.median(of_kind["end_ns"] - of_kind["start_ns"])) * MS * pt_per_ms
-        size_pt = min(
-            scaled_pt(figure, MAX_LABEL_PT), 0.8 * 0.68 * pt_per_lane, (room_pt - 1.5) / (0.62 * digits)
-        )
+        size_pt = min(scaled_pt(figure, MAX_LABEL_PT), 0.8 * 0.68 * pt_per_lane, (room_pt - 1.5) / (0.62 * digits))
         if size_pt < MIN_LABEL_PT:
             continue
         for event in of_kind[of_kind["direction"] == look.shade]:

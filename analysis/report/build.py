@@ -45,9 +45,7 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
     if not runs:
         raise ConfigError("report", "none", "name at least one run")
     shown = spread(runs, MAX_RUNS)
-    notes = (
-        [f"{len(shown)} of {len(runs)} runs have a section of their own"] if len(shown) < len(runs) else []
-    )
+    notes = [f"{len(shown)} of {len(runs)} runs have a section of their own"] if len(shown) < len(runs) else []
     sections: list[RunSection] = []
     for place, path in enumerate(shown):
         loaded = load_trace(path)
@@ -65,9 +63,7 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
     except OSError as error:
         raise ConfigError("out", out, f"cannot be written ({error.strerror or error})") from error
     size_bytes = out.stat().st_size
-    return Report(
-        out, size_bytes, sum(each.num_events for each in sections), tuple(map(str, runs)), tuple(notes)
-    )
+    return Report(out, size_bytes, sum(each.num_events for each in sections), tuple(map(str, runs)), tuple(notes))
 
 
 def spread(runs: Sequence[Path], count: int) -> list[Path]:

@@ -13,9 +13,7 @@ LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 10, 14, 34
 MAX_POINTS = 1000
 
 
-def line_chart(
-    name: str, x: np.ndarray, y: np.ndarray, x_label: str, y_label: str, *, is_from_zero: bool
-) -> Html:
+def line_chart(name: str, x: np.ndarray, y: np.ndarray, x_label: str, y_label: str, *, is_from_zero: bool) -> Html:
     """Gives a chart of finite values over x; of more than 1000 points, least and most of neighbours are drawn.
 
     With `is_from_zero` the axis of y begins at 0.
@@ -40,10 +38,7 @@ def line_chart(
     label = element("text", x_label, x=str(middle_px), y=str(HEIGHT_PX - 5), text_anchor="middle")
     line = element("polyline", points=points)
     dots = (
-        [
-            element("circle", cx=f"{px:.1f}", cy=f"{py:.1f}", r="2.5")
-            for px, py in zip(across, down, strict=True)
-        ]
+        [element("circle", cx=f"{px:.1f}", cy=f"{py:.1f}", r="2.5") for px, py in zip(across, down, strict=True)]
         if len(x) <= 40
         else []
     )

@@ -29,11 +29,7 @@ class Figure:
 def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
     """Gives the figures of a run's headline; those that the trace cannot tell are left out."""
     found = [
-        Figure(
-            "images/s",
-            _known(metrics.images_per_s),
-            f"{metrics.num_images} images in {metrics.num_steps} steps",
-        ),
+        Figure("images/s", _known(metrics.images_per_s), f"{metrics.num_images} images in {metrics.num_steps} steps"),
         _step_time(metrics),
         Figure("efficiency", _percent(metrics.efficiency), "useful compute over ranks x time"),
         Figure("bubble", _percent(metrics.bubble_measured), f"by formula {_percent(metrics.bubble_formula)}"),
@@ -84,9 +80,7 @@ def _peaks(metrics: Metrics) -> list[Figure]:
         if known:
             unit = bytes_unit([max(known)[0]])
             most, least = max(known), min(known)
-            found.append(
-                Figure(name, _with_unit(most[0], unit), f"rank {most[1]}; least {_with_unit(least[0], unit)}")
-            )
+            found.append(Figure(name, _with_unit(most[0], unit), f"rank {most[1]}; least {_with_unit(least[0], unit)}"))
     return found
 
 

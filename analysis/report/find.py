@@ -52,14 +52,8 @@ def _named(word: str, runs_dir: Path) -> Iterator[Path]:
     same = [path for path in entries if _is_run(path) and _name(path) == word]
     if not same:
         known = [path.name for path in entries if _is_run(path) or (path / STUDY_JSON).is_file()]
-        advice = (
-            "nearest: " + ", ".join(nearest(word, known))
-            if known
-            else "another folder of runs: --runs-dir FOLDER"
-        )
-        raise ConfigError(
-            "run", word, f"is no run, no study and no trace file, here or in {runs_dir}", advice
-        )
+        advice = "nearest: " + ", ".join(nearest(word, known)) if known else "another folder of runs: --runs-dir FOLDER"
+        raise ConfigError("run", word, f"is no run, no study and no trace file, here or in {runs_dir}", advice)
     yield from same
 
 
@@ -72,9 +66,7 @@ def _points(study: Path) -> Iterator[Path]:
     folders = [study.parent / name for name in names if isinstance(name, str) and name and "/" not in name]
     finished = [folder for folder in folders if (folder / WHOLE_TRACE).is_file()]
     if not finished:
-        raise ConfigError(
-            "study", study.name, "none of its points has a trace", f"make study CONF={study.name}"
-        )
+        raise ConfigError("study", study.name, "none of its points has a trace", f"make study CONF={study.name}")
     yield from finished
 
 

@@ -23,9 +23,7 @@ def memory_block(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, 
     for column, name in (("device_bytes", "held on the device"), ("host_bytes", "held in host memory")):
         known = events[events[column] >= 0]
         if known[column].any():
-            curves.append(
-                _curve(name, ranks, known["rank"], known["end_ns"] - origin_ns, known[column], True)
-            )
+            curves.append(_curve(name, ranks, known["rank"], known["end_ns"] - origin_ns, known[column], True))
     samples = trace.samples[np.isin(trace.samples["rank"], ranks)]
     for column, name in SAMPLED.items():
         known = samples[samples[column] > 0]

@@ -36,6 +36,4 @@ def _narrowest(values: np.ndarray) -> str:
     if values.dtype.kind not in "iub":
         return "f8"
     low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    return next(
-        (kind for kind in TYPES[:-1] if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), "f8"
-    )
+    return next((kind for kind in TYPES[:-1] if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), "f8")

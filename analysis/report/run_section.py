@@ -104,8 +104,7 @@ def _pictures(place: int, trace: Trace, events: np.ndarray) -> tuple[Html, int]:
     windows = windows_json(trace, events, timeline["origin_ns"])
     data = {"source": trace.source, "timeline": timeline, "memory": memory, "windows": windows}
     buttons = [
-        element("button", shown, type="button", data_act=act, title=title or shown)
-        for act, shown, title in BUTTONS
+        element("button", shown, type="button", data_act=act, title=title or shown) for act, shown, title in BUTTONS
     ]
     drawn = [
         element(
@@ -175,18 +174,14 @@ def _texts(trace: Trace) -> list[Html]:
         ("Memory plan", _indented(trace.memory_plan)),
     )
     return [
-        element("details", element("summary", title), element("pre", text))
-        for title, text in texts
-        if text.strip()
+        element("details", element("summary", title), element("pre", text)) for title, text in texts if text.strip()
     ]
 
 
 def _shortened(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves the lists that have an item a rank at 64 of them."""
     return {
-        key: [*value[:64], f"... {len(value)} in all"]
-        if isinstance(value, list) and len(value) > 64
-        else value
+        key: [*value[:64], f"... {len(value)} in all"] if isinstance(value, list) and len(value) > 64 else value
         for key, value in attributes.items()
     }
 

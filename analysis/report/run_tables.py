@@ -23,9 +23,7 @@ PEAKS = (
 def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Causes | None) -> Table:
     """Gives a row a rank: host, time in compute and its share, peaks in MiB, and lost time by cause where it is known."""
     hosts = trace.attributes.get("hostnames", ())
-    lost = (
-        {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.by_rank_s.items()}
-    )
+    lost = {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.by_rank_s.items()}
     rows: list[tuple[Cell, ...]] = []
     for rank in range(trace.world_size):
         busy_s = metrics.busy_s[rank]
@@ -72,12 +70,8 @@ def cause_table(name: str, causes: Causes, source: str) -> Table:
     """Gives a row a cause: what of the step it took, mean over the ranks."""
     step_s = causes.step_s or 1.0
     parts = {"useful compute, ideal": causes.ideal_s, **causes.run_s}
-    rows = [
-        (cause.replace("_", " "), 1e3 * seconds, 100 * seconds / step_s) for cause, seconds in parts.items()
-    ]
-    return Table(
-        name, f"Where a step's time went, {source}", ("cause", "ms/step", "of the step [%]"), rows, (0, 3, 2)
-    )
+    rows = [(cause.replace("_", " "), 1e3 * seconds, 100 * seconds / step_s) for cause, seconds in parts.items()]
+    return Table(name, f"Where a step's time went, {source}", ("cause", "ms/step", "of the step [%]"), rows, (0, 3, 2))
 
 
 def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
@@ -90,12 +84,7 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
 
     planned = _planned(trace)
     add("step time [ms]", None, _scaled(planned.get("step_s"), 1e3), _scaled(metrics.step_median_s, 1e3))
-    add(
-        "bubble, by formula [%]",
-        None,
-        _scaled(metrics.bubble_formula, 100),
-        _scaled(metrics.bubble_measured, 100),
-    )
+    add("bubble, by formula [%]", None, _scaled(metrics.bubble_formula, 100), _scaled(metrics.bubble_measured, 100))
     for quantity, predicted_name, found_name in PEAKS:
         predicted = trace.attributes.get(predicted_name, planned.get(predicted_name, ()))
         found = trace.attributes.get(found_name, ())

@@ -34,7 +34,5 @@ def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> Selection:
     last = events[events["step"] == steps[-1]]
     ranks, counts = np.unique(last["rank"], return_counts=True)
     fitting = max(int((np.cumsum(counts) <= max_events).sum()), 1)
-    note = (
-        f"shown: step {int(steps[-1])} of the first {counted(fitting, 'rank')}, of {len(ranks)} in the trace"
-    )
+    note = f"shown: step {int(steps[-1])} of the first {counted(fitting, 'rank')}, of {len(ranks)} in the trace"
     return Selection(last[last["rank"] <= ranks[fitting - 1]][:max_events], note)

@@ -64,9 +64,7 @@ def _base_words(row: dict[str, Any]) -> str:
 def _rules(rules: Sequence[Rule]) -> Table:
     words = {True: "kept", False: "not kept", None: "nothing to judge"}
     rows: list[tuple[Cell, ...]] = [(rule.number, rule.title, words[rule.holds], rule.text) for rule in rules]
-    return Table(
-        "rules", "What this picture may claim", ("rule", "it asks for", "verdict", "why"), rows, (0,) * 4
-    )
+    return Table("rules", "What this picture may claim", ("rule", "it asks for", "verdict", "why"), rows, (0,) * 4)
 
 
 def _agreement(found: Sequence[dict[str, Cell]]) -> Table:

@@ -37,8 +37,7 @@ class Table:
         )
         digits = self.digits or (3,) * len(self.columns)
         body = joined(
-            element("tr", *(_cell(cell, places) for cell, places in zip(row, digits, strict=True)))
-            for row in self.rows
+            element("tr", *(_cell(cell, places) for cell, places in zip(row, digits, strict=True))) for row in self.rows
         )
         table = element("table", element("thead", head), element("tbody", body), class_="sorts", id=self.name)
         return element("figure", element("figcaption", self.title), element("div", table, class_="wide"))

@@ -60,9 +60,7 @@ def read_point(path: Path) -> Point:
         num_images=int(counted["images"].sum()),
         setting=_setting(attributes, len(steps) - len(counted)),
         run_steps=(len(counted),),
-        model=_model_word(_section(document, "model", ModelConfig))
-        if work_s is None or cost.name == "profile"
-        else "",
+        model=_model_word(_section(document, "model", ModelConfig)) if work_s is None or cost.name == "profile" else "",
         held_out_error=None if (error := attributes.get("held_out_error")) is None else float(error),
     )
 
@@ -89,10 +87,7 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
     }
     named = [_in_line(point, point.model) if point.line in several else point for point in named]
     crowded = {point.line for point in named if sum(_same_place(point, other) for other in named) > 1}
-    named = [
-        _in_line(point, f"pipelines of {point.partitions}") if point.line in crowded else point
-        for point in named
-    ]
+    named = [_in_line(point, f"pipelines of {point.partitions}") if point.line in crowded else point for point in named]
     return sorted(named, key=lambda point: (point.line, point.ranks, SOURCES.index(point.source)))
 
 

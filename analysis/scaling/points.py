@@ -9,14 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.metrics.statistics import (
-    Interval,
-    harmonic_mean,
-    interval_of,
-    median_draws,
-    median_interval,
-    percentile,
-)
+from analysis.metrics.statistics import Interval, harmonic_mean, interval_of, median_draws, median_interval, percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +142,7 @@ class Point:
         problem grows an image counts by its compute time, or of one model by its pixels; None for two models.
         """
         share = self.work_beside(base)
-        return (
-            None
-            if share is None
-            else share * self.images_per_s / self.ranks / (base.images_per_s / base.ranks)
-        )
+        return None if share is None else share * self.images_per_s / self.ranks / (base.images_per_s / base.ranks)
 
     def efficiency_interval(self, base: Point) -> Interval | None:
         """Gives the parallel efficiency with its 95 % interval, both step times being uncertain.

@@ -141,9 +141,7 @@ class _Line:
         last = max(range(len(self._runs)), key=lambda run: self._runs[run].world_size)
         found = []
         for constant, value in constants_of(self._runs[last]).items():
-            less, more = (
-                self._efficiencies([last], {constant: factor}, 0)[0] for factor in (1 - SHARE, 1 + SHARE)
-            )
+            less, more = (self._efficiencies([last], {constant: factor}, 0)[0] for factor in (1 - SHARE, 1 + SHARE))
             found.append(Sensitivity(line, self._runs[last].world_size, constant, value, less, more))
         return found
 
@@ -162,9 +160,7 @@ class _Line:
         base = pace(self._base)
         return [pace(run) / base for run in which]
 
-    def _step_s(
-        self, spec: RunSpec, seed: int, arrivals: dict[tuple[int, int], Arrivals], num_steps: int
-    ) -> float:
+    def _step_s(self, spec: RunSpec, seed: int, arrivals: dict[tuple[int, int], Arrivals], num_steps: int) -> float:
         parallel, noise = spec.parallel, spec.machine.noise
         shape = parallel.partitions, parallel.micro_batches
         if shape not in self._schedules:

@@ -20,7 +20,9 @@ TAIL = 0.10  # the 95th percentile above the median
 CLOCK_SHARE = 0.01  # error of a clock, of a step
 MOST_NAMED = 4
 Finding = tuple[bool | None, str]
-OVER_RANKS = "a step lasts from the last rank's end of the one before to its own last rank's end: the slowest rank counts"
+OVER_RANKS = (
+    "a step lasts from the last rank's end of the one before to its own last rank's end: the slowest rank counts"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,7 @@ def _base(points: Sequence[Point]) -> Finding:
     unreal = sorted(
         line
         for line, base in bases.items()
-        if any(
-            SOURCES.index(point.source) < SOURCES.index(base.source) for point in points if point.line == line
-        )
+        if any(SOURCES.index(point.source) < SOURCES.index(base.source) for point in points if point.line == line)
     )
     if unreal:
         return False, f"the base of {_named(unreal)} is less real than other points; run it as these were run"
@@ -92,10 +92,7 @@ def _means(points: Sequence[Point]) -> Finding:
             False,
             f"steps of {_named(odd)} differ in their images, so that one rate does not stand for them; even them out",
         )
-    return (
-        True,
-        "images/s are the images of a step over its median time; their mean in the CSV is the harmonic one",
-    )
+    return (True, "images/s are the images of a step over its median time; their mean in the CSV is the harmonic one")
 
 
 def _ratios(points: Sequence[Point]) -> Finding:
@@ -124,9 +121,7 @@ def _intervals(points: Sequence[Point]) -> Finding:
 def _are_unlike(runs: Sequence[Interval]) -> bool:
     """Tells whether some run's interval lies beside that of another; ranges of few steps are not judged."""
     return any(
-        not run.overlaps(other)
-        for run, other in combinations(runs, 2)
-        if not run.is_range and not other.is_range
+        not run.overlaps(other) for run, other in combinations(runs, 2) if not run.is_range and not other.is_range
     )
 
 
@@ -178,10 +173,7 @@ def _documentation(points: Sequence[Point]) -> Finding:
     commits = sorted({commit for point in points for commit in point.setting.commits})
     if len(commits) > 1:
         shown = _named(commit[:10] for commit in commits)
-        return (
-            False,
-            f"the points were run by different code ({shown}); run all by one commit, or say what changed",
-        )
+        return (False, f"the points were run by different code ({shown}); run all by one commit, or say what changed")
     torn = [commit[:10] for commit in commits if commit.endswith("-dirty")]
     if torn:
         return (
@@ -193,22 +185,15 @@ def _documentation(points: Sequence[Point]) -> Finding:
         names = [each.split(" ")[0] for each in versions]
         mixed = sorted({name for name in names if names.count(name) > 1})
         if mixed:
-            return (
-                False,
-                f"{source} points were run by different versions of {_named(mixed)}; run all by the same",
-            )
+            return (False, f"{source} points were run by different versions of {_named(mixed)}; run all by the same")
     return True, "traces hold configuration, commit, versions and hosts; each run's folder holds the rest"
 
 
 def _summary(points: Sequence[Point]) -> Finding:
-    cold = [
-        _name(point) for point in points if not point.is_deterministic and not point.setting.num_warmup_steps
-    ]
+    cold = [_name(point) for point in points if not point.is_deterministic and not point.setting.num_warmup_steps]
     if cold:
         return False, f"{_named(cold)} leave no warm-up step out; set train.warmup_steps"
-    off = [
-        _name(point) for point in points if point.setting.clock_error_s > CLOCK_SHARE * point.step_median_s
-    ]
+    off = [_name(point) for point in points if point.setting.clock_error_s > CLOCK_SHARE * point.step_median_s]
     if off:
         return (
             False,
@@ -229,10 +214,7 @@ def _bounds(points: Sequence[Point]) -> Finding:
             f"{_named(above)} are above the ideal line, so the base is no bound; take a base that is not short of memory, "
             "with as many micro-batches a rank"
         )
-    return (
-        True,
-        "the ideal from the base on is drawn, and the compute efficiency is in the table where it is known",
-    )
+    return (True, "the ideal from the base on is drawn, and the compute efficiency is in the table where it is known")
 
 
 def _lines(points: Sequence[Point]) -> Finding:
@@ -264,10 +246,7 @@ def _precision(points: Sequence[Point]) -> Finding:
         return None, "all points are simulated and deterministic"
     wide = [f"{_name(point)} ({count} more)" for point, count in short.items() if count]
     if wide:
-        return (
-            False,
-            f"further steps are needed, about: {_named(wide)}; raise train.steps, or repeat the runs",
-        )
+        return (False, f"further steps are needed, about: {_named(wide)}; raise train.steps, or repeat the runs")
     return True, f"every median is known to within {100 * PRECISION:.0f} %, at 95 %"
 
 

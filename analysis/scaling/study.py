@@ -153,9 +153,7 @@ def study_table(points: Sequence[Point]) -> str:
         for row in rows
     ]
     bases = [f"base of {line}: {base_words(base)}" for line, base in bases_of(points).items()]
-    note = (
-        ["a to b: fewer than 6 steps, so their range and no interval"] if any(map(_is_range, points)) else []
-    )
+    note = ["a to b: fewer than 6 steps, so their range and no interval"] if any(map(_is_range, points)) else []
     return "\n".join([title(points)[0], *shown, *note, *sorted(bases)])
 
 

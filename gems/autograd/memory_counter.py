@@ -85,9 +85,7 @@ class StashMeter:
     def __init__(self, known: Iterable[Tensor]) -> None:
         self._known = storages_of(known)
         self._saved: dict[int, int] = {}
-        self._hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, _unpack
-        )
+        self._hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         storage = tensor.untyped_storage()

@@ -63,9 +63,7 @@ class Verb:
 def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
     """Runs one command and gives its exit code; an error of ours is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # names of files may hold what a terminal's encoding cannot say
+        if isinstance(stream, io.TextIOWrapper):  # names of files may hold what a terminal's encoding cannot say
             stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(program, verbs, list(argv))
@@ -88,9 +86,7 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
         return 0 if argv else 2
     name, words = argv[0], argv[1:]
     if name not in verbs:
-        raise ConfigError(
-            "command", name, "allowed: " + ", ".join(verbs), f"nearest: {nearest(name, verbs, 1)[0]}"
-        )
+        raise ConfigError("command", name, "allowed: " + ", ".join(verbs), f"nearest: {nearest(name, verbs, 1)[0]}")
     verb = verbs[name]
     flags = frozenset(word for word in words if word in verb.flags)
     words, chosen = _take_choices(words, verb)
@@ -159,9 +155,7 @@ def _take_choices(words: list[str], verb: Verb) -> tuple[list[str], dict[str, st
         chosen[name] = value if equals else next(rest, "")
         allowed = verb.choices[name]
         if not chosen[name] or chosen[name].startswith("-") or (allowed and chosen[name] not in allowed):
-            raise ConfigError(
-                name, chosen[name] or "none", one_of(allowed) if allowed else "must have a value"
-            )
+            raise ConfigError(name, chosen[name] or "none", one_of(allowed) if allowed else "must have a value")
     return kept, chosen
 
 

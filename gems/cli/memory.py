@@ -43,14 +43,10 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     keeping = in_run(spec, case, case.kept)
     outcomes, refused = _outcomes(spec, case, keeping, names)
     entries = [_entry(spec, case, keeping, outcome) for outcome in outcomes]
-    entries.sort(
-        key=lambda entry: (not entry["fits"], float(f"{entry['step_s']:.9g}"), max(entry["peak_bytes"]))
-    )
+    entries.sort(key=lambda entry: (not entry["fits"], float(f"{entry['step_s']:.9g}"), max(entry["peak_bytes"])))
     answer = _facts(spec, case) | {"choices": entries, "refused": refused}
     if picture is not None:
-        answer["picture"] = draw(
-            "memory", {**answer, "curves": [_curve(each) for each in outcomes]}, Path(picture)
-        )
+        answer["picture"] = draw("memory", {**answer, "curves": [_curve(each) for each in outcomes]}, Path(picture))
     if options.json:
         print_json(answer)
         return 0
@@ -117,11 +113,7 @@ def _segments(case: MemoryCase, outcome: Outcome) -> list[dict[str, Any]]:
         for number, segment in enumerate(segments):
             cost = costs.get((stage, number), Exposure())
             last = names[segment.end - 1]
-            layers = (
-                names[segment.first]
-                if segment.end - segment.first == 1
-                else f"{names[segment.first]} .. {last}"
-            )
+            layers = names[segment.first] if segment.end - segment.first == 1 else f"{names[segment.first]} .. {last}"
             listed.append({
                 "stage": stage, "segment": number, "layers": layers, "first": segment.first, "end": segment.end,
                 "choice": segment.choice.value, "kept_bytes": round(outcome.costs.segments[stage][number].activation),
@@ -149,9 +141,7 @@ def _curve(outcome: Outcome) -> dict[str, Any]:
 
 
 def _head(answer: dict[str, Any]) -> str:
-    limit = (
-        "no limit" if answer["limit_bytes"] is None else f"limit {answer['limit_bytes'] / MIB:.0f} MiB a rank"
-    )
+    limit = "no limit" if answer["limit_bytes"] is None else f"limit {answer['limit_bytes'] / MIB:.0f} MiB a rank"
     return (
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']} on "
         f"{_counted(answer['partitions'], 'rank')}, {_counted(answer['micro_batches'], 'micro-batch', 'es')}, {limit}: predicted "

@@ -27,9 +27,7 @@ def show_partition(spec: RunSpec, options: Options) -> int:
     if spec.partition.objective == "auto":
         spec = replace(spec, partition=replace(spec.partition, objective="peak_bytes"))
     is_comparison = "--compare" in options.flags
-    picture = options.chosen.get("--picture") or (
-        "partition.png" if is_comparison and not options.json else None
-    )
+    picture = options.chosen.get("--picture") or ("partition.png" if is_comparison and not options.json else None)
     if picture is not None:
         check_picture(Path(picture))
     schedule = schedule_of(spec)

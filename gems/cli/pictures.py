@@ -39,10 +39,6 @@ def draw(verb: str, answer: Mapping[str, Any], path: Path) -> str:
         argv = [sys.executable, "-m", "analysis", verb, str(document), "--out", str(path.absolute())]
         search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         subprocess.run(
-            argv,
-            check=True,
-            timeout=LIMIT_S,
-            stdout=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": search},
+            argv, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": search}
         )
     return str(path)

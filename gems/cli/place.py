@@ -49,9 +49,7 @@ def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
     graph, timed, devices = found.graph, found.timed, found.devices
     one_s = graph.time_s
     gradients = [u for u, v in graph.edges if timed.places[u] != timed.places[v]]
-    outputs = [
-        u for u, _ in {(u, timed.places[v]) for u, v in graph.edges if timed.places[u] != timed.places[v]}
-    ]
+    outputs = [u for u, _ in {(u, timed.places[v]) for u, v in graph.edges if timed.places[u] != timed.places[v]}]
     closed_s = closed_form_s(graph, devices.num)
     return {
         "source": "predicted", "model": title_of(spec.model), "height_px": spec.data.height_px,

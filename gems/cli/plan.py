@@ -240,10 +240,7 @@ def _batches(options: Options, spec: RunSpec, epochs: Epochs | None) -> list[int
     words = text.split(",")
     if len(words) > 1 and epochs is None:
         raise ConfigError(
-            "--global-batch",
-            text,
-            "must be one number",
-            "several compare by the time to a target: give --epochs FILE",
+            "--global-batch", text, "must be one number", "several compare by the time to a target: give --epochs FILE"
         )
     one_each = [Options(chosen={"--global-batch": word}) for word in words]
     return sorted({_whole(one, "--global-batch", 1) for one in one_each})

@@ -9,15 +9,7 @@ from typing import Any
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.planner.hybrid.break_even import Crossing
-from gems.planner.hybrid.device_allocation import (
-    Choice,
-    HybridPlan,
-    Picks,
-    Row,
-    device_counts,
-    picks,
-    plan_hybrid,
-)
+from gems.planner.hybrid.device_allocation import Choice, HybridPlan, Picks, Row, device_counts, picks, plan_hybrid
 from gems.planner.hybrid.efficiency import Efficiency
 from gems.planner.hybrid.end_to_end_time import HybridCase
 from gems.planner.hybrid.epochs import EqualEpochs
@@ -135,9 +127,7 @@ def _picks(found: Picks | None, num_samples: int | None) -> dict[str, Any]:
     if found is None:
         return {}
     named = {"fastest": found.fastest, "nearly_fastest": found.nearly_fastest, "cheapest": found.cheapest}
-    return {
-        name: {"devices": choice.devices, **_choice(choice, num_samples)} for name, choice in named.items()
-    }
+    return {name: {"devices": choice.devices, **_choice(choice, num_samples)} for name, choice in named.items()}
 
 
 def _crossing(found: Crossing) -> dict[str, Any]:

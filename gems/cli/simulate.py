@@ -75,20 +75,13 @@ def predict(spec: RunSpec) -> Prediction:
 
 
 def _with_noise(
-    spec: RunSpec,
-    schedule: Schedule,
-    costs: StageCosts,
-    network: Network,
-    cap: float | None,
-    quiet: Simulation,
+    spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, quiet: Simulation
 ) -> tuple[Simulation, tuple[float, float]]:
     """Gives the median step under machine.noise, and the times between which 95 % of the steps lie."""
     if not spec.machine.noise:
         return quiet, (quiet.span, quiet.span)
     machine, replicas = spec.machine, spec.parallel.replicas
-    steps = noisy_steps(
-        schedule, costs, network, cap, machine.noise, replicas, spec.seed, pace=pace_of(spec, 0)
-    )
+    steps = noisy_steps(schedule, costs, network, cap, machine.noise, replicas, spec.seed, pace=pace_of(spec, 0))
     return median_of(steps), interval_of(steps)
 
 
@@ -109,9 +102,7 @@ def _predict_planned(spec: RunSpec) -> Prediction:
     )  # fmt: skip
 
 
-def _kept_memory(
-    spec: RunSpec, made: Schedule, costs: StageCosts, played: Simulation
-) -> tuple[RankMemory, ...]:
+def _kept_memory(spec: RunSpec, made: Schedule, costs: StageCosts, played: Simulation) -> tuple[RankMemory, ...]:
     """Gives the bytes of ranks that keep their activations: by the storages of the layers, where a profile names them.
 
     Configured costs, a placed list, and a searched one of more stages than layers tell of activations, messages and
@@ -156,9 +147,7 @@ def bound_of(spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Netw
     if schedule.name in SEARCHED:
         return float(found_of(spec)["bound"])
     allow = set(spec.schedule.allow)
-    allow |= {
-        name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)
-    }
+    allow |= {name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)}
     is_split = schedule.has_split_backward
     return memory_time_bound(costs, schedule.placement, cap, is_split, network, tuple(allow))
 

@@ -39,9 +39,7 @@ def verify(spec: RunSpec, options: Options) -> int:
         argv = mpiexec_argv(
             spec.world_size, [sys.executable, "-m", "gems.engine.verification.compare", str(folder.path)]
         )
-        ended = run_ranks(
-            argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=TIME_LIMIT_S
-        )
+        ended = run_ranks(argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=TIME_LIMIT_S)
         found = read_json(folder.result_json)
         if ended.returncode or not found:
             raise _failure(folder, ended.returncode)

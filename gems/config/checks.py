@@ -60,9 +60,7 @@ def check_choices(spec: RunSpec) -> None:
         )
     if not spec.train.resume or not spec.train.resume.isprintable():
         raise ConfigError(
-            "train.resume",
-            repr(spec.train.resume),
-            "must be auto, never, or the folder of a run or a checkpoint",
+            "train.resume", repr(spec.train.resume), "must be auto, never, or the folder of a run or a checkpoint"
         )
     if len(spec.name.encode()) > MOST_NAME_BYTES:
         raise ConfigError(
@@ -73,9 +71,7 @@ def check_choices(spec: RunSpec) -> None:
             continue
         longest = max(len(part.encode()) for part in path.split("/"))
         if not path or longest > MOST_PART_BYTES or len(path.encode()) > MOST_PATH_BYTES:
-            raise ConfigError(
-                key, path, "must be a folder, whose path is not longer than a file system allows"
-            )
+            raise ConfigError(key, path, "must be a folder, whose path is not longer than a file system allows")
 
 
 def check_ranges(spec: RunSpec) -> None:
@@ -175,9 +171,7 @@ def check_ranges(spec: RunSpec) -> None:
             "machine.noise", spec.machine.noise, f"must be at most {MOST_NOISE}, a share of a compute's time"
         )
     if train.warmup_steps >= train.steps:
-        raise ConfigError(
-            "train.warmup_steps", train.warmup_steps, f"must be below train.steps={train.steps}"
-        )
+        raise ConfigError("train.warmup_steps", train.warmup_steps, f"must be below train.steps={train.steps}")
 
 
 def check_start(spec: RunSpec) -> None:
@@ -191,10 +185,7 @@ def check_start(spec: RunSpec) -> None:
         folder = Path(start)  # a run's folder, or that of the weights
         if not _holds("train.initial_checkpoint", folder, ("checkpoint/stage*.pt", "stage*.pt")):
             raise ConfigError(
-                "train.initial_checkpoint",
-                start,
-                "holds no checkpoint (stage*.pt)",
-                "give a finished run's folder",
+                "train.initial_checkpoint", start, "holds no checkpoint (stage*.pt)", "give a finished run's folder"
             )
     if resume not in (RESUME_AUTO, RESUME_NEVER):
         manifests = ("checkpoints/step*/manifest.json", "step*/manifest.json", "manifest.json")

@@ -54,10 +54,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
     ):
         if word is not None and not (word and word.isprintable()):
             raise ConfigError(
-                f"cluster.{key}",
-                repr(word),
-                "must be printable text on one line",
-                f"or null: cluster.{key}=null",
+                f"cluster.{key}", repr(word), "must be printable text on one line", f"or null: cluster.{key}=null"
             )
     for key, words in (
         ("srun", cluster.srun),
@@ -88,9 +85,7 @@ def _check_words(cluster: ClusterConfig) -> None:
         ("charge_per", cluster.charge_per, CHARGED),
     ):
         if value is not None and value not in valid:
-            raise ConfigError(
-                f"cluster.{key}", value, one_of(valid), f"did you mean {nearest(value, valid, 1)[0]}?"
-            )
+            raise ConfigError(f"cluster.{key}", value, one_of(valid), f"did you mean {nearest(value, valid, 1)[0]}?")
     for key, number in (
         ("usable_cpus_per_node", cluster.usable_cpus_per_node),
         ("node_memory_bytes", cluster.node_memory_bytes),
@@ -109,9 +104,7 @@ def _check_words(cluster: ClusterConfig) -> None:
         raise ConfigError("cluster.charge_rate", rate, "must be 0 or more and finite")
     hours = cluster.ask_above_gpu_hours
     if hours is not None and not (math.isfinite(hours) and hours >= 0):
-        raise ConfigError(
-            "cluster.ask_above_gpu_hours", hours, "must be 0 or more and finite", "or null: never ask"
-        )
+        raise ConfigError("cluster.ask_above_gpu_hours", hours, "must be 0 or more and finite", "or null: never ask")
     if rate is not None and cluster.charge_per is None:
         raise ConfigError("cluster.charge_per", "null", f"must be given beside cluster.charge_rate={rate:g}",
                           one_of(CHARGED))  # fmt: skip
@@ -135,9 +128,7 @@ def _check_container(cluster: ClusterConfig) -> None:
         return
     if cluster.container_image.startswith("-") or not cluster.container_image.isprintable():
         raise ConfigError(
-            "cluster.container_image",
-            repr(cluster.container_image),
-            "must be an image's path or name on one line",
+            "cluster.container_image", repr(cluster.container_image), "must be an image's path or name on one line"
         )
     if cluster.container == "none":
         raise ConfigError(

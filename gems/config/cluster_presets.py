@@ -59,17 +59,10 @@ def _choose(folders: tuple[Path, ...], names: tuple[str, ...]) -> str:
         )  # fmt: skip
     if len(found) > 1:
         raise ConfigError(
-            GROUP,
-            AUTO,
-            f"the host {here} fits several presets: {', '.join(sorted(found))}",
-            "give cluster=NAME",
+            GROUP, AUTO, f"the host {here} fits several presets: {', '.join(sorted(found))}", "give cluster=NAME"
         )
     ((preset, name),) = found.items()
-    print(
-        f"gems: cluster={preset}, by the host name {name}; cluster=NAME overrides it",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"gems: cluster={preset}, by the host name {name}; cluster=NAME overrides it", file=sys.stderr, flush=True)
     return preset
 
 

@@ -52,9 +52,7 @@ def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
             default.check()
     except GemsError:
         raise
-    except (
-        Exception
-    ) as error:  # Hydra has errors of its own, OmegaConf's, YAML's, the system's and plain ValueErrors
+    except Exception as error:  # Hydra has errors of its own, OmegaConf's, YAML's, the system's and plain ValueErrors
         raise translate(error, overrides) from error
     return resolve(spec)
 
@@ -84,9 +82,7 @@ def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     return resolve(made)
 
 
-def hydra_app(
-    argv: Sequence[str], program: str, act: Callable[[RunSpec], None], cluster: str = LOCAL
-) -> None:
+def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None], cluster: str = LOCAL) -> None:
     """Runs `act` under `hydra.main`, for Hydra's own options (--cfg, --help, --info, --multirun, ...).
 
     In `argv` overrides come before options, as Hydra's parser takes them in one piece. `cluster` is that of `compose`.

@@ -58,9 +58,7 @@ def write_experiment(path: Path, text: str) -> None:
         raise ConfigError("--write", path, f"cannot be written ({error.strerror})") from error
 
 
-def _differing(
-    values: Mapping[str, Any], base: Mapping[str, Any], left_out: Sequence[str] = ()
-) -> dict[str, Any]:
+def _differing(values: Mapping[str, Any], base: Mapping[str, Any], left_out: Sequence[str] = ()) -> dict[str, Any]:
     found = {}
     for key, value in values.items():
         if key in left_out or value == base[key]:

@@ -23,12 +23,8 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 IN_CONF = "(in conf/)"
 FILE, PACKAGE = "file://", "pkg://"
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-SIZE = re.compile(
-    r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?"
-)
-FREE = re.compile(
-    r"(cluster\.(environment|sbatch)|model\.kwargs)\."
-)  # mappings whose keys are the user's own
+SIZE = re.compile(r"(?P<key>[\w.+]+_bytes(?:_per_s)?)=(?P<number>\d+(?:\.\d+)?)(?P<unit>[kMGT]|[KMGT]i)B(?:/s)?")
+FREE = re.compile(r"(cluster\.(environment|sbatch)|model\.kwargs)\.")  # mappings whose keys are the user's own
 KWARGS = re.compile(r"model\.kwargs[.=]")
 
 
@@ -134,9 +130,7 @@ def _check_override(override: Override, keys: Sequence[str], folders: Sequence[P
         return
     if key == "study":
         value = override.get_value_element_as_str()
-        raise ConfigError(
-            key, value, "names many runs, and this is one", f"python -m jobs study study={value}"
-        )
+        raise ConfigError(key, value, "names many runs, and this is one", f"python -m jobs study study={value}")
     if override.is_delete():
         raise ConfigError(f"~{key}", "", "a key cannot be taken away", f"set it instead: {key}=...")
     if key not in keys and not FREE.match(key):

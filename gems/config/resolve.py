@@ -63,9 +63,7 @@ def _resolve_target(spec: RunSpec) -> RunSpec:
         return replace(spec, model=resolve_target(spec.model))
     for key, value in (("model.kwargs", spec.model.kwargs), ("model.path", spec.model.path)):
         if value:
-            raise ConfigError(
-                key, value, "is for a network of your own", "name it: model.target=package.module.Class"
-            )
+            raise ConfigError(key, value, "is for a network of your own", "name it: model.target=package.module.Class")
     return spec
 
 

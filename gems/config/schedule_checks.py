@@ -42,10 +42,7 @@ def check_schedule(spec: RunSpec) -> None:
         )
     if schedule.name == PLACED:
         _check_placed(spec)
-    for key, values, valid in (
-        ("allow", schedule.allow, ACTIONS),
-        ("placements", schedule.placements, PLACEMENTS),
-    ):
+    for key, values, valid in (("allow", schedule.allow, ACTIONS), ("placements", schedule.placements, PLACEMENTS)):
         for value in values:
             if value not in valid:
                 raise ConfigError(f"schedule.{key}", value, one_of(valid))
@@ -65,15 +62,10 @@ def _check_placed(spec: RunSpec) -> None:
     ):
         if value != usual:
             raise ConfigError(
-                key,
-                value,
-                "is for schedules of stages, and schedule=placed lays operators on ranks",
-                "leave it out",
+                key, value, "is for schedules of stages, and schedule=placed lays operators on ranks", "leave it out"
             )
     if spec.parallel.partitions < 2:
-        raise ConfigError(
-            "parallel.partitions", spec.parallel.partitions, "must be 2 or more for schedule=placed"
-        )
+        raise ConfigError("parallel.partitions", spec.parallel.partitions, "must be 2 or more for schedule=placed")
 
 
 def check_pace(spec: RunSpec) -> None:
@@ -96,9 +88,7 @@ def check_pace(spec: RunSpec) -> None:
     if machine.slowdown < 1:
         raise ConfigError("machine.slowdown", machine.slowdown, "must be 1 or more: how many times longer")
     if machine.slow_rank is None and machine.slowdown != 1:
-        raise ConfigError(
-            "machine.slowdown", machine.slowdown, "needs machine.slow_rank, the rank that is slow"
-        )
+        raise ConfigError("machine.slowdown", machine.slowdown, "needs machine.slow_rank, the rank that is slow")
     if machine.slow_rank is not None and machine.slow_rank >= spec.world_size:
         raise ConfigError(
             "machine.slow_rank", machine.slow_rank, f"must be below the world size, {spec.world_size} ranks"

@@ -278,9 +278,7 @@ class RunSpec:
             for inner in value:
                 if inner not in section.__dataclass_fields__:
                     raise ConfigError(
-                        f"{key}.{inner}",
-                        value[inner],
-                        one_of(nearest(str(inner), section.__dataclass_fields__)),
+                        f"{key}.{inner}", value[inner], one_of(nearest(str(inner), section.__dataclass_fields__))
                     )
             check_types(section, value, f"{key}.")
             built[key] = section(**value)

@@ -110,10 +110,7 @@ def labels_per_sample(data: DataConfig) -> int:
 def _source(data: DataConfig) -> Source:
     if data.name not in SOURCES:
         raise ConfigError(
-            "data.name",
-            data.name,
-            one_of(sorted(SOURCES)),
-            f"nearest: {', '.join(nearest(data.name, SOURCES))}",
+            "data.name", data.name, one_of(sorted(SOURCES)), f"nearest: {', '.join(nearest(data.name, SOURCES))}"
         )
     return SOURCES[data.name]
 

@@ -25,13 +25,7 @@ class Dataset(ABC):
     dtype: ClassVar[type[np.float32] | type[np.int64]] = np.float32
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        num_classes: int,
-        num_train: int,
-        num_validation: int,
-        seed: int,
-        augment: bool,
+        self, shape: tuple[int, ...], num_classes: int, num_train: int, num_validation: int, seed: int, augment: bool
     ) -> None:
         self.shape = shape
         self.num_classes = num_classes
@@ -66,9 +60,7 @@ class Dataset(ABC):
 
         The largest share of them is the accuracy of always guessing one class.
         """
-        labels = np.array(
-            [self._label(split, index) for index in range(self.num_images(split))], dtype=np.int64
-        )
+        labels = np.array([self._label(split, index) for index in range(self.num_images(split))], dtype=np.int64)
         return tuple(np.bincount(labels.ravel(), minlength=self.num_classes).tolist())
 
     @abstractmethod

@@ -68,34 +68,24 @@ class FolderDataset(Dataset):
 def check(data: DataConfig) -> None:
     """Raises ConfigError for a missing folder or another number of classes than it holds; opens no image."""
     if data.channels not in _MODES:
-        raise ConfigError(
-            "data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)"
-        )
+        raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
     root = _root(data)
     if _has_split(root):
         names = _class_names(root / "train")
         strays = set(_class_names(root / "validation")) - set(names)
         if strays:
-            raise ConfigError(
-                "data.path", data.path, f"train/ lacks classes of validation/: {_listed(strays)}"
-            )
+            raise ConfigError("data.path", data.path, f"train/ lacks classes of validation/: {_listed(strays)}")
     else:
         names = _class_names(root)
     if len(names) != data.num_classes:
-        found = (
-            f"the folder has {len(names)} classes ({_listed(names)})"
-            if names
-            else "the folder has no classes"
-        )
+        found = f"the folder has {len(names)} classes ({_listed(names)})" if names else "the folder has no classes"
         advice = f"set data.num_classes={len(names)}" if len(names) > 1 else f"lay files out as {_LAYOUTS}"
         raise ConfigError("data.num_classes", data.num_classes, found, advice)
 
 
 def _root(data: DataConfig) -> Path:
     if data.path is None:
-        raise ConfigError(
-            "data.path", None, "data=folder needs a directory of images", f"lay it out as {_LAYOUTS}"
-        )
+        raise ConfigError("data.path", None, "data=folder needs a directory of images", f"lay it out as {_LAYOUTS}")
     root = Path(data.path).expanduser()
     if not root.is_dir():
         raise ConfigError("data.path", data.path, "no such directory", f"lay it out as {_LAYOUTS}")
@@ -105,9 +95,7 @@ def _root(data: DataConfig) -> Path:
 def _has_split(root: Path) -> bool:
     present = [name for name in ("train", "validation") if (root / name).is_dir()]
     if len(present) == 1:
-        raise ConfigError(
-            "data.path", root, f"it has {present[0]}/ but not the other split", f"expected {_LAYOUTS}"
-        )
+        raise ConfigError("data.path", root, f"it has {present[0]}/ but not the other split", f"expected {_LAYOUTS}")
     return bool(present)
 
 
@@ -121,9 +109,7 @@ def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
     names = _class_names(root)
     for label, name in enumerate(names):
         paths = _files_of(root / name)
-        num_validation = (
-            min(max(round(share * len(paths)), 1), len(paths) - 1) if len(paths) > 1 and share else 0
-        )
+        num_validation = min(max(round(share * len(paths)), 1), len(paths) - 1) if len(paths) > 1 and share else 0
         held_out = set(generator(seed, "split", label).permutation(len(paths))[:num_validation].tolist())
         for number, path in enumerate(paths):
             files["validation" if number in held_out else "train"].append((path, label))
@@ -135,9 +121,7 @@ def _all(folder: Path, names: list[str]) -> Files:
 
 
 def _class_names(folder: Path) -> list[str]:
-    return sorted(
-        entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -152,9 +136,7 @@ def _verify(paths: list[Path]) -> None:
         for path, problem in zip(paths, pool.map(_problem, paths), strict=True):
             if problem:
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise ConfigError(
-                    "data.path", path, f"not a readable image: {problem}", "repair or remove the file"
-                )
+                raise ConfigError("data.path", path, f"not a readable image: {problem}", "repair or remove the file")
 
 
 def _problem(path: Path) -> str:

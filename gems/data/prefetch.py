@@ -18,9 +18,7 @@ class Prefetcher(Generic[T]):
     `load` raises, the thread ends, and `get` of that step or a later one raises the same exception.
     """
 
-    def __init__(
-        self, load: Callable[[int], T], depth: int, first_step: int = 0, last_step: int | None = None
-    ) -> None:
+    def __init__(self, load: Callable[[int], T], depth: int, first_step: int = 0, last_step: int | None = None) -> None:
         if depth < 0:
             raise ValueError(f"depth={depth}")
         self._load = load

@@ -102,9 +102,7 @@ class TissueDataset(Dataset):
     def _pixels(self, split: Split, index: int) -> Image:
         top, left = self.position_px(split, index)
         height, width = self.field_shape_px
-        tile = self._resample(
-            self.slide[top : top + height, left : left + width], (self.shape[1], self.shape[2])
-        )
+        tile = self._resample(self.slide[top : top + height, left : left + width], (self.shape[1], self.shape[2]))
         normalised = (np.asarray(tile, dtype=np.float32) - self._mean) / self._deviation
         channels_first: Image = normalised.transpose(2, 0, 1)
         return channels_first
@@ -147,9 +145,7 @@ def field_px(data: DataConfig) -> int:
 def field_shape_px(data: DataConfig) -> tuple[int, int]:
     """Gives height and width of the field of view in source pixels, of the tile's proportions."""
     longer = max(data.height_px, data.width_px)
-    height, width = (
-        max(1, round(field_px(data) * side / longer)) for side in (data.height_px, data.width_px)
-    )
+    height, width = (max(1, round(field_px(data) * side / longer)) for side in (data.height_px, data.width_px))
     return height, width
 
 
@@ -169,9 +165,7 @@ def read_slide() -> NDArray[np.uint8]:
     except OSError as error:
         raise ConfigError("data.name", "tissue", f"the slide cannot be read: {error}", advice) from error
     if slide.shape != (SLIDE_PX, SLIDE_PX, 3):
-        raise ConfigError(
-            "data.name", "tissue", f"{path} has shape {slide.shape}, not 512x512 in colour", advice
-        )
+        raise ConfigError("data.name", "tissue", f"{path} has shape {slide.shape}, not 512x512 in colour", advice)
     return slide
 
 
@@ -180,7 +174,5 @@ def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray
     height, width = shape_px
     total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), dtype=np.int64)
     total[1:, 1:] = mask.cumsum(axis=0).cumsum(axis=1)
-    inside = (
-        total[height:, width:] - total[:-height, width:] - total[height:, :-width] + total[:-height, :-width]
-    )
+    inside = total[height:, width:] - total[:-height, width:] - total[height:, :-width] + total[:-height, :-width]
     return inside / (height * width)

@@ -28,13 +28,10 @@ class TokenDataset(Dataset):
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         shape = shape_of(self.kind, data.length)
-        super().__init__(
-            shape, data.num_classes, data.train_images, data.validation_images, seed, augment=False
-        )
+        super().__init__(shape, data.num_classes, data.train_images, data.validation_images, seed, augment=False)
         self._length = data.length
         self._next = [
-            generator(seed, "successor", number).permutation(data.num_classes)
-            for number in range(len(CHANCES))
+            generator(seed, "successor", number).permutation(data.num_classes) for number in range(len(CHANCES))
         ]
 
     def _pixels(self, split: Split, index: int) -> Tokens:

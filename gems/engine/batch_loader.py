@@ -82,9 +82,7 @@ class Feed:
         )
 
     def _images(self, split: Split, samples: np.ndarray) -> Tensor:
-        given = torch.from_numpy(
-            np.stack([self._data.image(split, int(index), int(draw)) for index, draw in samples])
-        )
+        given = torch.from_numpy(np.stack([self._data.image(split, int(index), int(draw)) for index, draw in samples]))
         return given.to(self._dtype) if given.is_floating_point() else given
 
     def _labels(self, split: Split, samples: np.ndarray) -> Tensor:

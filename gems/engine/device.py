@@ -66,10 +66,7 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "machine.device",
-            "cuda",
-            "torch sees no GPU here",
-            "use machine=cpu, or a torch built for this GPU",
+            "machine.device", "cuda", "torch sees no GPU here", "use machine=cpu, or a torch built for this GPU"
         )
     device = torch.device("cuda", device_index(local_rank(), torch.cuda.device_count(), order))
     torch.cuda.set_device(device)

@@ -126,9 +126,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         part, micro_batch, loss = self._part_of(action), _micro_batch(action), self._loss_of(action)
         inputs = [self._inputs(action)]
-        run = (
-            part.first_run if isinstance(part, StoredSegment) and self._has(Kind.R, action) else part.forward
-        )
+        run = part.first_run if isinstance(part, StoredSegment) and self._has(Kind.R, action) else part.forward
         start = self._recorder.mark()
         # taken out, for inside of a stage nothing but this call may have them
         outputs = run(micro_batch, inputs.pop(), loss, self._has(Kind.I, action))

@@ -27,11 +27,7 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        modules: Mapping[Held, nn.Module],
-        transport: Transport,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, modules: Mapping[Held, nn.Module], transport: Transport, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._transport = transport
         copies: dict[int, list[nn.Module]] = {}
@@ -43,13 +39,9 @@ class Gradients:
             [tensors for tensors in zip(*(running_statistics(copy) for copy in same), strict=True)]
             for same in copies.values()
         ]
-        num_gradients = sum(
-            parameter.numel() for same in copies.values() for parameter in same[0].parameters()
-        )
+        num_gradients = sum(parameter.numel() for same in copies.values() for parameter in same[0].parameters())
         num_statistics = sum(tensors[0].numel() for stage in self._statistics for tensors in stage)
-        num_seconds = sum(
-            p.numel() for same in copies.values() for copy in same[1:] for p in copy.parameters()
-        )
+        num_seconds = sum(p.numel() for same in copies.values() for copy in same[1:] for p in copy.parameters())
         self._flat = torch.zeros(num_gradients + num_statistics + num_seconds, dtype=dtype, device=device)
         self._message = self._flat[: num_gradients + num_statistics]
         self._packed = self._flat[num_gradients : num_gradients + num_statistics]

@@ -144,9 +144,7 @@ class GraphHanding(Handing):
 
     def _gradient(self, need: Action, stage: int | None) -> Tensors:
         """Gives the gradient of a stage's output that one reader made here, or waits for that of another rank."""
-        return (
-            self._links.wait(need) if need.kind in RECV_KINDS else self._out.pop(need._replace(segment=stage))
-        )
+        return self._links.wait(need) if need.kind in RECV_KINDS else self._out.pop(need._replace(segment=stage))
 
     def _give_up(self, need: Action, tensors: Tensors) -> None:
         """Counts gradients as gone."""

@@ -18,17 +18,12 @@ def build_optimizer(train: TrainConfig, parameters: Iterable[nn.Parameter]) -> t
     listed = list(parameters) or [nn.Parameter(torch.empty(0))]  # a rank's layers may have none
     if train.optimizer == "adam":
         return torch.optim.Adam(listed, lr=train.learning_rate, weight_decay=train.weight_decay)
-    return torch.optim.SGD(
-        listed, lr=train.learning_rate, momentum=train.momentum, weight_decay=train.weight_decay
-    )
+    return torch.optim.SGD(listed, lr=train.learning_rate, momentum=train.momentum, weight_decay=train.weight_decay)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Gives the bytes of what the optimizer keeps for its parameters."""
     tensors = (
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     )
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -159,9 +159,7 @@ def build_pipeline(
         schedule, rank, stages, links, recorder, heartbeat,
         labels_per_step=labels_per_step(spec), gradients=gradients, optimizer=optimizer, segments=segments,
     )  # fmt: skip
-    forward = validate(
-        lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages)))
-    )
+    forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
     evaluation_links = Links(forward, rank, boundaries, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_links, recorder, heartbeat)
     control = Transport(comm, stall_limit_s)

@@ -55,11 +55,7 @@ class Stage:
         return self._layers
 
     def forward(
-        self,
-        micro_batch: int,
-        inputs: Sequence[Tensor],
-        loss: Loss | None = None,
-        is_split: bool = False,
+        self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
     ) -> tuple[Tensor, ...]:
         """Runs the layers and keeps what backward needs.
 
@@ -73,8 +69,7 @@ class Stage:
             The next boundary's tensors, detached; with `loss`, the scalar.
         """
         leaves = tuple(
-            tensor.detach().requires_grad_(tensor.is_floating_point() and not self.is_first)
-            for tensor in inputs
+            tensor.detach().requires_grad_(tensor.is_floating_point() and not self.is_first) for tensor in inputs
         )
         later = Deferred() if is_split else None
         with self._leaving_to(later):
@@ -87,9 +82,7 @@ class Stage:
         self._stash[micro_batch] = _Stash(leaves, edges_of(outputs), later)
         return tuple(tensor.detach() for tensor in outputs)
 
-    def backward(
-        self, micro_batch: int, gradients: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Adds to the parameters' gradients, and frees what forward kept.
 
         Args:
@@ -172,14 +165,10 @@ class Stage:
     def _leaving_to(self, later: Deferred | None) -> AbstractContextManager[None]:
         return nullcontext() if later is None else self.split_layers().into(later)
 
-    def _backward(
-        self, stash: _Stash, gradients: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _backward(self, stash: _Stash, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         run_backward(stash.edges, gradients)
         input_gradients = tuple(
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for leaf in stash.leaves
-            if leaf.requires_grad
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in stash.leaves if leaf.requires_grad
         )
         for leaf in stash.leaves:
             leaf.grad = None  # an input that is read until W must not keep its gradient
@@ -201,9 +190,7 @@ class Stage:
 def edges_of(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
     """Gives where the gradients of floating-point outputs enter the graph; None where one needs no gradient."""
     return tuple(
-        get_gradient_edge(tensor) if tensor.requires_grad else None
-        for tensor in outputs
-        if tensor.is_floating_point()
+        get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs if tensor.is_floating_point()
     )
 
 

@@ -153,6 +153,4 @@ def unshared(made: tuple[Tensor, ...], received: Sequence[Tensor]) -> tuple[Tens
     A layer may hand a view of its input on (flatten, identity), and autograd a view of the gradient.
     """
     taken = {_address(tensor) for tensor in received if tensor is not None}
-    return tuple(
-        tensor.clone() if tensor is not None and _address(tensor) in taken else tensor for tensor in made
-    )
+    return tuple(tensor.clone() if tensor is not None and _address(tensor) in taken else tensor for tensor in made)

@@ -52,12 +52,7 @@ class Accuracy:
 
 
 def train(
-    spec: RunSpec,
-    folder: RunFolder,
-    comm: Comm,
-    device: torch.device,
-    heartbeat: Heartbeat,
-    stop: Asks | None = None,
+    spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, heartbeat: Heartbeat, stop: Asks | None = None
 ) -> None:
     """Runs a whole training on one rank: set-up, steps, evaluation, weights, trace part; collective.
 
@@ -107,16 +102,7 @@ def train(
         monitor = Monitor(device, spec.train.sample_interval_s)
         try:
             stops = _steps(
-                spec,
-                pipeline,
-                feed,
-                part,
-                monitor,
-                heartbeat,
-                folder.progress_json,
-                saver,
-                beginning.step,
-                losses,
+                spec, pipeline, feed, part, monitor, heartbeat, folder.progress_json, saver, beginning.step, losses
             )
             pipeline.control.barrier()
             part.set_attributes(measure_offset(comm).attributes("clock_end") | _allocator_peaks(device))
@@ -177,15 +163,7 @@ def _steps(
             loss = total[0] / labels if total is not None else float("nan")
             part.add(
                 "rank_steps",
-                (
-                    comm.rank,
-                    step,
-                    start_ns,
-                    end_ns,
-                    images,
-                    loss,
-                    step - first_step < spec.train.warmup_steps,
-                ),
+                (comm.rank, step, start_ns, end_ns, images, loss, step - first_step < spec.train.warmup_steps),
             )
             for sample in monitor.take():
                 part.add("samples", (comm.rank, *sample))

@@ -129,9 +129,7 @@ def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
     lines, and PMI_* makes a process believe that it is a rank of another world. SLURM_CONF stays.
     """
     return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(KEPT) or not name.startswith(LEFTOVERS)
+        name: value for name, value in environment.items() if name.startswith(KEPT) or not name.startswith(LEFTOVERS)
     }
 
 

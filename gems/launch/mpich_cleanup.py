@@ -49,9 +49,7 @@ def _mapped_by_own_processes() -> set[str]:
         with contextlib.suppress(OSError):
             if process.stat().st_uid == os.getuid():
                 lines = (process / "maps").read_text(errors="replace").splitlines()
-                mapped.update(
-                    fields[5].strip() for line in lines if len(fields := line.split(maxsplit=5)) == 6
-                )
+                mapped.update(fields[5].strip() for line in lines if len(fields := line.split(maxsplit=5)) == 6)
     return mapped
 
 

@@ -59,8 +59,7 @@ class MemoryCase:
         schedule = self.lowered(plan)
         costs = segment_costs(self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s)
         ranks = tuple(
-            walk(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer])
-            for rank in range(schedule.num_ranks)
+            walk(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer]) for rank in range(schedule.num_ranks)
         )
         return Outcome(plan, schedule, costs, ranks, simulate(schedule, costs, self.network))
 

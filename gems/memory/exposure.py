@@ -45,16 +45,11 @@ def exposures(outcome: Outcome) -> dict[Place, Exposure]:
             if kind is Kind.OFFLOAD:
                 out_s = start if one.out_s is None else one.out_s
                 one = replace(
-                    one,
-                    copy_s=one.copy_s + end - start,
-                    out_s=out_s,
-                    moved_bytes=one.moved_bytes + moved[action],
+                    one, copy_s=one.copy_s + end - start, out_s=out_s, moved_bytes=one.moved_bytes + moved[action]
                 )
             elif kind is Kind.PREFETCH:
                 arrival[action] = end
-                one = replace(
-                    one, copy_s=one.copy_s + end - start, back_s=end if one.back_s is None else one.back_s
-                )
+                one = replace(one, copy_s=one.copy_s + end - start, back_s=end if one.back_s is None else one.back_s)
             elif kind in COMPUTE_KINDS or kind in WAIT_KINDS:
                 waited = _waited(action, free, start, outcome, arrival)
                 again = end - start if kind is Kind.R else 0.0
@@ -64,9 +59,7 @@ def exposures(outcome: Outcome) -> dict[Place, Exposure]:
     return found
 
 
-def _waited(
-    action: Action, free: float, start: float, outcome: Outcome, arrival: dict[Action, float]
-) -> float:
+def _waited(action: Action, free: float, start: float, outcome: Outcome, arrival: dict[Action, float]) -> float:
     """Gives how long a rank stood still for a copy before an action, from `free` on."""
     if action.kind is Kind.FREE:
         return max(0.0, start - free)

@@ -68,16 +68,12 @@ class MemoryModel:
             held = schedule.placement.stages_on(rank)
             stages = sorted({stage for _, stage in held})
             moments = moments_of(schedule, rank)
-            found.append(
-                max(sum(float(self._of_stage(each, s, spans[s])) for s in stages) for each in moments)
-            )
+            found.append(max(sum(float(self._of_stage(each, s, spans[s])) for s in stages) for each in moments))
         return tuple(map(round, found))
 
     def _costs(self, held: tuple[Held, ...], moments: tuple[Moment, ...]) -> RankCosts:
         stages = tuple(sorted({stage for _, stage in held}))
-        tables = tuple(
-            tuple(_kept(partial(self._table, moment, stage)) for stage in stages) for moment in moments
-        )
+        tables = tuple(tuple(_kept(partial(self._table, moment, stage)) for stage in stages) for moment in moments)
         if len(stages) == 1:
             return RankCosts(stages, ((_kept(partial(_largest, tables)),),))
         return RankCosts(stages, tables)

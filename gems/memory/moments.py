@@ -158,9 +158,7 @@ class _Walk:
 
     def _record(self, active: Held | None, kind: Kind) -> None:
         moment = Moment(
-            tuple((held, Counts(**self._crossings.counts[held])) for held in self._crossings.held),
-            active,
-            kind,
+            tuple((held, Counts(**self._crossings.counts[held])) for held in self._crossings.held), active, kind
         )
         if moment in self._seen:
             return

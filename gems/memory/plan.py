@@ -113,8 +113,6 @@ class MemoryPlan:
                 tuple(Segment(**(dict(entry) | {"choice": Choice(entry["choice"])})) for entry in stage)
                 for stage in document["stages"]
             )
-            return cls(
-                str(document["policy"]), stages, int(document["least_bytes"]), document.get("counters")
-            )
+            return cls(str(document["policy"]), stages, int(document["least_bytes"]), document.get("counters"))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("memory plan", "json", f"not of schema {SCHEMA} ({error!r})") from error

@@ -78,12 +78,7 @@ def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 
 def _lms(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     return lms(
-        case,
-        memory.swapout_threshold,
-        memory.swapin_ahead,
-        memory.swapin_groupby,
-        memory.sync_mode,
-        memory.ratio,
+        case, memory.swapout_threshold, memory.swapin_ahead, memory.swapin_groupby, memory.sync_mode, memory.ratio
     )
 
 

@@ -43,12 +43,7 @@ def reserved_bytes(
 
 class _Play:
     def __init__(
-        self,
-        profile: ModelProfile,
-        schedule: Schedule,
-        rank: int,
-        boundaries: Sequence[int],
-        optimizer: Optimizer,
+        self, profile: ModelProfile, schedule: Schedule, rank: int, boundaries: Sequence[int], optimizer: Optimizer
     ) -> None:
         self.allocator = CachingAllocator()
         self._layers = {

@@ -45,11 +45,7 @@ def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
 
 
 def segment_costs(
-    profile: ModelProfile,
-    plan: MemoryPlan,
-    schedule: Schedule,
-    d2h_bytes_per_s: float,
-    h2d_bytes_per_s: float,
+    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, d2h_bytes_per_s: float, h2d_bytes_per_s: float
 ) -> StageCosts:
     """Gives the costs of the stages and segments of a plan, in seconds and bytes.
 

@@ -147,9 +147,7 @@ class StageStorages:
 
     def _groups(self, least_bytes: int) -> Iterator[tuple[Group, int]]:
         first, end = self.spans_of[0][0], self.spans_of[-1][1]
-        segment_of = [
-            number for number, (begin, stop) in enumerate(self.spans_of) for _ in range(begin, stop)
-        ]
+        segment_of = [number for number, (begin, stop) in enumerate(self.spans_of) for _ in range(begin, stop)]
         for layer in range(first, end):
             maker = segment_of[layer - first]
             for one in self.layers.storages[layer]:
@@ -208,9 +206,7 @@ def _told_apart(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
     of the next layer tell, for tensors that are not carried further.
     """
     layer = profile.layers[index]
-    is_told = layer.passing or layer.saved != saved_from(
-        layer.stash_bytes, layer.saved_later, layer.cheap_bytes
-    )
+    is_told = layer.passing or layer.saved != saved_from(layer.stash_bytes, layer.saved_later, layer.cheap_bytes)
     if is_told or index + 1 == profile.num_layers:
         return (*layer.saved, *layer.passing)
     after = profile.layers[index + 1]

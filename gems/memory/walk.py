@@ -59,9 +59,7 @@ class Walked:
         return max(point.host_bytes for point in self.points)
 
 
-def walk(
-    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer
-) -> Walked:
+def walk(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer) -> Walked:
     """Plays the lowered list of a rank with `Holdings`, the rules that the engine's store follows.
 
     Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors that cross between
@@ -132,9 +130,7 @@ class _Walk:
         return Point(action, during, device_bytes, self._activation_bytes, self._host_bytes, moved_bytes)
 
 
-def _states(
-    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int
-) -> dict[Place, Iterator[State]]:
+def _states(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int) -> dict[Place, Iterator[State]]:
     """Gives the states of each micro-batch on each stage of a rank; micro-batches whose actions are alike are played once."""
     layers = layers_of_profile(profile)
     storages = {
@@ -142,6 +138,5 @@ def _states(
         for _, stage in schedule.placement.stages_on(rank)
     }
     return {
-        place: iter(played(storages[place[1]], script))
-        for place, script in scripts_of(schedule.rows[rank]).items()
+        place: iter(played(storages[place[1]], script)) for place, script in scripts_of(schedule.rows[rank]).items()
     }

@@ -24,17 +24,7 @@ from gems.models.families import (
 from gems.models.imported import describe as imported
 from gems.models.layer import Family, Layer
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "Layer",
-    "check_image",
-    "layers_of",
-    "register",
-    "stride_of",
-    "takes_of",
-    "title_of",
-]
+__all__ = ["FAMILIES", "Family", "Layer", "check_image", "layers_of", "register", "stride_of", "takes_of", "title_of"]
 
 FAMILIES: dict[str, Family] = {
     "alexnet": Family(alexnet.layers, alexnet.stride_px, alexnet.normed_px),
@@ -138,9 +128,6 @@ def _least_side(model: ModelConfig, map_px: int) -> int:
 def _family(model: ModelConfig) -> Family:
     if model.name not in FAMILIES:
         raise ConfigError(
-            "model.name",
-            model.name,
-            one_of(sorted(FAMILIES)),
-            f"nearest: {', '.join(nearest(model.name, FAMILIES))}",
+            "model.name", model.name, one_of(sorted(FAMILIES)), f"nearest: {', '.join(nearest(model.name, FAMILIES))}"
         )
     return FAMILIES[model.name]

@@ -32,11 +32,7 @@ class TensorSpec:
 
 
 def build_layer(
-    layer: Layer,
-    index: int,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    layer: Layer, index: int, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> nn.Module:
     """Builds the module of `layer`, the `index`-th of its model, in `dtype` on `device`.
 
@@ -123,9 +119,7 @@ def _outputs(
         suffixes = [""] if len(tensors) == 1 else [f".{number}" for number in range(len(tensors))]
     else:
         suffixes = [f".{name}" for name in names]
-    return tuple(
-        (suffix, tuple(tensor.shape), tensor.dtype) for suffix, tensor in zip(suffixes, tensors, strict=True)
-    )
+    return tuple((suffix, tuple(tensor.shape), tensor.dtype) for suffix, tensor in zip(suffixes, tensors, strict=True))
 
 
 def _construct(layer: Layer) -> nn.Module:

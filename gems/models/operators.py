@@ -52,16 +52,12 @@ def num_branching(operators: Sequence[Operator]) -> int:
     return sum(any(each.is_join for each in some) for _, some in groupby(operators, lambda each: each.layer))
 
 
-def _add_steps(
-    found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int
-) -> int:
+def _add_steps(found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int) -> int:
     """Adds steps that run one after the other, behind operator `last`, and gives the number of the last of them."""
     for number, step in enumerate(steps):
         here = f"{path}.{number}"
         if not isinstance(step, Fork):
-            found.append(
-                Operator(f"{name}.{here.removeprefix('steps.')}", layer, here, (last,) if last >= 0 else ())
-            )
+            found.append(Operator(f"{name}.{here.removeprefix('steps.')}", layer, here, (last,) if last >= 0 else ()))
             last = len(found) - 1
             continue
         ends = tuple(

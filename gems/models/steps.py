@@ -70,12 +70,7 @@ def fork(*branches: tuple[Step, ...]) -> Fork:
 
 
 def chain_layer(
-    name: str,
-    kind: str,
-    in_channels: int,
-    steps: tuple[Step, ...],
-    norm: str,
-    carried: tuple[str, ...] = (),
+    name: str, kind: str, in_channels: int, steps: tuple[Step, ...], norm: str, carried: tuple[str, ...] = ()
 ) -> Layer:
     """Gives the layer that runs `steps`, and hands on, beside its output, the tensors named in `carried`."""
     options = (("in_channels", in_channels), ("steps", steps), ("norm", norm), ("carried", carried))

@@ -67,6 +67,4 @@ def at_most(ours: Cut, others: Sequence[Cut]) -> Cut:
     best = min(others, key=lambda cut: cut.cost, default=ours)
     if best.cost >= ours.cost:
         return ours
-    return replace(
-        ours, boundaries=best.boundaries, cost=best.cost, facts={**ours.facts, "from": best.method}
-    )
+    return replace(ours, boundaries=best.boundaries, cost=best.cost, facts={**ours.facts, "from": best.method})

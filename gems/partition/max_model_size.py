@@ -28,9 +28,7 @@ class Largest:
     peak_bytes: int
 
 
-def largest(
-    spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], Case]
-) -> list[Largest]:
+def largest(spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], Case]) -> list[Largest]:
     """Searches for each method the largest `axis` whose cut keeps every rank within machine.device_bytes.
 
     Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the next values above

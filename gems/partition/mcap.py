@@ -36,8 +36,7 @@ def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
 def predict(isolated: Sequence[float], added: Sequence[float], boundaries: Sequence[int]) -> list[float]:
     """Gives the predicted peak of each stage: its first layer's isolated bytes and what the others add."""
     return [
-        float(isolated[first]) + float(sum(added[first + 1 : end]))
-        for first, end in itertools.pairwise(boundaries)
+        float(isolated[first]) + float(sum(added[first + 1 : end])) for first, end in itertools.pairwise(boundaries)
     ]
 
 
@@ -64,9 +63,7 @@ def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[fl
         ]
         added.append(_mean(steps) if steps else None)
     beside = [
-        alone - more
-        for alone, more in zip(isolated, added, strict=True)
-        if alone is not None and more is not None
+        alone - more for alone, more in zip(isolated, added, strict=True) if alone is not None and more is not None
     ]
     if not beside:
         alones, mores = ([each for each in row if each is not None] for row in (isolated, added))

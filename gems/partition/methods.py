@@ -152,14 +152,7 @@ def _kept_cut(spec: RunSpec, case: Case) -> Cut:
     """Gives the configured method's cut, from the cache where it has been made for the same profile and schedule."""
     method = spec.partition.name
     objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
-    facts = (
-        method,
-        objective,
-        case.limit_bytes,
-        case.link_bytes_per_s,
-        case.optimizer,
-        spec.partition.budget_s,
-    )
+    facts = (method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, spec.partition.budget_s)
     key = repr((facts, case.profile, case.schedule.digest()))
 
     def make() -> dict[str, Any]:
@@ -242,8 +235,7 @@ def _check_layers(case: Case) -> None:
 def _alone(costs: RankCosts, layer: int) -> float:
     """Gives the least that a rank holds whose largest stage is one layer."""
     return min(
-        max(float(tables[place]()[layer, layer + 1]) for tables in costs.moments)
-        for place in range(len(costs.stages))
+        max(float(tables[place]()[layer, layer + 1]) for tables in costs.moments) for place in range(len(costs.stages))
     )
 
 

@@ -10,10 +10,7 @@ MESSAGES = 2  # activations one way, as many bytes of gradients back
 
 
 def pipedream(
-    times_s: Sequence[float],
-    boundary_bytes: Sequence[int],
-    num_stages: int,
-    link_bytes_per_s: float | None = None,
+    times_s: Sequence[float], boundary_bytes: Sequence[int], num_stages: int, link_bytes_per_s: float | None = None
 ) -> tuple[int, ...]:
     """Gives the boundaries of the fastest pipeline of stages without copies.
 

@@ -24,9 +24,7 @@ class NoCut(ValueError):  # noqa: N818 - it is an answer
         self.least = least
         self.limit = limit
         self.bound = bound
-        super().__init__(
-            f"no cut within {limit:g}: the best one needs {least:g}, and none less than {bound:g}"
-        )
+        super().__init__(f"no cut within {limit:g}: the best one needs {least:g}, and none less than {bound:g}")
 
     def __reduce__(self) -> tuple[type[NoCut], tuple[float, float, float]]:
         return type(self), (self.least, self.limit, self.bound)
@@ -47,8 +45,7 @@ class RankCosts:
     def at(self, spans: Sequence[tuple[int, int]]) -> float:
         """Gives the cost with `spans[k]` = (first layer, end) of its k-th stage."""
         return max(
-            sum(float(table()[span]) for table, span in zip(tables, spans, strict=True))
-            for tables in self.moments
+            sum(float(table()[span]) for table, span in zip(tables, spans, strict=True)) for tables in self.moments
         )
 
     def spans(self, boundaries: Sequence[int]) -> list[tuple[int, int]]:

@@ -72,9 +72,7 @@ class Cuts:
 
     def _cut_by_time(self, placement: Placement) -> TimeCut:
         num_stages, num_ranks = placement.num_stages, placement.num_ranks
-        is_alone = num_stages > 2 * num_ranks or (
-            num_stages > num_ranks and placement == looped(num_ranks, 2)
-        )
+        is_alone = num_stages > 2 * num_ranks or (num_stages > num_ranks and placement == looped(num_ranks, 2))
         ranks = []
         for rank in range(num_stages if is_alone else num_ranks):
             held = ((0, rank),) if is_alone else placement.stages_on(rank)

@@ -33,10 +33,7 @@ from gems.simulation.step_time import parts_s, slowest, with_reduction
 
 GUESSED = 1.25  # times the limit, up to which a guess of the bytes may well fit
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
-PLAN_BUDGET_S, SEARCH_BUDGET_S = (
-    3.0,
-    1.0,
-)  # of memory=plan and schedule=capped, of which there are many candidates
+PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)  # of memory=plan and schedule=capped, of which there are many candidates
 Epochs = Callable[[int], float]
 
 

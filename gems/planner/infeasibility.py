@@ -19,9 +19,7 @@ MORE_GPUS = (2, 4, 8)
 GIB = 2**30
 
 
-def refuse(
-    planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int, end: float
-) -> NoReturn:
+def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int, end: float) -> NoReturn:
     """Refuses a plan that cannot fit, with the bytes needed and what would make it fit, found until `end`.
 
     Half of the time is for the memory, the rest for the GPUs.
@@ -51,16 +49,11 @@ def refuse(
     cut_off = f", and {found.num_left} were not looked at (--budget)" if found.num_left else ""
     leanest_is = "the leanest found" if memory is not None else "by its bound the leanest"
     raise DoesNotFitError(
-        f"{leanest_is} of {len(asked)} configurations on {num_gpus} GPUs",
-        needed,
-        limit,
-        ", ".join(ways) + cut_off,
+        f"{leanest_is} of {len(asked)} configurations on {num_gpus} GPUs", needed, limit, ", ".join(ways) + cut_off
     )
 
 
-def _least_memory(
-    planner: Planner, asked: Sequence[Candidate], limit: int, end: float
-) -> tuple[int, Choice] | None:
+def _least_memory(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> tuple[int, Choice] | None:
     """Gives the smallest device memory that works, to within 5 %, with what fits there; None where none was found in time."""
     low = high = limit
     best = None
@@ -80,9 +73,7 @@ def _least_memory(
     return high, best
 
 
-def _more_gpus(
-    planner: Planner, asked: Sequence[Candidate], num_gpus: int, end: float
-) -> tuple[int, Choice] | None:
+def _more_gpus(planner: Planner, asked: Sequence[Candidate], num_gpus: int, end: float) -> tuple[int, Choice] | None:
     """Gives the least of two, four and eight times the GPUs that fits, with what fits there."""
     assert planner.limit_bytes is not None
     batch, num_layers = asked[0].global_batch, planner.profile(planner.sizes[0]).num_layers

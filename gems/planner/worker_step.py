@@ -146,8 +146,4 @@ class ModelledEfficiency:
 
 
 def _unlimited(spec: RunSpec) -> RunSpec:
-    return replace(
-        spec,
-        machine=replace(spec.machine, device_bytes=None),
-        memory=replace(spec.memory, name="keep"),
-    )
+    return replace(spec, machine=replace(spec.machine, device_bytes=None), memory=replace(spec.memory, name="keep"))

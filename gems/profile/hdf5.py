@@ -30,12 +30,7 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("backward_peak_bytes", "i8", "byte", "most at once in backward"),
     ("held_for_weights_bytes", "i8", "byte", "kept between input gradient and weight gradient"),
     ("held_input_bytes", "i8", "byte", "inputs among what is kept for the weight gradient"),
-    (
-        "held_output_grad_bytes",
-        "i8",
-        "byte",
-        "gradients of outputs among what is kept for the weight gradient",
-    ),
+    ("held_output_grad_bytes", "i8", "byte", "gradients of outputs among what is kept for the weight gradient"),
     ("plain_peak_bytes", "i8", "byte", "most made at once in a forward that keeps nothing"),
     ("cheap_bytes", "i8", "byte", "given by convolutions and matrix products"),
     ("cheap_first_peak_bytes", "i8", "byte", "most made at once in a forward that keeps only those"),

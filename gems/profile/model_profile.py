@@ -78,9 +78,7 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         if not self.saved:
-            object.__setattr__(
-                self, "saved", saved_from(self.stash_bytes, self.saved_later, self.cheap_bytes)
-            )
+            object.__setattr__(self, "saved", saved_from(self.stash_bytes, self.saved_later, self.cheap_bytes))
             return
         told = (self.stash_bytes, tuple(pair for pair in self.saved_later if pair[1]), self.cheap_bytes)
         found = (*stash_of(self.saved), product_bytes_of((*self.saved, *self.passing)))
@@ -149,27 +147,16 @@ class ModelProfile:
             profile = cls(**(values | {"layers": layers}))
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
-                "profile.path",
-                path,
-                f"holds no whole profile ({error})",
-                "make it again with `gems profile --json`",
+                "profile.path", path, f"holds no whole profile ({error})", "make it again with `gems profile --json`"
             ) from error
         if not profile.layers:
-            raise ConfigError(
-                "profile.path", path, "holds no layers", "make it again with `gems profile --json`"
-            )
+            raise ConfigError("profile.path", path, "holds no layers", "make it again with `gems profile --json`")
         return profile
 
 
 def _check_fields(kind: type, values: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError for a field that is not of its type, or a number that is no time and no size."""
-    takes = {
-        "str": str,
-        "int": int,
-        "float": int | float,
-        "Mapping[str, str]": Mapping,
-        "Mapping[str, Any]": Mapping,
-    }
+    takes = {"str": str, "int": int, "float": int | float, "Mapping[str, str]": Mapping, "Mapping[str, Any]": Mapping}
     for each in fields(kind):
         wanted, value = takes.get(str(each.type)), values.get(each.name)
         if wanted is None or each.name not in values:
@@ -189,7 +176,6 @@ def _layer(entry: Mapping[str, Any]) -> LayerProfile:
         for name in ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
     }
     storages = {
-        name: tuple(Saved.from_json(storage) for storage in entry.get(name, ()))
-        for name in ("saved", "passing")
+        name: tuple(Saved.from_json(storage) for storage in entry.get(name, ())) for name in ("saved", "passing")
     }
     return LayerProfile(**(dict(entry) | pairs | storages))

@@ -91,11 +91,7 @@ class OpGraph:
 
     def to_json(self) -> dict[str, Any]:
         """Gives the dictionary of schema gems.operators/1."""
-        return {
-            "schema": SCHEMA,
-            "ops": [asdict(op) for op in self.ops],
-            "edges": [list(edge) for edge in self.edges],
-        }
+        return {"schema": SCHEMA, "ops": [asdict(op) for op in self.ops], "edges": [list(edge) for edge in self.edges]}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> OpGraph:

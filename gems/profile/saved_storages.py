@@ -72,9 +72,7 @@ def product_bytes_of(storages: Iterable[Saved]) -> int:
     return sum(storage.total_bytes for storage in storages if storage.is_product)
 
 
-def saved_from(
-    stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0
-) -> tuple[Saved, ...]:
+def saved_from(stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0) -> tuple[Saved, ...]:
     """Gives storages that a stash may be made of, for a profile that does not tell them apart: one for each first saver."""
     cheap = min(cheap_bytes, stash_bytes)
     own = (Saved(cheap, is_product=True), Saved(stash_bytes - cheap))

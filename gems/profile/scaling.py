@@ -19,9 +19,7 @@ STORAGES = ("saved", "passing")
 PAIRS = ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
 
 
-def extrapolate(
-    points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
-) -> ModelProfile:
+def extrapolate(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:
     """Gives the profile at another shape: every time and size as a + b x pixels of the micro-batch, by least squares.
 
     Of a convolutional network that is what times and sizes are, but for rounding where a side is no multiple of the
@@ -45,9 +43,7 @@ def extrapolate(
     return replace(found, facts={"extrapolated_from": shapes, "error": error})
 
 
-def _fit(
-    points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
-) -> ModelProfile:
+def _fit(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:
     first = points[0]
     weights = _line([_pixels(point) for point in points], float(micro_batch_size * height_px * width_px))
 
@@ -120,21 +116,16 @@ def _check(points: Sequence[ModelProfile]) -> None:
         for name in ("model", "dtype", "device", "source"):
             if getattr(point, name) != getattr(first, name):
                 raise ConfigError(
-                    "points",
-                    getattr(point, name),
-                    f"must all be of one {name}, and one is of {getattr(first, name)}",
+                    "points", getattr(point, name), f"must all be of one {name}, and one is of {getattr(first, name)}"
                 )
         if not _have_same_layers(point, first):
-            raise ConfigError(
-                "points", point.model, "must all have the same layers, sharing the same tensors"
-            )
+            raise ConfigError("points", point.model, "must all have the same layers, sharing the same tensors")
 
 
 def _have_same_layers(one: ModelProfile, other: ModelProfile) -> bool:
     def shape(profile: ModelProfile) -> list[object]:
         return [
-            (layer.name, *([ahead for ahead, _ in getattr(layer, name)] for name in PAIRS))
-            for layer in profile.layers
+            (layer.name, *([ahead for ahead, _ in getattr(layer, name)] for name in PAIRS)) for layer in profile.layers
         ]
 
     return shape(one) == shape(other)
@@ -152,6 +143,4 @@ def _whole(profile: ModelProfile, name: str) -> float:
     """Gives the sum over layers of a time or of what they save."""
     if name == "time_s":
         return sum(layer.time_s for layer in profile.layers)
-    return float(
-        sum(layer.stash_bytes + sum(size for _, size in layer.saved_later) for layer in profile.layers)
-    )
+    return float(sum(layer.stash_bytes + sum(size for _, size in layer.saved_later) for layer in profile.layers))

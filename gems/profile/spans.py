@@ -51,9 +51,7 @@ class Spans:
         peaks = np.array([layer.forward_peak_bytes for layer in layers], dtype=float)
         unsaved = np.array([layer.unsaved_input_bytes for layer in layers], dtype=float)
         carried = [
-            (index, index - back, size)
-            for index, layer in enumerate(layers)
-            for back, size in layer.unsaved_from
+            (index, index - back, size) for index, layer in enumerate(layers) for back, size in layer.unsaved_from
         ]
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
@@ -77,9 +75,7 @@ class Spans:
         last = np.where(alone > -np.inf, alone, peaks)
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
-            within = np.concatenate(
-                ([-np.inf], np.maximum.accumulate(self.stash[i, i + 1 :] + peaks[i:])[:-1])
-            )
+            within = np.concatenate(([-np.inf], np.maximum.accumulate(self.stash[i, i + 1 :] + peaks[i:])[:-1]))
             table[i, i + 1 :] = np.maximum(self.stash[i, i + 1 :] + last[i:], within + gradients[i:])
         for end, cases in self._ends_of_their_own().items():
             own = peaks.copy()

@@ -122,10 +122,7 @@ def taken_in_child(spec: RunSpec, taker: str | None = None, wanted: str = "layer
     """
     print(f"gems: taking the profile ({spec.profile.name}) ...", file=sys.stderr, flush=True)
     ended = subprocess.run(
-        [sys.executable, "-m", taker or TAKER],
-        input=json.dumps(spec.to_dict()),
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", taker or TAKER], input=json.dumps(spec.to_dict()), capture_output=True, text=True
     )
     try:
         answer = json.loads(ended.stdout.splitlines()[-1]) if ended.stdout.strip() else {}
@@ -137,7 +134,5 @@ def taken_in_child(spec: RunSpec, taker: str | None = None, wanted: str = "layer
         lines = ended.stderr.strip().splitlines() or [f"the process ended with {ended.returncode}"]
         # Python prints an error before its notes, such as the layer at fault
         told = max((n for n, line in enumerate(lines) if ERROR.match(line)), default=len(lines) - 1)
-        raise ConfigError(
-            "profile", spec.profile.name, f"could not be taken: {'; '.join(lines[told:])[-400:]}"
-        )
+        raise ConfigError("profile", spec.profile.name, f"could not be taken: {'; '.join(lines[told:])[-400:]}")
     return answer

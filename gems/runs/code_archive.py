@@ -25,9 +25,7 @@ PACKAGES = ("gems", "jobs", "analysis", "conf")
 SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt", ".js", ".css")
 MAIN = "gems/runs/code_archive_main.py"  # the archive's own __main__.py
 UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: byte-code that is never compared with its source
-WITHOUT_REFERENCES = (
-    2  # version of marshal: later ones note how often an object is in use, which differs by process
-)
+WITHOUT_REFERENCES = 2  # version of marshal: later ones note how often an object is in use, which differs by process
 EPOCH = (1980, 1, 1, 0, 0, 0)
 MODE = 0o644
 

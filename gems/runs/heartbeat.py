@@ -23,9 +23,7 @@ class Heartbeat:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._head = f"{os.getpid()} {os.uname().nodename}"
         with path.open("w+b") as file:
-            file.write(
-                b" " * SIZE_BYTES
-            )  # not a hole: on a full file system that would end the rank by SIGBUS
+            file.write(b" " * SIZE_BYTES)  # not a hole: on a full file system that would end the rank by SIGBUS
             file.flush()
             self._map = mmap.mmap(file.fileno(), SIZE_BYTES)
         self.beat(-1, "start")

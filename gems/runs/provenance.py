@@ -83,9 +83,7 @@ def code_diff(root: Path) -> bytes | None:
     `git apply` takes it, unless it was longer than MAX_DIFF_BYTES: then its last line says so.
     """
     diff = _git(root, "diff", "--no-color", "--no-ext-diff", "--binary", "HEAD", "--", *PACKAGES)
-    new = _git(
-        root, "ls-files", "-z", "--others", "--exclude-standard", "--", *(f"{name}/*.py" for name in PACKAGES)
-    )
+    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *(f"{name}/*.py" for name in PACKAGES))
     if diff is None or new is None:
         return None
     for name in filter(None, new.decode(errors="surrogateescape").split("\0")):

@@ -54,11 +54,7 @@ class World:
     """The ranks of a run at one moment. Reads of `beats` only what it is asked for."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        beats: Mapping[int, Beat],
-        now_ns: int,
-        silent_after_s: float = SILENT_AFTER_S,
+        self, schedule: Schedule, beats: Mapping[int, Beat], now_ns: int, silent_after_s: float = SILENT_AFTER_S
     ) -> None:
         self._schedule, self._beats, self._now_ns = schedule, beats, now_ns
         self._silent_ns = silent_after_s * 1e9

@@ -115,9 +115,7 @@ def check_fits(spec: RunSpec, outcome: Outcome) -> None:
     policy, peaks, worst = outcome.plan.policy, outcome.peak_bytes, outcome.fullest_rank
     limit = spec.machine.device_bytes
     if limit is not None and peaks[worst] > limit:
-        raise DoesNotFitError(
-            f"rank {worst} of {len(peaks)} under memory={policy}", peaks[worst], limit, SMALLER
-        )
+        raise DoesNotFitError(f"rank {worst} of {len(peaks)} under memory={policy}", peaks[worst], limit, SMALLER)
     limit, on_host = spec.machine.host_bytes, outcome.host_bytes
     if limit is not None and not has_room(spec, on_host):
         together = _on_a_node(spec, on_host)
@@ -152,6 +150,4 @@ def _kept_plan(spec: RunSpec, case: MemoryCase) -> MemoryPlan:
         spec.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer, case.limit_bytes,
         case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas,
     ))  # fmt: skip
-    return MemoryPlan.from_json(
-        cached(spec.cache_dir, "memory", key, lambda: plan_of(spec.memory, case).to_json())
-    )
+    return MemoryPlan.from_json(cached(spec.cache_dir, "memory", key, lambda: plan_of(spec.memory, case).to_json()))

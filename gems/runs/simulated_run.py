@@ -15,15 +15,7 @@ from gems.config.run_id import signature
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
-from gems.schedule.action import (
-    BLOCKING_KINDS,
-    COMPUTE_KINDS,
-    COPY_KINDS,
-    RECV_KINDS,
-    SEND_KINDS,
-    Action,
-    Kind,
-)
+from gems.schedule.action import BLOCKING_KINDS, COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
@@ -101,12 +93,8 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         for rank in range(schedule.num_ranks)
         for k in range(num_steps)
     ]
-    held = [
-        memory_over_time(schedule, costs, played, cost.activation_bytes, cost.param_bytes) for played in drawn
-    ]
-    events = [
-        _events(spec, schedule, costs, played, memory) for played, memory in zip(drawn, held, strict=True)
-    ]
+    held = [memory_over_time(schedule, costs, played, cost.activation_bytes, cost.param_bytes) for played in drawn]
+    events = [_events(spec, schedule, costs, played, memory) for played, memory in zip(drawn, held, strict=True)]
     peaks = [round(max(rank.peak - rank.parameters for rank in each)) for each in zip(*held, strict=True)]
     attributes = root_attributes(
         "simulated", signature(spec), spec.world_size, device="simulated", clock="simulated",
@@ -135,11 +123,7 @@ def _credentials(spec: RunSpec) -> dict[str, object]:
 
 
 def _events(
-    spec: RunSpec,
-    schedule: Schedule,
-    costs: StageCosts,
-    played: Simulation,
-    memory: tuple[RankMemory, ...],
+    spec: RunSpec, schedule: Schedule, costs: StageCosts, played: Simulation, memory: tuple[RankMemory, ...]
 ) -> np.ndarray:
     """Gives the events of one step of replica 0, sorted by (rank, start_ns)."""
     unit_ns, activation_bytes = spec.cost.unit_s * 1e9, spec.cost.activation_bytes

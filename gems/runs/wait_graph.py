@@ -49,10 +49,7 @@ class WaitingChain:
         if rank is None or rank not in self.standings:
             waiting = [one for one in self.standings.values() if one.state is State.WAITS]
             if not waiting:
-                return (
-                    "; ".join(_told(f"rank {root.rank}", root) for root in self.roots[:SHOWN])
-                    or "no rank waits"
-                )
+                return "; ".join(_told(f"rank {root.rank}", root) for root in self.roots[:SHOWN]) or "no rank waits"
             rank = max(waiting, key=lambda one: one.since_s).rank
         path = self.path(rank)
         parts = [_told(f"rank {rank}", self.standings[rank], path[1:2])]
@@ -67,10 +64,7 @@ class WaitingChain:
 
 
 def waiting_chain(
-    schedule: Schedule,
-    beats: Mapping[int, Beat],
-    now_ns: int | None = None,
-    silent_after_s: float = SILENT_AFTER_S,
+    schedule: Schedule, beats: Mapping[int, Beat], now_ns: int | None = None, silent_after_s: float = SILENT_AFTER_S
 ) -> WaitingChain:
     """Finds who waits for whom, from each rank's last mark.
 

@@ -62,9 +62,7 @@ FAMILIES: dict[str, Family] = {
     "interleaved_1f1b": Family(
         lambda r: interleaved_1f1b(r.num_ranks, r.num_micro_batches, r.chunks), stages_per_rank=None
     ),
-    "looped_bfs": Family(
-        lambda r: looped_bfs(r.num_ranks, r.num_micro_batches, r.chunks), stages_per_rank=None
-    ),
+    "looped_bfs": Family(lambda r: looped_bfs(r.num_ranks, r.num_micro_batches, r.chunks), stages_per_rank=None),
     "zb_h1": _with_costs(zb_h1, 1),
     "zb_h2": _with_costs(zb_h2, 1),
     "zb_v": _with_costs(zb_v, 2),
@@ -84,9 +82,7 @@ FAMILIES: dict[str, Family] = {
 PUBLISHED = tuple(name for name in FAMILIES if name not in SEARCHED)
 
 
-def generate(
-    name: str, num_ranks: int, num_micro_batches: int, num_parts: int = 1, **more: object
-) -> Schedule:
+def generate(name: str, num_ranks: int, num_micro_batches: int, num_parts: int = 1, **more: object) -> Schedule:
     """Builds the compute-only schedule of a family in `FAMILIES`; `more` are further fields of `Request`.
 
     Raises:

@@ -76,13 +76,7 @@ def step_units(
 
 
 def peak_units(
-    name: str,
-    num_ranks: int,
-    num_micro_batches: int,
-    parts: int = 1,
-    *,
-    chunks: int = 2,
-    cap: float | None = None,
+    name: str, num_ranks: int, num_micro_batches: int, parts: int = 1, *, chunks: int = 2, cap: float | None = None
 ) -> float | None:
     """Gives the most activations that a rank holds, in micro-batches on one of P equal parts of the model.
 

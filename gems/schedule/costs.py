@@ -83,9 +83,7 @@ class StageCosts:
 
     def in_segments(self, counts: Sequence[int]) -> StageCosts:
         """Gives the same with each stage in so many equal segments."""
-        return replace(
-            self, segments=tuple((self._part(stage, count),) * count for stage, count in enumerate(counts))
-        )
+        return replace(self, segments=tuple((self._part(stage, count),) * count for stage, count in enumerate(counts)))
 
     def _part(self, stage: int, count: int) -> SegmentCosts:
         return SegmentCosts(
@@ -233,9 +231,7 @@ def _cut(density: Sequence[float], num_stages: int) -> list[Fraction]:
     for stage in range(num_stages):
         low, high = Fraction(stage * pieces, num_stages), Fraction((stage + 1) * pieces, num_stages)
         first, last = int(low), min(pieces, ceil(high))
-        overlaps = (
-            (density[i], min(high, Fraction(i + 1)) - max(low, Fraction(i))) for i in range(first, last)
-        )
+        overlaps = ((density[i], min(high, Fraction(i + 1)) - max(low, Fraction(i))) for i in range(first, last))
         parts.append(sum((Fraction(value) * width for value, width in overlaps), Fraction()) / pieces)
     return parts
 

@@ -59,9 +59,7 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     return ()
 
 
-def _named(
-    kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None
-) -> Action:
+def _named(kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None) -> Action:
     """Builds an action; the constructor of a named tuple takes three times as long."""
     return tuple.__new__(Action, (kind, stage, micro_batch, direction, segment))
 
@@ -123,8 +121,4 @@ def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, 
     there = ranks[other]
     if ranks[stage] == there:
         return None
-    return (
-        _named(send, stage, micro_batch, direction),
-        _named(receive, other, micro_batch, direction),
-        there,
-    )
+    return (_named(send, stage, micro_batch, direction), _named(receive, other, micro_batch, direction), there)

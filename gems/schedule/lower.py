@@ -26,9 +26,7 @@ def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Sche
     posted = replace(schedule, passes=(*schedule.passes, "add_transfers"))
     rows = []
     for row in schedule.rows:
-        receives = [
-            [need for need in dependencies(action, posted) if need.kind in RECV_KINDS] for action in row
-        ]
+        receives = [[need for need in dependencies(action, posted) if need.kind in RECV_KINDS] for action in row]
         if is_graph:
             receives = _first_of_each(receives)
         receives += [[]] * receives_ahead
@@ -62,9 +60,7 @@ def add_step(schedule: Schedule) -> Schedule:
 
 
 def _append(schedule: Schedule, kind: Kind, name: str) -> Schedule:
-    rows = tuple(
-        (*row, Action(kind, schedule.placement.lowest_stage(rank))) for rank, row in enumerate(schedule.rows)
-    )
+    rows = tuple((*row, Action(kind, schedule.placement.lowest_stage(rank))) for rank, row in enumerate(schedule.rows))
     return _more(schedule, rows, (*schedule.passes, name))
 
 

@@ -54,11 +54,7 @@ class RankMemory:
 
 
 def memory_over_time(
-    schedule: Schedule,
-    costs: StageCosts,
-    played: Simulation,
-    activation_bytes: float = 1.0,
-    param_bytes: float = 0.0,
+    schedule: Schedule, costs: StageCosts, played: Simulation, activation_bytes: float = 1.0, param_bytes: float = 0.0
 ) -> tuple[RankMemory, ...]:
     """Gives each rank's memory over a simulated step.
 
@@ -93,10 +89,7 @@ def _changes(
     changes: list[Change] = []
     arriving: dict[Action, float] = {}
     last_reader = {
-        need: action
-        for action in row
-        if action.kind in COMPUTE_KINDS
-        for need in dependencies(action, schedule)
+        need: action for action in row if action.kind in COMPUTE_KINDS for need in dependencies(action, schedule)
     }
     for action, start, end in zip(row, starts, ends, strict=True):
         kind = action.kind
@@ -108,10 +101,7 @@ def _changes(
             changes.append((start, BOUNDARIES, arriving[action]))
         elif kind is Kind.OFFLOAD:
             size = costs.moved(action) * activation_bytes
-            changes += [
-                (end, ACTIVATIONS, -ledger.leaves_at_once(action) * activation_bytes),
-                (end, HOST, size),
-            ]
+            changes += [(end, ACTIVATIONS, -ledger.leaves_at_once(action) * activation_bytes), (end, HOST, size)]
         else:
             if kind in COMPUTE_KINDS:
                 for need in dependencies(action, schedule):

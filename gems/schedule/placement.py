@@ -26,9 +26,7 @@ class Placement:
     _users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "_users", () if self.feeders is None else _users_of(self.feeders, self.num_stages)
-        )
+        object.__setattr__(self, "_users", () if self.feeders is None else _users_of(self.feeders, self.num_stages))
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
         for direction, row in enumerate(self.ranks):
             for stage, rank in enumerate(row):
@@ -83,9 +81,7 @@ class Placement:
 
     def reduce_group(self, rank: int, num_replicas: int) -> tuple[int, ...]:
         """Gives the world ranks whose gradients are summed with those of `rank`, in every replica."""
-        return tuple(
-            replica * self.num_ranks + peer for replica in range(num_replicas) for peer in self.peers_of(rank)
-        )
+        return tuple(replica * self.num_ranks + peer for replica in range(num_replicas) for peer in self.peers_of(rank))
 
 
 def _users_of(feeders: tuple[tuple[int, ...], ...], num_stages: int) -> tuple[tuple[int, ...], ...]:

@@ -50,16 +50,12 @@ class Schedule:
                         in_segments.add(stage)
         object.__setattr__(self, "_marks", {kind: frozenset(found) for kind, found in marks.items()})
         object.__setattr__(self, "num_stages", self.placement.num_stages)
-        segments = tuple(
-            last[stage] + 1 if stage in in_segments else None for stage in range(self.num_stages)
-        )
+        segments = tuple(last[stage] + 1 if stage in in_segments else None for stage in range(self.num_stages))
         object.__setattr__(self, "num_segments", segments)
         object.__setattr__(self, "has_transfers", "add_transfers" in self.passes)
         object.__setattr__(self, "needs", {})
 
-    def has(
-        self, kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None
-    ) -> bool:
+    def has(self, kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None) -> bool:
         """Whether an I, R or action of a copy of this stage (or segment), micro-batch and direction is in the list."""
         return (stage, micro_batch, direction, segment) in self._marks[kind]
 

@@ -37,11 +37,7 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule,
-    costs: StageCosts,
-    network: Network = FREE,
-    cap: float | None = None,
-    pace: Pace = EVEN,
+    schedule: Schedule, costs: StageCosts, network: Network = FREE, cap: float | None = None, pace: Pace = EVEN
 ) -> Simulation:
     """Plays all ranks forward at once. Transfers and copies post; who needs the data waits.
 
@@ -60,9 +56,7 @@ def simulate(
 
 
 class _Player:
-    def __init__(
-        self, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, pace: Pace
-    ) -> None:
+    def __init__(self, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, pace: Pace) -> None:
         ranks = range(schedule.num_ranks)
         self.schedule, self.costs, self.network, self.pace = schedule, costs, network, pace
         self.inputs_ready = {
@@ -100,9 +94,7 @@ class _Player:
         self.refuse_stuck()
         span = max((max(row, default=0.0) for row in self.end), default=0.0)
         peak = tuple(ledger.peak for ledger in self.ledgers)
-        return Simulation(
-            tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), span, tuple(self.busy), peak
-        )
+        return Simulation(tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), span, tuple(self.busy), peak)
 
     def advance(self, rank: int, action: Action) -> bool:
         """Runs one action when it can run; otherwise remembers who must wake this rank."""

@@ -56,9 +56,7 @@ def _equal_costs(schedule: Schedule) -> StageCosts:
 
 def _check(schedule: Schedule) -> None:
     if len(schedule.rows) != schedule.num_ranks:
-        raise ScheduleError(
-            len(schedule.rows), "none", f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks"
-        )
+        raise ScheduleError(len(schedule.rows), "none", f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks")
     _check_peers(schedule)
     _check_graph(schedule)
     _check_places(schedule)
@@ -78,9 +76,7 @@ def _check_peers(schedule: Schedule) -> None:
         for stage in stages:
             peer, theirs = held.setdefault(stage, (rank, stages))
             if theirs != stages:
-                raise ScheduleError(
-                    rank, "none", f"shares stage {stage} with rank {peer}, but holds others beside it"
-                )
+                raise ScheduleError(rank, "none", f"shares stage {stage} with rank {peer}, but holds others beside it")
 
 
 def _check_graph(schedule: Schedule) -> None:
@@ -88,9 +84,7 @@ def _check_graph(schedule: Schedule) -> None:
         return
     for rank, action in schedule.actions():
         if action.kind not in _GRAPH_KINDS or action.direction:
-            raise ScheduleError(
-                rank, action, "stages of a graph run whole, in one direction, with a full backward"
-            )
+            raise ScheduleError(rank, action, "stages of a graph run whole, in one direction, with a full backward")
         if action.segment is not None and action.kind not in _TRANSFER_KINDS:
             raise ScheduleError(rank, action, "stages of a graph have no segments")
 
@@ -106,9 +100,7 @@ def _check_places(schedule: Schedule) -> None:
             if not 0 <= stage < schedule.num_stages or not 0 <= direction < len(ranks):
                 raise ScheduleError(rank, action, "no such stage or direction")
             if micro_batch is None or not 0 <= micro_batch < schedule.num_micro_batches:
-                raise ScheduleError(
-                    rank, action, f"micro-batches run from 0 to {schedule.num_micro_batches - 1}"
-                )
+                raise ScheduleError(rank, action, f"micro-batches run from 0 to {schedule.num_micro_batches - 1}")
             home = ranks[direction][stage]
             if home != rank:
                 raise ScheduleError(rank, action, f"stage {stage} in direction {direction} is on rank {home}")
@@ -187,9 +179,7 @@ def _check_tail(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> None:
         expected = int(name in schedule.passes)
         if counts[kind] != expected or (action in index_of) != bool(expected):
             raise ScheduleError(
-                rank,
-                action,
-                f"must stand in the list {expected} times, and {kind} stands {counts[kind]} times",
+                rank, action, f"must stand in the list {expected} times, and {kind} stands {counts[kind]} times"
             )
         if not expected:
             continue

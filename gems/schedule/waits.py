@@ -65,9 +65,7 @@ def rank_times(
     return tuple(times)
 
 
-def _flight(
-    action: Action, schedule: Schedule, costs: StageCosts, network: Network, spans: dict[Action, Span]
-) -> Span:
+def _flight(action: Action, schedule: Schedule, costs: StageCosts, network: Network, spans: dict[Action, Span]) -> Span:
     """Gives when the last message that an action needs set out and arrived."""
     last = (0.0, 0.0)
     for need in dependencies(action, schedule):

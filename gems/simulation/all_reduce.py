@@ -35,10 +35,7 @@ def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllR
     """
     if len(group) < 2:
         return NONE
-    return min(
-        (ring(network, group, num_bytes), hierarchical(network, group, num_bytes)),
-        key=lambda found: found.time,
-    )
+    return min((ring(network, group, num_bytes), hierarchical(network, group, num_bytes)), key=lambda found: found.time)
 
 
 def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:

@@ -177,9 +177,7 @@ def pace_of(spec: RunSpec, replica: int) -> Pace:
     machine, num_ranks = spec.machine, spec.parallel.partitions
     slow = machine.slow_rank
     has_slow_rank = slow is not None and slow // num_ranks == replica
-    return Pace(
-        slow % num_ranks if slow is not None and has_slow_rank else None, machine.slowdown, spec.cost.input
-    )
+    return Pace(slow % num_ranks if slow is not None and has_slow_rank else None, machine.slowdown, spec.cost.input)
 
 
 def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:

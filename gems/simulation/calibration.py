@@ -60,11 +60,7 @@ class Calibration:
             "ranks_per_node": self.ranks_per_node, "d2h_bytes_per_s": self.d2h_bytes_per_s,
             "h2d_bytes_per_s": self.h2d_bytes_per_s,
         }  # fmt: skip
-        return (
-            found
-            | {"noise": self.noise}
-            | {key: value for key, value in optional.items() if value is not None}
-        )
+        return found | {"noise": self.noise} | {key: value for key, value in optional.items() if value is not None}
 
     @property
     def network(self) -> Network:
@@ -88,9 +84,7 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
     sizes, times = np.asarray(sizes_bytes, float), np.asarray(times_s, float)
     if len(set(sizes.tolist())) < 2 or len(sizes) != len(times) or not (times > 0).all():
         raise ConfigError(
-            "calibration",
-            f"{len(sizes)} timings",
-            "must be messages of two sizes or more, with times above 0",
+            "calibration", f"{len(sizes)} timings", "must be messages of two sizes or more, with times above 0"
         )
     columns = np.stack([1 / times, sizes / times], axis=1)
     best, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
@@ -130,15 +124,9 @@ def calibration_of(probe: Mapping[str, Any]) -> Calibration:
         ConfigError: another schema, or too few timings.
     """
     if probe.get("schema") != SCHEMA:
-        raise ConfigError(
-            "calibration", probe.get("schema"), f"must be {SCHEMA}", "probe again, with this version"
-        )
+        raise ConfigError("calibration", probe.get("schema"), f"must be {SCHEMA}", "probe again, with this version")
     messages: Mapping[str, Any] = probe["messages"]
-    links = {
-        level: fit_link(messages[level]["bytes"], messages[level]["s"])
-        for level in LEVELS
-        if level in messages
-    }
+    links = {level: fit_link(messages[level]["bytes"], messages[level]["s"]) for level in LEVELS if level in messages}
     if "link" not in links:
         links = {"link": links["node"]}
     copies: Mapping[str, float] = probe.get("copies") or {}
@@ -200,10 +188,7 @@ def machine_yaml(
     lines += [] if base is None else ["defaults:", f"  - {base}", "  - _self_"]
     lines += [f"name: {name}", f"kind: {kind}", f"device: {device}"]
     values = found.machine() | {"noise": min(found.noise, MOST_NOISE)}
-    lines += [
-        f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}"
-        for key, value in values.items()
-    ]
+    lines += [f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}" for key, value in values.items()]
     lines.append(f'calibrated_from: "{origin}"')
     if held_out_error is not None:
         lines.append(f"held_out_error: {held_out_error:.4g}")

@@ -39,9 +39,7 @@ def costed(spec: RunSpec) -> RunSpec:
     schedule = lower(compute_schedule_of(by_layer))
     boundaries = cut(spec, schedule).boundaries
     case = case_of(spec, schedule, profile)
-    return replace(
-        spec, cost=costs_from(spec, profile, boundaries, list(case.stage_costs(boundaries).activation))
-    )
+    return replace(spec, cost=costs_from(spec, profile, boundaries, list(case.stage_costs(boundaries).activation)))
 
 
 def costs_from(

@@ -39,10 +39,7 @@ def _check_version(path: Path, file: h5py.File) -> None:
     major = version.split(".")[0]
     if not major.isdigit() or int(major) > int(SCHEMA_VERSION.split(".")[0]):
         raise ConfigError(
-            "trace",
-            path,
-            f"schema {version} cannot be read here (known: {SCHEMA_VERSION})",
-            "update this toolkit",
+            "trace", path, f"schema {version} cannot be read here (known: {SCHEMA_VERSION})", "update this toolkit"
         )
 
 

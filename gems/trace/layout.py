@@ -62,9 +62,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
 }
 # What a column says in a file of a minor version that had it not yet.
 DEFAULTS = {("steps", "attempt"): 1}
-DTYPES = {
-    name: np.dtype([(column, kind) for column, kind, _, _ in columns]) for name, columns in COLUMNS.items()
-}
+DTYPES = {name: np.dtype([(column, kind) for column, kind, _, _ in columns]) for name, columns in COLUMNS.items()}
 
 
 @dataclass(frozen=True, slots=True)

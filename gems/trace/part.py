@@ -91,9 +91,7 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
         for table in (part.events, part.rank_steps, part.samples):
             for column in set(_TIMES) & set(table.dtype.names or ()):
                 table[column] -= _offset_ns(part.attributes, table[column])
-    tables: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts]) for name in PART_TABLES
-    }
+    tables: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in PART_TABLES}
     events = tables["events"]
     tables["events"] = events[np.lexsort((events["start_ns"], events["rank"]))]
     merged = {
@@ -106,14 +104,7 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
     for peak in ("peak_allocated_bytes", "peak_reserved_bytes"):
         if any(peak in part.attributes for part in parts):
             merged[peak] = _by_rank(parts, world_size, peak, -1)
-    for gone in (
-        "rank",
-        "hostname",
-        "clock_at_ns",
-        "clock_end_offset_ns",
-        "clock_end_error_ns",
-        "clock_end_at_ns",
-    ):
+    for gone in ("rank", "hostname", "clock_at_ns", "clock_end_offset_ns", "clock_end_error_ns", "clock_end_at_ns"):
         merged.pop(gone, None)
     return Trace(
         attributes=merged,
@@ -130,9 +121,7 @@ def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarra
     start = int(attributes.get("clock_offset_ns", 0))
     end = int(attributes.get("clock_end_offset_ns", start))
     first, last = int(attributes.get("clock_at_ns", 0)), int(attributes.get("clock_end_at_ns", 0))
-    share = (
-        np.clip((times_ns - first) / (last - first), 0.0, 1.0) if last > first else np.zeros(len(times_ns))
-    )
+    share = np.clip((times_ns - first) / (last - first), 0.0, 1.0) if last > first else np.zeros(len(times_ns))
     offsets: np.ndarray = start + np.rint(share * (end - start)).astype(np.int64)
     return offsets
 

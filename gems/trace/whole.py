@@ -22,9 +22,7 @@ def write_trace(path: Path, trace: Trace) -> None:
             group = file.create_group(name)
             table = getattr(trace, name)
             for column, _, units, long_name in columns:
-                compress = (
-                    {"compression": "gzip", "compression_opts": 1, "shuffle": True} if len(table) else {}
-                )
+                compress = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if len(table) else {}
                 dataset = group.create_dataset(column, data=np.ascontiguousarray(table[column]), **compress)
                 dataset.attrs["units"], dataset.attrs["long_name"] = units, long_name
         file["events"].attrs["kinds"] = list(KINDS)
@@ -34,14 +32,8 @@ def write_trace(path: Path, trace: Trace) -> None:
         schedule.attrs["sha256"] = trace.schedule_sha256
         rows = np.array(trace.schedule_rows, dtype=object)
         for dataset, long_name in (
-            (
-                file.create_dataset("run_yaml", data=trace.run_yaml, dtype=text),
-                "resolved configuration, YAML",
-            ),
-            (
-                schedule.create_dataset("rows", data=rows, dtype=text),
-                "actions of each rank of a pipeline, in order",
-            ),
+            (file.create_dataset("run_yaml", data=trace.run_yaml, dtype=text), "resolved configuration, YAML"),
+            (schedule.create_dataset("rows", data=rows, dtype=text), "actions of each rank of a pipeline, in order"),
             (
                 file.create_dataset("memory_plan", data=trace.memory_plan, dtype=text),
                 "segments of each stage and their policies, JSON; empty where activations are kept",

@@ -30,8 +30,5 @@ def keep_freed_memory() -> bool:
         return False
     return all(
         mallopt(option, num_bytes) == 1
-        for option, num_bytes in (
-            (M_MMAP_THRESHOLD, LARGEST_THRESHOLD_BYTES),
-            (M_TRIM_THRESHOLD, KEPT_BYTES),
-        )
+        for option, num_bytes in ((M_MMAP_THRESHOLD, LARGEST_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES))
     )

@@ -33,9 +33,7 @@ def end_family(process: subprocess.Popen[bytes], grace_s: float) -> None:
     process.wait()
 
 
-def end_stranger(
-    pid: int, started: str, grace_s: float, has_ended: Callable[[], bool] = lambda: False
-) -> bool:
+def end_stranger(pid: int, started: str, grace_s: float, has_ended: Callable[[], bool] = lambda: False) -> bool:
     """Ends what a process that is not our child does; tells whether that has come to its end.
 
     SIGTERM goes to the process alone, which ends its own, and may go on with something else when `has_ended` says that

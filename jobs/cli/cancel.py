@@ -78,9 +78,7 @@ def _says_yes(seen: Overview) -> bool:
     of_studies = [found for study in seen.studies for _, found in study.points if found is not None]
     active = list({run.folder.path: run for run in (*seen.runs, *of_studies) if run.is_active}.values())
     if not sys.stdin.isatty():
-        raise ConfigError(
-            "cancel", len(active), "must be confirmed, and nobody is there to ask", f"add {YES}"
-        )
+        raise ConfigError("cancel", len(active), "must be confirmed, and nobody is there to ask", f"add {YES}")
     for run in active:
         job = f", job {run.facts.job_id}" if run.facts.job_id else ""
         print(plain(f"jobs: {run.folder.path.name} is {run.state}{job}"), file=sys.stderr)
@@ -96,9 +94,7 @@ def _stop_study(study: StudyRecord) -> str | None:
     pause, deadline_s = threading.Event(), time.monotonic() + COMMAND_LIMIT_S
     while study.runs_here() and not _is_running_itself(study):
         if time.monotonic() > deadline_s:
-            return (
-                f"study {study.name}: its command (process {study.read()['pid']}) stops before its next point"
-            )
+            return f"study {study.name}: its command (process {study.read()['pid']}) stops before its next point"
         pause.wait(LOOK_S / 5)
     if study.runs_here() is None:
         return f"study {study.name}: its command on {study.read().get('host')} stops before its next point"
@@ -166,17 +162,11 @@ def _end_here(run: Condition) -> Outcome:
     """Ends a run of this machine by its launching process, which ends the ranks and says so in status.json."""
     pid, started = run.facts.status["pid"], str(run.facts.status["pid_started"])
     try:
-        has_ended = end_stranger(
-            pid, started, GRACE_S, lambda: run.folder.read_status().get("state") != "running"
-        )
+        has_ended = end_stranger(pid, started, GRACE_S, lambda: run.folder.read_status().get("state") != "running")
     except PermissionError:
         run.folder.cancelled_json.unlink(missing_ok=True)
         return Outcome(run.folder, REFUSED, f"process {pid} belongs to somebody else")
-    return (
-        _closed(run, f"process {pid}")
-        if has_ended
-        else Outcome(run.folder, ENDING, f"process {pid} is still there")
-    )
+    return _closed(run, f"process {pid}") if has_ended else Outcome(run.folder, ENDING, f"process {pid} is still there")
 
 
 def _await_jobs(jobs: Sequence[Condition], trouble: str | None) -> list[Outcome]:

@@ -16,9 +16,7 @@ from gems.utils.atomic_io import read_json
 from jobs.slurm.resources import PROBE
 
 
-def collect(
-    folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False
-) -> int:
+def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False) -> int:
     """Merges what the ranks left and prints the summary; gives the exit code of `python -m analysis collect`.
 
     `is_quiet` puts the summary in logs/summary.txt. Plotting and HDF5 are loaded by the child alone.
@@ -62,9 +60,7 @@ def collect_verb(words: Sequence[str], options: Options) -> int:
         ConfigError: not one folder, or one that holds no run.
     """
     if len(words) != 1:
-        raise ConfigError(
-            "collect", " ".join(words), "takes one run folder", "python -m jobs collect RUN_FOLDER"
-        )
+        raise ConfigError("collect", " ".join(words), "takes one run folder", "python -m jobs collect RUN_FOLDER")
     folder = RunFolder(Path(words[0]).resolve())
     folder.read_spec()
     return collect(folder, as_json=options.json)

@@ -88,11 +88,7 @@ def _diagnosed(folder: RunFolder, *, with_trace: bool) -> Diagnosis:
 
 def _points(study: StudyRecord) -> list[tuple[str, Diagnosis]]:
     """Gives the points of a study that have failed, those of one cause together."""
-    told = [
-        (label, diagnose_run(folder, with_trace=False))
-        for label, folder in study.points()
-        if folder.path.is_dir()
-    ]
+    told = [(label, diagnose_run(folder, with_trace=False)) for label, folder in study.points() if folder.path.is_dir()]
     failed = [(label, one) for label, one in told if one.has_failed]
     for _, one in failed:
         remember(one)
@@ -107,16 +103,13 @@ def _table(study: StudyRecord, points: Sequence[tuple[str, Diagnosis]]) -> str:
         same = [(label, one) for label, one in points if one.cause is cause]
         lines.append(f"{cause} ({len(same)})")
         lines += [
-            plain(f"  {label}, {one.folder.path.name}: {one.where() or 'the run'}: {one.text}")
-            for label, one in same
+            plain(f"  {label}, {one.folder.path.name}: {one.where() or 'the run'}: {one.text}") for label, one in same
         ]
         lines.append(plain(f"  to change: {'; '.join(same[0][1].advice)}"))
     return "\n".join(lines)
 
 
-def _show_json(
-    told: Sequence[Diagnosis], studies: Sequence[tuple[StudyRecord, list[tuple[str, Diagnosis]]]]
-) -> None:
+def _show_json(told: Sequence[Diagnosis], studies: Sequence[tuple[StudyRecord, list[tuple[str, Diagnosis]]]]) -> None:
     if len(told) == 1 and not studies:
         print_json(told[0].to_dict())
         return
@@ -134,14 +127,10 @@ def _say_asides(told: Diagnosis) -> None:
 
 
 def _forget(words: Sequence[str], node: str, options: Options) -> int:
-    runs_dir = next(
-        (word.removeprefix(RUNS_DIR) for word in reversed(words) if word.startswith(RUNS_DIR)), "runs"
-    )
+    runs_dir = next((word.removeprefix(RUNS_DIR) for word in reversed(words) if word.startswith(RUNS_DIR)), "runs")
     others = [word for word in words if not word.startswith(RUNS_DIR)]
     if others:
-        raise ConfigError(
-            "diagnose", others[0], f"does not go with {FORGET}", f"{FORGET} NODE [runs_dir=FOLDER]"
-        )
+        raise ConfigError("diagnose", others[0], f"does not go with {FORGET}", f"{FORGET} NODE [runs_dir=FOLDER]")
     nodes = BadNodes(Path(runs_dir).resolve())
     known = [entry.node for entry in nodes.entries()]
     try:

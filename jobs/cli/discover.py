@@ -54,9 +54,7 @@ def discover(words: Sequence[str], options: Options) -> int:
         ConfigError: words that are not understood, no SLURM here, or one that does not answer.
     """
     if words:
-        raise ConfigError(
-            "discover", " ".join(words), "takes no words", "python -m jobs discover > FILE.yaml"
-        )
+        raise ConfigError("discover", " ".join(words), "takes no words", "python -m jobs discover > FILE.yaml")
     site = ask()
     if options.json:
         print_json(preset_of(site))
@@ -134,9 +132,7 @@ def _notes(site: Site) -> dict[str, str]:
         "hosts": "login nodes; `python -m jobs submit cluster=auto` finds the preset by them",
         "usable_cpus_per_node": "lower it where the site keeps some for itself",
         "partition": ("others: " + ", ".join(others)) if others else "",
-        "account": "needed here, your project"
-        if "associations" in enforced
-        else "your project, where one is needed",
+        "account": "needed here, your project" if "associations" in enforced else "your project, where one is needed",
         "mpi": f"of {', '.join(site.mpi_types) or 'none listed'}: MPICH pmi2, Open MPI pmix, Cray MPICH cray_shasta",
         "gpu_bind": "ranks choose by local rank" if kind.gpus else "",
     }
@@ -246,6 +242,4 @@ def _said(*words: str) -> str:
         return ask_slurm(words)
     except (UnansweredError, RefusedError) as error:
         why = str(error).removeprefix(f"{words[0]} said: ")
-        raise ConfigError(
-            words[0], " ".join(words[1:]), f"does not answer: {why}", "is the cluster up?"
-        ) from error
+        raise ConfigError(words[0], " ".join(words[1:]), f"does not answer: {why}", "is the cluster up?") from error

@@ -60,9 +60,7 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
     """Prints what comes to a log until the run has ended; a run that starts again has a new log."""
     pause = threading.Event()
     while True:
-        has_ended = (
-            watch.has_ended()
-        )  # asked before the log is read, so that nothing comes behind the last look
+        has_ended = watch.has_ended()  # asked before the log is read, so that nothing comes behind the last look
         if has_ended and not tail.was_there:
             tail.path = log_of(folder)
         chunk = tail.read()
@@ -180,9 +178,7 @@ class _Watch:
         if status != self._status or time.monotonic() - self._asked_s > ASK_EVERY_S:
             self._seen = self._ask()
         state = self._seen.state
-        news = (
-            f"{state} {self._seen.note}" if state == "pending" else state
-        )  # a stalled one's note tells seconds
+        news = f"{state} {self._seen.note}" if state == "pending" else state  # a stalled one's note tells seconds
         if state in ("pending", "stalled", "submitted", "requeued") and news != self._said:
             print(f"jobs: {self.line()}", file=sys.stderr, flush=True)
         self._said = news
@@ -224,9 +220,6 @@ def _rank(folder: RunFolder, text: str | None) -> int | None:
         raise ConfigError("--rank", text, f"must be a rank of the run: 0 to {spec.world_size - 1}")
     if spec.world_size > 1 and spec.cluster.launcher != "srun":
         raise ConfigError(
-            "--rank",
-            text,
-            f"cannot be told apart: {spec.cluster.launcher} does not label lines",
-            "leave it out",
+            "--rank", text, f"cannot be told apart: {spec.cluster.launcher} does not label lines", "leave it out"
         )
     return int(text) if spec.world_size > 1 else None

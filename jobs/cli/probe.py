@@ -37,10 +37,7 @@ from jobs.slurm.resources import JobSpec, job_spec
 from jobs.slurm.site import most_nodes
 
 LIMIT = "--limit"
-OF_TWO = (
-    "parallel.partitions=2",
-    "parallel.replicas=1",
-)  # a run that suits the two ranks; its model is not looked at
+OF_TWO = ("parallel.partitions=2", "parallel.replicas=1")  # a run that suits the two ranks; its model is not looked at
 QUEUE_LIMIT_MIN = 15  # to wait for, in the queue and in the job
 JOB_MINUTES = 5
 POLL_S = 1.0
@@ -168,9 +165,7 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> tuple[dict[str, 
 
 
 def _batch_log(folder: RunFolder) -> tuple[str, ...]:
-    lines = [
-        line for path in folder.logs.glob("*.out") for line in path.read_text(errors="replace").splitlines()
-    ]
+    lines = [line for path in folder.logs.glob("*.out") for line in path.read_text(errors="replace").splitlines()]
     return tuple(lines)
 
 

@@ -127,9 +127,7 @@ def _refusal(told: Diagnosis, overrides: Sequence[str], options: Options) -> str
         return f"it has finished; {AGAIN} runs it anew"
     is_mended = told.cause is Cause.WRONG_MPI and any(_key(word).startswith("cluster.") for word in overrides)
     if told.cause in NEEDS_CHANGE and not is_mended and YES not in options.flags:
-        return (
-            f"{told.line()}; it would fail again, first: {'; '.join(told.advice)} ({YES} sends it as it is)"
-        )
+        return f"{told.line()}; it would fail again, first: {'; '.join(told.advice)} ({YES} sends it as it is)"
     return None
 
 

@@ -41,9 +41,7 @@ class StudyCondition:
     @property
     def is_active(self) -> bool:
         """Whether a point waits or runs, or the study's command is there and will start more."""
-        return any(found is not None and found.is_active for _, found in self.points) or bool(
-            self.record.runs_here()
-        )
+        return any(found is not None and found.is_active for _, found in self.points) or bool(self.record.runs_here())
 
     @property
     def state(self) -> str:
@@ -126,9 +124,7 @@ def table(seen: Overview, *, with_points: bool = False, width: int = 0) -> str:
     rows += [_row(run, run.folder.path.name) for run in seen.runs]
     for study in seen.studies:
         counts = ", ".join(f"{number} {state}" for state, number in sorted(study.counts.items()))
-        rows.append(
-            (study.record.name, study.state, "", "", "", "", "", f"study of {len(study.points)}: {counts}")
-        )
+        rows.append((study.record.name, study.state, "", "", "", "", "", f"study of {len(study.points)}: {counts}"))
         for label, found in study.points if with_points else ():
             name = f"  {label}"
             rows.append(_row(found, name) if found is not None else (name, MISSING, "", "", "", "", "", ""))
@@ -211,7 +207,5 @@ def _interval_s(options: Options) -> float | None:
     except ValueError:
         every_s = 0.0
     if not LEAST_WATCH_S <= every_s <= threading.TIMEOUT_MAX:
-        raise ConfigError(
-            "--watch", text, f"must be {LEAST_WATCH_S:g} or more seconds", "SLURM's daemons serve all"
-        )
+        raise ConfigError("--watch", text, f"must be {LEAST_WATCH_S:g} or more seconds", "SLURM's daemons serve all")
     return every_s

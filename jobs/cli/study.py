@@ -65,15 +65,12 @@ def study(words: Sequence[str], options: Options) -> int:
         code = max(code, rounds.wait())
     seen = look(points)
     states = [
-        WAITING if point in rounds.waiting else state_of(found)
-        for point, found in zip(points, seen, strict=True)
+        WAITING if point in rounds.waiting else state_of(found) for point, found in zip(points, seen, strict=True)
     ]
     if record.is_cancelled:
         code = max(code, CANCELLED_CODE)
     if rounds.waiting:
-        say(
-            f"study {name}: the queue is full; {len(rounds.waiting)} points wait for the next call (or {WAIT})"
-        )
+        say(f"study {name}: the queue is full; {len(rounds.waiting)} points wait for the next call (or {WAIT})")
     if not options.json:
         _show(points, states, seen, options)
     drawn: dict[str, Any] | None = None

@@ -144,9 +144,7 @@ def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
     folder, job_id, checks = sent
     log = folder.logs / "ranks.log"
     if options.json:
-        print_json(
-            {"job_id": job_id, "run_folder": str(folder.path), "log": str(log), **_preflight_dict(checks)}
-        )
+        print_json({"job_id": job_id, "run_folder": str(folder.path), "log": str(log), **_preflight_dict(checks)})
         return 0
     show(checks)
     note = BadNodes(folder.path.parent).note(spec.cluster.name)

@@ -144,9 +144,7 @@ def trace_steps(folder: RunFolder) -> int | None:
         return None
     words = [sys.executable, "-m", "analysis", "summary", str(folder.path), "--json"]
     try:
-        said = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRACE_LIMIT_S
-        )
+        said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRACE_LIMIT_S)
         summary = json.loads(said.stdout) if said.returncode == 0 else {}
         return int(summary["num_steps"]) + int(summary["num_warmup_steps"])
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError):

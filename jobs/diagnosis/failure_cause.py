@@ -69,9 +69,7 @@ def judge(findings: Iterable[Finding]) -> Finding | None:
     source has no clock, one that names a fault goes before one that has, and an order of the scheduler's behind it.
     """
     found = list(findings)
-    if any(
-        finding.cause is Cause.NODE for finding in found
-    ):  # SLURM says it minutes after ranks have begun to wait
+    if any(finding.cause is Cause.NODE for finding in found):  # SLURM says it minutes after ranks have begun to wait
         found = [finding for finding in found if finding.cause is not Cause.STALLED]
     firm = [finding for finding in found if not finding.may_follow]
     if not firm:

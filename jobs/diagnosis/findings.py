@@ -22,10 +22,7 @@ STATES = {
 LAUNCH_REASONS = ("JobLaunchFailure", "launch failed requeued held", "launch_failed_requeued_held")
 PROLOG = "Prolog"
 CODES = {ConfigError.exit_code: Cause.CONFIGURATION, DoesNotFitError.exit_code: Cause.DOES_NOT_FIT}
-BY_OTHERS = (
-    9,
-    15,
-)  # a launcher, a scheduler or a user ends ranks so; other signals a process brings on itself
+BY_OTHERS = (9, 15)  # a launcher, a scheduler or a user ends ranks so; other signals a process brings on itself
 MPI_KEY = "cluster.mpi="
 
 
@@ -43,9 +40,7 @@ def findings_of(evidence: Evidence) -> list[Finding]:
     for sign in evidence.signs:
         if sign.cause is Cause.EXCEPTION:
             follows = FOLLOWS.search(sign.text) is not None and evidence.failure.signal is not None
-            if (
-                not has_record and not follows
-            ):  # else it is the traceback of a record, or tells that another was gone
+            if not has_record and not follows:  # else it is the traceback of a record, or tells that another was gone
                 found.append(_weak(sign))
         else:
             found.append(sign)
@@ -107,12 +102,8 @@ def _of_job(evidence: Evidence) -> Iterator[Finding]:
 
 def _of_orders(evidence: Evidence) -> Iterator[Finding]:
     if evidence.cancelled:
-        text = (
-            f"cancelled by user {evidence.cancelled.get('uid', '?')} on {evidence.cancelled.get('host', '?')}"
-        )
-        yield Finding(
-            Cause.CANCELLED, evidence.folder.cancelled_json.name, text, utc_ns(evidence.cancelled.get("utc"))
-        )
+        text = f"cancelled by user {evidence.cancelled.get('uid', '?')} on {evidence.cancelled.get('host', '?')}"
+        yield Finding(Cause.CANCELLED, evidence.folder.cancelled_json.name, text, utc_ns(evidence.cancelled.get("utc")))
     status, spec = evidence.status, evidence.spec
     began, ended = utc_ns(status.get("started_utc")), utc_ns(status.get("updated_utc"))
     is_stopped = status.get("signal") == 15 and evidence.is_batch
@@ -183,13 +174,9 @@ def _of_status(evidence: Evidence) -> Iterator[Finding]:
         is_of_class = cause is not None
         number = whole(status.get("signal"))
         cause = cause or (Cause.KILLED if number is not None else Cause.UNKNOWN)
-        yield Finding(
-            cause, "status.json", text, utc_ns(status.get("updated_utc")), may_follow=not is_of_class
-        )
+        yield Finding(cause, "status.json", text, utc_ns(status.get("updated_utc")), may_follow=not is_of_class)
     elif condition.state == "cancelled":
-        yield Finding(
-            Cause.CANCELLED, condition.source, condition.note or text, utc_ns(status.get("updated_utc"))
-        )
+        yield Finding(Cause.CANCELLED, condition.source, condition.note or text, utc_ns(status.get("updated_utc")))
     elif condition.state == "lost":
         yield Finding(Cause.KILLED, condition.source, condition.note, may_follow=True)
 

@@ -106,8 +106,7 @@ def of_line(line: str, source: str) -> Finding | None:
             time_ns=time_ns_of(text),
             rank=int(label["rank"]) if label else None,
             node=groups.get("node"),
-            may_follow=sign.may_follow
-            or (sign.cause is Cause.EXCEPTION and FOLLOWS.search(text) is not None),
+            may_follow=sign.may_follow or (sign.cause is Cause.EXCEPTION and FOLLOWS.search(text) is not None),
         )
     return None
 
@@ -115,9 +114,7 @@ def of_line(line: str, source: str) -> Finding | None:
 def cause_of_words(text: str) -> Cause | None:
     """Gives the class that the words of an exception tell; None where they are of no class of their own."""
     finding = of_line(text, "")
-    return (
-        None if finding is None or finding.may_follow or finding.cause is Cause.EXCEPTION else finding.cause
-    )
+    return None if finding is None or finding.may_follow or finding.cause is Cause.EXCEPTION else finding.cause
 
 
 def time_ns_of(text: str) -> int | None:

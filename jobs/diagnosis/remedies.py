@@ -36,9 +36,7 @@ def advice_of(cause: Cause, text: str, node: str | None, evidence: Evidence) -> 
         return (again, *_checkpoints(evidence))
     if cause is Cause.STALLED:
         return (
-            "read the stacks in stacks/"
-            if (evidence.folder.path / "stacks").is_dir()
-            else "look at that rank's node",
+            "read the stacks in stacks/" if (evidence.folder.path / "stacks").is_dir() else "look at that rank's node",
             f"if that node is slow or its file system hangs: {again} cluster.exclude=[{node or 'NODE'}]",
             "if the action may take that long: train.stall_limit_s",
         )
@@ -53,16 +51,11 @@ def advice_of(cause: Cause, text: str, node: str | None, evidence: Evidence) -> 
         return ("change the key that is named, and submit again",)
     if cause is Cause.LAUNCHER:
         if "hared memory" in text or "POSIX" in text or "mpich_shm" in text:
-            return (
-                "remove what killed ranks left on those nodes: python -m gems.launch.mpich_cleanup",
-                again,
-            )
+            return ("remove what killed ranks left on those nodes: python -m gems.launch.mpich_cleanup", again)
         return ("cluster.python, cluster.modules and cluster.setup must name what the nodes have",)
     if cause is Cause.EXCEPTION:
         if "ImportError" in text or "ModuleNotFoundError" in text:
-            return (
-                "cluster.python, cluster.modules and cluster.setup: the nodes' environment lacks a package",
-            )
+            return ("cluster.python, cluster.modules and cluster.setup: the nodes' environment lacks a package",)
         return ("the traceback is in logs/ranks.log; mend what it names, and submit again",)
     if cause is Cause.KILLED:
         return _killed(text, again)
@@ -106,11 +99,7 @@ def _time_limit(evidence: Evidence, again: str) -> tuple[str, ...]:
 
 def _checkpoints(evidence: Evidence) -> tuple[str, ...]:
     """Advises checkpoints to a run that has none to go on from."""
-    return (
-        ()
-        if evidence.resume_step is not None
-        else ("train.checkpoint_s: so that less is lost the next time",)
-    )
+    return () if evidence.resume_step is not None else ("train.checkpoint_s: so that less is lost the next time",)
 
 
 def _file_system(text: str, again: str) -> tuple[str, ...]:

@@ -18,12 +18,7 @@ from jobs.diagnosis.remedies import advice_of, blames_node
 SCHEMA = "gems.diagnosis/1"
 STAGE = re.compile(r"(\d+)(?:\.\d+)?[A-Z]")
 MOST_EVIDENCE = 12
-STATES = {
-    "finished": Cause.FINISHED,
-    "stopped": Cause.STOPPED,
-    "requeued": Cause.WAITING,
-    "missing": Cause.UNKNOWN,
-}
+STATES = {"finished": Cause.FINISHED, "stopped": Cause.STOPPED, "requeued": Cause.WAITING, "missing": Cause.UNKNOWN}
 WAITING = ("prepared", "submitted", "pending", "starting")
 
 
@@ -125,9 +120,7 @@ class Diagnosis:
             return []
         parts = []
         if self.trace_steps is not None:
-            parts.append(
-                f"The trace reads, with {self.trace_steps} whole step{'' if self.trace_steps == 1 else 's'}."
-            )
+            parts.append(f"The trace reads, with {self.trace_steps} whole step{'' if self.trace_steps == 1 else 's'}.")
         if self.resume_step is not None:
             parts.append(f"The newest checkpoint stands before step {self.resume_step}.")
         return parts
@@ -210,9 +203,7 @@ def _diagnosis(evidence: Evidence, told: Finding, found: tuple[Finding, ...]) ->
     )
 
 
-def _stages(
-    evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None
-) -> tuple[int, ...]:
+def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None) -> tuple[int, ...]:
     """Gives the stage that the rank was in, else all that it holds."""
     if rank is None:
         return ()
@@ -229,10 +220,7 @@ def _stages(
 
 def _waits(evidence: Evidence) -> str | None:
     """Gives who waited for whom, in the words of the first rank that knew."""
-    first = (
-        evidence.stall,
-        *(each for each in evidence.records if each.get("exit_code") == StalledError.exit_code),
-    )
+    first = (evidence.stall, *(each for each in evidence.records if each.get("exit_code") == StalledError.exit_code))
     return next((words for each in first if (words := _text(each.get("waits_for")))), None)
 
 

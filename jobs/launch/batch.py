@@ -40,11 +40,7 @@ class BatchJob:
 
     def _run(self, folder: RunFolder, request: StopRequest) -> int:
         if (other := successor(folder)) is not None:
-            print(
-                f"jobs: the run has gone on as job {other}; this one leaves it alone",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"jobs: the run has gone on as job {other}; this one leaves it alone", file=sys.stderr, flush=True)
             return 0
         wait_for_submission(folder)
         try:
@@ -53,9 +49,7 @@ class BatchJob:
             print(f"jobs: {error}", file=sys.stderr, flush=True)
             code = error.exit_code
             if folder.read_status().get("state") not in ("failed", "cancelled", "requeued", "stopped"):
-                folder.write_status(
-                    "failed", exit_code=code, cause=str(error), job_id=os.environ.get("SLURM_JOB_ID")
-                )
+                folder.write_status("failed", exit_code=code, cause=str(error), job_id=os.environ.get("SLURM_JOB_ID"))
             return code
 
 

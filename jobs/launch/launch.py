@@ -30,7 +30,9 @@ OF_THE_JOB = ("provenance.json", "provenance", "status.json", CANCELLED_JSON, RE
 SWEEP_LIMIT_S = 120.0
 LOOK_S = 1.0
 ABORT_LIMIT_S = 10.0
-BATCH_GRACE_S = 2.0  # SLURM has told the ranks itself, and leaves this process no longer than its KillWait to note the end
+BATCH_GRACE_S = (
+    2.0  # SLURM has told the ranks itself, and leaves this process no longer than its KillWait to note the end
+)
 DEATH_LIMIT_S = 2.0  # srun names the dead at once; ranks that spare one SIGTERM live for KillWait more
 
 
@@ -149,9 +151,7 @@ def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
     if echo and sys.stderr.isatty():
         environment["GEMS_PROGRESS"] = "bar"
     if job.is_batch:
-        environment["SLURM_EXPORT_ENV"] = (
-            "ALL"  # after `sbatch --export=NONE` ranks would get nothing of this
-        )
+        environment["SLURM_EXPORT_ENV"] = "ALL"  # after `sbatch --export=NONE` ranks would get nothing of this
     if job.launcher == "ibrun":
         for name in OF_THE_BATCH_SCRIPT:
             environment.pop(name, None)

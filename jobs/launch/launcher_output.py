@@ -10,9 +10,7 @@ _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals(
 
 HYDRA_WHO = re.compile(r"^=\s+(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)")
 HYDRA_CODE = re.compile(r"^=\s+EXIT (?:CODE|STATUS): (?P<code>\d+)")
-HYDRA_SIGNAL = re.compile(
-    r"^(?:=\s+KILLED BY SIGNAL: (?P<old>\d+)|YOUR APPLICATION .*\(signal (?P<new>\d+)\))"
-)
+HYDRA_SIGNAL = re.compile(r"^(?:=\s+KILLED BY SIGNAL: (?P<old>\d+)|YOUR APPLICATION .*\(signal (?P<new>\d+)\))")
 HYDRA_TABLE = re.compile(r"^\[mpiexec@[^\]]*\] Exit codes: (?P<table>.*)")
 SRUN_TASK = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+)")
 SRUN_STEP = re.compile(r"\*\*\* STEP \S+ ON (?P<node>\S+) CANCELLED .*DUE TO (?P<why>[A-Z ]+?) \*\*\*")
@@ -20,13 +18,9 @@ OPEN_MPI_SIGNAL = re.compile(
     r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<node>\S+) exited on(?: signal (?P<signal>\d+))?"
 )
 OPEN_MPI_WRAPPED = re.compile(r"^signal (?P<signal>\d+) \(")
-OPEN_MPI_WHO = re.compile(
-    r"^(?:Process name: \[.*,(?P<exited>\d+)\]|MPI_ABORT was invoked on rank (?P<aborted>\d+) )"
-)
+OPEN_MPI_WHO = re.compile(r"^(?:Process name: \[.*,(?P<exited>\d+)\]|MPI_ABORT was invoked on rank (?P<aborted>\d+) )")
 OPEN_MPI_CODE = re.compile(r"^(?:Exit code:|Errorcode:|with errorcode)\s+(?P<code>\d+)")
-ABORT = re.compile(
-    r"^(?:\d+: )?Abort\((?P<code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): (?P<what>.*)"
-)
+ABORT = re.compile(r"^(?:\d+: )?Abort\((?P<code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): (?P<what>.*)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,9 +123,4 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
     return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}"]
 
 
-LAUNCHERS: dict[str, Launcher] = {
-    "mpiexec": by_mpiexec,
-    "srun": by_srun,
-    "ibrun": by_ibrun,
-    SIMULATED: by_simulator,
-}
+LAUNCHERS: dict[str, Launcher] = {"mpiexec": by_mpiexec, "srun": by_srun, "ibrun": by_ibrun, SIMULATED: by_simulator}

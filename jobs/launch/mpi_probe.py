@@ -72,9 +72,7 @@ def known_probe(spec: RunSpec, job: JobSpec) -> dict[str, Any] | None:
 
 def needs_probe(spec: RunSpec, job: JobSpec) -> bool:
     """Tells whether a job's ranks speak MPI to each other, and nothing is known of how they do."""
-    return (
-        job.is_batch and job.tasks >= RANKS and spec.machine.kind in OF_MPI and known_probe(spec, job) is None
-    )
+    return job.is_batch and job.tasks >= RANKS and spec.machine.kind in OF_MPI and known_probe(spec, job) is None
 
 
 def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> None:

@@ -21,9 +21,7 @@ FINISHED = "finished"  # what a heartbeat's clean end is called
 STALLED_JSON = "STALLED.json"
 COMPUTES = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
 SIGNAL_BASE = 128  # a shell's exit code for a signal is this and its number
-OF_LAUNCHERS = re.compile(
-    r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ"
-)
+OF_LAUNCHERS = re.compile(r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ")
 RANK_CODES = (ConfigError.exit_code, 3, RankFailedError.exit_code, StalledError.exit_code)
 
 
@@ -122,9 +120,7 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             record = read_json(path)
             whole = ("rank", "pid", "step")
-            records.append(
-                {key: value for key, value in record.items() if key not in whole or isinstance(value, int)}
-            )
+            records.append({key: value for key, value in record.items() if key not in whole or isinstance(value, int)})
     return sorted(records, key=lambda record: str(record.get("utc", "")))
 
 
@@ -154,8 +150,7 @@ def is_consequence(record: dict[str, Any]) -> bool:
     """Tells whether a rank failed because another one had: it stalled, or its messages failed."""
     cause = str(record.get("cause", ""))
     return (
-        record.get("exit_code") == StalledError.exit_code
-        or re.search(r"^Exception: .*MPI|MPI_ERR", cause) is not None
+        record.get("exit_code") == StalledError.exit_code or re.search(r"^Exception: .*MPI|MPI_ERR", cause) is not None
     )
 
 
@@ -196,9 +191,7 @@ def _of_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: dict[
     if found.get("rank") not in (None, rank):
         waited_s = found.get("waited_s")
         waited = f" {waited_s:.0f} s" if isinstance(waited_s, int | float) else ""
-        cause = (
-            f"rank {found['rank']} waited{waited} in step {found.get('step')}, action {found.get('action')}"
-        )
+        cause = f"rank {found['rank']} waited{waited} in step {found.get('step')}, action {found.get('action')}"
     return Failure(
         StalledError.exit_code, "moved no more", cause or None, rank, root.get("node"), root.get("pid"),
         root.get("step"), root.get("action"),

@@ -36,12 +36,7 @@ def read_stopped(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def go_on(
-    folder: RunFolder,
-    spec: RunSpec,
-    job: JobSpec,
-    facts: dict[str, Any],
-    stopped: dict[str, Any],
-    is_killed: bool,
+    folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], stopped: dict[str, Any], is_killed: bool
 ) -> str:
     """Puts the job of a saved run back into the queue where SLURM made it stop; writes status.json and says it.
 

@@ -39,15 +39,7 @@ def is_agreed(jobs: Sequence[JobSpec], limit: float | None, options: Options) ->
         return True
     if not sys.stdin.isatty():
         raise ConfigError(
-            KEY,
-            f"{limit:g}",
-            f"{cost_words(jobs)} must be confirmed, and nobody is there to ask",
-            f"add {YES}",
+            KEY, f"{limit:g}", f"{cost_words(jobs)} must be confirmed, and nobody is there to ask", f"add {YES}"
         )
-    print(
-        f"jobs: {cost_words(jobs)}, above {KEY}={limit:g}: submit? [y/N] ",
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"jobs: {cost_words(jobs)}, above {KEY}={limit:g}: submit? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

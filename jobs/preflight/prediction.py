@@ -13,10 +13,7 @@ from gems.simulation.profiled_costs import PROFILE, costed
 
 MAX_ACTIONS = 200_000  # played in some seconds
 PREDICTED = ("real", "emulated")
-GUESSED = (
-    "auto",
-    "cuda",
-)  # machines without rates of their own: the defaults are those of a processor's core
+GUESSED = ("auto", "cuda")  # machines without rates of their own: the defaults are those of a processor's core
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +68,7 @@ def steps_s(spec: RunSpec, made: RunPlan) -> float | None:
 
 def _real_s(spec: RunSpec, made: RunPlan) -> float | None:
     profile = made.profile
-    if profile is None or (
-        profile.source == "fake" and spec.machine.name in GUESSED and spec.cluster.gpus_per_node
-    ):
+    if profile is None or (profile.source == "fake" and spec.machine.name in GUESSED and spec.cluster.gpus_per_node):
         return None
     if made.memory is not None:
         return spec.train.steps * made.memory.step_s

@@ -63,15 +63,10 @@ def place_of(spec: RunSpec) -> Place:
     reason = "Not a directory" if not path.is_dir() else "Permission denied"
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
-            "runs_dir",
-            spec.runs_dir,
-            f"cannot write there ({reason}: {path})",
-            "give runs_dir= a folder of yours",
+            "runs_dir", spec.runs_dir, f"cannot write there ({reason}: {path})", "give runs_dir= a folder of yours"
         )
     seen = os.statvfs(path)
-    return Place(
-        path, _kind(path.resolve()), seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else None
-    )
+    return Place(path, _kind(path.resolve()), seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else None)
 
 
 def check_room(spec: RunSpec, place: Place, needed_bytes: int = 0) -> str:
@@ -88,10 +83,7 @@ def check_room(spec: RunSpec, place: Place, needed_bytes: int = 0) -> str:
         )  # fmt: skip
     if place.files is not None and place.files < LEAST_FILES:
         raise ConfigError(
-            "runs_dir",
-            spec.runs_dir,
-            f"only {place.files} more files can be made there",
-            "make room, or give another",
+            "runs_dir", spec.runs_dir, f"only {place.files} more files can be made there", "make room, or give another"
         )
     return f"{place.path} on {place.kind}, {_gib(place.free_bytes)} free"
 

@@ -172,9 +172,7 @@ def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
         if option in OWN_KEYS:
             raise ConfigError(key, value, "must not be given here", f"set {OWN_KEYS[option]}")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", option):
-            raise ConfigError(
-                key, value, "is not the long name of an sbatch option", "as in +cluster.sbatch.qos=debug"
-            )
+            raise ConfigError(key, value, "is not the long name of an sbatch option", "as in +cluster.sbatch.qos=debug")
         if isinstance(value, dict | list):
             raise ConfigError(key, value, "must be one value", "as in +cluster.sbatch.qos=debug")
         if not str(value).isprintable():
@@ -259,9 +257,7 @@ def _check_path(spec: RunSpec, job: JobSpec, folder: RunFolder) -> None:
     path = str(folder.path)
     if not path.isprintable() or "%" in path or "\\" in path:
         key, value = (
-            ("runs_dir", spec.runs_dir)
-            if "%" not in spec.name and "\\" not in spec.name
-            else ("name", spec.name)
+            ("runs_dir", spec.runs_dir) if "%" not in spec.name and "\\" not in spec.name else ("name", spec.name)
         )
         raise ConfigError(
             key, _shown(value), "must have no '%', '\\' or line break: SLURM gives them a meaning in paths"

@@ -50,9 +50,7 @@ def ask_queue(job_ids: Iterable[str]) -> Answer:
     numbers = sorted({number for number in job_ids if is_job_number(number)}, key=int)
     if not numbers:
         return Answer()
-    said = hear(
-        ["squeue", "--noheader", "--states=all", "--format=%i|%T|%S|%r|%j", f"--jobs={','.join(numbers)}"]
-    )
+    said = hear(["squeue", "--noheader", "--states=all", "--format=%i|%T|%S|%r|%j", f"--jobs={','.join(numbers)}"])
     if said.trouble is not None and "Invalid job id" not in said.trouble:
         return Answer(trouble=said.trouble)
     jobs = {}

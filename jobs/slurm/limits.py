@@ -56,9 +56,7 @@ def limit_of(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
         ConfigError: limits of its partition and qos are known, and none allows so many nodes.
     """
     qos = cluster.sbatch.get("qos")
-    rows = [
-        row for row in cluster.limits if row.partition in (None, cluster.partition) and row.qos in (None, qos)
-    ]
+    rows = [row for row in cluster.limits if row.partition in (None, cluster.partition) and row.qos in (None, qos)]
     for row in rows:
         if row.min_nodes <= nodes and (row.max_nodes is None or nodes <= row.max_nodes):
             return row

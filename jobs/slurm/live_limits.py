@@ -60,9 +60,7 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
     qos = cluster.sbatch.get("qos")
     other = "or choose another cluster.partition"
     if found.state in CLOSED:
-        yield ConfigError(
-            "cluster.partition", found.name, f"takes no jobs now (state {found.state})", other[3:]
-        )
+        yield ConfigError("cluster.partition", found.name, f"takes no jobs now (state {found.state})", other[3:])
     yield from _people(spec, found)
     if job.gpu_option is not None and found.kinds:
         gpus = max(kind.gpus for kind in found.kinds)
@@ -99,10 +97,7 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
         )  # fmt: skip
     if found.minutes is not None and job.minutes > found.minutes:
         yield ConfigError(
-            "cluster.minutes",
-            job.minutes,
-            f"{where} allows at most {found.minutes}",
-            f"ask for less, {other}",
+            "cluster.minutes", job.minutes, f"{where} allows at most {found.minutes}", f"ask for less, {other}"
         )
 
 
@@ -114,10 +109,7 @@ def _people(spec: RunSpec, found: Partition) -> Iterator[ConfigError]:
         if (allowed and account.lower() not in allowed) or account.lower() in denied:
             said = f"is open to {', '.join(found.accounts)}" if allowed else f"is closed to {account}"
             yield ConfigError(
-                "cluster.account",
-                account,
-                f"partition {found.name} {said}",
-                "or choose another cluster.partition",
+                "cluster.account", account, f"partition {found.name} {said}", "or choose another cluster.partition"
             )
     if qos is not None and found.qos and str(qos) not in found.qos:
         yield ConfigError(
@@ -129,6 +121,4 @@ def _people(spec: RunSpec, found: Partition) -> Iterator[ConfigError]:
 def _words(found: Partition) -> str:
     minutes = "no time limit" if found.minutes is None else f"at most {found.minutes} min"
     state = "" if found.state == "UP" else f", state {found.state}"
-    return (
-        f"{found.name}: {found.num_up} of {found.num_nodes} nodes up, {found.num_idle} idle, {minutes}{state}"
-    )
+    return f"{found.name}: {found.num_up} of {found.num_nodes} nodes up, {found.num_idle} idle, {minutes}{state}"

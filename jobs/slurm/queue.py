@@ -38,6 +38,4 @@ def release(folder: RunFolder) -> None:
         )  # fmt: skip
     if queued is False and status["state"] not in ("failed", "cancelled", "stopped"):
         more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
-        folder.write_status(
-            "failed", **{**more, "cause": "the job left the queue: cancelled, lost or out of time"}
-        )
+        folder.write_status("failed", **{**more, "cause": "the job left the queue: cancelled, lost or out of time"})

@@ -122,9 +122,7 @@ def job_spec(spec: RunSpec) -> JobSpec:
         minutes=cluster.minutes,
         mpi=cluster.mpi,
         srun=tuple(cluster.srun),
-        python=_python_words(
-            cluster.python, default="python3" if cluster.container_image else sys.executable
-        ),
+        python=_python_words(cluster.python, default="python3" if cluster.container_image else sys.executable),
         gpu_request=cluster.gpu_request,
         gpu_bind=cluster.gpu_bind,
         cpu_bind=cluster.cpu_bind,

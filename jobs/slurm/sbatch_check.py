@@ -27,11 +27,7 @@ class Estimate:
         if self.start is None:
             return "sbatch takes it, and says no start"
         wait_min = max(0.0, (self.start - now).total_seconds() / 60)
-        when = (
-            "at once"
-            if wait_min < 1
-            else f"in about {_span(wait_min)} ({self.start.isoformat(' ', 'minutes')})"
-        )
+        when = "at once" if wait_min < 1 else f"in about {_span(wait_min)} ({self.start.isoformat(' ', 'minutes')})"
         return f"sbatch takes it, to start {when}" + (f" on {self.nodes}" if self.nodes else "")
 
 

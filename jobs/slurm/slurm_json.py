@@ -18,17 +18,7 @@ from gems.utils.atomic_io import read_json, write_json
 from jobs.slurm.command import hear
 from jobs.slurm.job_record import fields_of
 
-STEP_FIELDS = (
-    "JobID",
-    "JobName",
-    "State",
-    "ExitCode",
-    "Elapsed",
-    "NTasks",
-    "NodeList",
-    "MaxRSS",
-    "ConsumedEnergyRaw",
-)
+STEP_FIELDS = ("JobID", "JobName", "State", "ExitCode", "Elapsed", "NTasks", "NodeList", "MaxRSS", "ConsumedEnergyRaw")
 OF_PEOPLE = ("UserId", "GroupId", "MailUser")
 
 
@@ -89,9 +79,7 @@ def ask_job(job_id: str) -> dict[str, str] | None:
 
 def ask_steps(job_id: str) -> list[dict[str, str]] | None:
     """Gives sacct's rows of the job and its steps so far; None where there is no accounting."""
-    said = hear(
-        ["sacct", "--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"]
-    )
+    said = hear(["sacct", "--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"])
     if said.trouble is not None or not said.lines:
         return None
     return [dict(zip(STEP_FIELDS, line.split("|"), strict=False)) for line in said.lines]

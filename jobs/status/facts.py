@@ -24,9 +24,7 @@ from jobs.slurm.jobs import is_job_number
 MISSING, UNREADABLE = "missing", "unreadable"
 WAITING = ("submitted", "requeued")
 GOING_ON = (*WAITING, "running")
-STALLED_AFTER_S = (
-    120.0  # an action of a step takes less; loading, saving and starting may take as long as they are let
-)
+STALLED_AFTER_S = 120.0  # an action of a step takes less; loading, saving and starting may take as long as they are let
 SLOW = ("start", "load", "begin", "checkpoint")
 
 

@@ -24,9 +24,7 @@ class Catalogue:
 
     def folders(self) -> tuple[RunFolder, ...]:
         """Gives the run folders of everything that are there, each once."""
-        of_studies = [
-            folder for study in self.studies for _, folder in study.points() if os.path.isdir(folder.path)
-        ]
+        of_studies = [folder for study in self.studies for _, folder in study.points() if os.path.isdir(folder.path)]
         return tuple({folder.path: folder for folder in (*self.runs, *of_studies)}.values())
 
 
@@ -86,16 +84,10 @@ def _named(name: str, runs_dir: Path, allows_several: bool) -> StudyRecord | lis
             return [RunFolder(path)]
         if _is_study(path):
             return StudyRecord(path)
-    same = [
-        RunFolder(path) for path in sorted(_entries(runs_dir)) if _is_run(path) and run_name(path) == name
-    ]
+    same = [RunFolder(path) for path in sorted(_entries(runs_dir)) if _is_run(path) and run_name(path) == name]
     if not same:
         known = [path.name for path in _entries(runs_dir) if _is_run(path) or _is_study(path)]
-        advice = (
-            "nearest: " + ", ".join(nearest(name, known))
-            if known
-            else "another folder of runs: runs_dir=FOLDER"
-        )
+        advice = "nearest: " + ", ".join(nearest(name, known)) if known else "another folder of runs: runs_dir=FOLDER"
         raise ConfigError("run", name, f"is no run and no study of {runs_dir}", advice)
     if len(same) > 1 and not allows_several:
         raise ConfigError("run", name, "names several runs", ", ".join(folder.path.name for folder in same))

@@ -118,10 +118,7 @@ def _of_job(facts: Facts, job: Job, source: str, now: int) -> Condition:
     if facts.state not in GOING_ON:
         is_cancelled = job.state == "CANCELLED"
         return Condition(
-            facts,
-            "cancelled" if is_cancelled else facts.state,
-            source if is_cancelled else FOLDER,
-            note=facts.cause,
+            facts, "cancelled" if is_cancelled else facts.state, source if is_cancelled else FOLDER, note=facts.cause
         )
     if job.is_active and facts.state in WAITING:
         note = "its nodes are made ready" if job.state in STARTING else job.state.lower()

@@ -66,9 +66,7 @@ class StudyRecord:
             write_json(self.study_json, document)
             self.cancelled_json.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(
-                "runs_dir", self.path.parent, f"cannot write there ({error.strerror})"
-            ) from error
+            raise ConfigError("runs_dir", self.path.parent, f"cannot write there ({error.strerror})") from error
 
     def points(self) -> tuple[tuple[str, RunFolder], ...]:
         """Gives the labels and run folders of the points, whether or not they are there yet."""
@@ -105,8 +103,4 @@ class StudyRecord:
 
 def asked_by() -> dict[str, Any]:
     """Gives who wants an end of something, and when."""
-    return {
-        "uid": os.getuid(),
-        "host": os.uname().nodename,
-        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    return {"uid": os.getuid(), "host": os.uname().nodename, "utc": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -123,9 +123,7 @@ def _site(point: Point) -> str | None:
     job = job_spec(spec)
     if spec.cluster.points_per_job == 1 or job.nodes > 1 or not job.is_batch:
         return None
-    settings: dict[str, Any] = {
-        key: value for key, value in asdict(spec.cluster).items() if key not in OF_A_POINT
-    }
+    settings: dict[str, Any] = {key: value for key, value in asdict(spec.cluster).items() if key not in OF_A_POINT}
     if job.launcher == "ibrun":  # takes the number of tasks from the job
         settings["tasks"] = job.tasks
     return repr(settings)

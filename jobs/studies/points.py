@@ -123,9 +123,7 @@ def _words(key: str, choice: Any) -> list[str]:
     """Gives the overrides of one choice of an axis."""
     if isinstance(choice, list):
         return choice
-    return [
-        f"{key}={'null' if choice is None else str(choice).lower() if isinstance(choice, bool) else choice}"
-    ]
+    return [f"{key}={'null' if choice is None else str(choice).lower() if isinstance(choice, bool) else choice}"]
 
 
 def _checked(values: dict[str, Any]) -> StudyConfig:
@@ -137,10 +135,7 @@ def _checked(values: dict[str, Any]) -> StudyConfig:
         raise ConfigError(f"{GROUP}.base", study.base, "must be a list of overrides", "as in [schedule=1f1b]")
     if not isinstance(study.points, list) or not all(map(_is_words, study.points)):
         raise ConfigError(
-            f"{GROUP}.points",
-            study.points,
-            "must be a list of lists of overrides",
-            "as in [[parallel.replicas=2]]",
+            f"{GROUP}.points", study.points, "must be a list of lists of overrides", "as in [[parallel.replicas=2]]"
         )
     if not isinstance(study.axes, dict):
         raise ConfigError(f"{GROUP}.axes", study.axes, "must be a mapping of keys to lists of choices")

@@ -44,13 +44,7 @@ class Page:
         self.events: list[dict[str, Any]] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
-        self.call(
-            "Network.emulateNetworkConditions",
-            offline=True,
-            latency=0,
-            downloadThroughput=0,
-            uploadThroughput=0,
-        )
+        self.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
 
     def call(self, method: str, **values: Any) -> dict[str, Any]:
         """Calls a method of the protocol and waits for its answer."""
@@ -92,11 +86,7 @@ class Page:
     def resize(self, width_px: int, height_px: int) -> None:
         """Gives the page another size."""
         self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width_px,
-            height=height_px,
-            deviceScaleFactor=1,
-            mobile=False,
+            "Emulation.setDeviceMetricsOverride", width=width_px, height=height_px, deviceScaleFactor=1, mobile=False
         )
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:

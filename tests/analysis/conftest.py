@@ -47,10 +47,7 @@ class Simulated:
     def spec(self) -> RunSpec:
         """Gives the configuration of the run."""
         parallel = ParallelConfig(
-            partitions=self.partitions,
-            replicas=self.replicas,
-            micro_batches=self.micro_batches,
-            parts=self.parts,
+            partitions=self.partitions, replicas=self.replicas, micro_batches=self.micro_batches, parts=self.parts
         )
         return RunSpec(model=ModelConfig(), parallel=parallel, schedule=ScheduleConfig(name=self.name))
 
@@ -68,23 +65,11 @@ class Simulated:
         """Builds the trace of all steps, one behind the other."""
         schedule, played = self.play()
         span_ns = round(played.span)
-        rows = [
-            row
-            for step in range(self.steps)
-            for row in self.step_rows(step, step * span_ns, schedule, played)
-        ]
+        rows = [row for step in range(self.steps) for row in self.step_rows(step, step * span_ns, schedule, played)]
         events = np.array(rows, DTYPES["events"])
         events = events[np.lexsort((events["start_ns"], events["rank"]))]
         steps = [
-            (
-                k,
-                k * span_ns,
-                (k + 1) * span_ns,
-                self.images_per_step,
-                2.0 / (k + 1),
-                int(k < self.warmup_steps),
-                1,
-            )
+            (k, k * span_ns, (k + 1) * span_ns, self.images_per_step, 2.0 / (k + 1), int(k < self.warmup_steps), 1)
             for k in range(self.steps)
         ]
         return Trace(
@@ -94,9 +79,7 @@ class Simulated:
             run_yaml=yaml.safe_dump(self.spec().to_dict()),
         )
 
-    def step_rows(
-        self, step: int, at_ns: int, schedule: Schedule, played: Simulation
-    ) -> list[tuple[int, ...]]:
+    def step_rows(self, step: int, at_ns: int, schedule: Schedule, played: Simulation) -> list[tuple[int, ...]]:
         """Gives the event rows of one step on every world rank; the ledger holds one stash from F to B."""
         rows: list[tuple[int, ...]] = []
         for replica in range(self.replicas):
@@ -155,12 +138,7 @@ def _write_parts(
     trace = simulated.trace()
     for rank in range(trace.world_size):
         ahead_ns = (offsets_ns or {}).get(rank, 0)
-        attributes = {
-            **trace.attributes,
-            "hostname": f"node{rank}",
-            "clock_offset_ns": ahead_ns,
-            "clock_error_ns": 5,
-        }
+        attributes = {**trace.attributes, "hostname": f"node{rank}", "clock_offset_ns": ahead_ns, "clock_error_ns": 5}
         part = TracePart(part_path(folder, rank), rank, attributes)
         for row in trace.steps[: (steps_of or {}).get(rank, simulated.steps)]:
             for event in trace.events[(trace.events["rank"] == rank) & (trace.events["step"] == row["step"])]:
@@ -169,9 +147,7 @@ def _write_parts(
                 part.add("events", tuple(event))
             step, start_ns, end_ns, images, loss, is_warmup, _ = row.item()
             known = loss if rank == trace.world_size - 1 else float("nan")
-            part.add(
-                "rank_steps", (rank, step, start_ns + ahead_ns, end_ns + ahead_ns, images, known, is_warmup)
-            )
+            part.add("rank_steps", (rank, step, start_ns + ahead_ns, end_ns + ahead_ns, images, known, is_warmup))
             part.add("samples", (rank, end_ns + ahead_ns, -1, (rank + 1) << 20, float("nan"), float("nan")))
             part.flush()
         part.close()

@@ -49,9 +49,7 @@ def test_summary_prints_the_table(run_folder: Path, capsys: pytest.CaptureFixtur
     assert str(run_folder / "trace.h5") in out
 
 
-def test_summary_json_is_one_object_with_units_in_names(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_summary_json_is_one_object_with_units_in_names(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["summary", str(run_folder / "trace.h5"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["source"] == "simulated"
@@ -91,9 +89,7 @@ def test_a_killed_run_is_joined_in_memory(
     out, err = capsys.readouterr()
     answer = json.loads(out)
     assert answer["num_steps"] == 1 and answer["schedule"] == "gems_master"
-    assert (
-        "has no trace.h5" in err and "2 steps are whole" in err and "rank 1 finished 2 steps, others 4" in err
-    )
+    assert "has no trace.h5" in err and "2 steps are whole" in err and "rank 1 finished 2 steps, others 4" in err
     assert main(["timeline", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 1
     assert not (tmp_path / "trace.h5").exists()
@@ -186,10 +182,7 @@ def test_table_has_the_interval_of_the_median_or_the_range_of_few_steps(simulate
     assert "fastest" not in summary_table(metrics_of(trace), trace, {})  # all steps are alike
     trace.steps["end_ns"] += np.arange(9) ** 2 * 10_000
     shown = summary_table(metrics_of(trace), trace, {})
-    assert (
-        re.search(r"step time, median's 95 % interval \[ms\] +33\.\d to 33\.\d", shown)
-        and "fastest" not in shown
-    )
+    assert re.search(r"step time, median's 95 % interval \[ms\] +33\.\d to 33\.\d", shown) and "fastest" not in shown
     trace.steps = trace.steps[:4]
     shown = summary_table(metrics_of(trace), trace, {})
     assert "step time, fastest to slowest [ms]" in shown and "interval" not in shown
@@ -265,10 +258,7 @@ def test_the_module_runs_as_a_program(run_folder: Path) -> None:
     done = subprocess.run([*command, "reprot", "x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
-        done.stderr.strip()
-        == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; see python -m analysis --help"
+        done.stderr.strip() == f"analysis: command=reprot: allowed: {', '.join(VERBS)}; see python -m analysis --help"
     )
-    done = subprocess.run(
-        [*command, "summary", str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([*command, "summary", str(run_folder)], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

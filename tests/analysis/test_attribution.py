@@ -103,7 +103,5 @@ def test_the_largest_causes_come_first() -> None:
 
 
 def test_many_ranks_are_split_as_one_pipeline_is() -> None:
-    one, many = (
-        attribution_of(trace_of(spec_of("gems_master", replicas=replicas, link=0.1))) for replicas in (1, 128)
-    )
+    one, many = (attribution_of(trace_of(spec_of("gems_master", replicas=replicas, link=0.1))) for replicas in (1, 128))
     assert len(many.causes_s["bubble"]) == 512 and many.run_s == pytest.approx(one.run_s)

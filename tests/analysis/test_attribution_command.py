@@ -38,12 +38,7 @@ def test_json_has_parts_for_the_run_and_for_each_rank(path: Path, capsys: pytest
     for rank in range(8):
         lost_s = sum(found["rank_causes_s"][cause][rank] for cause in CAUSES)
         assert found["ideal_s"] + lost_s == pytest.approx(found["step_s"])
-    assert (found["source"], found["num_steps"], found["pace"], found["files"]) == (
-        "simulated",
-        2,
-        "costs",
-        [],
-    )
+    assert (found["source"], found["num_steps"], found["pace"], found["files"]) == ("simulated", 2, "costs", [])
     assert found["efficiency"] == pytest.approx(24 / found["step_s"])
 
 
@@ -52,11 +47,7 @@ def test_the_table_has_a_row_a_part_and_one_a_rank(path: Path, capsys: pytest.Ca
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("simulated run, mean of 2 steps")
     rows = {line.split()[0]: line.split()[1:] for line in lines[2:13]}
-    assert set(rows) == {
-        "ideal",
-        "step",
-        *(cause.replace("_to_", "-to-").replace("all_", "all-") for cause in CAUSES),
-    }
+    assert set(rows) == {"ideal", "step", *(cause.replace("_to_", "-to-").replace("all_", "all-") for cause in CAUSES)}
     shares = {name: float(row[1]) for name, row in rows.items()}
     assert shares.pop("step") == 100 and sum(shares.values()) == pytest.approx(100, abs=0.1)
     ranks = [[float(word) for word in line.split()] for line in lines if line.strip()[:1].isdigit()]
@@ -65,9 +56,7 @@ def test_the_table_has_a_row_a_part_and_one_a_rank(path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
-def test_the_waterfall_is_drawn_with_its_csv(
-    path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_waterfall_is_drawn_with_its_csv(path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = path.with_name(f"waterfall{suffix}")
     assert main(["attribution", str(path), "--out", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [str(out), str(out.with_suffix(".csv"))]
@@ -76,9 +65,7 @@ def test_the_waterfall_is_drawn_with_its_csv(
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS and len(rows) == 1 + 9 * len(CAUSES)
     for rank in ("", "5"):
-        shares = [
-            float(row["share_of_step"]) for row in rows if row["rank"] == rank and row["part"] in CAUSES
-        ]
+        shares = [float(row["share_of_step"]) for row in rows if row["rank"] == rank and row["part"] in CAUSES]
         assert sum(shares) + float(rows[0]["share_of_step"]) == pytest.approx(1)
 
 
@@ -104,9 +91,7 @@ def test_a_cause_that_saved_time_goes_back(tmp_path: Path) -> None:
     assert draw_waterfall(found, tmp_path / "a.svg") == tmp_path / "a.csv"
 
 
-def test_what_cannot_be_drawn_is_refused(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_drawn_is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--out", str(tmp_path / "a.jpg")], "suffix .jpg"),
         (["--out", str(tmp_path / "no" / "a.png")], "folder does not exist"),

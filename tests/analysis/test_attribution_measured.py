@@ -60,9 +60,7 @@ def test_a_straggler_without_peers_is_a_slow_stage() -> None:
     check_sums(found)
     assert found.pace == "own median" and found.run_s["noise"] == pytest.approx(0, abs=1e-6)
     # its 12 more units are useful here, 3 a rank, and the pipeline is as slow as its slowest stage
-    assert found.ideal_s == pytest.approx(27) and found.run_s["imbalance"] == pytest.approx(
-        42 - 27 - 9 * 27 / 24
-    )
+    assert found.ideal_s == pytest.approx(27) and found.run_s["imbalance"] == pytest.approx(42 - 27 - 9 * 27 / 24)
 
 
 @pytest.mark.parametrize(("slowdown", "straggles"), [(1.5, True), (1.2, False)])
@@ -165,9 +163,7 @@ def test_ranks_that_begin_before_the_step_is_charged_are_told_as_they_were() -> 
     found = attribution_of(by_hand(TWO_RANKS, events, (0, 7), [(0, 7), (-1, 5)]))  # type: ignore[arg-type]
     check_sums(found)
     assert found.residual_s == pytest.approx(0, abs=1e-12)
-    assert found.run_s["point_to_point"] == pytest.approx(0.001) and found.run_s["bubble"] == pytest.approx(
-        0.003
-    )
+    assert found.run_s["point_to_point"] == pytest.approx(0.001) and found.run_s["bubble"] == pytest.approx(0.003)
 
 
 def test_what_cannot_be_attributed_is_refused_in_one_line() -> None:

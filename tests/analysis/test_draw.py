@@ -96,14 +96,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         ("{", "is no schedule"),
         ('{"schema": "other"}', "allowed: gems.schedule/1"),
-        (
-            json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": {"forward": [1]}}),
-            "are not costs of stages",
-        ),
-        (
-            json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": asdict(uniform(3, 3))}),
-            "must have 2 entries each",
-        ),
+        (json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": {"forward": [1]}}), "are not costs of stages"),
+        (json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": asdict(uniform(3, 3))}), "must have 2 entries each"),
         (json.dumps(to_json(generate("gpipe", 2, 1)) | {"costs": [1]}), "are not costs of stages"),
     ],
 )

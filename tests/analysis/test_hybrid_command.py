@@ -33,10 +33,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     for gain in last.values():
         assert gain["low"] < gain["gain"] < gain["high"] and gain["workers"] * gain["ways"] == gain["devices"]
-        assert (
-            gain["published"]["is_confirmed"]
-            and gain["published"]["devices_mark"] == "recalled, not confirmed"
-        )
+        assert gain["published"]["is_confirmed"] and gain["published"]["devices_mark"] == "recalled, not confirmed"
         assert gain["gain"] != gain["published"]["gain"], "recomputed, and not the printed figure"
     assert {each["network"]: each["is_independent"] for each in answer["networks"]} == {
         "Inception-V3": True, "GNMT": False, "BigLSTM": False,
@@ -53,9 +50,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert derived == ["GNMT", "BigLSTM"]
 
 
-def test_table_marks_what_is_not_confirmed_and_what_proves_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_table_marks_what_is_not_confirmed_and_what_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys).splitlines()
     for name, gain, shows in (
         ("Inception-V3", "+26.5 %", "reproduced from inputs"),
@@ -83,10 +78,7 @@ def plan() -> dict[str, Any]:
         return {"workers": workers, "ways": ways, "speedup": speedup}
 
     rows = [
-        {
-            "devices": 2**k,
-            "choices": [choice(2**k, 1, 1.5**k), *([choice(2 ** (k - 1), 2, 1.2 * 1.6**k)] if k else [])],
-        }
+        {"devices": 2**k, "choices": [choice(2**k, 1, 1.5**k), *([choice(2 ** (k - 1), 2, 1.2 * 1.6**k)] if k else [])]}
         for k in range(5)
     ]
     return {
@@ -104,9 +96,7 @@ def test_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert (tmp_path / "plan.png").read_bytes().startswith(PNG) and "<svg" in svg.read_text()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[]", "3", '{"rows": 3}', '{"rows": [{"devices": 1, "choices": [{}]}]}']
-)
+@pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"rows": 3}', '{"rows": [{"devices": 1, "choices": [{}]}]}'])
 def test_what_is_no_plan_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
@@ -115,9 +105,7 @@ def test_what_is_no_plan_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     assert out == "" and err.count("\n") == 1 and "holds no answer of gems plan" in err
 
 
-def test_a_picture_that_cannot_be_written_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_picture_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for out in ("pal.txt", str(tmp_path / "none" / "pal.png")):
         assert main(["hybrid", "--out", out]) == 2
         shown = capsys.readouterr()

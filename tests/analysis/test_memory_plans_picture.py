@@ -45,9 +45,7 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"curves": 3}'])
-def test_a_file_that_is_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_a_file_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     document = tmp_path / "memory.json"
     document.write_text(text)
     assert main(["memory", str(document), "--out", str(tmp_path / "memory.png")]) == 2

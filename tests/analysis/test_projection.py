@@ -50,9 +50,7 @@ def spec_of(replicas: int, machine: MachineConfig = MACHINE) -> RunSpec:
     )
 
 
-def runs(
-    folder: Path, machine: MachineConfig = MACHINE, replicas: tuple[int, ...] = (1, 8, 256)
-) -> list[Path]:
+def runs(folder: Path, machine: MachineConfig = MACHINE, replicas: tuple[int, ...] = (1, 8, 256)) -> list[Path]:
     paths = []
     for number in replicas:
         spec = spec_of(number, machine)

@@ -146,9 +146,7 @@ def test_a_click_sorts_a_table_by_its_numbers(page: Page) -> None:
     assert peaks == sorted(peaks)
 
 
-def test_a_picture_of_the_page_is_kept_wide_and_narrow(
-    page: Page, folder: Path, canvas: dict[str, float]
-) -> None:
+def test_a_picture_of_the_page_is_kept_wide_and_narrow(page: Page, folder: Path, canvas: dict[str, float]) -> None:
     for width_px in (1280, 400):
         page.resize(width_px, 900)
         page.evaluate("document.querySelector('.views').scrollIntoView()")

@@ -135,18 +135,9 @@ def test_the_page_names_its_source_its_figures_and_its_policy(page: str) -> None
     assert policy == [{"http-equiv": "Content-Security-Policy", "content": POLICY}]
     assert "default-src 'none'" in POLICY and "http" not in POLICY
     assert page.count("SIMULATED, a prediction") >= 3
-    for words in (
-        "images/s",
-        "step time, median",
-        "efficiency",
-        "bubble",
-        "peak on a device",
-        "training loss",
-    ):
+    for words in ("images/s", "step time, median", "efficiency", "bubble", "peak on a device", "training loss"):
         assert words in page
-    assert not [
-        attributes for _, attributes in read.elements if (attributes.get("src") or "").startswith("http")
-    ]
+    assert not [attributes for _, attributes in read.elements if (attributes.get("src") or "").startswith("http")]
     assert not [tag for tag, _ in read.elements if tag in ("link", "iframe", "object", "base", "form")]
     assert len(re.findall(r"<canvas", page)) == 2
 
@@ -181,9 +172,7 @@ def test_the_timeline_holds_every_drawn_event_in_order(simulate: Simulate) -> No
         for track in range(len(TRACKS)):
             mine = slice(*offsets[lane * len(TRACKS) + track :][:2])
             assert (np.diff(columns["start_ns"][mine]) >= 0).all()
-            assert all(
-                TRACKS[track] == (LOOKS[look].top, LOOKS[look].bottom) for look in columns["look"][mine]
-            )
+            assert all(TRACKS[track] == (LOOKS[look].top, LOOKS[look].bottom) for look in columns["look"][mine])
             times = columns["start_ns"][mine] + block["origin_ns"]
             rows = zip(
                 times, columns["duration_ns"][mine], columns["kind"][mine], columns["micro_batch"][mine],
@@ -252,12 +241,7 @@ def test_several_runs_have_a_scaling_section_and_share_the_room(simulate: Simula
     made = build_report(runs, tmp_path / "report.html")
     text = made.path.read_text()
     assert made.runs == tuple(map(str, runs)) and made.notes == ()
-    assert (
-        'id="study"' in text
-        and 'id="points"' in text
-        and "base of gems_master" in text
-        and 'id="rules"' in text
-    )
+    assert 'id="study"' in text and 'id="points"' in text and "base of gems_master" in text and 'id="rules"' in text
     assert text.count('class="views"') == 2 and text.count("data:image/svg+xml;base64,") == 1
 
 
@@ -285,9 +269,7 @@ def test_runs_are_found_by_path_by_name_and_by_study(simulate: Simulate, tmp_pat
         find_runs(["mime"], tmp_path)
 
 
-def test_a_run_that_was_stopped_has_a_page_that_says_so(
-    write_parts: Callable[..., Trace], tmp_path: Path
-) -> None:
+def test_a_run_that_was_stopped_has_a_page_that_says_so(write_parts: Callable[..., Trace], tmp_path: Path) -> None:
     write_parts(tmp_path / "run", {"steps": 3}, {1: 2})
     made = build_report([tmp_path / "run"], tmp_path / "report.html")
     assert any("rank 1 finished 2 steps" in note for note in made.notes)

@@ -75,9 +75,7 @@ def test_lines_whose_intervals_overlap_are_not_told_apart() -> None:
     assert rule(7, sound()).holds is None
     text = broken(7, point(4, noisy(1.0)), point(4, noisy(1.001), line="gpipe"))
     assert "1f1b and gpipe on 4 ranks overlap" in text and "neither faster" in text
-    assert (
-        rule(7, [point(4, noisy(1.0)), point(4, noisy(1.001), line="gpipe", source="emulated")]).holds is None
-    )
+    assert rule(7, [point(4, noisy(1.0)), point(4, noisy(1.001), line="gpipe", source="emulated")]).holds is None
     exact = [point(4, (1.0,), source="simulated"), point(4, (1.0,), line="gpipe", source="simulated")]
     assert rule(7, exact).holds
     twice = point(4, noisy(2.0), line="gpipe", images_per_step=32)  # as many images/s in steps twice as long

@@ -32,11 +32,7 @@ def folder(tmp_path: Path) -> RunFolder:
             begin = step * STEP_NS
             for number, action in enumerate(action for action in row if action.kind in COMPUTE_KINDS):
                 start, kind = begin + number * MS, KINDS.index(action.kind.value)
-                place = (
-                    -1 if action.segment is None else action.segment,
-                    action.direction,
-                    action.micro_batch,
-                )
+                place = (-1 if action.segment is None else action.segment, action.direction, action.micro_batch)
                 part.add("events", (rank, step, kind, action.stage, *place, 0, start, start + MS, 0, 0, 0))
             part.add("rank_steps", (rank, step, begin, begin + STEP_NS, 8, np.nan, 0))
         part.close()

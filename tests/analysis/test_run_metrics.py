@@ -33,19 +33,10 @@ CASES = [
 @pytest.mark.parametrize("backward_ms", [1, 2])
 @pytest.mark.parametrize(("name", "partitions", "micro_batches", "parts"), CASES)
 def test_bubble_is_the_closed_form_with_uniform_costs(
-    simulate: Callable[..., Trace],
-    name: str,
-    partitions: int,
-    micro_batches: int,
-    parts: int,
-    backward_ms: int,
+    simulate: Callable[..., Trace], name: str, partitions: int, micro_batches: int, parts: int, backward_ms: int
 ) -> None:
     trace = simulate(
-        name=name,
-        partitions=partitions,
-        micro_batches=micro_batches,
-        parts=parts,
-        backward_ns=backward_ms * MS,
+        name=name, partitions=partitions, micro_batches=micro_batches, parts=parts, backward_ns=backward_ms * MS
     )
     metrics = metrics_of(trace)
     expected = bubble(name, partitions, micro_batches, 1.0, float(backward_ms), parts)
@@ -92,11 +83,7 @@ def event(
 
 
 def test_warmup_steps_are_left_out() -> None:
-    rows = [
-        (0, 0, 900 * MS, 10, 3.0, 1),
-        (1, 900 * MS, 1000 * MS, 10, 2.0, 0),
-        (2, 1000 * MS, 1100 * MS, 10, 1.0, 0),
-    ]
+    rows = [(0, 0, 900 * MS, 10, 3.0, 1), (1, 900 * MS, 1000 * MS, 10, 2.0, 0), (2, 1000 * MS, 1100 * MS, 10, 1.0, 0)]
     metrics = metrics_of(
         by_hand(rows, [event(0, 0, "F", 0, 900), event(0, 1, "F", 900, 950), event(1, 2, "B", 1000, 1050)])
     )
@@ -127,11 +114,7 @@ def test_the_time_between_attempts_is_of_no_step() -> None:
 
 
 def test_times_of_overlapping_steps_add_up_to_the_whole() -> None:
-    rows = [
-        (0, 0, 100 * MS, 1, 1.0, 0),
-        (1, 60 * MS, 180 * MS, 1, 1.0, 0),
-        (2, 150 * MS, 290 * MS, 1, 1.0, 0),
-    ]
+    rows = [(0, 0, 100 * MS, 1, 1.0, 0), (1, 60 * MS, 180 * MS, 1, 1.0, 0), (2, 150 * MS, 290 * MS, 1, 1.0, 0)]
     times_s = step_times_s(by_hand(rows).steps)
     assert times_s == pytest.approx([0.100, 0.080, 0.110])
     metrics = metrics_of(by_hand(rows))
@@ -170,9 +153,7 @@ def assert_no_times(metrics: Metrics) -> None:
     """Holds that every figure of time is None."""
     assert (metrics.time_s, metrics.images_per_s, metrics.step_median_s, metrics.step_p95_s) == (None,) * 4
     assert (metrics.step_low_s, metrics.step_high_s) == (None, None)
-    assert (metrics.bubble_measured, metrics.bubble_formula, metrics.forward_s, metrics.backward_s) == (
-        None,
-    ) * 4
+    assert (metrics.bubble_measured, metrics.bubble_formula, metrics.forward_s, metrics.backward_s) == (None,) * 4
     assert (metrics.loss_first, metrics.loss_last) == (None, None)
     assert set(metrics.busy_s) == {None}
 
@@ -262,14 +243,7 @@ def test_unknown_schedule_has_no_formula(simulate: Callable[..., Trace]) -> None
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "{",
-        "[1]",
-        "parallel: 3",
-        "parallel: {partitions: 0}",
-        "parallel: {partitions: two}",
-        "parallel: {parts: true}",
-    ],
+    ["{", "[1]", "parallel: 3", "parallel: {partitions: 0}", "parallel: {partitions: two}", "parallel: {parts: true}"],
 )
 def test_a_broken_run_yaml_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="run_yaml"):

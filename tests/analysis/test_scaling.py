@@ -47,10 +47,7 @@ def write(tmp_path: Path) -> Write:
     ) -> Path:
         spec = RunSpec(
             parallel=ParallelConfig(
-                partitions=partitions,
-                replicas=replicas,
-                micro_batches=micro_batches,
-                micro_batch_size=micro_batch_size,
+                partitions=partitions, replicas=replicas, micro_batches=micro_batches, micro_batch_size=micro_batch_size
             ),
             schedule=ScheduleConfig(
                 name=schedule, activation_cap=cap, activation_cap_bytes=cap_bytes, allow=list(allow)
@@ -129,14 +126,10 @@ def test_one_number_of_ranks_is_a_comparison(write: Write) -> None:
 
 def test_a_model_that_grows_is_capability_scaling_and_never_weak(write: Write) -> None:
     """A part of the model is as large on 8 ranks as on 4, so an image costs twice: the work of it counts."""
-    points = read_points(
-        [write(partitions=n, source="emulated", times_ms=(9, time)) for n, time in ((4, 33), (8, 45))]
-    )
+    points = read_points([write(partitions=n, source="emulated", times_ms=(9, time)) for n, time in ((4, 33), (8, 45))])
     assert kind_of(points) == "capability"
     assert efficiencies(points) == pytest.approx([1.0, (2 / 45 / 8) / (1 / 33 / 4)])
-    same = read_points(
-        [write(partitions=4, source="emulated"), write(partitions=8, source="emulated", unit_s=0.0005)]
-    )
+    same = read_points([write(partitions=4, source="emulated"), write(partitions=8, source="emulated", unit_s=0.0005)])
     assert kind_of(same) == "strong"
 
 
@@ -208,32 +201,20 @@ def test_the_csv_has_a_line_a_point_with_units_and_the_base(write: Write, tmp_pa
         ("1f1b", "measured", "4"), ("1f1b", "simulated", "8")
     ]  # fmt: skip
     first, second = ({key: float(row[key]) for key in row if key.endswith("_s")} for row in rows)
-    assert [first[key] for key in ("step_median_s", "step_min_s", "step_max_s")] == pytest.approx(
-        [0.011, 0.010, 0.012]
-    )
+    assert [first[key] for key in ("step_median_s", "step_min_s", "step_max_s")] == pytest.approx([0.011, 0.010, 0.012])
     assert second["base_images_per_s"] == first["images_per_s"] == pytest.approx(16 / 0.011)
     assert float(rows[1]["parallel_efficiency"]) == pytest.approx(11 / 12.5)
     assert rows[0]["compute_efficiency"] == ""
     assert {row["scaling"] for row in rows} == {"weak"}
     for picture, start in zip(study.pictures, (b"\x89PNG", b"%PDF"), strict=True):
         assert picture.read_bytes().startswith(start) and picture.stat().st_size > 10_000
-    assert sorted(path.name for path in study.csv.parent.iterdir()) == [
-        "scaling.csv",
-        "scaling.pdf",
-        "scaling.png",
-    ]
+    assert sorted(path.name for path in study.csv.parent.iterdir()) == ["scaling.csv", "scaling.pdf", "scaling.png"]
 
 
 def test_the_picture_tells_sources_apart_and_states_the_base(write: Write) -> None:
     runs = [
         write(source=source, replicas=n, times_ms=(9, 10, 12))
-        for source, n in (
-            ("measured", 1),
-            ("emulated", 1),
-            ("emulated", 2),
-            ("simulated", 2),
-            ("simulated", 8),
-        )
+        for source, n in (("measured", 1), ("emulated", 1), ("emulated", 2), ("simulated", 2), ("simulated", 8))
     ]
     figure = scaling_figure(read_points(runs))
     rate, share = figure.axes
@@ -256,9 +237,7 @@ def test_the_picture_tells_sources_apart_and_states_the_base(write: Write) -> No
     assert (rate.get_xscale(), rate.get_yscale(), share.get_yscale()) == ("log", "log", "linear")
     assert [tick.get_text() for tick in share.get_xticklabels()] == ["4", "8", "32"]
     assert share.get_ylim()[0] == 0.0
-    shown = " ".join(
-        text.get_text() for axes in figure.axes for text in [*axes.texts, axes.title, axes._left_title]
-    )
+    shown = " ".join(text.get_text() for axes in figure.axes for text in [*axes.texts, axes.title, axes._left_title])
     assert "weak scaling, 4 images a rank" in shown and "warm-up left out" in shown
 
 
@@ -267,30 +246,13 @@ def test_a_comparison_has_a_picture_too(write: Write) -> None:
     assert [len(axes.lines) > 0 for axes in figure.axes] == [True, True]
 
 
-def test_the_command_prints_table_and_paths(
-    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [
-        str(write(source="emulated", times_ms=(9, 30))),
-        str(write(source="emulated", replicas=2) / "trace.h5"),
-    ]
+def test_the_command_prints_table_and_paths(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(write(source="emulated", times_ms=(9, 30))), str(write(source="emulated", replicas=2) / "trace.h5")]
     assert main(["scaling", *runs]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert err == "" and lines[0] == "weak scaling, 4 images a rank"
-    assert lines[2].split() == [
-        "1f1b",
-        "emulated",
-        "4",
-        "533",
-        "30.0",
-        "30.0",
-        "to",
-        "30.0",
-        "30.0",
-        "100.0",
-        "80.0",
-    ]
+    assert lines[2].split() == ["1f1b", "emulated", "4", "533", "30.0", "30.0", "to", "30.0", "30.0", "100.0", "80.0"]
     assert lines[4] == "a to b: fewer than 6 steps, so their range and no interval"
     assert lines[5] == "base of 1f1b: 533 images/s on 4 ranks, emulated"
     assert lines[6].startswith("not fitted: a fit needs points on 3 numbers of ranks of one source")

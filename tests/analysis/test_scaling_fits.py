@@ -47,12 +47,7 @@ def runs(tmp_path: Path) -> Runs:
                 (step, start, end, 16 * number, 1.0, int(step == 0), 1)
                 for step, (start, end) in enumerate(zip(starts_ns, ends_ns, strict=True))
             ]
-            told = {
-                "git_commit": "abc",
-                "versions": ["gems 0.1"],
-                "hostnames": ["n0"],
-                "clock_error_ns": [7, 9],
-            }
+            told = {"git_commit": "abc", "versions": ["gems 0.1"], "hostnames": ["n0"], "clock_error_ns": [7, 9]}
             trace = Trace(
                 root_attributes(source, folder.name, 4 * number, **(told | attributes)),
                 steps=np.array(rows, DTYPES["steps"]),
@@ -92,8 +87,7 @@ def test_rows_have_the_interval_the_tail_and_the_harmonic_mean(runs: Runs) -> No
     base, *others = rows_of(points)
     assert base["parallel_efficiency_low"] == base["parallel_efficiency_high"] == 1.0
     assert all(
-        row["parallel_efficiency_low"] < row["parallel_efficiency"] < row["parallel_efficiency_high"]
-        for row in others
+        row["parallel_efficiency_low"] < row["parallel_efficiency"] < row["parallel_efficiency_high"] for row in others
     )
     (few,) = rows_of([point(4, (1.0, 2.0, 4.0))])
     assert (few["step_low_s"], few["step_high_s"], few["step_bounds"]) == (1.0, 4.0, "range")
@@ -122,9 +116,7 @@ def bands(figure: object, panel: int) -> list[tuple[float, float]]:
     """Gives where the shaded bands of a panel begin and end."""
     axes = figure.axes[panel]  # type: ignore[attr-defined]
     found = [
-        each
-        for each in axes.collections
-        if isinstance(each, PolyCollection) and each.get_gid() == "extrapolation"
+        each for each in axes.collections if isinstance(each, PolyCollection) and each.get_gid() == "extrapolation"
     ]
     return [(float(x.min()), float(x.max())) for x in (each.get_paths()[0].vertices[:, 0] for each in found)]
 
@@ -153,10 +145,7 @@ def test_bars_are_the_interval(runs: Runs) -> None:
     for axes, expected in (
         (
             rate,
-            [
-                (p.images_per_step / p.step_interval_s.high, p.images_per_step / p.step_interval_s.low)
-                for p in points
-            ],
+            [(p.images_per_step / p.step_interval_s.high, p.images_per_step / p.step_interval_s.low) for p in points],
         ),
         (share, [(b.low, b.high) for p in points if (b := p.efficiency_interval(bases_of(points)[p.line]))]),
     ):
@@ -177,9 +166,7 @@ def test_neighbours_far_apart_are_not_joined() -> None:
     def joined(*points: Point) -> list[list[float]]:
         share = scaling_figure(points).axes[1]
         return [
-            list(line.get_xdata())
-            for line in share.lines
-            if line.get_linestyle() == "-" and len(line.get_xdata()) == 2
+            list(line.get_xdata()) for line in share.lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 2
         ]
 
     assert joined(point(4), point(16), point(128)) == [[4, 16]]

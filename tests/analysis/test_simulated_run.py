@@ -66,11 +66,7 @@ def trace_of(spec: RunSpec) -> Trace:
 
 def test_the_run_with_all_kinds_has_them(make: Make) -> None:
     trace = trace_of(make())
-    waits = {
-        "FREE",
-        "AWAIT",
-        "INPUT",
-    }  # of memory policies, which plan for a real machine, and of slow inputs
+    waits = {"FREE", "AWAIT", "INPUT"}  # of memory policies, which plan for a real machine, and of slow inputs
     assert {KINDS[kind] for kind in trace.events["kind"]} == set(KINDS) - waits
     assert {STREAMS[stream] for stream in trace.events["stream"]} == set(STREAMS)
 
@@ -101,23 +97,15 @@ def test_one_replica_stands_for_all(make: Make) -> None:
     assert many.busy_s[:4] == one.busy_s == many.busy_s[-4:]
     assert many.num_images == 128 * one.num_images and one.time_s is not None and many.time_s is not None
     assert many.bubble_measured == pytest.approx(1 - 4 * 2 * 8 * 0.03 / (4 * many.time_s))
-    assert many.time_s - one.time_s == pytest.approx(2 * 2 * 127 * 0.002), (
-        "the reduction's latency in two steps"
-    )
+    assert many.time_s - one.time_s == pytest.approx(2 * 2 * 127 * 0.002), "the reduction's latency in two steps"
     assert many.peak_device_bytes[508:] == one.peak_device_bytes
 
 
 def test_the_picture_shows_all_kinds(make: Make) -> None:
     figure = timeline_figure(trace_of(make()))
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
-    light = {
-        look.legend
-        for look in LOOKS
-        if look.shade != 1 and look.kinds[0] not in ("REDUCE_GRAD", "STEP", "INPUT")
-    }
-    assert shown == light | {"idle (bubble)"}, (
-        "a reduction of one and a step that costs nothing have no width"
-    )
+    light = {look.legend for look in LOOKS if look.shade != 1 and look.kinds[0] not in ("REDUCE_GRAD", "STEP", "INPUT")}
+    assert shown == light | {"idle (bubble)"}, "a reduction of one and a step that costs nothing have no width"
 
 
 def test_the_picture_says_that_other_replicas_are_alike(make: Make) -> None:
@@ -137,9 +125,7 @@ def test_buffers_are_told_from_activations(make: Make) -> None:
     for name, partitions in (("1f1b", 4), ("gems_master", 4), ("interleaved_1f1b", 2), ("file", 2)):
         spec = make(name, partitions, 2 if name == "file" else 8)
         trace, schedule = trace_of(spec), schedule_of(spec)
-        memory = memory_over_time(
-            schedule, costs_of(spec, schedule.placement), play(spec, schedule)[1], 1 << 20
-        )
+        memory = memory_over_time(schedule, costs_of(spec, schedule.placement), play(spec, schedule)[1], 1 << 20)
         for rank, held in enumerate(memory):
             events = trace.events[(trace.events["rank"] == rank) & (trace.events["step"] == 0)]
             times_ns = np.array([round(point.time * 1e7) for point in held.held])
@@ -188,9 +174,7 @@ def test_the_table_tells_recomputation(make: Make, capsys: pytest.CaptureFixture
     assert "efficiency without recomputation, simulated [%]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name", ["1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "gems_zb", "layer_parallel"]
-)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "gems_zb", "layer_parallel"])
 def test_the_closed_form_stands_beside_the_simulated_bubble(make: Make, name: str) -> None:
     """With free links, where the form is exact: a split backward is told by its W."""
     spec = make(name, 4, 8)

@@ -51,9 +51,7 @@ NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_]{1,12})?", fullmatch=True)
 NO_NUMBER = st.from_regex(r"[g-z]{1,8}", fullmatch=True)
 KNOWN_OPTIONS = ("--json", "--config-dir", *HYDRA_FLAGS)
 NUMBERS = [
-    key
-    for key in SCALARS
-    if isinstance(getattr(getattr(RunSpec(), key.split(".")[0]), key.split(".")[1]), int | float)
+    key for key in SCALARS if isinstance(getattr(getattr(RunSpec(), key.split(".")[0]), key.split(".")[1]), int | float)
 ]
 HALVES = ["[1", "{a", "'a", "(", "a b)", "${", "???x]"]
 NO_SUCH = st.one_of(
@@ -69,10 +67,7 @@ NO_FIT = st.tuples(st.sampled_from(NUMBERS), NO_NUMBER.map("z{}".format) | st.ju
 
 @given(wrong=NO_SUCH, before=st.booleans())
 @settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_random_mistakes_are_one_line_and_code_2(gems: Gems, wrong: str, before: bool) -> None:
     """Keys, options and forms that do not exist: seen before anything is composed."""
@@ -82,12 +77,7 @@ def test_random_mistakes_are_one_line_and_code_2(gems: Gems, wrong: str, before:
 
 
 @given(wrong=NO_FIT)
-@settings(
-    max_examples=12,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_values_of_another_type(gems: Gems, wrong: str) -> None:
     check_refusal(gems("note", wrong, verbs=MINE), wrong)
 
@@ -98,12 +88,7 @@ class TestProcess:
     def run(self, *argv: str, cwd: Path) -> Said:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         ended = subprocess.run(
-            [sys.executable, "-m", "gems", *argv],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
+            [sys.executable, "-m", "gems", *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
         )
         return Said(ended.returncode, ended.stdout, ended.stderr)
 

@@ -86,14 +86,10 @@ class TestVerbs:
         with pytest.raises(ModuleNotFoundError):
             gems("gone", verbs=MINE)
 
-    @pytest.mark.parametrize(
-        "option", ["--jsn", "-x", "--dry-run=1", "--all", "--json=1", "--config-name=a", "-"]
-    )
+    @pytest.mark.parametrize("option", ["--jsn", "-x", "--dry-run=1", "--all", "--json=1", "--config-name=a", "-"])
     def test_unknown_options(self, gems: Gems, option: str) -> None:
         check_refusal(gems("note", option, verbs=MINE), f"option={option}: unknown; nearest: ")
-        check_refusal(
-            gems("note", option, "--cfg", "job", verbs=MINE), f"option={option}: unknown; nearest: "
-        )
+        check_refusal(gems("note", option, "--cfg", "job", verbs=MINE), f"option={option}: unknown; nearest: ")
 
     @pytest.mark.parametrize("option", ["--al", "--cfg", "-m", "--json=1"])
     def test_unknown_options_of_a_verb_of_words(self, gems: Gems, option: str) -> None:
@@ -116,10 +112,7 @@ class TestHydra:
     def test_help_lists_groups_and_keys(self, gems: Gems, option: str) -> None:
         said = gems("note", option, verbs=MINE)
         assert (said.code, said.err, SEEN) == (0, "", [])
-        assert (
-            re.search("schedule: 1f1b, .*gems_mast, gems_master", said.out)
-            and "learning_rate: 0.05" in said.out
-        )
+        assert re.search("schedule: 1f1b, .*gems_mast, gems_master", said.out) and "learning_rate: 0.05" in said.out
 
     @pytest.mark.parametrize(
         "words", [["--info"], ["--info", "searchpath"], ["-i", "seed=1"], ["--hydra-help"], ["--version"]]
@@ -202,13 +195,9 @@ class TestConfigDir:
         assert gems("note", "--config-dir", str(my_conf), "experiment=mine,gpipe", "-m", verbs=MINE).code == 0
         assert [spec.name for spec, _ in SEEN if isinstance(spec, RunSpec)] == ["mine", "gpipe"]
 
-    @pytest.mark.parametrize(
-        "words", [["--config-dir", "nowhere"], ["--config-dir=/dev/null"], ["--config-dir"]]
-    )
+    @pytest.mark.parametrize("words", [["--config-dir", "nowhere"], ["--config-dir=/dev/null"], ["--config-dir"]])
     def test_no_folder(self, gems: Gems, words: list[str]) -> None:
         check_refusal(gems("note", *words, verbs=MINE), "--config-dir=", ": is not a folder")
 
     def test_unknown_experiment_beside_ones_own(self, gems: Gems, my_conf: Path) -> None:
-        check_refusal(
-            gems("note", "--config-dir", str(my_conf), "experiment=min", verbs=MINE), "nearest: mine"
-        )
+        check_refusal(gems("note", "--config-dir", str(my_conf), "experiment=min", verbs=MINE), "nearest: mine")

@@ -30,12 +30,7 @@ def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(NUM_LAYERS, seed=5, decay=0.9)
 
-    for module in (
-        gems.partition.methods,
-        gems.simulation.profiled_costs,
-        gems.runs.run_plan,
-        gems.profile.store,
-    ):
+    for module in (gems.partition.methods, gems.simulation.profiled_costs, gems.runs.run_plan, gems.profile.store):
         monkeypatch.setattr(module, "profile_of", profile_of)
     return runner(capfd, tmp_path, monkeypatch)
 
@@ -98,9 +93,7 @@ def test_simulate_gives_the_peaks_of_the_policy(gems_: Gems) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gems_master", "zb_h1", "interleaved_1f1b"])
-def test_simulate_gives_the_peaks_of_keeping_all_with_the_costs_of_a_profile(
-    gems_: Gems, schedule: str
-) -> None:
+def test_simulate_gives_the_peaks_of_keeping_all_with_the_costs_of_a_profile(gems_: Gems, schedule: str) -> None:
     words = (*RUN[:-3], f"schedule={schedule}", "memory=keep", "cost=profile", "--json")
     entry = json.loads(gems_("memory", *words).out)["choices"][0]
     found = json.loads(gems_("simulate", *words).out)
@@ -117,9 +110,7 @@ def test_replicas_reduce_gradients_under_every_policy(gems_: Gems) -> None:
     )  # fmt: skip
     assert many["step_s"] > alone["step_s"] and many["peak_bytes"] == alone["peak_bytes"]
     assert 0 < many["overhead"] < alone["overhead"]
-    simulated = json.loads(
-        gems_("simulate", *RUN, links, "parallel.replicas=3", "memory=vdnn_all", "--json").out
-    )
+    simulated = json.loads(gems_("simulate", *RUN, links, "parallel.replicas=3", "memory=vdnn_all", "--json").out)
     assert simulated["step_s"] == many["step_s"] and simulated["images_per_s"] == many["images_per_s"]
     assert max(simulated["reduce_s"]) > 0
 

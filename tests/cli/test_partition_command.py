@@ -28,12 +28,7 @@ def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
         depth = spec.model.depth  # type: ignore[attr-defined]
         return random_profile((depth - 2) // 2 + 2, seed=5, decay=0.9)
 
-    for module in (
-        gems.partition.methods,
-        gems.simulation.profiled_costs,
-        gems.runs.run_plan,
-        gems.profile.store,
-    ):
+    for module in (gems.partition.methods, gems.simulation.profiled_costs, gems.runs.run_plan, gems.profile.store):
         monkeypatch.setattr(module, "profile_of", profile_of)
     return runner(capfd, tmp_path, monkeypatch)
 
@@ -106,9 +101,7 @@ def test_the_largest(gems_: Gems) -> None:
 
 
 def test_the_largest_needs_a_limit(gems_: Gems) -> None:
-    check_refusal(
-        gems_("partition", *PLAIN_RUN, "--largest", "depth"), "machine.device_bytes=null: must be given"
-    )
+    check_refusal(gems_("partition", *PLAIN_RUN, "--largest", "depth"), "machine.device_bytes=null: must be given")
 
 
 def test_costs_from_a_profile(gems_: Gems) -> None:

@@ -57,9 +57,7 @@ def test_the_table_says_how_far_it_looked(gems_: Gems) -> None:
     assert "left out by bytes" in lines[-1]
 
 
-def test_what_is_written_runs_as_planned(
-    gems_: Gems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_runs_as_planned(gems_: Gems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "experiment"
     folder.mkdir()
     path = folder / "small_planned.yaml"
@@ -69,9 +67,7 @@ def test_what_is_written_runs_as_planned(
     assert path.read_text().startswith("# @package _global_\n# Made by `gems plan`")
     spec = compose([f"hydra.searchpath=['file://{tmp_path}']", "experiment=small_planned"])
     assert spec.name == "small_planned" and global_batch(spec) == 4 and spec.model.width == 8
-    by_words = compose(
-        [*RUN, "machine.device_bytes=12000", "model.width=8", "name=small_planned", *first["overrides"]]
-    )
+    by_words = compose([*RUN, "machine.device_bytes=12000", "model.width=8", "name=small_planned", *first["overrides"]])
     assert signature(spec) == signature(by_words)
 
     def profile_of(spec: RunSpec) -> object:
@@ -115,9 +111,7 @@ def test_the_epochs_of_batches_decide(gems_: Gems, monkeypatch: pytest.MonkeyPat
     assert said.code == 0, said.err
     choices = json.loads(said.out)["choices"]
     assert {choice["epochs"] for choice in choices} <= {10.0, 11.0}
-    assert [choice["to_target_s"] for choice in choices] == sorted(
-        choice["to_target_s"] for choice in choices
-    )
+    assert [choice["to_target_s"] for choice in choices] == sorted(choice["to_target_s"] for choice in choices)
 
 
 def test_hybrid_is_another_planner(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +142,7 @@ def test_bad_options_are_one_line(gems_: Gems, words: list[str], line: str) -> N
 
 
 def test_a_run_is_held_to_its_gpus() -> None:
-    spec = compose(
-        ["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=4"]
-    )
+    spec = compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=4"])
     assert planned(spec).schedule.num_ranks == 4
     assert signature(spec) == signature(
         compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4"])
@@ -158,7 +150,5 @@ def test_a_run_is_held_to_its_gpus() -> None:
     other = compose(
         ["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=8"]
     )
-    with pytest.raises(
-        gems.errors.ConfigError, match=r"parallel.gpus=8: must be partitions x replicas = 4 x 1"
-    ):
+    with pytest.raises(gems.errors.ConfigError, match=r"parallel.gpus=8: must be partitions x replicas = 4 x 1"):
         planned(other)

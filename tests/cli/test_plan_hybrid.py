@@ -60,22 +60,14 @@ def written(text: str, name: str) -> str:
 
 def test_speedups_are_those_of_the_schedule(gems_: Gems) -> None:
     answer = answer_of(gems_, *ON_PAPER)
-    assert (answer["schema"], answer["source"], answer["speedup_source"]) == (
-        "gems.hybrid/1",
-        "predicted",
-        "simulated",
-    )
+    assert (answer["schema"], answer["source"], answer["speedup_source"]) == ("gems.hybrid/1", "predicted", "simulated")
     assert {int(ways): each["value"] for ways, each in answer["speedups"].items()} == pytest.approx(
         {ways: ways * 8 / (8 + ways - 1) for ways in (2, 4, 8)}
     )
     assert [row["devices"] for row in answer["rows"]] == [2**k for k in range(11)]
     one = answer["rows"][0]["choices"][0]
-    assert one["time_s"]["value"] == pytest.approx(
-        answer["steps"]["1"]["step_s"] * answer["samples_per_epoch"] / 16
-    )
-    assert all(row["choices"][0]["ways"] == 1 for row in answer["rows"]), (
-        "epochs are not given, and links are free"
-    )
+    assert one["time_s"]["value"] == pytest.approx(answer["steps"]["1"]["step_s"] * answer["samples_per_epoch"] / 16)
+    assert all(row["choices"][0]["ways"] == 1 for row in answer["rows"]), "epochs are not given, and links are free"
     assert [each["devices"] for each in answer["crossings"]] == [None] * 3
 
 
@@ -94,15 +86,10 @@ def test_epochs_make_hybrid_win_from_the_crossing_on(gems_: Gems) -> None:
             product = choice["step_s"] * choice["steps_per_epoch"] * choice["epochs"]
             assert choice["time_s"]["value"] == pytest.approx(product), "C = T x S x E"
             assert choice["images_per_s"] == pytest.approx(choice["global_batch"] / choice["step_s"])
-            assert choice["gpu_hours"]["value"] == pytest.approx(
-                choice["time_s"]["value"] * row["devices"] / 3600
-            )
+            assert choice["gpu_hours"]["value"] == pytest.approx(choice["time_s"]["value"] * row["devices"] / 3600)
     said = gems_(*ON_PAPER, "--epochs", epochs)
     assert f"2 ways: faster than data parallelism from {two['devices']} devices on" in said.out
-    assert (
-        "E(B) = E_min (1 + B / B_crit): E_min 3, B_crit 512 samples" in said.out
-        and "nearly fastest: " in said.out
-    )
+    assert "E(B) = E_min (1 + B / B_crit): E_min 3, B_crit 512 samples" in said.out and "nearly fastest: " in said.out
     assert answer["picks"]["fastest"]["devices"] == 1024 and answer["picks"]["cheapest"]["devices"] == 1
 
 
@@ -147,28 +134,19 @@ def test_a_worker_that_does_not_fit_is_left_out(gems_: Gems) -> None:
 
 
 def test_nothing_fits(gems_: Gems) -> None:
-    check_refusal(
-        gems_(*ON_PAPER, *BYTES, "machine.device_bytes=10"), "--hybrid", "above machine.device_bytes"
-    )
+    check_refusal(gems_(*ON_PAPER, *BYTES, "machine.device_bytes=10"), "--hybrid", "above machine.device_bytes")
 
 
 def test_given_speedups_and_efficiency(gems_: Gems) -> None:
     efficiency = written("workers,efficiency\n1,1\n4,0.9\n64,0.5\n", "efficiency.csv")
     answer = answer_of(gems_, *ON_PAPER, "--speedup", "2:1.2:1.3:1.4,3:1.9", "--efficiency", efficiency)
     assert (answer["speedup_source"], answer["efficiency_source"]) == ("given", "given")
-    assert answer["speedups"]["2"] == {"value": 1.3, "low": 1.2, "high": 1.4} and set(answer["speedups"]) == {
-        "2",
-        "3",
-    }
+    assert answer["speedups"]["2"] == {"value": 1.3, "low": 1.2, "high": 1.4} and set(answer["speedups"]) == {"2", "3"}
     rows = {row["devices"]: row for row in answer["rows"]}
     assert {3, 6, 96} <= set(rows) and "known from 1 to 64 workers" in rows[128]["left_out"]["1"]
     (two,) = (each for each in rows[64]["choices"] if each["ways"] == 2)
     assert two["over_data_parallel"]["value"] == pytest.approx(1.3 / 2 * (0.5 + 0.4 / 4) / 0.5)
-    assert (
-        two["over_data_parallel"]["low"]
-        < two["over_data_parallel"]["value"]
-        < two["over_data_parallel"]["high"]
-    )
+    assert two["over_data_parallel"]["low"] < two["over_data_parallel"]["value"] < two["over_data_parallel"]["high"]
     assert speedups_of("2:1.3")[2].value == 1.3
 
 
@@ -176,12 +154,7 @@ def test_a_real_model_has_the_costs_of_its_profile(gems_: Gems, monkeypatch: pyt
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(11, seed=5, decay=0.9)
 
-    for module in (
-        gems.partition.methods,
-        gems.simulation.profiled_costs,
-        gems.runs.run_plan,
-        gems.profile.store,
-    ):
+    for module in (gems.partition.methods, gems.simulation.profiled_costs, gems.runs.run_plan, gems.profile.store):
         monkeypatch.setattr(module, "profile_of", profile_of)
     run = ("data=synthetic", "model=resnet20_v1", "schedule=1f1b", "parallel.micro_batches=4")
     answer = answer_of(gems_, *run)
@@ -198,9 +171,7 @@ def test_a_real_model_has_the_costs_of_its_profile(gems_: Gems, monkeypatch: pyt
     assert with_policy["steps"]["1"]["fits"], "under a policy it does"
     assert with_policy["steps"]["1"]["step_s"] > answer["steps"]["1"]["step_s"]
     sixteen = answer_of(gems_, *run, "--speedup", "16:3")
-    assert "16" in sixteen["speedups"] and "16" not in sixteen["steps"], (
-        "more stages than layers cannot be simulated"
-    )
+    assert "16" in sixteen["speedups"] and "16" not in sixteen["steps"], "more stages than layers cannot be simulated"
 
 
 @pytest.mark.parametrize(

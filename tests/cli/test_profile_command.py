@@ -20,9 +20,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("GEMS_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "profiles"))
 
 
-def test_the_json_is_a_profile_that_can_be_given_back(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_json_is_a_profile_that_can_be_given_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main("gems", VERBS, ["profile", *WORDS, "--json"]) == 0
     text = capsys.readouterr().out
     document, path = json.loads(text), tmp_path / "profile.json"
@@ -47,9 +45,7 @@ def test_the_table_has_a_row_a_layer_and_both_peaks(capsys: pytest.CaptureFixtur
     assert lines[-3].startswith("all ") and all("peak of the whole" in line for line in lines[-2:])
 
 
-def test_a_profile_at_another_resolution_from_three(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_profile_at_another_resolution_from_three(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     paths = []
     for side_px in (16, 32, 48):
         size = [f"data.height_px={side_px}", f"data.width_px={side_px}"]

@@ -112,9 +112,7 @@ def test_torchs_csv_comes_back_as_the_same_schedule(
 
 
 def test_torchs_csv_cannot_say_two_directions(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(
-        ConfigError, match="format=torch: cannot say schedule gems_master: it runs 2 directions"
-    ):
+    with pytest.raises(ConfigError, match="format=torch: cannot say schedule gems_master: it runs 2 directions"):
         show_schedule(spec_of("gems_master", 4, 4), Options(flags=frozenset({TORCH})))
     assert capsys.readouterr().out == ""
 
@@ -147,15 +145,8 @@ def test_the_command_ends_with_the_one_line(tmp_path: Path) -> None:
         "schema": "gems.schedule/1", "name": "bad", "ranks": 1, "stages": 1, "micro_batches": 1, "directions": 1,
         "placement": [[0]], "actions": [[["B", 0, 0, 0], ["F", 0, 0, 0]]],
     }  # fmt: skip
-    words = [
-        "schedule",
-        "schedule=file",
-        f"schedule.path={written(tmp_path, broken)}",
-        "parallel.micro_batches=1",
-    ]
-    ended = subprocess.run(
-        [sys.executable, "-m", "gems", *words], capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
+    words = ["schedule", "schedule=file", f"schedule.path={written(tmp_path, broken)}", "parallel.micro_batches=1"]
+    ended = subprocess.run([sys.executable, "-m", "gems", *words], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (ended.returncode, ended.stdout) == (2, "")
     *picture, line = ended.stderr.splitlines()
     assert picture[1] == "rank    0 | !0B0!"

@@ -68,9 +68,7 @@ def test_the_figures_of_gems_at_a_cap_of_one(capsys: pytest.CaptureFixture[str])
 
 def test_buffers_and_parameters_are_in_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     """One micro-batch in layer_parallel: activations 1000, a buffer each way of 10, parameters 100."""
-    found = shown(
-        capsys, spec_of("layer_parallel", 2, 1, activation_bytes=1000, boundary_bytes=10, param_bytes=100)
-    )
+    found = shown(capsys, spec_of("layer_parallel", 2, 1, activation_bytes=1000, boundary_bytes=10, param_bytes=100))
     assert found["peak_activation_bytes"] == [1000, 1000]
     assert found["peak_bytes"] == [1000 + 100 + 10, 1000 + 100 + 10]
 
@@ -112,9 +110,7 @@ def test_replicas_multiply_images_and_not_time(capsys: pytest.CaptureFixture[str
 
 def test_1024_ranks_are_one_pipeline() -> None:
     """8 x 128 with N = 32: what is built and played is a pipeline of 8, and its reduction has 128 members."""
-    alone, many = (
-        predict(spec_of("1f1b", 8, 32, replicas=n, link=0.5, param_bytes=1 << 20)) for n in (1, 128)
-    )
+    alone, many = (predict(spec_of("1f1b", 8, 32, replicas=n, link=0.5, param_bytes=1 << 20)) for n in (1, 128))
     assert sum(map(len, many.played.start)) == sum(map(len, alone.played.start))
     assert many.times[0].reduce == pytest.approx(2 * 127 * 0.5) and alone.times[0].reduce == 0
 
@@ -123,8 +119,7 @@ def test_the_slowest_replica_counts() -> None:
     """3 ranks a pipeline on nodes of 4: the first replica has no hop between nodes, the second has one."""
     machine = MachineConfig(kind="simulated", ranks_per_node=4, link_latency_s=2.0)
     alone, two = (
-        predict(spec_of("layer_parallel", 3, 1, replicas=replicas, machine=machine)).played.span
-        for replicas in (1, 2)
+        predict(spec_of("layer_parallel", 3, 1, replicas=replicas, machine=machine)).played.span for replicas in (1, 2)
     )
     assert (alone, two) == (9.0, 9.0 + 2 * 2.0)
 
@@ -152,9 +147,7 @@ def test_noise_gives_the_median_step_and_where_most_steps_lie(capsys: pytest.Cap
     machines = [MachineConfig(kind="simulated", noise=noise) for noise in (0.0, 0.02)]
     quiet, noisy = (
         {key: float(str(found[key])) for key in ("step_low_s", "step_s", "step_high_s")}
-        for found in (
-            shown(capsys, spec_of("gems_master", replicas=16, machine=machine)) for machine in machines
-        )
+        for found in (shown(capsys, spec_of("gems_master", replicas=16, machine=machine)) for machine in machines)
     )
     assert quiet["step_low_s"] == quiet["step_s"] == quiet["step_high_s"] < noisy["step_s"]
     assert noisy["step_low_s"] < noisy["step_s"] < noisy["step_high_s"]

@@ -113,9 +113,7 @@ def test_limits_on_the_command_line() -> None:
 def test_a_preset_names_its_sources_and_that_limits_change(name: str) -> None:
     if name in ("local", "mini", "slurm"):
         return
-    said = "".join(
-        line for line in (CONF / "cluster" / f"{name}.yaml").read_text().splitlines() if line[:1] == "#"
-    )
+    said = "".join(line for line in (CONF / "cluster" / f"{name}.yaml").read_text().splitlines() if line[:1] == "#")
     assert "From " in said and "20" in said.partition("From ")[2], "source and date"
     assert "Limits change" in said
 

@@ -35,9 +35,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 def sites(tmp_path: Path) -> Path:
     folder = tmp_path / "sites"
     (folder / "cluster").mkdir(parents=True)
-    (folder / "cluster" / "here.yaml").write_text(
-        'name: here\nlauncher: srun\nhosts: ["Head*.here.org", "h[12]"]\n'
-    )
+    (folder / "cluster" / "here.yaml").write_text('name: here\nlauncher: srun\nhosts: ["Head*.here.org", "h[12]"]\n')
     (folder / "cluster" / "there.yaml").write_text('name: there\nlauncher: srun\nhosts: ["h2"]\n')
     (folder / "cluster" / "nowhere.yaml").write_text("name: nowhere\n")
     return folder  # fmt: skip
@@ -75,9 +73,7 @@ def test_other_machines_fit_none(host: str) -> None:
     assert matching([CONF], [host]) == {}
 
 
-def test_it_is_said_once_and_taken(
-    at: Callable[..., None], sites: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_said_once_and_taken(at: Callable[..., None], sites: Path, capsys: pytest.CaptureFixture[str]) -> None:
     at("h1")
     words = [f"hydra.searchpath=['file://{sites}']", "cluster=auto", *WORDS]
     assert compose(words).cluster.name == "here"
@@ -161,10 +157,7 @@ def test_auto_is_among_the_options() -> None:
 
 
 def test_hydras_own_options_know_it(
-    at: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    at: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     at("clariden-ln002")

@@ -99,13 +99,7 @@ class TestConf:
 class TestOverrides:
     def test_values_and_options(self) -> None:
         spec = compose(
-            [
-                "schedule=1f1b",
-                "parallel.partitions=2",
-                "parallel.micro_batches=4",
-                "seed=3",
-                "train.learning_rate=1e-3",
-            ]
+            ["schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4", "seed=3", "train.learning_rate=1e-3"]
         )
         assert spec.schedule.name == "1f1b"
         assert (spec.parallel.partitions, spec.parallel.micro_batches) == (2, 4)
@@ -195,11 +189,7 @@ class TestRefused:
             ("=1", "=1: unknown key", ""),
             ("seed=1,2", "seed=1,2: Ambiguous value", ""),
             ("seed=range(1,3)", "seed=range(1,3): Sweep parameters", "--multirun"),
-            (
-                "cluster.environment.A=1",
-                "cluster.environment.A=1: is not there yet",
-                "+cluster.environment.A=",
-            ),
+            ("cluster.environment.A=1", "cluster.environment.A=1: is not there yet", "+cluster.environment.A="),
             ("data=folder", "data.path=", "directory"),
             ("hydra.nope=1", "hydra.nope=1: unknown key", ""),
             ("hydra/launcher=nope", "", "hydra/launcher/nope"),

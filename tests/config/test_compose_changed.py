@@ -14,17 +14,13 @@ from gems.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def spec() -> RunSpec:
-    made = compose(
-        ["experiment=gems_master", "data=synthetic", "cluster=frontier", "+cluster.sbatch.qos=debug"]
-    )
+    made = compose(["experiment=gems_master", "data=synthetic", "cluster=frontier", "+cluster.sbatch.qos=debug"])
     return RunSpec.from_dict(made.to_dict())
 
 
 def test_only_what_is_named_changes(spec: RunSpec) -> None:
     made = changed(spec, ["cluster.minutes=77", "cluster.exclude=[n1,n2]", "cluster.account=other"])
-    assert made == replace(
-        spec, cluster=replace(spec.cluster, minutes=77, exclude=["n1", "n2"], account="other")
-    )
+    assert made == replace(spec, cluster=replace(spec.cluster, minutes=77, exclude=["n1", "n2"], account="other"))
     assert changed(spec, []) == spec
     assert signature(made) == signature(spec)
     assert signature(changed(spec, ["cluster.partition=extended"])) != signature(spec)

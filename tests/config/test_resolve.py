@@ -72,12 +72,7 @@ class TestMicroBatches:
             ("gems_mast", {"micro_batches": 1}, "micro_batches", "; use 2"),
             ("gems_master", {"micro_batches": 6, "parts": 2}, "replications", "must be even for gems_master"),
             ("gems_master", {"replications": 3}, "replications", "use 4"),
-            (
-                "gems_master",
-                {"micro_batches": 8, "parts": 3},
-                "micro_batches",
-                "must be replications x parts = 2 x 3",
-            ),
+            ("gems_master", {"micro_batches": 8, "parts": 3}, "micro_batches", "must be replications x parts = 2 x 3"),
             ("gems_master", {"micro_batches": 8, "replications": 2, "parts": 3}, "micro_batches", "2 x 3"),
             ("gems_master", {"micro_batches": 2, "replications": 4}, "micro_batches", "4 x 0"),
             ("gems_mast", {"replications": 4}, "replications", "must be 2 for gems_mast"),
@@ -104,9 +99,7 @@ class TestPartition:
         deepest = resolve(spec_of(parallel__partitions=num_layers))
         assert planned(deepest).boundaries == tuple(range(num_layers + 1))
         too_deep = resolve(spec_of(parallel__partitions=num_layers + 1))
-        with pytest.raises(
-            ConfigError, match=f"must make at most {num_layers}, the layers of resnet; use fewer"
-        ):
+        with pytest.raises(ConfigError, match=f"must make at most {num_layers}, the layers of resnet; use fewer"):
             planned(too_deep)
 
     @pytest.mark.parametrize("boundaries", [[], [0, 4], [0, 4, 4], [0, 4, 10_000]])
@@ -168,9 +161,7 @@ class TestNodes:
 def test_unknown_choices(key: str, value: str, proposed: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(spec_of(**{key.replace(".", "__"): value}))
-    assert str(error.value).startswith(
-        (f"{key}={value}: allowed: ", f"{key.removesuffix('.name')}={value}: allowed: ")
-    )
+    assert str(error.value).startswith((f"{key}={value}: allowed: ", f"{key.removesuffix('.name')}={value}: allowed: "))
     assert proposed in error.value.advice
 
 
@@ -273,9 +264,7 @@ def test_missing_data_folder(tmp_path: Path) -> None:
 def test_resolving_again_changes_nothing(name: str) -> None:
     """What a rank reads from run.yaml is what the login node resolved."""
     once = resolve(
-        spec_of(
-            schedule__name=name, schedule__activation_cap=1.0, parallel__partitions=3, parallel__replicas=2
-        )
+        spec_of(schedule__name=name, schedule__activation_cap=1.0, parallel__partitions=3, parallel__replicas=2)
     )
     assert resolve(once) == once
     assert RunSpec.from_dict(once.to_dict()) == once

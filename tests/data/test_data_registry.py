@@ -67,7 +67,5 @@ def test_reading_images_loads_no_torch() -> None:
         "print('skimage' in sys.modules, 'PIL' in sys.modules); "
         "open_dataset(DataConfig(name='tissue'), 0).image('train', 0); print('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False", "False"]

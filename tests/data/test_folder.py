@@ -91,9 +91,7 @@ def test_the_share_of_validation_follows_the_two_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
 @pytest.mark.parametrize("stored", ["L", "RGB", "RGBA", "P", "1", "I;16"])
-def test_any_stored_mode_gives_the_configured_channels(
-    tmp_path: Path, channels: int, mode: str, stored: str
-) -> None:
+def test_any_stored_mode_gives_the_configured_channels(tmp_path: Path, channels: int, mode: str, stored: str) -> None:
     fill(tmp_path)
     noise_file(tmp_path / "alpha" / "0.png")
     with Image.open(tmp_path / "alpha" / "0.png") as picture:
@@ -179,9 +177,7 @@ def test_a_bad_file_is_named_when_the_folder_is_opened(tmp_path: Path, suffix: s
     bad = noise_file(tmp_path / "beta" / f"3.{suffix}")
     opened(tmp_path)
     whole = bad.read_bytes()
-    bad.write_bytes(
-        {"truncated": whole[: len(whole) * 2 // 3], "empty": b"", "text": b"image, 1\n" * 50}[fault]
-    )
+    bad.write_bytes({"truncated": whole[: len(whole) * 2 // 3], "empty": b"", "text": b"image, 1\n" * 50}[fault])
     error = refused(tmp_path)
     assert error.key == "data.path"
     assert str(bad) in str(error)

@@ -11,15 +11,8 @@ from gems.data.sampler import batch_indices, micro_batch_slice
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    num_images=st.integers(1, 40),
-    global_batch=st.integers(1, 90),
-    seed=st.integers(0, 9),
-    epochs=st.integers(1, 4),
-)
-def test_every_image_comes_once_in_each_epoch(
-    num_images: int, global_batch: int, seed: int, epochs: int
-) -> None:
+@given(num_images=st.integers(1, 40), global_batch=st.integers(1, 90), seed=st.integers(0, 9), epochs=st.integers(1, 4))
+def test_every_image_comes_once_in_each_epoch(num_images: int, global_batch: int, seed: int, epochs: int) -> None:
     num_steps = -(-epochs * num_images // global_batch)
     batches = [batch_indices(num_images, seed, step, global_batch) for step in range(num_steps)]
     assert all(batch.shape == (global_batch, 2) for batch in batches)

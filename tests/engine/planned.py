@@ -40,9 +40,7 @@ def plan_of(
         cuts = range(first, first + number, size)
         stages.append(
             tuple(
-                Segment(
-                    cut, min(cut + size, first + number), choices[place % len(choices)], free_after, ahead
-                )
+                Segment(cut, min(cut + size, first + number), choices[place % len(choices)], free_after, ahead)
                 for place, cut in enumerate(cuts)
             )
         )

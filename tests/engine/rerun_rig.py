@@ -89,9 +89,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(2).transpose(1, 2)
-        return self.linear(tokens) + self.linear(
-            self.attention(tokens, tokens, tokens, need_weights=False)[0]
-        )
+        return self.linear(tokens) + self.linear(self.attention(tokens, tokens, tokens, need_weights=False)[0])
 
 
 def conv(**more: object) -> nn.Conv2d:

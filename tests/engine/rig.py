@@ -124,17 +124,13 @@ class Rig:
             for direction in range(schedule.num_directions)
         ]
         links = Links(schedule, rank, boundaries, self.transports, Direct(CPU), self.recorder)
-        self.stages = {
-            held: Stage(nn.ModuleList(kept), held[1] == 0, links.poll) for held, kept in modules.items()
-        }
+        self.stages = {held: Stage(nn.ModuleList(kept), held[1] == 0, links.poll) for held, kept in modules.items()}
         self.segments = None
         if needs_store(schedule):
             self.segments = open_segments(
                 schedule, rank, self.stages, plan, self.recorder, CPU, links.poll, 0, host_limit_bytes
             )
-        self.executor = Executor(
-            schedule, rank, self.stages, links, self.recorder, segments=self.segments, **options
-        )
+        self.executor = Executor(schedule, rank, self.stages, links, self.recorder, segments=self.segments, **options)
 
     def run(self, batch: Batch, step: int = 0):
         score = self.executor.run(step, batch)

@@ -135,9 +135,7 @@ def test_events_of_a_step_are_the_actions_of_the_row(family):
             for action in row
         ]
         compute_kinds = {"F", "B", "I", "W"} | {kind.value for kind in RANK_KINDS}
-        assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [
-            w for w in wanted if w[0] in compute_kinds
-        ]
+        assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [w for w in wanted if w[0] in compute_kinds]
         links = [entry[:4] for entry in seen if entry[4] == LINK]
         assert sorted(links) == sorted(w for w in wanted if w[0] not in compute_kinds)
         assert {entry[1] for entry in rig.part.rows} == {step}

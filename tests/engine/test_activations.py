@@ -208,13 +208,7 @@ def test_a_tensor_read_after_its_step_was_broken_off_is_an_error():
 
 
 def whole_layers() -> list[nn.Module]:
-    return [
-        nn.Linear(WIDTH, WIDTH),
-        nn.BatchNorm1d(WIDTH),
-        nn.Tanh(),
-        nn.Dropout(0.4),
-        nn.Linear(WIDTH, WIDTH),
-    ]
+    return [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Dropout(0.4), nn.Linear(WIDTH, WIDTH)]
 
 
 WHOLE = {
@@ -226,9 +220,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("row", WHOLE.values(), ids=WHOLE)
 def test_whole_stages_leave_and_are_run_again_without_free_in_the_list(row):
-    plain = " ".join(
-        text for text in row.split() if "FETCH" not in text and "OFFLOAD" not in text and "R" not in text
-    )
+    plain = " ".join(text for text in row.split() if "FETCH" not in text and "OFFLOAD" not in text and "R" not in text)
     ours = rig_of(schedule_of(row, 4), 0, whole_layers, None)
     whole = rig_of(schedule_of(plain, 4), 0, whole_layers, None)
     for number in range(2):

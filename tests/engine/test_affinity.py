@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gems.engine.supervision.affinity import (
-    Place,
-    numa_nodes,
-    numbers,
-    place,
-    ranges,
-    warnings,
-    write_affinity,
-)
+from gems.engine.supervision.affinity import Place, numa_nodes, numbers, place, ranges, warnings, write_affinity
 
 CPU = torch.device("cpu")
 
@@ -44,13 +36,7 @@ class OneOfThree:
 
 @pytest.mark.parametrize(
     ("values", "text"),
-    [
-        ([], ""),
-        ([3], "3"),
-        ([0, 1, 2, 3, 8], "0-3,8"),
-        ([9, 7, 8, 8, 1], "1,7-9"),
-        (range(64, 128), "64-127"),
-    ],
+    [([], ""), ([3], "3"), ([0, 1, 2, 3, 8], "0-3,8"), ([9, 7, 8, 8, 1], "1,7-9"), (range(64, 128), "64-127")],
 )
 def test_ranges_are_the_kernels(values: Sequence[int], text: str) -> None:
     assert ranges(values) == text
@@ -71,12 +57,7 @@ def test_a_gpu_has_a_name_and_a_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**known))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     found = place(0, torch.device("cuda", 2))
-    assert (found.gpu_index, found.gpu_name, found.gpu_uuid, found.visible_gpus) == (
-        2,
-        "NVIDIA H100",
-        "0123-abcd",
-        4,
-    )
+    assert (found.gpu_index, found.gpu_name, found.gpu_uuid, found.visible_gpus) == (2, "NVIDIA H100", "0123-abcd", 4)
     del known["uuid"]  # an older torch on another maker's GPU
     assert place(0, torch.device("cuda", 2)).gpu_uuid is None
 
@@ -100,9 +81,7 @@ def test_rank_0_writes_one_file(tmp_path: Path) -> None:
     assert table["ranks"][0]["pid"] == os.getpid()
 
 
-def test_a_table_that_cannot_be_written_ends_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     write_affinity(OneOfThree(0), CPU, tmp_path / "file" / "affinity.json")  # type: ignore[arg-type]
     assert "gems: no table of the ranks' places: " in capsys.readouterr().err

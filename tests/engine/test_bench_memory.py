@@ -44,9 +44,7 @@ def test_a_view_of_a_weight_is_counted_apart():
     modules = nn.ModuleList([nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 4), nn.Linear(4, 4)])
     found = hook_traffic("torchtune's rule", modules, torch.randn(IMAGES))
     assert found.moved_bytes == 0  # but for the images, no saved activation has 1024 bytes
-    assert (
-        found.known_bytes == torch.randn(IMAGES).nbytes
-    )  # flattened, they are another tensor in their memory
+    assert found.known_bytes == torch.randn(IMAGES).nbytes  # flattened, they are another tensor in their memory
 
 
 @pytest.mark.parametrize("way", ["save_on_cpu", "checkpoint"])

@@ -58,9 +58,7 @@ def test_the_compute_of_a_run_by_step_and_rank(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.h5", simulated_trace(spec, schedule_of(spec)))
     found = computes_of(tmp_path)
     assert found.shape == (59, 4)
-    assert found.mean() == pytest.approx(8 * 0.03, rel=0.05) and np.std(found) == pytest.approx(
-        0.024, rel=0.2
-    )
+    assert found.mean() == pytest.approx(8 * 0.03, rel=0.05) and np.std(found) == pytest.approx(0.024, rel=0.2)
 
 
 def test_a_prediction_with_calibrated_links_has_no_noise() -> None:
@@ -109,9 +107,7 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
 
 
 def test_the_pace_of_runs_is_a_factor_and_host_time() -> None:
-    guesses = [
-        Guess(Observed(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))
-    ]
+    guesses = [Guess(Observed(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))]
     runs = [Observed(1.1 * guess.by_profile.step_s + 0.001 * guess.passes, 1.0) for guess in guesses]
     pace = pace_of(list(zip(guesses, runs, strict=True)))
     assert (pace.factor, pace.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
@@ -119,9 +115,7 @@ def test_the_pace_of_runs_is_a_factor_and_host_time() -> None:
 
 
 def test_errors_are_those_of_the_prediction() -> None:
-    rows = [
-        Row("real", "x", Observed(1.0 + error, 100.0), Observed(1.0, 102.0)) for error in (-0.01, 0.03, 0.02)
-    ]
+    rows = [Row("real", "x", Observed(1.0 + error, 100.0), Observed(1.0, 102.0)) for error in (-0.01, 0.03, 0.02)]
     found = summary(rows)
     assert (found["median_error"], found["worst_error"]) == (pytest.approx(0.02), pytest.approx(0.03))
     assert found["worst_peak_error"] == pytest.approx(2 / 102) and found["is_within_limits"]

@@ -30,10 +30,7 @@ def share(boundaries: list[int], num_directions: int = 1, replica: int = 0, seed
         for stage, (first, end) in enumerate(pairwise(boundaries))
     }
     pipeline = SimpleNamespace(
-        spec=spec,
-        replica=replica,
-        contents=Contents(layers_of(spec.model, spec.data), boundaries),
-        modules=modules,
+        spec=spec, replica=replica, contents=Contents(layers_of(spec.model, spec.data), boundaries), modules=modules
     )
     pipeline.named_layers = lambda held: Pipeline.named_layers(pipeline, held)
     return pipeline
@@ -87,11 +84,7 @@ def test_a_run_folder_serves_as_well(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "layer"),
-    [
-        ({"model__depth": 14}, "stage1.block2"),
-        ({"model__width": 8}, "stem"),
-        ({"data__num_classes": 4}, "head"),
-    ],
+    [({"model__depth": 14}, "stage1.block2"), ({"model__width": 8}, "stem"), ({"data__num_classes": 4}, "head")],
 )
 def test_another_model_is_refused_in_one_line(tmp_path, changes, layer):
     weights.save(share([0, 5]), tmp_path)

@@ -70,9 +70,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
     assert "cannot be read" in (damage_of(tmp_path, written) or "")
 
 
-def test_a_shard_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -110,9 +108,7 @@ def test_the_newest_stay_and_what_is_being_written_too(tmp_path: Path) -> None:
 
 def test_the_first_difference_is_named() -> None:
     mine = identity_of(make_spec())
-    assert (
-        difference(mine, identity_of(make_spec("1f1b", 2, train__learning_rate=0.5, train__steps=9))) is None
-    )
+    assert difference(mine, identity_of(make_spec("1f1b", 2, train__learning_rate=0.5, train__steps=9))) is None
     assert difference(mine, identity_of(make_spec(data__height_px=16))) == ("data.height_px", 12, 16)
     assert difference(mine, identity_of(make_spec(parallel__micro_batch_size=1)))[0] == "global batch"
     assert difference({}, {"seed": 1}) == ("seed", None, 1)

@@ -88,11 +88,7 @@ def test_what_was_saved_counts_steps_and_samples(rig: Rig) -> None:
     rig.run(3)
     rig.saver.finish()
     found = Manifest.read(checkpoint_folder(rig.folder.checkpoints, 3))
-    assert (found.step, found.attempt, [written.name for written in found.files]) == (
-        3,
-        1,
-        ["rank0000.safetensors"],
-    )
+    assert (found.step, found.attempt, [written.name for written in found.files]) == (3, 1, ["rank0000.safetensors"])
     assert found.samples == 3 * found.identity["global batch"] > 0
 
 

@@ -40,9 +40,7 @@ class Device:
         transports = open_transports(comm, schedule.num_directions, 20.0)
         self.links = EmulatedLinks(schedule, 0, (boundary,) * schedule.num_stages, transports, recorder)
         patience = Patience(self.links.poll, 0.0001, 20.0)
-        self.emulated = Emulated(
-            schedule, 0, costs, UNIT_S, UNIT_BYTES, cap, self.links, patience, recorder, reduce
-        )
+        self.emulated = Emulated(schedule, 0, costs, UNIT_S, UNIT_BYTES, cap, self.links, patience, recorder, reduce)
 
     def run(self, steps: int = 1) -> list[dict]:
         for step in range(steps):
@@ -136,10 +134,7 @@ def test_the_reduction_takes_what_the_peers_take(comm):
 
 def messages_to_itself() -> Schedule:
     """Two stages on one rank with transfers between them, as if they were on two."""
-    text = (
-        "0F0 1RECV_F0 0SEND_F0 0F1 1RECV_F1 0SEND_F1 1F0 0RECV_B0 1B0 1SEND_B0 1F1 0RECV_B1 1B1 1SEND_B1 "
-        "0B0 0B1"
-    )
+    text = "0F0 1RECV_F0 0SEND_F0 0F1 1RECV_F1 0SEND_F1 1F0 0RECV_B0 1B0 1SEND_B0 1F1 0RECV_B1 1B1 1SEND_B1 0B0 0B1"
     return one_rank(text, 2, num_stages=2)
 
 

@@ -66,21 +66,15 @@ def test_every_action_of_the_list_is_in_the_trace_in_every_step(run):
             mine = events[events["step"] == step]
             found = sorted((KINDS[row["kind"]], int(row["stage"]), int(row["micro_batch"])) for row in mine)
             row = schedule.rows[rank]
-            wanted = sorted(
-                (a.kind.value, a.stage, -1 if a.micro_batch is None else a.micro_batch) for a in row
-            )
+            wanted = sorted((a.kind.value, a.stage, -1 if a.micro_batch is None else a.micro_batch) for a in row)
             assert found == wanted
 
 
 def test_messages_and_activations_have_the_configured_bytes(run):
     for rank in range(NUM_RANKS):
         events = read_part(part_path(run.path, rank)).events
-        is_message = np.isin(
-            events["kind"], [KINDS.index(kind) for kind in KINDS if kind[:4] in ("SEND", "RECV")]
-        )
-        assert set(events["moved_bytes"][is_message]) == {5000} and set(
-            events["moved_bytes"][~is_message]
-        ) == {0}
+        is_message = np.isin(events["kind"], [KINDS.index(kind) for kind in KINDS if kind[:4] in ("SEND", "RECV")])
+        assert set(events["moved_bytes"][is_message]) == {5000} and set(events["moved_bytes"][~is_message]) == {0}
         assert 700 * (NUM_RANKS - rank) <= events["device_bytes"].max() < 700 * (NUM_RANKS - rank) + 6 * 5000
 
 

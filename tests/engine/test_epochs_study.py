@@ -43,9 +43,7 @@ def test_micro_batches_change_nothing(task: Task, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_never_arrives_is_none(task: Task) -> None:
-    hopeless = Task(
-        task.spec, task.train, Samples(task.validation.images, 1 - task.validation.labels), 1e-6, 0.5
-    )
+    hopeless = Task(task.spec, task.train, Samples(task.validation.images, 1 - task.validation.labels), 1e-6, 0.5)
     assert epochs_to_target(hopeless, 32, 0.1, seed=0) is None
 
 
@@ -89,7 +87,5 @@ def test_no_batch_at_the_target_is_one_line(tmp_path: Path, capsys: pytest.Captu
     ]
     assert main(words) == 2
     assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .startswith("epochs_study: --target-loss=0.0: is reached by no batch")
+        capsys.readouterr().err.splitlines()[-1].startswith("epochs_study: --target-loss=0.0: is reached by no batch")
     )

@@ -86,12 +86,7 @@ def numbered(action, index) -> torch.Tensor:
     )
 
 
-VIEWS = {
-    "identity": nn.Identity,
-    "pass": Pass,
-    "flatten": nn.Flatten,
-    "unflatten": lambda: nn.Unflatten(1, (WIDTH,)),
-}
+VIEWS = {"identity": nn.Identity, "pass": Pass, "flatten": nn.Flatten, "unflatten": lambda: nn.Unflatten(1, (WIDTH,))}
 
 
 @pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)

@@ -64,9 +64,7 @@ def test_a_stall_says_who_waits_for_whom(tmp_path, capfd):
     assert record["traceback"] == ["  File a", "  File b"] and record["cause_class"] == "stalled"
     assert (record["step"], record["action"], record["stage"]) == (-1, "start", None)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith(
-        "failed before the first step (start): rank 0 waited 5 s for 0RECV_B1; " + error.waits_for
-    )
+    assert line.endswith("failed before the first step (start): rank 0 waited 5 s for 0RECV_B1; " + error.waits_for)
 
 
 def mpi_error() -> BaseException:
@@ -102,9 +100,7 @@ def test_causes_are_classed(error: BaseException, cause_class: str, words: str):
 
 
 def test_the_cause_behind_an_exception_classes_it():
-    error = raised(
-        RuntimeError("could not write the trace"), OSError(errno.ENOSPC, "No space left on device")
-    )
+    error = raised(RuntimeError("could not write the trace"), OSError(errno.ENOSPC, "No space left on device"))
     assert trouble_of(error).cause_class == "file system"
     ring = RuntimeError("a")
     ring.__context__ = RuntimeError("b")
@@ -138,9 +134,7 @@ def test_a_run_folder_that_is_gone_keeps_the_line(tmp_path, capfd):
     assert "failed before the first step (start): a=1: b" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("action", "stage"), [("3F1", 3), ("12SEND_B4/1", 12), ("load", None), ("start", None)]
-)
+@pytest.mark.parametrize(("action", "stage"), [("3F1", 3), ("12SEND_B4/1", 12), ("load", None), ("start", None)])
 def test_the_stage_of_an_action(action: str, stage: int | None):
     assert stage_of(action) == stage
 

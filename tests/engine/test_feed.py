@@ -99,9 +99,7 @@ def test_a_bad_image_reaches_the_step_that_needs_it():
 
 
 @pytest.mark.parametrize("num_validation", [1, 5, 7, 8, 16, 17])
-@pytest.mark.parametrize(
-    ("replicas", "size", "num_micro_batches"), [(1, 2, 3), (2, 2, 2), (4, 3, 1), (3, 1, 4)]
-)
+@pytest.mark.parametrize(("replicas", "size", "num_micro_batches"), [(1, 2, 3), (2, 2, 2), (4, 3, 1), (3, 1, 4)])
 def test_validation_counts_every_image_once(num_validation, replicas, size, num_micro_batches):
     dataset = NumberedDataset(200, num_validation)
     counted: list[int] = []
@@ -138,12 +136,8 @@ def test_tokens_stay_integers_and_labels_are_one_for_each(name, dtype):
     batch = feed.batch(0)
     feed.close()
     chosen = batch_indices(40, 0, 0, 8)[2:4, 0]
-    assert torch.equal(
-        batch.images[1], torch.stack([torch.from_numpy(dataset.image("train", i)) for i in chosen])
-    )
-    assert torch.equal(
-        batch.labels[1], torch.stack([torch.from_numpy(dataset.label("train", i)) for i in chosen])
-    )
+    assert torch.equal(batch.images[1], torch.stack([torch.from_numpy(dataset.image("train", i)) for i in chosen]))
+    assert torch.equal(batch.labels[1], torch.stack([torch.from_numpy(dataset.label("train", i)) for i in chosen]))
     assert batch.images[1].dtype is batch.labels[1].dtype is torch.int64
     assert batch.labels[1].shape == (2, 5)
 

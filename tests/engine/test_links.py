@@ -192,9 +192,7 @@ def test_more_messages_than_tags_are_refused():
     schedule = lower(generate("1f1b", 4, 100))
     boundaries = [(TensorSpec("x", (1,), torch.float32),)] * 3
     transport = LateTransport(schedule, 0, 0, boundaries, lambda action, index: torch.zeros(1))
-    top = max(
-        tag_of(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS
-    )
+    top = max(tag_of(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS)
     recorder = Recorder(None, Ledger(CPU), CPU)
     transport.max_tag = top - 1
     with pytest.raises(ConfigError, match=rf"parallel\.micro_batches=100: .*up to {top - 1} only"):

@@ -47,9 +47,7 @@ def driver(asked: list[str], **failing: bool) -> SimpleNamespace:
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=40),
         "nvmlDeviceGetTotalEnergyConsumption": 5_000_000,
     }
-    return SimpleNamespace(
-        NVMLError=NVMLError, **{name: answer(name, value) for name, value in values.items()}
-    )
+    return SimpleNamespace(NVMLError=NVMLError, **{name: answer(name, value) for name, value in values.items()})
 
 
 @pytest.fixture
@@ -127,9 +125,7 @@ def test_energy_is_what_the_counter_went_on_by(open_on_gpu):
 @pytest.mark.parametrize("counted", ["missing", "set back"])
 def test_energy_is_the_integral_of_power_where_nothing_counts(open_on_gpu, monkeypatch, counted):
     times_ns = iter([0, 2_000_000_000, 3_000_000_000])
-    monitor = open_on_gpu(
-        nvmlDeviceGetTotalEnergyConsumption=counted == "missing", at_ns=lambda: next(times_ns)
-    )
+    monitor = open_on_gpu(nvmlDeviceGetTotalEnergyConsumption=counted == "missing", at_ns=lambda: next(times_ns))
     if counted == "set back":
         sys.modules["pynvml"].nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1
     sys.modules["pynvml"].nvmlDeviceGetPowerUsage = lambda handle: 350_500

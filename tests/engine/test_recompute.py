@@ -13,18 +13,7 @@ from torch.nn import functional
 from gems.autograd.recompute import matmul_outputs as products
 from gems.autograd.recompute.recompute import Kept, Rerun
 from gems.models.build import as_tuple
-from tests.engine.rerun_rig import (
-    CHANNELS,
-    NETS,
-    SHAPE,
-    SIDE,
-    Calls,
-    ReadFirst,
-    batches,
-    check,
-    conv,
-    modules_of,
-)
+from tests.engine.rerun_rig import CHANNELS, NETS, SHAPE, SIDE, Calls, ReadFirst, batches, check, conv, modules_of
 
 
 @pytest.mark.parametrize("is_cheap", [False, True], ids=["all", "cheap"])

@@ -160,9 +160,7 @@ def test_a_rank_that_waits_too_long_says_for_what(tmp_path):
     assert f"in step {record['step']}, action {record['action']}: rank 0 waited" in line
     stall = read_json(folder.stalled_json)
     assert (stall["rank"], stall["step"], stall["action"]) == (0, record["step"], record["action"])
-    assert [(root["rank"], root["pid"], root["state"]) for root in stall["roots"]] == [
-        (1, stopped.pid, "is silent")
-    ]
+    assert [(root["rank"], root["pid"], root["state"]) for root in stall["roots"]] == [(1, stopped.pid, "is silent")]
     assert record["waits_for"] == stall["waits_for"] and "of rank 1, which is silent" in line
     assert "_wait_until" in folder.stacks(0).read_text() and folder.stacks(1).read_text() == ""
 
@@ -239,7 +237,5 @@ def test_a_broken_run_yaml_is_refused(tmp_path):
 
 
 def test_a_run_needs_a_folder():
-    ended = subprocess.run(
-        [sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S
-    )
+    ended = subprocess.run([sys.executable, "-m", "gems.engine.run"], capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 2 and "usage" in ended.stderr

@@ -53,14 +53,7 @@ def random_plan(boundaries: tuple[int, ...], choices: list[Choice], seed: int) -
         while at < end:
             stop = min(end, at + draw.randint(1, 3))
             stage.append(
-                Segment(
-                    at,
-                    stop,
-                    draw.choice(choices),
-                    draw.randint(0, 2),
-                    draw.randint(0, 3),
-                    draw.random() < 0.3,
-                )
+                Segment(at, stop, draw.choice(choices), draw.randint(0, 2), draw.randint(0, 3), draw.random() < 0.3)
             )
             at = stop
         stages.append(tuple(stage))
@@ -72,12 +65,7 @@ CASES = [
     ("amoebanet", "zb_h1"),
     ("googlenet", "gpipe"),
 ]
-CHOICES = {
-    "offload": [Choice.OFFLOAD],
-    "recompute": [Choice.RECOMPUTE],
-    "cheap": [Choice.CHEAP],
-    "all": list(Choice),
-}
+CHOICES = {"offload": [Choice.OFFLOAD], "recompute": [Choice.RECOMPUTE], "cheap": [Choice.CHEAP], "all": list(Choice)}
 
 
 @pytest.mark.parametrize("choices", CHOICES)
@@ -97,8 +85,7 @@ def test_bytes_of_every_action_are_those_of_the_walk(name, family, choices):
 
     def rig_of(row_of, **options) -> Rig:
         modules: dict[tuple[int, int], list[nn.Module]] = {
-            held: build_layers(layers, cuts[held[1]], cuts[held[1] + 1], 0)
-            for held in compute.placement.stages_on(0)
+            held: build_layers(layers, cuts[held[1]], cuts[held[1] + 1], 0) for held in compute.placement.stages_on(0)
         }
         return Rig(row_of, 0, modules, labels_per_step=NUM * SIZE, **options)
 

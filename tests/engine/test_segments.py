@@ -145,9 +145,7 @@ def test_everything_leaves_once_and_the_pool_is_made_in_the_first_step():
 
 def test_memory_is_gone_behind_free_and_back_with_prefetch():
     """Of all that a copy takes: no graph, leaf or frame holds it."""
-    rig = rig_of(
-        generate("gpipe", 1, 4), 0, NETWORKS["norms and dropout"], plan_of([6], (OFFLOAD,), free_after=2)
-    )
+    rig = rig_of(generate("gpipe", 1, 4), 0, NETWORKS["norms and dropout"], plan_of([6], (OFFLOAD,), free_after=2))
     store, seen = rig.segments.store, {Kind.FREE: 0, Kind.PREFETCH: 0}
 
     def see(action):
@@ -209,9 +207,7 @@ def test_copies_are_spans_of_their_streams_with_host_bytes():
 
 
 def test_a_host_limit_refuses_in_words_and_leaves_nothing():
-    rig = rig_of(
-        generate("gpipe", 1, 4), 0, NETWORKS["views"], plan_of([5], (OFFLOAD,)), host_limit_bytes=500
-    )
+    rig = rig_of(generate("gpipe", 1, 4), 0, NETWORKS["views"], plan_of([5], (OFFLOAD,)), host_limit_bytes=500)
     with pytest.raises(DoesNotFitError, match=r"rank 0: .* above its share of machine\.host_bytes=500"):
         step(rig)
     assert_nothing_left(rig)
@@ -221,11 +217,7 @@ def test_a_host_limit_refuses_in_words_and_leaves_nothing():
 @pytest.mark.parametrize("kind", [Kind.F, Kind.R, Kind.B, Kind.FREE, Kind.PREFETCH])
 @pytest.mark.parametrize("place", [0, 5])
 def test_a_step_that_breaks_leaves_nothing_and_the_next_is_as_ever(kind, place):
-    compute, layers, cut = (
-        generate("gpipe", 1, 4),
-        NETWORKS["norms and dropout"],
-        plan_of([6], PLANS["mixed"]),
-    )
+    compute, layers, cut = (generate("gpipe", 1, 4), NETWORKS["norms and dropout"], plan_of([6], PLANS["mixed"]))
     rig, fresh = (rig_of(compute, 0, layers, cut) for _ in range(2))
     num_seen, is_on = 0, True
 

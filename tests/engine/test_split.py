@@ -74,9 +74,7 @@ def test_memory_order_of_channels_last():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    "shape", [(5, 6), (1, 6), (2, 3, 6), (1, 1, 6), (2, 1, 3, 6), (2, 2, 2, 2, 6)], ids=str
-)
+@pytest.mark.parametrize("shape", [(5, 6), (1, 6), (2, 3, 6), (1, 1, 6), (2, 1, 3, 6), (2, 2, 2, 2, 6)], ids=str)
 @pytest.mark.parametrize("order", ["plain", "transposed", "strided", "expanded"])
 def test_linear_maps(shape, bias, dtype, order):
     torch.manual_seed(0)
@@ -169,11 +167,7 @@ def test_attention(kind, options, need_weights):
         else [(3, 5, 8), (3, 4, 8), (3, 4, 8)],
     }[kind]
     attention = nn.MultiheadAttention(8, 2, **options)
-    spread = {
-        "self": lambda q: (q, q, q),
-        "cross": lambda q, k: (q, k, k),
-        "three": lambda q, k, v: (q, k, v),
-    }
+    spread = {"self": lambda q: (q, q, q), "cross": lambda q, k: (q, k, k), "three": lambda q, k, v: (q, k, v)}
     layer = Call(attention, spread[kind], need_weights=need_weights)
     check([layer], batches_of(*shapes))
 

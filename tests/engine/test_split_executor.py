@@ -68,12 +68,7 @@ MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
     "linear": lambda: [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Identity(), nn.Linear(WIDTH, WIDTH)],
     "views": lambda: [nn.Identity(), nn.Flatten(), nn.Identity(), nn.Linear(WIDTH, WIDTH)],
     "tuples": lambda: [Fork(WIDTH, 3), Pass(), Mix(WIDTH, 3), Join(WIDTH, 3, WIDTH)],
-    "norms": lambda: [
-        nn.Linear(WIDTH, WIDTH),
-        nn.BatchNorm1d(WIDTH),
-        nn.LayerNorm(WIDTH),
-        nn.Linear(WIDTH, WIDTH),
-    ],
+    "norms": lambda: [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)],
 }
 
 

@@ -67,12 +67,7 @@ def test_i_lets_the_stash_go_but_for_what_w_reads(is_metered):
 
     torch.manual_seed(0)
     stage = make_stage(
-        nn.Conv2d(3, 4, 3),
-        Look("convolved"),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        Look("active"),
-        nn.Conv2d(4, 2, 1),
+        nn.Conv2d(3, 4, 3), Look("convolved"), nn.BatchNorm2d(4), nn.ReLU(), Look("active"), nn.Conv2d(4, 2, 1)
     )
     if not is_metered:
         run_once(stage, (2, 3, 6, 6))
@@ -130,9 +125,7 @@ class Spoil(nn.Module):
 @pytest.mark.parametrize("is_metered", [True, False], ids=["metered", "later"])
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize(
-    "layer",
-    [nn.Conv1d(6, 6, 1), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)],
-    ids=["conv", "linear", "no bias"],
+    "layer", [nn.Conv1d(6, 6, 1), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)], ids=["conv", "linear", "no bias"]
 )
 def test_a_saved_tensor_that_is_changed_in_forward_is_refused(layer, is_split, is_metered):
     """A hook on saved tensors, as the meter's, switches autograd's own check off."""

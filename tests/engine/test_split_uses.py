@@ -91,9 +91,7 @@ def test_a_layer_under_autocast_is_whole_at_i():
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Linear(6, 6), lambda: nn.Conv1d(4, 4, 3)], ids=["linear", "conv"]
-)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(6, 6), lambda: nn.Conv1d(4, 4, 3)], ids=["linear", "conv"])
 def test_a_frozen_parameter_gets_no_gradient(make, frozen):
     torch.manual_seed(0)
     layer = make()

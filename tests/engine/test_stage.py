@@ -27,21 +27,13 @@ LAYERS = {
         nn.Linear(24, 3),
     ],
     "tuples": lambda: [Fork(72, 5), Pass(), Mix(72, 5), Pass(), Join(72, 5, 3)],
-    "in place": lambda: [
-        nn.Conv2d(3, 4, 3),
-        nn.ReLU(inplace=True),
-        nn.Identity(),
-        nn.Flatten(),
-        nn.Linear(32, 3),
-    ],
+    "in place": lambda: [nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Identity(), nn.Flatten(), nn.Linear(32, 3)],
 }
 
 
 def make_stages(modules: list[nn.Module], cuts: list[int]) -> list[Stage]:
     bounds = [0, *cuts, len(modules)]
-    return [
-        Stage(nn.ModuleList(modules[first:end]), first == 0, lambda: None) for first, end in pairwise(bounds)
-    ]
+    return [Stage(nn.ModuleList(modules[first:end]), first == 0, lambda: None) for first, end in pairwise(bounds)]
 
 
 def summed_loss(labels):

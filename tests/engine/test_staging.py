@@ -50,9 +50,7 @@ def test_host_staged_receives_through_one_buffer(log):
     buffer = staged.take(SPEC)
     buffer.fill_(3.0)
     tensor = staged.to_device(buffer)
-    assert log == ["pin", "to device", "synchronize"], (
-        "the copy is over before the buffer may be filled again"
-    )
+    assert log == ["pin", "to device", "synchronize"], "the copy is over before the buffer may be filled again"
     again = staged.take(SPEC)
     assert again is buffer
     again.fill_(4.0)

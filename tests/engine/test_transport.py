@@ -48,8 +48,7 @@ def test_a_tensor_in_another_order_is_refused(transport, make):
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8],
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8]
 )
 def test_every_type_travels_bit_by_bit(transport, dtype):
     generator = torch.Generator().manual_seed(1)

@@ -69,9 +69,7 @@ def test_the_peak_is_that_of_a_real_step(name: str, choice: Choice, size: int) -
         rig.run(Batch(images, labels), 1)
     walked = walk(profile_of(name), plan, schedule, 0, OPTIMIZERS["sgd"])
     still = walked.points[-1].device_bytes
-    assert walked.peak_bytes - still == pytest.approx(
-        max(peak for peak, _ in seen), rel=0.01, abs=SLACK_BYTES
-    )
+    assert walked.peak_bytes - still == pytest.approx(max(peak for peak, _ in seen), rel=0.01, abs=SLACK_BYTES)
     for point, (peak, left) in zip(walked.points, seen, strict=True):
         if point.action.kind not in RANK_KINDS:
             assert point.device_bytes - still == pytest.approx(left, abs=SLACK_BYTES), point.action

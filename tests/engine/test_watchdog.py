@@ -59,9 +59,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 DOGS: list[Watchdog] = []
 
 
-def watch(
-    folder: RunFolder, heartbeat: Heartbeat, limit_s: float, *others: Neighbour, rank: int = 0
-) -> Watchdog:
+def watch(folder: RunFolder, heartbeat: Heartbeat, limit_s: float, *others: Neighbour, rank: int = 0) -> Watchdog:
     DOGS.append(Watchdog(folder, rank, NUM_RANKS, heartbeat, limit_s, [Neighbour.me(rank), *others]))
     return DOGS[-1]
 
@@ -254,12 +252,7 @@ def test_a_rank_that_stands_still_ends_itself(folder, action: str, least_s: floa
     )  # fmt: skip
     assert ended.returncode == StalledError.exit_code, ended.stderr
     record = read_json(folder.failed_json(0))
-    assert (record["kind"], record["exit_code"], record["step"], record["action"]) == (
-        "StalledError",
-        5,
-        4,
-        action,
-    )
+    assert (record["kind"], record["exit_code"], record["step"], record["action"]) == ("StalledError", 5, 4, action)
     assert record["cause"].startswith(f"rank 0 has been in {action} for ")
     assert any("in stand_still" in line for line in record["traceback"])
     assert "stand_still" in folder.stacks(0).read_text()

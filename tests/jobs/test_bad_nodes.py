@@ -28,9 +28,7 @@ def test_a_failure_counts_once(tmp_path: Path) -> None:
     assert entry is not None and entry.count == 2
     nodes.add("other", "n2", "device failed", "b attempt 1", utc())
     assert [(e.cluster, e.node, e.count) for e in nodes.entries()] == [("mini", "n2", 2), ("other", "n2", 1)]
-    assert nodes.note("mini") == (
-        "runs have failed on node n2 of mini; to leave it out: cluster.exclude=[n2]"
-    )
+    assert nodes.note("mini") == ("runs have failed on node n2 of mini; to leave it out: cluster.exclude=[n2]")
     assert [e.node for e in nodes.forget("n2")] == ["n2", "n2"] and nodes.entries() == ()
 
 
@@ -43,9 +41,7 @@ def test_entries_end_after_a_fortnight(tmp_path: Path) -> None:
     assert json.loads(nodes.path.read_text())["kept_days"] == 14
 
 
-@pytest.mark.parametrize(
-    "name", ["", "-n1", "n1,n2", "$(touch owned)", "n[1-9]", "n1\n", "n 1", "n1;ls", "x" * 300]
-)
+@pytest.mark.parametrize("name", ["", "-n1", "n1,n2", "$(touch owned)", "n[1-9]", "n1\n", "n 1", "n1;ls", "x" * 300])
 def test_a_name_that_is_no_host_name_is_never_kept(tmp_path: Path, name: str) -> None:
     nodes = BadNodes(tmp_path)
     assert nodes.add("mini", name, "x", "a", utc()) is None
@@ -57,9 +53,7 @@ def test_a_name_that_is_no_host_name_is_never_kept(tmp_path: Path, name: str) ->
             check_cluster(ClusterConfig(exclude=[name]))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"nodes": 3}', '{"nodes": [3, {"node": "n1"}, {"runs": []}]}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"nodes": 3}', '{"nodes": [3, {"node": "n1"}, {"runs": []}]}'])
 def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
     nodes = BadNodes(tmp_path)
     nodes.path.write_text(text)

@@ -62,9 +62,7 @@ def test_a_ranks_exit_code_is_kept_when_it_means_something(
     assert blame(folder, heard(), ended()).exit_code == kept
 
 
-def test_killed_rank_goes_before_those_that_missed_it(
-    folder: RunFolder, write_failed: Callable[..., None]
-) -> None:
+def test_killed_rank_goes_before_those_that_missed_it(folder: RunFolder, write_failed: Callable[..., None]) -> None:
     write_failed(folder, 0, "2026", "nothing came from rank 3", 5)
     beat(folder, 3, 333, "n2", 7, "0B2")
     failure = blame(folder, heard(KILLED_3, "srun: error: n1: tasks 0-1: Terminated"), ended(137))
@@ -188,9 +186,7 @@ def test_a_stall_is_the_silent_ranks(folder: RunFolder, write_failed: Callable[.
     )
 
 
-def test_who_could_not_record_its_end_is_the_silent_one(
-    folder: RunFolder, write_failed: Callable[..., None]
-) -> None:
+def test_who_could_not_record_its_end_is_the_silent_one(folder: RunFolder, write_failed: Callable[..., None]) -> None:
     for rank, time_ns in enumerate([3, 2, 9, 1]):
         old_beat(folder, rank, f"{rank}F1", time_ns)
     for rank in (0, 1, 3):

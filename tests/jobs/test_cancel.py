@@ -73,9 +73,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
     started.communicate()
 
 
-def job(
-    queue: FakeSlurm, folder: RunFolder, number: str, state: str = "PENDING", name: str | None = None
-) -> None:
+def job(queue: FakeSlurm, folder: RunFolder, number: str, state: str = "PENDING", name: str | None = None) -> None:
     """Puts a run's job into the queue."""
     name = folder.path.name.rpartition("-")[0] if name is None else name
     (queue.here / f"{number}.job").write_text(f"{number}|{state}|N/A|None|{name}\n")
@@ -112,16 +110,12 @@ def test_what_the_run_says_of_its_end_stands(prepared: Prepared, queue: FakeSlur
     folder.write_status("finished", exit_code=0, job_id="41")
     end = folder.status_json.read_text()
     folder.status_json.write_text(before)
-    queue.does(
-        "scancel", f"/bin/rm {queue.here}/41.job; /bin/cat > '{folder.status_json}' <<'END'\n{end}END\n"
-    )
+    queue.does("scancel", f"/bin/rm {queue.here}/41.job; /bin/cat > '{folder.status_json}' <<'END'\n{end}END\n")
     assert cancel("--yes", "one") == [f"{folder.path.name}: left, it is finished"]
     assert not folder.cancelled_json.exists()
 
 
-def test_a_job_of_another_name_is_not_ours_to_end(
-    prepared: Prepared, queue: FakeSlurm, cancel: Cancel
-) -> None:
+def test_a_job_of_another_name_is_not_ours_to_end(prepared: Prepared, queue: FakeSlurm, cancel: Cancel) -> None:
     folder = prepared()
     job(queue, folder, "41", "RUNNING", name="all of them")
     (line,) = cancel("--yes", "one", code=1)
@@ -148,9 +142,7 @@ def test_a_job_that_was_to_start_again(prepared: Prepared, queue: FakeSlurm, can
     assert (folder.read_status()["state"], folder.read_status()["cause"]) == ("cancelled", "cancelled")
 
 
-def test_a_folder_that_cannot_be_written_is_said(
-    prepared: Prepared, queue: FakeSlurm, cancel: Cancel
-) -> None:
+def test_a_folder_that_cannot_be_written_is_said(prepared: Prepared, queue: FakeSlurm, cancel: Cancel) -> None:
     folder = prepared()
     job(queue, folder, "41")
     folder.cancelled_json.mkdir()  # nothing can take its place
@@ -269,16 +261,12 @@ def test_real_ranks_are_cancelled_and_say_so(
     ) as launcher:  # fmt: skip
         try:
             wait_until(
-                lambda: (
-                    sum(path.read_text().count(" 12 ") for path in folder.heartbeat(0).parent.iterdir()) == 4
-                )
+                lambda: sum(path.read_text().count(" 12 ") for path in folder.heartbeat(0).parent.iterdir()) == 4
             )
             ranks = [int(path.read_text().split()[0]) for path in folder.heartbeat(0).parent.iterdir()]
             reaper = threading.Thread(target=launcher.wait)
             reaper.start()
-            assert cancel("--yes", folder.path.name) == [
-                f"{folder.path.name}: cancelled, process {launcher.pid}"
-            ]
+            assert cancel("--yes", folder.path.name) == [f"{folder.path.name}: cancelled, process {launcher.pid}"]
             reaper.join(timeout=60)
             assert launcher.stderr is not None and "jobs: the run was cancelled" in launcher.stderr.read()
         finally:
@@ -354,12 +342,7 @@ class TestStudy:
         assert self.started == [1, 2, 3]
 
     def test_the_points_in_the_queue_go_too_and_the_command_is_waited_for(
-        self,
-        prepared: Prepared,
-        queue: FakeSlurm,
-        cancel: Cancel,
-        tmp_path: Path,
-        process: subprocess.Popen[str],
+        self, prepared: Prepared, queue: FakeSlurm, cancel: Cancel, tmp_path: Path, process: subprocess.Popen[str]
     ) -> None:
         """While cancel waits for the command, that submits one more point."""
         folders = [prepared("grid", f"parallel.replicas={count}") for count in (1, 2, 3)]

@@ -135,15 +135,11 @@ except SystemExit as ended:
 heavy = {{"torch", "mpi4py", "matplotlib", "h5py", "skimage", "scipy", "tqdm"}} & sys.modules.keys()
 assert not heavy, heavy
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
-    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stderr
 
 
 def test_submitit_is_loaded_for_slurm_alone() -> None:
     program = "import sys, jobs.cli.submit, jobs.launch.launch\nassert 'submitit' not in sys.modules"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90
-    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stderr

@@ -122,19 +122,14 @@ def test_a_job_number_that_is_none_reaches_no_command_line(prepared: Prepared, s
         assert found.is_guess
 
 
-def test_what_could_not_be_asked_is_said(
-    prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_be_asked_is_said(prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.slurm.command.HEAR_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
     folder = prepared()
     folder.write_status("submitted", job_id="41")
     found = conditions([folder])
-    assert found.troubles == (
-        "squeue did not answer within 0.2 s",
-        "sacct said: Slurm accounting storage is disabled",
-    )
+    assert found.troubles == ("squeue did not answer within 0.2 s", "sacct said: Slurm accounting storage is disabled")
     assert (found.runs[0].state, found.runs[0].is_guess) == ("submitted", True)
 
 
@@ -226,12 +221,7 @@ def test_runs_of_this_machine_by_their_process(prepared: Prepared, slurm: FakeSl
         assert (found.state, found.source, found.is_guess) == (state, "process", False), more
     folder.write_status("running", **me | {"host": "elsewhere"})
     found = of(folder)
-    assert (found.state, found.source, found.is_guess, found.note) == (
-        "running",
-        "heartbeats",
-        True,
-        "on elsewhere",
-    )
+    assert (found.state, found.source, found.is_guess, found.note) == ("running", "heartbeats", True, "on elsewhere")
     assert slurm.asked() == []
 
 

@@ -27,11 +27,7 @@ Prepared = Callable[..., RunFolder]
 WriteFailed = Callable[..., None]
 START = datetime(2026, 11, 21, 12, tzinfo=UTC)
 STEPD = "slurmstepd: error: *** JOB 41 ON n1 CANCELLED AT {at}{why} ***"
-STOPPED = {
-    "exit_code": 143,
-    "signal": 15,
-    "cause": "was stopped by SIGTERM: cancelled, preempted or out of time",
-}
+STOPPED = {"exit_code": 143, "signal": 15, "cause": "was stopped by SIGTERM: cancelled, preempted or out of time"}
 
 
 def utc(after_s: float) -> str:
@@ -51,9 +47,7 @@ def failed(folder: RunFolder, *log: str, batch: str = "", state: str = "failed",
     return folder
 
 
-def beat(
-    folder: RunFolder, rank: int, step: int, action: str, after_s: float = 0.0, node: str = "n1"
-) -> None:
+def beat(folder: RunFolder, rank: int, step: int, action: str, after_s: float = 0.0, node: str = "n1") -> None:
     heartbeat = Heartbeat(folder.heartbeat(rank))
     heartbeat._head = f"{100 + rank} {node}"
     heartbeat.beat(step, action)
@@ -100,13 +94,7 @@ def test_device_memory_names_rank_stage_and_bytes(prepared: Prepared, write_fail
     write_failed(folder, 1, utc(3), cause, step=12, action="1F3", node="n2", device_bytes=3 * 2**33, rss_bytes=2**30,
                  kind="OutOfMemoryError")  # fmt: skip
     told = of(folder)
-    assert (told.cause, told.rank, told.node, told.stages, told.step) == (
-        Cause.DEVICE_MEMORY,
-        1,
-        "n2",
-        (1,),
-        12,
-    )
+    assert (told.cause, told.rank, told.node, told.stages, told.step) == (Cause.DEVICE_MEMORY, 1, "n2", (1,), 12)
     assert told.paragraph().startswith(
         f"{folder.path.name}: out of memory on device. Rank 1 on node n2 (stage 1) in step 12, action 1F3: {cause} "
         "[FAILED.rank0001.json]. It held 1.00 GiB of host memory and 24.00 GiB on the device."
@@ -114,9 +102,7 @@ def test_device_memory_names_rank_stage_and_bytes(prepared: Prepared, write_fail
     assert "memory=plan" in told.paragraph() and "parallel.partitions" in told.paragraph()
 
 
-def test_the_kernels_words_go_before_the_signal_that_it_sent(
-    prepared: Prepared, write_failed: WriteFailed
-) -> None:
+def test_the_kernels_words_go_before_the_signal_that_it_sent(prepared: Prepared, write_failed: WriteFailed) -> None:
     folder = failed(prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated",
                     batch="slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. Some of the step tasks have been OOM "
                     "Killed.\n")  # fmt: skip
@@ -124,13 +110,7 @@ def test_the_kernels_words_go_before_the_signal_that_it_sent(
     beat(folder, 1, 7, "1B0", node="n2")
     write_failed(folder, 0, utc(9), "nothing came from rank 1", 5)
     told = of(folder)
-    assert (told.cause, told.rank, told.node, told.step, told.action) == (
-        Cause.HOST_MEMORY,
-        1,
-        "n2",
-        7,
-        "1B0",
-    )
+    assert (told.cause, told.rank, told.node, told.step, told.action) == (Cause.HOST_MEMORY, 1, "n2", 7, "1B0")
     assert told.source == "logs/41_log.out" and "+cluster.sbatch.mem" in told.advice[0]
     assert {each.cause for each in told.evidence} >= {Cause.HOST_MEMORY, Cause.KILLED}
 
@@ -143,11 +123,7 @@ def test_the_kernels_words_go_before_the_signal_that_it_sent(
         ("OSError: [Errno 122] Disk quota exceeded", {"kind": "OSError"}, Cause.FILE_SYSTEM),
         ("OSError: it is gone", {"cause_class": "file system"}, Cause.FILE_SYSTEM),
         ("data.path=/x: does not exist", {"exit_code": 2}, Cause.CONFIGURATION),
-        (
-            "cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks",
-            {"exit_code": 2},
-            Cause.WRONG_MPI,
-        ),
+        ("cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks", {"exit_code": 2}, Cause.WRONG_MPI),
         ("rank 1 needs 5 bytes, above machine.device_bytes=4", {"exit_code": 3}, Cause.DOES_NOT_FIT),
         ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", {}, Cause.DEVICE),
         ("ModuleNotFoundError: No module named 'gems'", {}, Cause.EXCEPTION),
@@ -199,9 +175,7 @@ def test_a_stall_blames_the_silent_rank(prepared: Prepared, write_failed: WriteF
         (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", Cause.NODE),
     ],
 )  # fmt: skip
-def test_an_order_of_the_scheduler(
-    prepared: Prepared, write_failed: WriteFailed, why: str, cause: Cause
-) -> None:
+def test_an_order_of_the_scheduler(prepared: Prepared, write_failed: WriteFailed, why: str, cause: Cause) -> None:
     folder = failed(prepared(), batch=STEPD.format(at=local(60), why=why) + "\n", **STOPPED)
     write_failed(folder, 0, utc(61), "RuntimeError: interrupted")
     assert of(folder).cause is cause
@@ -228,20 +202,13 @@ def test_a_failed_node_is_named_and_left_out(
     slurm.says("sacct", f"41|NODE_FAIL|0:0|None|n[1-2]|{local(600)}|00:10:00|00:10:00|")
     folder = prepared()
     failed(folder, "srun: error: Node failure on n2", state="running")  # nobody was left to note its end
-    write_json(
-        folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "utc": utc(20)}
-    )
+    write_json(folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "utc": utc(20)})
     out, err = diagnose("one")
     assert f"{folder.path.name}: node failed. Node n2:" in out and "leave node n2 out" in out
     assert "node n2 of mini has failed once" in err and "14 days" in err
     diagnose("one")
     (entry,) = BadNodes(folder.path.parent).entries()
-    assert (entry.node, entry.cluster, entry.count, entry.run) == (
-        "n2",
-        "mini",
-        1,
-        f"{folder.path.name} attempt 1",
-    )
+    assert (entry.node, entry.cluster, entry.count, entry.run) == ("n2", "mini", 1, f"{folder.path.name} attempt 1")
     out, err = diagnose("--forget", "n2")
     assert "forgotten: node n2" in out and BadNodes(folder.path.parent).entries() == ()
     _, err = diagnose("--forget", "n2", code=2)
@@ -263,11 +230,7 @@ def test_no_node_is_blamed_for_a_full_quota(prepared: Prepared, write_failed: Wr
         ("finished", {"exit_code": 0}, Cause.FINISHED),
         ("stopped", {"exit_code": 0}, Cause.STOPPED),
         ("failed", {"exit_code": 2, "cause": "machine.device=cuda: there is no GPU"}, Cause.CONFIGURATION),
-        (
-            "failed",
-            {"exit_code": 1, "cause": "OSError: [Errno 28] No space left on device"},
-            Cause.FILE_SYSTEM,
-        ),
+        ("failed", {"exit_code": 1, "cause": "OSError: [Errno 28] No space left on device"}, Cause.FILE_SYSTEM),
         ("cancelled", {"exit_code": 143}, Cause.CANCELLED),
         ("running", {"pid": 2**22 + 1, "host": os.uname().nodename}, Cause.KILLED),
         ("running", {"pid": os.getpid(), "host": os.uname().nodename}, Cause.RUNNING),
@@ -281,12 +244,8 @@ def test_from_the_status_alone(prepared: Prepared, state: str, more: dict[str, A
     assert told.paragraph().startswith(f"{folder.path.name}: {cause}.")
 
 
-def test_records_of_others_at_the_same_time_go_by_the_clock(
-    prepared: Prepared, write_failed: WriteFailed
-) -> None:
-    folder = failed(
-        prepared(), "0: Traceback (most recent call last):", "0: KeyError: 'late'", "1: ValueError: bad"
-    )
+def test_records_of_others_at_the_same_time_go_by_the_clock(prepared: Prepared, write_failed: WriteFailed) -> None:
+    folder = failed(prepared(), "0: Traceback (most recent call last):", "0: KeyError: 'late'", "1: ValueError: bad")
     write_failed(folder, 0, utc(4), "KeyError: 'late'")
     write_failed(folder, 1, utc(3), "ValueError: bad")
     assert of(folder).rank == 1
@@ -305,23 +264,14 @@ def test_a_job_that_never_started(prepared: Prepared, slurm: FakeSlurm) -> None:
     folder.write_status("submitted", job_id="41")
     slurm.says("squeue", "41|FAILED|N/A|JobLaunchFailure|one")
     slurm.says("sacct", error="Slurm accounting storage is disabled", code=1)
-    slurm.says(
-        "scontrol", f"JobId=41 JobState=FAILED Reason=JobLaunchFailure ExitCode=0:53 EndTime={local(1)}"
-    )
+    slurm.says("scontrol", f"JobId=41 JobState=FAILED Reason=JobLaunchFailure ExitCode=0:53 EndTime={local(1)}")
     told = of(folder)
     assert (told.cause, told.source) == (Cause.LAUNCHER, "scontrol")
 
 
 def test_everything_damaged_is_still_told(prepared: Prepared) -> None:
     folder = failed(prepared(), cause="", exit_code=None)
-    for name in (
-        "FAILED.rank0000.json",
-        "STALLED.json",
-        "stop.json",
-        "schedule.json",
-        "run.yaml",
-        "cancelled.json",
-    ):
+    for name in ("FAILED.rank0000.json", "STALLED.json", "stop.json", "schedule.json", "run.yaml", "cancelled.json"):
         folder.path.joinpath(name).write_text("\x00{")
     folder.heartbeat(0).write_bytes(b"\xff\xfe a b c d")
     folder.path.joinpath("FAILED.rank0001.json").write_text(
@@ -353,17 +303,11 @@ def test_json_and_the_file_hold_the_same(
     kept = json.loads((folder.path / "diagnosis.json").read_text())
     assert kept.pop("utc") and kept == printed
     assert (printed["cause"], printed["rank"], printed["resume_step"]) == ("exception", 1, 10)
-    assert printed["evidence"][0] == {
-        "source": "FAILED.rank0001.json",
-        "cause": "exception",
-        "text": "ValueError: bad",
-    }
+    assert printed["evidence"][0] == {"source": "FAILED.rank0001.json", "cause": "exception", "text": "ValueError: bad"}
     assert {"sacct is not on PATH", "scontrol is not on PATH"} <= set(printed["not_asked"])
 
 
-def test_a_prepared_folder_is_left_as_it_is(
-    prepared: Prepared, diagnose: Callable[..., tuple[str, str]]
-) -> None:
+def test_a_prepared_folder_is_left_as_it_is(prepared: Prepared, diagnose: Callable[..., tuple[str, str]]) -> None:
     folder = prepared()
     before = sorted(path.name for path in folder.path.iterdir())
     diagnose("one")
@@ -374,9 +318,7 @@ def test_a_folder_that_cannot_be_written_is_told_all_the_same(
     prepared: Prepared, diagnose: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = failed(
-        prepared(),
-        "NVRM: Xid (PCI:0000:c1:00): 79, GPU has fallen off the bus",
-        "srun: error: n2: task 1: Killed",
+        prepared(), "NVRM: Xid (PCI:0000:c1:00): 79, GPU has fallen off the bus", "srun: error: n2: task 1: Killed"
     )
 
     def refuse(*words: object) -> None:
@@ -452,9 +394,7 @@ def test_a_node_without_a_word_is_named_where_the_others_lost_their_messages(
     assert (of(folder).cause, of(folder).rank) == (Cause.EXCEPTION, 2)
 
 
-def test_a_killed_rank_goes_before_those_whose_messages_failed(
-    prepared: Prepared, write_failed: WriteFailed
-) -> None:
+def test_a_killed_rank_goes_before_those_whose_messages_failed(prepared: Prepared, write_failed: WriteFailed) -> None:
     folder = failed(
         prepared(), "srun: error: n2: tasks 2-3: Killed", "srun: error: n1: task 1: Exited with exit code 4"
     )

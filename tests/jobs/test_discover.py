@@ -57,9 +57,7 @@ TopologyParam           =
 
 Slurmctld(primary) at head is UP
 """
-MPI_TYPES = (
-    "MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n"
-)
+MPI_TYPES = "MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n"
 GPU = NodeKind("gpu", False, 64, 96, 512000 << 20, 4)
 
 
@@ -94,9 +92,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_draft_composes_as_a_preset(
-    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_draft_composes_as_a_preset(slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("jobs", VERBS, ["discover"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -111,12 +107,7 @@ def test_the_draft_composes_as_a_preset(
     ]
     cluster = compose(words).cluster
     assert (cluster.name, cluster.launcher, cluster.hosts) == ("big_site", "srun", ["login*.big.org"])
-    assert (cluster.nodes, cluster.ranks_per_node, cluster.gpus_per_node, cluster.cpus_per_rank) == (
-        2,
-        4,
-        4,
-        24,
-    )
+    assert (cluster.nodes, cluster.ranks_per_node, cluster.gpus_per_node, cluster.cpus_per_rank) == (2, 4, 4, 24)
     assert (cluster.usable_cpus_per_node, cluster.node_memory_bytes) == (96, 512000 << 20)
     assert (cluster.partition, cluster.mpi, cluster.gpu_request) == ("gpu", "pmix", "gpus-per-node")
     rows = [(row.partition, row.min_nodes, row.max_nodes, row.minutes) for row in cluster.limits]
@@ -222,18 +213,11 @@ def test_patterns_of_hosts(hosts: tuple[str, ...], pattern: str) -> None:
 
 
 def test_names() -> None:
-    assert [preset_name(name) for name in ("Big-Site", "lumi", "(null)", "")] == [
-        "big_site",
-        "lumi",
-        "null",
-        "site",
-    ]
+    assert [preset_name(name) for name in ("Big-Site", "lumi", "(null)", "")] == ["big_site", "lumi", "null", "site"]
 
 
 def test_a_partition_that_is_empty_has_no_row_that_cannot_be() -> None:
-    row = limit_of(
-        {"PartitionName": "old", "TotalNodes": "0", "MaxNodes": "1", "MinNodes": "2", "MaxTime": "60"}
-    )
+    row = limit_of({"PartitionName": "old", "TotalNodes": "0", "MaxNodes": "1", "MinNodes": "2", "MaxTime": "60"})
     assert row is not None
     check_cluster(RunSpec.from_dict({"cluster": {"limits": [row]}}).cluster)
     assert limit_of({"State": "UP"}) is None

@@ -50,6 +50,4 @@ def test_script(name: str, resolved: Callable[..., RunSpec], monkeypatch: pytest
 
 
 def test_every_golden_file_is_of_a_preset() -> None:
-    assert sorted(path.name for path in GOLDEN.glob("submit_*")) == sorted(
-        f"submit_{name}.sh" for name in PRESETS
-    )
+    assert sorted(path.name for path in GOLDEN.glob("submit_*")) == sorted(f"submit_{name}.sh" for name in PRESETS)

@@ -36,11 +36,7 @@ def test_without_accounting_scontrol_answers(slurm: FakeSlurm) -> None:
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
     slurm.says("scontrol", SCONTROL)
     record, troubles = ask_record("41")
-    assert record is not None and (record.source, record.state, record.reason) == (
-        "scontrol",
-        "TIMEOUT",
-        "TimeLimit",
-    )
+    assert record is not None and (record.source, record.state, record.reason) == ("scontrol", "TIMEOUT", "TimeLimit")
     assert (record.time_limit, record.elapsed, record.exit_code) == ("01:00:00", "01:00:12", "0:15")
     assert troubles == ("sacct said: Slurm accounting storage is disabled",)
 
@@ -60,9 +56,7 @@ def test_a_command_that_hangs_is_left(slurm: FakeSlurm, monkeypatch: pytest.Monk
     slurm.hangs("sacct")
     slurm.hangs("scontrol")
     record, troubles = ask_record("41")
-    assert record is None and troubles == tuple(
-        f"{name} did not answer within 0.2 s" for name in ("sacct", "scontrol")
-    )
+    assert record is None and troubles == tuple(f"{name} did not answer within 0.2 s" for name in ("sacct", "scontrol"))
 
 
 def test_another_jobs_rows_are_not_taken() -> None:

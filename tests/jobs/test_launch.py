@@ -113,9 +113,7 @@ def test_a_ranks_own_record_decides(
     assert launch(folder, spec) == code
     (line,) = lines_of_jobs(capfd.readouterr().err)
     node = os.uname().nodename
-    assert line.startswith(
-        f"jobs: rank 3 on node {node} failed in step 12, action 1F3: ValueError: no such thing;"
-    )
+    assert line.startswith(f"jobs: rank 3 on node {node} failed in step 12, action 1F3: ValueError: no such thing;")
     assert folder.read_status()["rank"] == 3
 
 
@@ -236,20 +234,13 @@ def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
         return Ended(1, ())
 
     monkeypatch.setattr(launch_module, "run_ranks", note)
-    monkeypatch.setattr(
-        launch_module, "probe_in_job", lambda *words: started.append(["gems.engine.transport.probe"])
-    )
+    monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: started.append(["gems.engine.transport.probe"]))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     launch(folder, resolved("cluster=mini"))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     launch(folder, resolved("cluster=mini"))
     modules = [next(word for word in argv if word.startswith("gems.")) for argv in started]
-    assert modules == [
-        "gems.engine.transport.probe",
-        "gems.engine.run",
-        "gems.launch.mpich_cleanup",
-        *modules[:2],
-    ]
+    assert modules == ["gems.engine.transport.probe", "gems.engine.run", "gems.launch.mpich_cleanup", *modules[:2]]
     assert folder.read_status()["job_id"] == "7"
 
 

@@ -66,9 +66,7 @@ OPEN_MPI_5_EXITED = """
    Process name: [prterun-n1-28641@1,2]
    Exit code:    3
 """
-ABORTED = (
-    "2: Abort(4) on node 2 (rank 2 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 4) - process 2"
-)
+ABORTED = "2: Abort(4) on node 2 (rank 2 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 4) - process 2"
 FATAL = "Abort(15) on node 1 (rank 1 in comm 0): Fatal error in internal_Recv: Message truncated"
 
 

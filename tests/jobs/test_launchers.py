@@ -27,9 +27,7 @@ def test_resources_of_a_gpu_job(resolved: Callable[..., RunSpec]) -> None:
     job = job_spec(resolved("cluster=slurm", "parallel.replicas=2", "cluster.minutes=90"))
     assert (job.nodes, job.tasks, job.tasks_per_node, job.cpus_per_task) == (2, 8, 4, 8)
     assert (job.gpus, job.minutes, job.gpu_hours) == (8, 90, 12.0)
-    assert job.summary() == (
-        "nodes 2, tasks 8, tasks per node 4, CPUs per task 8, GPUs 8, minutes 90, GPU-hours 12"
-    )
+    assert job.summary() == ("nodes 2, tasks 8, tasks per node 4, CPUs per task 8, GPUs 8, minutes 90, GPU-hours 12")
 
 
 def test_gpus_left_idle_are_charged(resolved: Callable[..., RunSpec]) -> None:
@@ -38,9 +36,7 @@ def test_gpus_left_idle_are_charged(resolved: Callable[..., RunSpec]) -> None:
 
 
 def test_srun_with_gpus(resolved: Callable[..., RunSpec]) -> None:
-    spec = resolved(
-        "cluster=slurm", "parallel.replicas=2", "cluster.srun=['--cpu-bind=cores','--network=a b']"
-    )
+    spec = resolved("cluster=slurm", "parallel.replicas=2", "cluster.srun=['--cpu-bind=cores','--network=a b']")
     assert command(job_spec(spec), FOLDER) == [
         "srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=8", "--mpi=pmix",
         "--kill-on-bad-exit=1", "--wait=60", "--label", "--unbuffered", "--gpus-per-node=4", "--gpu-bind=none",
@@ -49,9 +45,7 @@ def test_srun_with_gpus(resolved: Callable[..., RunSpec]) -> None:
 
 
 def test_srun_without_gpus_and_without_an_mpi_plugin(resolved: Callable[..., RunSpec]) -> None:
-    spec = resolved(
-        "cluster=mini", "cluster.mpi=null", "cluster.python='apptainer exec \"my image.sif\" python'"
-    )
+    spec = resolved("cluster=mini", "cluster.mpi=null", "cluster.python='apptainer exec \"my image.sif\" python'")
     assert command(job_spec(spec), FOLDER) == [
         "srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=1", "--kill-on-bad-exit=1",
         "--wait=60", "--label", "--unbuffered", "apptainer", "exec", "my image.sif", "python", *IN_JOB,
@@ -99,25 +93,12 @@ def test_the_folder_is_known_before_it_is_made(resolved: Callable[..., RunSpec],
     assert prepare(spec) == expected
 
 
-def test_a_probe_starts_without_site_packages_and_knows_what_was_asked(
-    resolved: Callable[..., RunSpec],
-) -> None:
+def test_a_probe_starts_without_site_packages_and_knows_what_was_asked(resolved: Callable[..., RunSpec]) -> None:
     words = ["machine=probe", "cluster=mini", "cluster.gpus_per_node=4", "parallel.replicas=2"]
     argv = command(job_spec(resolved(*words)), RunFolder(Path("/runs/one")))
     code = "/runs/one/provenance/code.zip"
-    assert argv[argv.index("-I") :] == [
-        "-I",
-        "-S",
-        code,
-        "gems.launch.placement_check",
-        "/runs/one",
-        "8",
-        "4",
-        "4",
-    ]
+    assert argv[argv.index("-I") :] == ["-I", "-S", code, "gems.launch.placement_check", "/runs/one", "8", "4", "4"]
     argv = command(job_spec(resolved(*words, "cluster.snapshot=false")), RunFolder(Path("/runs/one")))
     place = argv.index("-I")
-    assert argv[place : place + 2] == ["-I", "-S"] and argv[place + 2].endswith(
-        "/gems/launch/placement_check.py"
-    )
+    assert argv[place : place + 2] == ["-I", "-S"] and argv[place + 2].endswith("/gems/launch/placement_check.py")
     assert argv[place + 3 :] == ["/runs/one", "8", "4", "4"]

@@ -67,9 +67,7 @@ def test_too_many_minutes_for_so_many_nodes(resolved: Callable[..., RunSpec]) ->
 
 
 @pytest.mark.parametrize(("partition", "nodes"), [("normal", 9), ("large", 8)])
-def test_nodes_that_no_limit_of_the_partition_has(
-    resolved: Callable[..., RunSpec], partition: str, nodes: int
-) -> None:
+def test_nodes_that_no_limit_of_the_partition_has(resolved: Callable[..., RunSpec], partition: str, nodes: int) -> None:
     spec = resolved("cluster=slurm", f"parallel.replicas={nodes}")
     spec = replace(spec, cluster=replace(spec.cluster, partition=partition, limits=LIMITS))
     with pytest.raises(
@@ -84,26 +82,20 @@ def test_more_cpus_than_a_node_has_for_jobs(resolved: Callable[..., RunSpec]) ->
         ConfigError, match=r"^cluster\.cpus_per_rank=8: times 4 ranks a node is 32, and jobs may use 28 CPUs .*at most 7,"
     ):  # fmt: skip
         check(on(resolved, usable_cpus_per_node=28))
-    with pytest.raises(
-        ConfigError, match=r"jobs may use 3 CPUs of a node; use fewer cluster\.ranks_per_node$"
-    ):
+    with pytest.raises(ConfigError, match=r"jobs may use 3 CPUs of a node; use fewer cluster\.ranks_per_node$"):
         check(on(resolved, usable_cpus_per_node=3))
 
 
 def test_ranks_that_a_list_of_cpus_has_no_place_for(resolved: Callable[..., RunSpec]) -> None:
     check(on(resolved, cpu_bind="map_cpu:0,8,16,24"))
-    with pytest.raises(
-        ConfigError, match=r"^cluster\.cpu_bind=map_cpu:0,8: names 2 places for 4 ranks of a node"
-    ):
+    with pytest.raises(ConfigError, match=r"^cluster\.cpu_bind=map_cpu:0,8: names 2 places for 4 ranks of a node"):
         check(on(resolved, cpu_bind="map_cpu:0,8"))
 
 
 def test_more_host_memory_than_a_node_has(resolved: Callable[..., RunSpec]) -> None:
     spec = on(resolved, node_memory_bytes=100)
     check(replace(spec, machine=replace(spec.machine, host_bytes=100)))
-    with pytest.raises(
-        ConfigError, match=r"^machine\.host_bytes=101: must be at most cluster\.node_memory_bytes=100"
-    ):
+    with pytest.raises(ConfigError, match=r"^machine\.host_bytes=101: must be at most cluster\.node_memory_bytes=100"):
         check(replace(spec, machine=replace(spec.machine, host_bytes=101)))
 
 

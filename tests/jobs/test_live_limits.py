@@ -31,11 +31,7 @@ def row(name: str, **more: Any) -> str:
 @pytest.fixture
 def site(slurm: FakeSlurm) -> FakeSlurm:
     """Two partitions: gpu, the default one, of 3 nodes with 4 GPUs and one that is down, and cpu."""
-    slurm.says(
-        "scontrol",
-        row("gpu", default="YES", most=3, time="02:00:00"),
-        row("cpu", time="UNLIMITED", total=900),
-    )
+    slurm.says("scontrol", row("gpu", default="YES", most=3, time="02:00:00"), row("cpu", time="UNLIMITED", total=900))
     slurm.says(
         "sinfo", "gpu*|2|64|512000|gpu:a100:4(S:0-3)|idle~", "gpu*|1|64|512000|gpu:a100:4|mixed", "gpu*|1|8|9000|(null)|down*",
         "cpu|900|128|256000|(null)|allocated",
@@ -54,14 +50,7 @@ def check(spec: RunSpec) -> str:
 
 def test_what_a_partition_has_is_read(site: FakeSlurm) -> None:
     (gpu,) = ask_partitions(None)
-    assert (gpu.name, gpu.num_nodes, gpu.num_up, gpu.num_idle, gpu.max_nodes, gpu.minutes) == (
-        "gpu",
-        4,
-        3,
-        2,
-        3,
-        120,
-    )
+    assert (gpu.name, gpu.num_nodes, gpu.num_up, gpu.num_idle, gpu.max_nodes, gpu.minutes) == ("gpu", 4, 3, 2, 3, 120)
     assert [gpu.count(8, 0), gpu.count(64, 4), gpu.count(65, 0), gpu.count(1, 5)] == [4, 3, 0, 0]
     (cpu,) = ask_partitions("cpu")
     assert (cpu.num_nodes, cpu.max_nodes, cpu.minutes, cpu.kinds[0].cpus) == (900, None, None, 128)
@@ -81,14 +70,8 @@ def test_a_job_that_can_start(site: FakeSlurm, resolved: Callable[..., RunSpec])
             r"^cluster\.partition=gpus: this SLURM has no such partition; allowed: cpu, gpu; nearest: gpu$",
         ),
         ({"gpus_per_node": 8}, r"^cluster\.gpus_per_node=8: a node of partition gpu has at most 4 GPUs; "),
-        (
-            {"cpus_per_rank": 17},
-            r"^cluster\.cpus_per_rank=17: times 4 ranks a node is 68, and .* at most 64 CPUs; ",
-        ),
-        (
-            {"replicas": 5},
-            r"^cluster\.nodes=5: partition gpu has 4 nodes; use fewer ranks, or choose another",
-        ),
+        ({"cpus_per_rank": 17}, r"^cluster\.cpus_per_rank=17: times 4 ranks a node is 68, and .* at most 64 CPUs; "),
+        ({"replicas": 5}, r"^cluster\.nodes=5: partition gpu has 4 nodes; use fewer ranks, or choose another"),
         ({"replicas": 4}, r"^cluster\.nodes=4: partition gpu has 3 nodes of 32 CPUs and 4 GPUs or more; "),
         (
             {"replicas": 4, "cpus_per_rank": 1, "gpu_request": "none"},
@@ -126,20 +109,12 @@ def test_one_partition_of_several_will_do(site: FakeSlurm, resolved: Callable[..
             {"account": "maths"},
             r"^cluster\.account=maths: partition gpu is open to physics, art",
         ),
-        (
-            {"qos": "debug"},
-            {"sbatch": {"qos": "long"}},
-            r"^cluster\.sbatch\.qos=long: partition gpu takes debug",
-        ),
+        ({"qos": "debug"}, {"sbatch": {"qos": "long"}}, r"^cluster\.sbatch\.qos=long: partition gpu takes debug"),
         ({"state": "DRAIN"}, {}, r"^cluster\.partition=gpu: takes no jobs now \(state DRAIN\)"),
     ],
 )
 def test_a_partition_that_is_not_for_everybody(
-    site: FakeSlurm,
-    resolved: Callable[..., RunSpec],
-    partition: dict[str, str],
-    more: dict[str, Any],
-    says: str,
+    site: FakeSlurm, resolved: Callable[..., RunSpec], partition: dict[str, str], more: dict[str, Any], says: str
 ) -> None:
     site.says("scontrol", row("gpu", **partition))
     with pytest.raises(ConfigError, match=says):
@@ -153,9 +128,7 @@ def test_names_of_accounts_have_no_case(site: FakeSlurm, resolved: Callable[...,
 
 @pytest.mark.parametrize("command", ["scontrol", "sinfo"])
 def test_a_slurm_that_does_not_answer(site: FakeSlurm, command: str) -> None:
-    site.says(
-        command, error="slurm_load_partitions: Unable to contact slurm controller (connect failure)", code=1
-    )
+    site.says(command, error="slurm_load_partitions: Unable to contact slurm controller (connect failure)", code=1)
     with pytest.raises(UnansweredError, match=rf"^{command} said: .*Unable to contact"):
         ask_partitions("gpu")
 
@@ -180,10 +153,7 @@ def test_accounts_of_a_user(slurm: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (
-            {"account": "phsyics"},
-            r"^cluster\.account=phsyics: you may charge art, physics; nearest: physics$",
-        ),
+        ({"account": "phsyics"}, r"^cluster\.account=phsyics: you may charge art, physics; nearest: physics$"),
         (
             {"account": "physics", "sbatch": {"qos": "lon"}},
             r"^cluster\.sbatch\.qos=lon: account physics may use normal",
@@ -191,9 +161,7 @@ def test_accounts_of_a_user(slurm: FakeSlurm) -> None:
         ({"account": "physics", "account_suffix": "_g"}, r"^cluster\.account=physics_g: you may charge"),
     ],
 )
-def test_an_account_that_is_not_yours(
-    resolved: Callable[..., RunSpec], more: dict[str, Any], says: str
-) -> None:
+def test_an_account_that_is_not_yours(resolved: Callable[..., RunSpec], more: dict[str, Any], says: str) -> None:
     known = {"physics": ("normal",), "art": ()}
     with pytest.raises(ConfigError, match=says):
         check_account(on(resolved, **more), Accounts(known, is_enforced=True))
@@ -202,9 +170,6 @@ def test_an_account_that_is_not_yours(
 
 def test_an_account_of_yours(resolved: Callable[..., RunSpec]) -> None:
     known = Accounts({"physics": ("normal",), "art": ()}, is_enforced=True)
-    assert (
-        check_account(on(resolved, account="PHYSICS", sbatch={"qos": "normal"}), known)
-        == "PHYSICS, qos normal"
-    )
+    assert check_account(on(resolved, account="PHYSICS", sbatch={"qos": "normal"}), known) == "PHYSICS, qos normal"
     assert check_account(on(resolved, account="art", sbatch={"qos": "any"}), known) == "art, qos any"
     assert check_account(on(resolved), known) == "your default account"

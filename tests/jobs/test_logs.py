@@ -70,9 +70,7 @@ def test_no_log_yet(prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureF
     logs(folder.path)
     out, err = capfd.readouterr()
     assert out == ""
-    assert (
-        err == f"jobs: no log yet: {folder.path.name} is pending: Resources, starts about 2030-01-02 03:04\n"
-    )
+    assert err == f"jobs: no log yet: {folder.path.name} is pending: Resources, starts about 2030-01-02 03:04\n"
 
 
 def test_a_run_whose_ranks_never_started_shows_the_batch_scripts_log(
@@ -86,9 +84,7 @@ def test_a_run_whose_ranks_never_started_shows_the_batch_scripts_log(
         assert capfd.readouterr().out == "jobs: no srun\n"
 
 
-def test_following_to_the_end(
-    prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_following_to_the_end(prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]) -> None:
     """Pending, starting, a log that is replaced by a second one, and an end; nothing is lost and nothing comes twice."""
     slurm.says("squeue", "41|PENDING|N/A|Priority|one")
     folder = prepared()

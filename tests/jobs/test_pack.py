@@ -32,9 +32,7 @@ def test_a_job_takes_so_many_points_in_their_order(point: Callable[..., Point]) 
     assert packs_of(alone) == [(alone[0],), (alone[1],)]
 
 
-def test_points_of_several_nodes_or_other_settings_or_of_this_machine_go_alone(
-    point: Callable[..., Point],
-) -> None:
+def test_points_of_several_nodes_or_other_settings_or_of_this_machine_go_alone(point: Callable[..., Point]) -> None:
     first, two, other, here, last = (
         point("seed=0"), point("cluster.nodes=2"), point("cluster.partition=high"), point("cluster=local", "cluster.nodes=1"),
         point("parallel.partitions=2"),
@@ -47,12 +45,7 @@ def test_the_job_serves_each_and_lasts_as_long_as_all(point: Callable[..., Point
         point("parallel.partitions=2", "cluster.cpus_per_rank=5", "cluster.gpus_per_node=2", "cluster.minutes=7"),
         point("parallel.partitions=4", "cluster.cpus_per_rank=2", "cluster.gpus_per_node=4"),
     ])  # fmt: skip
-    assert (job.nodes, job.tasks, job.tasks_per_node, job.cpus_per_task) == (
-        1,
-        4,
-        4,
-        3,
-    )  # 2 x 5 and 4 x 2 CPUs
+    assert (job.nodes, job.tasks, job.tasks_per_node, job.cpus_per_task) == (1, 4, 4, 3)  # 2 x 5 and 4 x 2 CPUs
     assert (job.gpus_per_node, job.minutes) == (4, 17)
 
 
@@ -105,9 +98,7 @@ def test_a_failure_ends_no_other_and_an_end_of_the_job_ends_all(
         assert ended.value.code == code
     assert list("abc")[:ran] == Batch.ran
     unfinished = [
-        name
-        for name, (state, _) in zip("abc", ends, strict=True)
-        if state != "finished" or name not in Batch.ran
+        name for name, (state, _) in zip("abc", ends, strict=True) if state != "finished" or name not in Batch.ran
     ]
     monkeypatch.setattr(Batch, "ran", [])
     monkeypatch.setattr(Batch, "ends", dict.fromkeys("abc", ("finished", 0)))

@@ -115,9 +115,7 @@ def test_nothing_is_submitted_of_what_is_refused(
     assert all("--test-only" in words for words in site.asked() if words.startswith("sbatch"))
 
 
-def test_a_script_that_sbatch_refuses(
-    site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
+def test_a_script_that_sbatch_refuses(site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     site.says("sbatch", error="allocation failure: Requested node configuration is not available\n", code=1)
     with pytest.raises(
         ConfigError, match=r"^cluster=mini: sbatch refuses the job: Requested node configuration is not available; see"
@@ -136,9 +134,7 @@ def test_more_memory_than_the_device_has_is_exit_code_3(
         assert caught.value.exit_code == 3
     assert capfd.readouterr().out == ""
     assert not (tmp_path / "runs").exists()
-    assert [
-        words for words in site.asked() if words.startswith("sbatch") and "--test-only" not in words
-    ] == []
+    assert [words for words in site.asked() if words.startswith("sbatch") and "--test-only" not in words] == []
 
 
 def test_predicted_memory_beside_the_device(
@@ -201,16 +197,8 @@ def test_without_any_slurm_a_dry_run_goes_on(
 @pytest.mark.parametrize(
     ("said", "start", "words"),
     [
-        (
-            SEEN,
-            datetime(2030, 1, 2, 3, 4, 5),
-            "sbatch takes it, to start in about 3.0 h (2030-01-02 03:04) on n[1-2]",
-        ),
-        (
-            SEEN.replace("2030", "2029"),
-            datetime(2029, 1, 2, 3, 4, 5),
-            "sbatch takes it, to start at once on n[1-2]",
-        ),
+        (SEEN, datetime(2030, 1, 2, 3, 4, 5), "sbatch takes it, to start in about 3.0 h (2030-01-02 03:04) on n[1-2]"),
+        (SEEN.replace("2030", "2029"), datetime(2029, 1, 2, 3, 4, 5), "sbatch takes it, to start at once on n[1-2]"),
         ("sbatch: Job 7 to start at Unknown", None, "sbatch takes it, and says no start"),
         ("", None, "sbatch takes it, and says no start"),
     ],
@@ -222,17 +210,13 @@ def test_the_estimate_of_a_start(said: str, start: datetime | None, words: str) 
 
 
 def test_sbatch_that_reaches_nobody(slurm: FakeSlurm) -> None:
-    slurm.says(
-        "sbatch", error="allocation failure: Unable to contact slurm controller (connect failure)", code=1
-    )
+    slurm.says("sbatch", error="allocation failure: Unable to contact slurm controller (connect failure)", code=1)
     with pytest.raises(UnansweredError):
         try_script("mini", "#!/bin/sh\n")
 
 
 def test_cost_in_words(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
-    one = job_spec(
-        on(resolved, tmp_path, gpus_per_node=4, minutes=90, charge_per="gpu-hour", charge_rate=2.0)
-    )
+    one = job_spec(on(resolved, tmp_path, gpus_per_node=4, minutes=90, charge_per="gpu-hour", charge_rate=2.0))
     assert cost_words([one]) == "12 GPU-hours (8 GPUs for 90 min, charge 24 gpu-hour)"
     assert cost_words([one, one]) == "24 GPU-hours (2 jobs, charge 48 gpu-hour)"
 
@@ -264,8 +248,7 @@ def test_nobody_is_there_to_ask(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, ask_above_gpu_hours=0)
     with pytest.raises(
-        ConfigError,
-        match=r"^cluster\.ask_above_gpu_hours=0: 4 GPU-hours .* nobody is there to ask; add --yes$",
+        ConfigError, match=r"^cluster\.ask_above_gpu_hours=0: 4 GPU-hours .* nobody is there to ask; add --yes$"
     ):
         submit(spec, Options())
     with pytest.raises(ConfigError, match=r"nobody is there to ask"):
@@ -282,9 +265,7 @@ def test_no_question_below_the_limit(resolved: Callable[..., RunSpec], tmp_path:
 
 def test_a_folder_that_cannot_be_written(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with pytest.raises(
-        ConfigError, match=r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"
-    ):
+    with pytest.raises(ConfigError, match=r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"):
         place_of(on(resolved, tmp_path))
 
 

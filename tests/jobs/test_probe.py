@@ -156,21 +156,14 @@ def test_what_a_failed_probe_says(
 ) -> None:  # fmt: skip
     result = tmp_path / "probe.json"
     if left is not None:
-        write_json(
-            result, {key: value for key, value in left.items() if value is not None or key != "wall_s"}
-        )
+        write_json(result, {key: value for key, value in left.items() if value is not None or key != "wall_s"})
     with pytest.raises(error, match=says):
         judge(on(resolved, tmp_path), how, result)
 
 
 def test_what_was_found_in_one_line() -> None:
     assert summary(FOUND) == "MPICH Version: 5.0.2; 2 ranks on n1, n2; 2.0 us and 5.00 GB/s; no GPU"
-    gpu = {
-        **FOUND,
-        "takes_device_memory": True,
-        "device_message": "passed",
-        "device": {**HOST, "bytes_per_s": 2e10},
-    }
+    gpu = {**FOUND, "takes_device_memory": True, "device_message": "passed", "device": {**HOST, "bytes_per_s": 2e10}}
     assert summary(gpu).endswith("; MPI takes device memory, 2.0 us and 20.00 GB/s")
     staged = {**gpu, "device_message": "not taken"}
     assert summary(staged).endswith("; device memory goes through the host: though MPI says that it takes it")
@@ -202,9 +195,7 @@ def test_a_job_probes_once(
     assert is_known(spec) and json.loads(probe_json(folder).read_text())["mpi"] == FOUND["mpi"]
 
 
-def test_a_failed_probe_is_not_kept(
-    slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path
-) -> None:
+def test_a_failed_probe_is_not_kept(slurm: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec, folder = on(resolved, tmp_path), RunFolder(tmp_path / "run")
     folder.logs.mkdir(parents=True)
     slurm.does("srun", "echo no PMI here; exit 1")

@@ -83,9 +83,7 @@ def test_it_goes_on_in_its_folder_with_more_time(
     assert folder.read_spec().cluster.minutes == 30
 
 
-def test_bad_nodes_of_its_cluster_are_left_out(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
-) -> None:
+def test_bad_nodes_of_its_cluster_are_left_out(prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]) -> None:
     folder = prepared()
     nodes = BadNodes(folder.path.parent)
     now = folder.read_status()["updated_utc"]
@@ -114,9 +112,7 @@ def test_keys_that_are_part_of_the_run_give_it_a_new_folder(
     assert f"in {RunFolder.of(sent[0]).path}, for these keys are part of the run" in out
 
 
-def test_a_new_folder_resumes_from_the_old_one(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
-) -> None:
+def test_a_new_folder_resumes_from_the_old_one(prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]) -> None:
     folder = prepared()
     checkpoint(folder, 3)
     resubmit("one", "train.steps=7")
@@ -147,9 +143,7 @@ def test_what_is_refused(
     assert sent == []
 
 
-def test_it_is_sent_all_the_same_when_one_insists(
-    prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
-) -> None:
+def test_it_is_sent_all_the_same_when_one_insists(prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]) -> None:
     prepared("a", "failed", cause="data.path=/x: does not exist", exit_code=2)
     prepared("b", "finished", exit_code=0)
     prepared("c", "failed", cause="cluster.mpi=x: MPI sees a world of 1", exit_code=2)
@@ -169,17 +163,13 @@ def test_it_is_sent_all_the_same_when_one_insists(
         (("none",), "is no run and no study"),
     ],
 )
-def test_wrong_words_are_one_line(
-    prepared: Prepared, resubmit: Resubmit, words: tuple[str, ...], says: str
-) -> None:
+def test_wrong_words_are_one_line(prepared: Prepared, resubmit: Resubmit, words: tuple[str, ...], says: str) -> None:
     prepared()
     out, err = resubmit(*words, code=2)
     assert says in out + err and len((out + err).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "word", ["cluster.exclude=['$(touch owned)']", "cluster.exclude=['-n1']", "cluster.minutes=x"]
-)
+@pytest.mark.parametrize("word", ["cluster.exclude=['$(touch owned)']", "cluster.exclude=['-n1']", "cluster.minutes=x"])
 def test_a_value_that_cannot_be_is_refused(
     prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec], word: str
 ) -> None:
@@ -191,12 +181,7 @@ def test_a_value_that_cannot_be_is_refused(
 def test_of_a_study_the_failed_points_are_sent(
     tmp_path: Path, prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]
 ) -> None:
-    folders = [
-        prepared("a"),
-        prepared("b", "finished", exit_code=0),
-        prepared("c"),
-        prepared("d", "submitted"),
-    ]
+    folders = [prepared("a"), prepared("b", "finished", exit_code=0), prepared("c"), prepared("d", "submitted")]
     StudyRecord(tmp_path / "runs" / "grid").begin([(each.path.name, each.path) for each in folders])
     rows = json.loads(resubmit("grid", "--json")[0])["runs"]
     assert [spec.name for spec in sent] == ["a", "c"]

@@ -76,16 +76,11 @@ def on_slurm(resolved: Callable[..., RunSpec], tmp_path: Path, *overrides: str, 
     return replace(spec, runs_dir=str(tmp_path / "runs"), cluster=replace(spec.cluster, **more))
 
 
-def test_whole_script(
-    resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_script(resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     spec = resolved("cluster=slurm", "parallel.replicas=2", "cluster.account=physics")
     cluster = replace(
-        spec.cluster,
-        environment={"A": "it's"},
-        setup=["module load x"],
-        sbatch={"qos": "high", "exclusive": True},
+        spec.cluster, environment={"A": "it's"}, setup=["module load x"], sbatch={"qos": "high", "exclusive": True}
     )
     spec = replace(spec, cluster=cluster, runs_dir="/runs")
     logs = RunFolder.of(spec).logs
@@ -178,12 +173,9 @@ def test_sbatch_options_that_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "key"),
-    [({"name": "50%j"}, "name"), ({"name": "a\\b"}, "name"), ({"runs_dir": "/r%t"}, "runs_dir")],
+    ("change", "key"), [({"name": "50%j"}, "name"), ({"name": "a\\b"}, "name"), ({"runs_dir": "/r%t"}, "runs_dir")]
 )
-def test_paths_that_slurm_would_rewrite(
-    resolved: Callable[..., RunSpec], change: dict[str, str], key: str
-) -> None:
+def test_paths_that_slurm_would_rewrite(resolved: Callable[..., RunSpec], change: dict[str, str], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         script_of(replace(resolved("cluster=mini"), **change))
     assert caught.value.key == key
@@ -221,13 +213,7 @@ def test_submission(
     resolved: Callable[..., RunSpec], tmp_path: Path, cluster: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    hidden = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_CPU_BIND": "x",
-        "SBATCH_PARTITION": "y",
-        "PMI_RANK": "0",
-        "SRUN_DEBUG": "1",
-    }
+    hidden = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "x", "SBATCH_PARTITION": "y", "PMI_RANK": "0", "SRUN_DEBUG": "1"}
     for name, value in {**hidden, "SLURM_CONF": "/etc/slurm.conf"}.items():
         monkeypatch.setenv(name, value)
     spec = on_slurm(resolved, tmp_path)
@@ -298,9 +284,7 @@ def test_a_folder_is_its_jobs_while_the_queue_has_it(
     assert submit(spec, Options()) == 0  # it was cancelled, or lost with its node
     (kept,) = (folder.path / "attempts").iterdir()
     cause = json.loads((kept / "status.json").read_text())["cause"]
-    assert cause == (
-        "of the run" if state == "failed" else "the job left the queue: cancelled, lost or out of time"
-    )
+    assert cause == ("of the run" if state == "failed" else "the job left the queue: cancelled, lost or out of time")
 
 
 def test_a_queue_that_cannot_be_asked_releases_nothing(
@@ -334,9 +318,7 @@ def test_local_dry_run_is_the_launchers_line(
 
 
 def test_local_submission_runs_here(
-    tiny: Callable[..., tuple[RunFolder, RunSpec]],
-    collected: list[RunFolder],
-    capfd: pytest.CaptureFixture[str],
+    tiny: Callable[..., tuple[RunFolder, RunSpec]], collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, spec = tiny()
     assert submit(spec, Options(json=True)) == 0

@@ -63,14 +63,7 @@ SLOTS: dict[str, Callable[[RunSpec, str], RunSpec]] = {
     "python": lambda spec, odd: of_cluster(spec, python=f"python {shlex.quote(odd)}"),
 }
 
-STRICT = (
-    "sbatch_key",
-    "environment_name",
-    "modules",
-    "exclude",
-    "gpu_bind",
-    "cpu_bind",
-)  # no free text at all
+STRICT = ("sbatch_key", "environment_name", "modules", "exclude", "gpu_bind", "cpu_bind")  # no free text at all
 
 
 def of_cluster(spec: RunSpec, **more: Any) -> RunSpec:
@@ -118,9 +111,7 @@ def directives(script: str) -> dict[str, str]:
 def test_a_value_comes_through_or_is_refused(base: RunSpec, slot: str) -> None:
     """Every value at this place of script and launch."""
     taken = [odd for odd in ODD if comes_through(SLOTS[slot](base, odd), slot, odd)]
-    assert ("ünïcode ✓" in taken) == (slot not in STRICT), (
-        "some values must come through, or nothing is tested"
-    )
+    assert ("ünïcode ✓" in taken) == (slot not in STRICT), "some values must come through, or nothing is tested"
 
 
 def comes_through(spec: RunSpec, slot: str, odd: str) -> bool:
@@ -133,12 +124,7 @@ def comes_through(spec: RunSpec, slot: str, odd: str) -> bool:
     options = directives(script)
     assert options["--job-name"] == spec.name
     assert options["--output"] == f"{RunFolder.of(spec).logs}/%j_0_log.out"
-    given = {
-        "account": "--account",
-        "partition": "--partition",
-        "sbatch": "--comment",
-        "exclude": "--exclude",
-    }
+    given = {"account": "--account", "partition": "--partition", "sbatch": "--comment", "exclude": "--exclude"}
     if slot in given:
         assert options[given[slot]] == odd
     assert options.get("--partition") == spec.cluster.partition
@@ -190,9 +176,7 @@ def test_bash_runs_the_script_and_nothing_else(
 @pytest.mark.parametrize(
     "odd", ["x\n touch owned\n", "x\n#SBATCH --partition=other\n", "cr\rlf\r\n", "%j", "\\'"], ids=ascii
 )
-def test_a_variable_may_hold_anything(
-    base: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
-) -> None:
+def test_a_variable_may_hold_anything(base: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
     notes = tmp_path / "notes"
     monkeypatch.setattr(sys, "executable", str(noting(tmp_path / "python", notes)))
     spec = of_cluster(base, environment={"ODD": odd})
@@ -209,9 +193,7 @@ def test_srun_is_given_the_words_as_they_are(
     noting(tmp_path / "bin" / "srun", tmp_path / "notes")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     name = odd.replace("/", "") or "x"
-    spec = replace(
-        of_cluster(base, srun=[f"--comment={odd}"], python=f"python {shlex.quote(odd)}"), name=f"n{name}"
-    )
+    spec = replace(of_cluster(base, srun=[f"--comment={odd}"], python=f"python {shlex.quote(odd)}"), name=f"n{name}")
     argv = command(job_spec(spec), RunFolder.of(spec))
     assert run_ranks(argv, os.environ, echo=False).returncode == 0
     assert noted(tmp_path / "notes") == argv[1:]
@@ -240,14 +222,7 @@ def test_through_the_command_line(tmp_path: Path, words: list[str], key: str | N
     (tmp_path / "cwd").mkdir()
     runs = tmp_path / "my 'runs' $(touch owned)"
     quoted = str(runs).replace("'", "\\'")
-    argv = [
-        "submit",
-        "experiment=gems_master",
-        "data=synthetic",
-        "cluster=mini",
-        f"runs_dir='{quoted}'",
-        *words,
-    ]
+    argv = ["submit", "experiment=gems_master", "data=synthetic", "cluster=mini", f"runs_dir='{quoted}'", *words]
     environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     said = subprocess.run(
         [sys.executable, "-m", "jobs", *argv], cwd=tmp_path / "cwd", env=environment, stdin=subprocess.DEVNULL,
@@ -256,9 +231,7 @@ def test_through_the_command_line(tmp_path: Path, words: list[str], key: str | N
     assert "Traceback" not in said.stderr
     assert list((tmp_path / "cwd").iterdir()) == []
     if key is not None:
-        assert said.returncode == 2 and len(said.stderr.splitlines()) == 1 and f"{key}" in said.stderr, (
-            said.stderr
-        )
+        assert said.returncode == 2 and len(said.stderr.splitlines()) == 1 and f"{key}" in said.stderr, said.stderr
         assert not notes.exists()
         return
     assert said.returncode == 0, said.stderr

@@ -74,10 +74,7 @@ def test_other_words_tell_nothing(line: str) -> None:
 
 def test_a_line_gives_its_rank_node_and_time() -> None:
     labelled = of_line(" 12: OSError: [Errno 122] Disk quota exceeded", "log")
-    assert labelled is not None and (labelled.rank, labelled.text) == (
-        12,
-        "OSError: [Errno 122] Disk quota exceeded",
-    )
+    assert labelled is not None and (labelled.rank, labelled.text) == (12, "OSError: [Errno 122] Disk quota exceeded")
     failure = of_line("srun: error: Node failure on nid-001.site", "log")
     assert failure is not None and failure.node == "nid-001.site"
     limit = of_line(LIMIT, "log")
@@ -85,11 +82,7 @@ def test_a_line_gives_its_rank_node_and_time() -> None:
 
 
 def test_what_may_follow_from_a_rank_that_is_gone_is_marked() -> None:
-    for line in (
-        "mpi4py.MPI.Exception: Other MPI error",
-        "ConnectionResetError: [Errno 104]",
-        "MPICH ERROR [Rank 1]",
-    ):
+    for line in ("mpi4py.MPI.Exception: Other MPI error", "ConnectionResetError: [Errno 104]", "MPICH ERROR [Rank 1]"):
         found = of_line(line, "log")
         assert found is not None and found.may_follow, line
     own = of_line("ValueError: bad", "log")

@@ -87,19 +87,13 @@ def test_account_with_the_sites_suffix(resolved: Callable[..., RunSpec]) -> None
 @pytest.mark.parametrize("option", ["mem", "mem_per_cpu", "--mem-per-gpu"])
 def test_a_site_that_refuses_options_of_memory(resolved: Callable[..., RunSpec], option: str) -> None:
     assert any("--mem" in line for line in script(on(resolved, sbatch={option: "1G"})))
-    with pytest.raises(
-        ConfigError, match=r"^cluster\.sbatch\.mem.*=1G: cluster slurm refuses options of memory; "
-    ):
+    with pytest.raises(ConfigError, match=r"^cluster\.sbatch\.mem.*=1G: cluster slurm refuses options of memory; "):
         script(on(resolved, sbatch={option: "1G"}, no_mem=True))
 
 
 def test_gpus_by_hand_beside_the_presets_own(resolved: Callable[..., RunSpec]) -> None:
-    assert "#SBATCH --gres=gpu:a100:2" in script(
-        on(resolved, gpu_request="none", sbatch={"gres": "gpu:a100:2"})
-    )
-    with pytest.raises(
-        ConfigError, match=r"^cluster\.sbatch\.gres=nvme: stands beside cluster\.gpu_request=gres"
-    ):
+    assert "#SBATCH --gres=gpu:a100:2" in script(on(resolved, gpu_request="none", sbatch={"gres": "gpu:a100:2"}))
+    with pytest.raises(ConfigError, match=r"^cluster\.sbatch\.gres=nvme: stands beside cluster\.gpu_request=gres"):
         script(on(resolved, gpu_request="gres", sbatch={"gres": "nvme"}))
 
 
@@ -175,9 +169,7 @@ def test_a_runtime_without_an_image_is_not_used(resolved: Callable[..., RunSpec]
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 @pytest.mark.parametrize("path", ["/runs/a:b", "/runs/a,b"])
-def test_a_path_that_a_container_would_take_apart(
-    resolved: Callable[..., RunSpec], runtime: str, path: str
-) -> None:
+def test_a_path_that_a_container_would_take_apart(resolved: Callable[..., RunSpec], runtime: str, path: str) -> None:
     spec = on(resolved, container=runtime, container_image="i")
     with pytest.raises(ConfigError, match=r"^runs_dir=.*: must have no ',', ':'"):
         command(job_spec(spec), RunFolder(Path(path)))

@@ -21,9 +21,7 @@ STEPS = ("41|run|RUNNING|0:0|00:01:00||n[1-2]||", "41.0|python|COMPLETED|0:0|00:
 
 
 @pytest.fixture
-def folder(
-    prepared: Callable[..., RunFolder], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> RunFolder:
+def folder(prepared: Callable[..., RunFolder], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A prepared run inside of its job."""
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     slurm.says("scontrol", ONELINER)
@@ -42,10 +40,7 @@ def test_start_and_end(folder: RunFolder, slurm: FakeSlurm) -> None:
     assert start["restart_count"] == 0 and "end" not in start
     record_end(folder)
     (start,) = noted(folder)["starts"]
-    assert (
-        start["end"]["steps"][1]["MaxRSS"] == "512M"
-        and start["end"]["steps"][1]["ConsumedEnergyRaw"] == "7000"
-    )
+    assert start["end"]["steps"][1]["MaxRSS"] == "512M" and start["end"]["steps"][1]["ConsumedEnergyRaw"] == "7000"
     environment = json.loads((folder.provenance / "environment.json").read_text())
     assert environment["job"]["variables"]["SLURM_JOB_ID"] == "41" and environment["prepared"]
     assert slurm.asked()[0] == "scontrol --oneliner show job 41"
@@ -54,11 +49,7 @@ def test_start_and_end(folder: RunFolder, slurm: FakeSlurm) -> None:
 def test_fields_keep_their_blanks_and_people_are_left_out(folder: RunFolder) -> None:
     fields = ask_job("41")
     assert fields is not None
-    assert (fields["JobName"], fields["Command"], fields["Comment"]) == (
-        "my run=2",
-        "/runs/a b/logs/x.sh",
-        "",
-    )
+    assert (fields["JobName"], fields["Command"], fields["Comment"]) == ("my run=2", "/runs/a b/logs/x.sh", "")
     assert (fields["TRES"], fields["CPUs/Task"]) == ("cpu=4,mem=12G,node=2", "1")
     assert not fields.keys() & {"UserId", "GroupId"}
 

@@ -91,11 +91,7 @@ def test_a_run_out_of_time_is_put_back_until_the_bound(
         code, folder = in_job({"step": 10 * number, "reason": "SIGUSR2"}, cluster={"max_requeues": 2})
         status = folder.read_status()
         assert (code, status["state"], status["exit_code"]) == (0, "requeued", 0)
-        assert (status["job_id"], status["stopped_step"], status["requeue_count"]) == (
-            "41",
-            10 * number,
-            number,
-        )
+        assert (status["job_id"], status["stopped_step"], status["requeue_count"]) == ("41", 10 * number, number)
         assert "scontrol requeue 41" in slurm.asked()
         assert "(time limit); it starts again by itself" in capfd.readouterr().err
     asked = slurm.asked().count("scontrol requeue 41")
@@ -130,11 +126,7 @@ def test_a_preempted_run_is_put_back_beyond_the_bound(
     ],
 )
 def test_a_run_that_is_to_stay_stopped(
-    slurm: FakeSlurm,
-    in_job: Callable[..., tuple[int, RunFolder]],
-    line: str,
-    cluster: dict[str, Any],
-    cause: str,
+    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], line: str, cluster: dict[str, Any], cause: str
 ) -> None:
     scontrol(slurm, line)
     code, folder = in_job({"step": 7, "reason": "SIGUSR2"}, cluster=cluster)
@@ -160,9 +152,7 @@ def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_l
 ) -> None:
     """SLURM ends all processes of the job, among them the one that asked for it."""
     log = slurm.here / "41.out"
-    put_back = (
-        "slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO JOB REQUEUE ***"
-    )
+    put_back = "slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO JOB REQUEUE ***"
     log.write_text(f"{put_back}\n")
     monkeypatch.setattr(requeue, "_stderr", lambda: log)
     monkeypatch.setattr(requeue, "BEGUN_AT", log.stat().st_size)
@@ -172,9 +162,7 @@ def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_l
     _, folder = in_job({"step": 7, "reason": "SIGUSR2"})
     assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("41", 1)
     assert "sbatch" not in slurm.asked()
-    monkeypatch.setattr(
-        requeue, "BEGUN_AT", log.stat().st_size
-    )  # the next attempt: those words are not of this one
+    monkeypatch.setattr(requeue, "BEGUN_AT", log.stat().st_size)  # the next attempt: those words are not of this one
     slurm.does("scontrol", f"{shows} kill -TERM $$; fi")
     _, folder = in_job({"step": 9, "reason": "SIGUSR2"})
     assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("42", 2)
@@ -269,9 +257,7 @@ def test_a_cancelled_run_that_saved_is_not_put_back(
 def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     program = "from jobs.launch.requeue import why_killed; print(why_killed())"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("None\n", "")
 
 
@@ -293,10 +279,7 @@ def test_sigusr2_makes_a_run_here_save_and_stop(
     assert (code, status["state"], status["exit_code"], status["stopped_step"]) == (0, "stopped", 0, 13)
     assert read_json(folder.stop_json)["by"].startswith("launcher ")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("jobs: ")]
-    assert (
-        line
-        == "jobs: the run saved before step 13 and stopped (SIGUSR2); the same command goes on from step 13"
-    )
+    assert line == "jobs: the run saved before step 13 and stopped (SIGUSR2); the same command goes on from step 13"
     assert collected == [folder]
     assert signal.getsignal(signal.SIGUSR2) == before
     spec.cluster.environment["TINY"] = ""

@@ -45,9 +45,7 @@ def some(prepared: Prepared, slurm: FakeSlurm, tmp_path: Path) -> dict[str, RunF
     runs["goes"].write_status("running", job_id="42")
     Progress("goes", 70, 8, runs["goes"].progress_json).show(11, 0.25)
     runs["broke"].write_status("failed", exit_code=4, cause="rank 3\nhad no \x1b[2Jmemory")
-    points = {
-        f"parallel.replicas={count}": prepared("grid", f"parallel.replicas={count}") for count in (1, 2)
-    }
+    points = {f"parallel.replicas={count}": prepared("grid", f"parallel.replicas={count}") for count in (1, 2)}
     for folder, state in zip(points.values(), ("finished", "cancelled"), strict=True):
         folder.write_status(state, exit_code=0)
     labels = [(label, folder.path) for label, folder in points.items()]
@@ -69,18 +67,7 @@ def test_the_table(some: dict[str, RunFolder], status: Status, slurm: FakeSlurm)
     assert waits == ["pending", "41", "Resources,", "starts", "about", "2030-01-02", "03:04"]
     assert goes[:3] == ["running", "42", "11/70"] and goes[4] == "0.2500" and goes[6] == "s"
     assert broke == ["failed", "rank", "3", "had", "no", "[2Jmemory"]
-    assert found["grid"] == [
-        "cancelled",
-        "study",
-        "of",
-        "3:",
-        "1",
-        "cancelled,",
-        "1",
-        "finished,",
-        "1",
-        "missing",
-    ]
+    assert found["grid"] == ["cancelled", "study", "of", "3:", "1", "cancelled,", "1", "finished,", "1", "missing"]
     assert "\x1b" not in text and len(text.splitlines()) == 5
     assert [line.split()[0] for line in slurm.asked()] == ["squeue"]
 
@@ -99,13 +86,7 @@ def test_json(some: dict[str, RunFolder], status: Status) -> None:
     found = json.loads(status("--json"))
     by_name = {run["name"]: run for run in found["runs"]}
     goes = by_name[some["goes"].path.name]
-    assert (goes["state"], goes["step"], goes["steps"], goes["loss"], goes["job_id"]) == (
-        "running",
-        11,
-        70,
-        0.25,
-        "42",
-    )
+    assert (goes["state"], goes["step"], goes["steps"], goes["loss"], goes["job_id"]) == ("running", 11, 70, 0.25, "42")
     assert goes["sources"] == {"state": "squeue"} and goes["beat_age_s"] < 60
     assert by_name[some["waits"].path.name]["start_utc"].startswith("2030-01-0")
     (study,) = found["studies"]
@@ -127,9 +108,7 @@ def test_names(some: dict[str, RunFolder], status: Status, tmp_path: Path) -> No
         one_run([runs_dir, "waits", "goes"], "logs")
 
 
-def test_a_name_without_signature_means_all_of_that_name_or_the_only_one(
-    prepared: Prepared, tmp_path: Path
-) -> None:
+def test_a_name_without_signature_means_all_of_that_name_or_the_only_one(prepared: Prepared, tmp_path: Path) -> None:
     same = {prepared("same").path, prepared("same", "seed=1").path}
     words = [f"runs_dir={tmp_path / 'runs'}", "same"]
     assert {folder.path for folder in catalogue(words).runs} == same
@@ -137,15 +116,11 @@ def test_a_name_without_signature_means_all_of_that_name_or_the_only_one(
         catalogue(words, allows_several=False)
 
 
-def test_guesses_are_marked_and_explained(
-    some: dict[str, RunFolder], status: Status, slurm: FakeSlurm
-) -> None:
+def test_guesses_are_marked_and_explained(some: dict[str, RunFolder], status: Status, slurm: FakeSlurm) -> None:
     (slurm.here / "squeue").unlink()
     text = status()
     found = rows(text)
-    assert (
-        found[some["waits"].path.name][0] == "submitted?" and found[some["goes"].path.name][0] == "running?"
-    )
+    assert found[some["waits"].path.name][0] == "submitted?" and found[some["goes"].path.name][0] == "running?"
     assert "no answer: squeue is not on PATH\nno answer: sacct is not on PATH\n" in text
     assert "?  the state is judged by heartbeats and status.json alone" in text
 
@@ -187,9 +162,7 @@ def test_watching_ends_with_the_last_run(
     assert rows(text)[some["goes"].path.name][0] == "finished"
 
 
-def test_a_watcher_may_stop(
-    some: dict[str, RunFolder], status: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watcher_may_stop(some: dict[str, RunFolder], status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(self: threading.Event, timeout: float | None = None) -> bool:
         raise KeyboardInterrupt
 

@@ -83,9 +83,7 @@ def study(tmp_path: Path) -> Callable[..., int]:
     return run
 
 
-def test_every_point_runs_once(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_point_runs_once(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     assert study() == 0
     out, err = capfd.readouterr()
     assert stub.started == [1, 2, 3]
@@ -142,17 +140,11 @@ def test_a_point_that_cannot_start_is_one_line(
     assert [line.split()[1] for line in out.splitlines()] == ["finished", "missing", "finished"]
 
 
-def test_a_stopped_run_ends_the_study(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_run_ends_the_study(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     stub.codes = {2: 143}
     assert study() == 143
     assert stub.started == [1, 2]
-    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == [
-        "finished",
-        "failed",
-        "missing",
-    ]
+    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["finished", "failed", "missing"]
 
 
 def test_json_is_one_object(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
@@ -179,9 +171,7 @@ def test_nothing_is_drawn_of_nothing(stub: Stub, study: Callable[..., int]) -> N
     assert stub.drawn == []
 
 
-def test_a_dry_run_starts_nothing(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_starts_nothing(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     assert study("--dry-run") == 0
     out, err = capfd.readouterr()
     assert (stub.started, stub.drawn, err) == ([], [], "")
@@ -215,14 +205,10 @@ def test_bad_words_are_one_line(words: list[str], says: str, capfd: pytest.Captu
     assert out == "" and re.match(says, line), line
 
 
-def test_one_bad_point_and_none_runs(
-    stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_bad_point_and_none_runs(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     assert study(points=(*WORDS, "parallel.replica=1")) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(
-        "jobs: point 4 of study mine (parallel.replica=1): parallel.replica=1: unknown key"
-    )
+    assert line.startswith("jobs: point 4 of study mine (parallel.replica=1): parallel.replica=1: unknown key")
     assert (stub.started, stub.runs.exists()) == ([], False)
 
 
@@ -297,9 +283,7 @@ def test_a_study_of_real_ranks(
     """The ranks are a tiny program under mpiexec; one point's rank 1 fails."""
     _, spec = tiny()
     drawn: list[list[Path]] = []
-    monkeypatch.setattr(
-        study_module, "draw", lambda folders, out, as_json: (drawn.append(folders) or 0, None)
-    )
+    monkeypatch.setattr(study_module, "draw", lambda folders, out, as_json: (drawn.append(folders) or 0, None))
     python = spec.cluster.python or ""
     base = [*BASE, f'cluster.python="{python}"']
     points = ("parallel.replicas=1", "+cluster.environment.TINY=exit:1")
@@ -325,9 +309,7 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     program = f"import sys; print('gems: it cannot be' if {code} else 'fine'); sys.exit({code})"
-    monkeypatch.setitem(
-        LAUNCHERS, "simulated", lambda job, folder: [*job.python, "-c", program, str(folder.path)]
-    )
+    monkeypatch.setitem(LAUNCHERS, "simulated", lambda job, folder: [*job.python, "-c", program, str(folder.path)])
     monkeypatch.setattr(rounds_module, "start", start)
     assert study(points=("machine.kind=simulated",)) == code
     out, err = capfd.readouterr()
@@ -445,12 +427,7 @@ def test_wait_submits_as_room_comes_and_ends_with_the_last_job(
 @pytest.mark.parametrize(
     ("refusal", "others", "waiting", "code"),
     [
-        (
-            "error: QOSMaxSubmitJobPerUserLimit Job violates accounting/QOS policy (job submit limit)",
-            "9",
-            2,
-            0,
-        ),
+        ("error: QOSMaxSubmitJobPerUserLimit Job violates accounting/QOS policy (job submit limit)", "9", 2, 0),
         ("error: AssocMaxSubmitJobLimit Job violates accounting/QOS policy", "9", 2, 0),
         ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "9", 2, 0),
         ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "", 0, 2),
@@ -484,9 +461,7 @@ def test_stop_cancels_the_whole_study(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "jobs.cli.cancel.COMMAND_LIMIT_S", 0.1
-    )  # the command is this very process, which stays
+    monkeypatch.setattr("jobs.cli.cancel.COMMAND_LIMIT_S", 0.1)  # the command is this very process, which stays
     study("cluster=mini")
     capfd.readouterr()
     slurm.does("scancel", f": > {slurm.here}/queue")
@@ -518,13 +493,5 @@ def test_the_drawing_is_a_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     code, answer = draw([tmp_path / "a", tmp_path / "b"], tmp_path / "out", as_json=True)
-    words = [
-        "-m",
-        "analysis",
-        "scaling",
-        str(tmp_path / "a"),
-        str(tmp_path / "b"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    words = ["-m", "analysis", "scaling", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")]
     assert (code, answer) == (0, {"words": shlex.join([*words, "--json"])})

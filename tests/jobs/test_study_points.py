@@ -36,9 +36,7 @@ def test_products_of_axes_and_points_in_the_files_order() -> None:
         "train.evaluate=true schedule=1f1b train.steps=7 parallel.replicas=2",
         "train.evaluate=false schedule=gpipe parallel.replicas=1",
     ]
-    found = [
-        (p.spec.train.evaluate, p.spec.schedule.name, p.spec.train.steps, p.spec.world_size) for p in points
-    ]
+    found = [(p.spec.train.evaluate, p.spec.schedule.name, p.spec.train.steps, p.spec.world_size) for p in points]
     assert len(points) == 8 and found[3] == (True, "1f1b", 7, 4) and found[4] == (False, "gpipe", 100, 2)
     assert {point.spec.name for point in points} == {"mine"}
     assert len({point.folder.path for point in points}) == 8
@@ -71,28 +69,14 @@ def test_a_study_is_no_part_of_a_runs_signature() -> None:
 @pytest.mark.parametrize(
     ("points", "overrides", "says"),
     [
-        (
-            [[], ["schedule=gpip"]],
-            [],
-            r"^point 2 of study mine \(schedule=gpip\): schedule=gpip: .*nearest: gpipe",
-        ),
+        ([[], ["schedule=gpip"]], [], r"^point 2 of study mine \(schedule=gpip\): schedule=gpip: .*nearest: gpipe"),
         ([["train.stepz=3"]], [], r"^point 1 of study mine \(train.stepz=3\): train.stepz=3: .*train\.steps"),
         ([["parallel.micro_batches=0"]], [], r"^point 1 of .*: parallel\.micro_batches=0: must be 1 or more"),
-        (
-            [[], ["train.steps=3"]],
-            ["train.warmup_steps=3"],
-            r"^point 2 of .*: train\.warmup_steps=3: must be below",
-        ),
-        (
-            [["schedule"]],
-            [],
-            r"^point 1 of study mine \(schedule\): override=schedule: not of the form key=value",
-        ),
+        ([[], ["train.steps=3"]], ["train.warmup_steps=3"], r"^point 2 of .*: train\.warmup_steps=3: must be below"),
+        ([["schedule"]], [], r"^point 1 of study mine \(schedule\): override=schedule: not of the form key=value"),
     ],
 )
-def test_a_point_that_does_not_compose_is_named(
-    points: list[list[str]], overrides: list[str], says: str
-) -> None:
+def test_a_point_that_does_not_compose_is_named(points: list[list[str]], overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         points_of(StudyConfig(BASE, {}, points), "mine", overrides)
     assert "\n" not in str(caught.value)
@@ -126,9 +110,7 @@ def test_a_users_own_file(tmp_path: Path) -> None:
 
 
 def test_an_unknown_study_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"study=emulated_scalin: allowed: .*; nearest: emulated_scaling, or give"
-    ):
+    with pytest.raises(ConfigError, match=r"study=emulated_scalin: allowed: .*; nearest: emulated_scaling, or give"):
         read_study("emulated_scalin")
     with pytest.raises(ConfigError, match=r"study=.*none\.yaml: cannot be read"):
         read_study(str(tmp_path / "none.yaml"))
@@ -162,9 +144,7 @@ def test_gems_1024_goes_from_4_to_1024_gpus_of_a_modelled_machine() -> None:
     study = read_study("gems_1024")
     study.base = [word for word in study.base if word != "cost=profile"]
     points = [point.spec for point in points_of(study, "gems_1024")]
-    ranks = {
-        depth: [spec.world_size for spec in points if spec.model.depth == depth] for depth in (110, 1001)
-    }
+    ranks = {depth: [spec.world_size for spec in points if spec.model.depth == depth] for depth in (110, 1001)}
     assert ranks == {110: [2**k for k in range(2, 11)], 1001: [2**k for k in range(3, 11)]}
     assert {(spec.data.height_px, spec.data.width_px, spec.schedule.name) for spec in points} == {
         (1024, 1024, "gems_master")

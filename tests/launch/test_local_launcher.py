@@ -88,17 +88,8 @@ class TestEnvironment:
         assert environment["HDF5_USE_FILE_LOCKING"] == "FALSE"
         assert environment["PYTHONFAULTHANDLER"] == environment["PYTHONUNBUFFERED"] == "1"
 
-    def test_allocation_is_hidden_from_mpiexec_and_kept_for_srun(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        left = (
-            "SLURM_JOB_ID",
-            "SLURMD_NODENAME",
-            "SBATCH_PARTITION",
-            "PMI_RANK",
-            "PMIX_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-        )
+    def test_allocation_is_hidden_from_mpiexec_and_kept_for_srun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        left = ("SLURM_JOB_ID", "SLURMD_NODENAME", "SBATCH_PARTITION", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE")
         for name in (*left, "SLURM_CONF", "OMPI_MCA_btl", "PMIX_MCA_gds"):
             monkeypatch.setenv(name, "7")
         hidden = ranks.rank_environment(1)
@@ -115,9 +106,7 @@ class TestEnvironment:
         lines: list[str] = []
         program = "import os; print('rank ' + os.environ['PMI_RANK'] + '\\n', end='')"
         argv = ranks.mpiexec_argv(2, [sys.executable, "-c", program])
-        ended = ranks.run_ranks(
-            argv, ranks.rank_environment(1), timeout_s=60, on_line=lines.append, echo=False
-        )
+        ended = ranks.run_ranks(argv, ranks.rank_environment(1), timeout_s=60, on_line=lines.append, echo=False)
         assert ended.returncode == 0
         assert {"rank 0", "rank 1"} <= set(lines)
 
@@ -155,9 +144,7 @@ class TestRunRanks:
     ) -> None:
         log, lines = tmp_path / "ranks.log", []
         text = "import sys\nprint('out')\nprint('err', file=sys.stderr)\nprint('10%\\r20%')\nsys.exit(7)"
-        ended = ranks.run_ranks(
-            python(text), {**os.environ, "PYTHONUNBUFFERED": "1"}, log, on_line=lines.append
-        )
+        ended = ranks.run_ranks(python(text), {**os.environ, "PYTHONUNBUFFERED": "1"}, log, on_line=lines.append)
         assert ended == ranks.Ended(7, ("out", "err", "10%", "20%"))
         assert log.read_bytes() == b"out\nerr\n10%\r20%\n" == capfdbinary.readouterr().err
         assert lines == list(ended.tail)
@@ -238,11 +225,7 @@ class TestRunRanks:
             "print(local_launcher.run_ranks(argv, os.environ).stopped_by)\n"
         )
         us = subprocess.Popen(
-            python(caller, rank, str(tmp_path)),
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            python(caller, rank, str(tmp_path)), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
         def pids() -> list[int]:

@@ -44,16 +44,7 @@ def test_a_wrong_place(environment: dict[str, str], says: str) -> None:
 
 
 def run(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-X",
-        "importtime",
-        str(Path(probe_rank.__file__)),
-        str(folder),
-        *words,
-    ]
+    argv = [sys.executable, "-I", "-S", "-X", "importtime", str(Path(probe_rank.__file__)), str(folder), *words]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
 
 

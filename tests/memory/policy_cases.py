@@ -13,13 +13,7 @@ from gems.profile.saved_storages import Saved, product_bytes_of, stash_of
 from gems.schedule import generate
 
 MIB = 1 << 20
-SCHEDULES = (
-    ("gpipe", 1, 1),
-    ("1f1b", 3, 6),
-    ("gems_master", 4, 8),
-    ("zb_h1", 3, 6),
-    ("interleaved_1f1b", 2, 4),
-)
+SCHEDULES = (("gpipe", 1, 1), ("1f1b", 3, 6), ("gems_master", 4, 8), ("zb_h1", 3, 6), ("interleaved_1f1b", 2, 4))
 
 
 def made_layer(
@@ -69,9 +63,7 @@ def network(kinds: str, sizes: Sequence[int] = (), spare: int = 0, device: str =
             layers.append(made_layer(name, "pool", (), size, 0.001))
         else:
             layers.append(
-                made_layer(
-                    name, "linear", (Saved(size // 64, (0, *ahead), last),), size // 64, 0.001, 32 * MIB
-                )
+                made_layer(name, "linear", (Saved(size // 64, (0, *ahead), last),), size // 64, 0.001, 32 * MIB)
             )
     return ModelProfile("made_up", 8, 8, 1, "float32", device, "measured", tuple(layers), MIB)
 
@@ -94,9 +86,7 @@ def case_of(
     """A case on equal parts; `limit_share` of what the ranks hold when all is kept."""
     schedule = generate(name, num_ranks, num_micro_batches)
     boundaries = tuple(even(profile.num_layers, schedule.num_stages))
-    case = MemoryCase(
-        profile, schedule, boundaries, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, least_bytes=65536
-    )
+    case = MemoryCase(profile, schedule, boundaries, d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, least_bytes=65536)
     if limit_share is None:
         return case
     return replace(case, limit_bytes=int(limit_share * max(case.kept.peak_bytes)))

@@ -27,9 +27,7 @@ NAMES = ["lms", "lms_limit"]
 NET = "cccbcccbccccl"
 
 
-def between(
-    profile: ModelProfile, name: str, ranks: int, micro_batches: int, share: float | None
-) -> MemoryCase:
+def between(profile: ModelProfile, name: str, ranks: int, micro_batches: int, share: float | None) -> MemoryCase:
     """A case whose limit lies between a little above what vDNN needs, and what is held when all is kept; None for more."""
     case = case_of(profile, name, ranks, micro_batches)
     most = max(case.kept.peak_bytes)
@@ -51,9 +49,7 @@ def tuned(plan: MemoryPlan) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
 @pytest.mark.parametrize("share", [None, 0.6, 0.3])
-def test_plans_fit_and_run(
-    policy: Any, name: str, ranks: int, micro_batches: int, share: float | None
-) -> None:
+def test_plans_fit_and_run(policy: Any, name: str, ranks: int, micro_batches: int, share: float | None) -> None:
     case = between(network(NET[:-1] + NET), name, ranks, micro_batches, share)
     plan = policy(case)
     outcome = case.outcome(plan)
@@ -122,9 +118,7 @@ def test_lms_has_less_of_the_device_with_replicas() -> None:
     assert lms(replace(case, num_replicas=2), ratio=0.95).counters["ratio"] == 0.95  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("mode", "free_after", "is_ahead"), [(0, 1, True), (1, 0, True), (2, 1, False), (3, 0, False)]
-)
+@pytest.mark.parametrize(("mode", "free_after", "is_ahead"), [(0, 1, True), (1, 0, True), (2, 1, False), (3, 0, False)])
 def test_synchronisation_becomes_distances(mode: int, free_after: int, is_ahead: bool) -> None:
     plan = lms(case_of(network(NET)), swapout_threshold=6, swapin_ahead=4, swapin_groupby=0, sync_mode=mode)
     found = segments(plan)

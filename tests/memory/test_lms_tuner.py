@@ -94,8 +94,7 @@ class Reading:
                     continue
                 readers = set(tensor.consumers)
                 far = sorted(
-                    (r for r in readers if self.level(r) - self.level(op) > threshold),
-                    key=lambda r: (self.level(r), r),
+                    (r for r in readers if self.level(r) - self.level(op) > threshold), key=lambda r: (self.level(r), r)
                 )
                 if not tensor.is_movable:
                     far = []
@@ -188,11 +187,7 @@ def test_the_tuner_gives_what_its_rules_give(seed: int) -> None:
 
 def test_the_graphs_bring_all_that_can_come_out() -> None:
     """Else the comparison would hold less than it says."""
-    found = {
-        parameters_of(tune(graph, limit))
-        for graph in map(training_graph, GRAPHS)
-        for limit in limits_of(graph)
-    }
+    found = {parameters_of(tune(graph, limit)) for graph in map(training_graph, GRAPHS) for limit in limits_of(graph)}
     tuned = [each for each in found if each is not None]
     assert None in found
     assert {mode for *_, mode in tuned} == {0, 1, 2, 3}

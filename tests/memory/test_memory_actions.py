@@ -48,9 +48,9 @@ def test_an_offloaded_layer_leaves_behind_its_forward_and_is_back_for_its_backwa
 
     plain = "0.0F0 0.0OFFLOAD0 0.1F0 0.0FREE0 0.2F0 0.2B0 0.0PREFETCH0 0.1B0 0.0B0"
     assert three() == plain
-    assert three(free_after=0, ahead=0) == (
-        "0.0F0 0.0OFFLOAD0 0.0FREE0 0.1F0 0.2F0 0.2B0 0.1B0 0.0PREFETCH0 0.0B0"
-    ), "waits at once, comes on demand"
+    assert three(free_after=0, ahead=0) == ("0.0F0 0.0OFFLOAD0 0.0FREE0 0.1F0 0.2F0 0.2B0 0.1B0 0.0PREFETCH0 0.0B0"), (
+        "waits at once, comes on demand"
+    )
     assert three(is_awaited=True) == plain.replace("0.1B0", "0.1B0 0.0AWAIT0")
     assert three(ahead=100) == "0.0F0 0.0OFFLOAD0 0.1F0 0.0FREE0 0.0PREFETCH0 0.2F0 0.2B0 0.1B0 0.0B0", (
         "not before it has left"
@@ -59,15 +59,12 @@ def test_an_offloaded_layer_leaves_behind_its_forward_and_is_back_for_its_backwa
 
 def test_what_is_posted_at_one_place_comes_back_in_the_order_of_need() -> None:
     offloaded = [
-        Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=ahead)
-        for layer, ahead in ((0, 2), (1, 1))
+        Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=ahead) for layer, ahead in ((0, 2), (1, 1))
     ]
     found = layer_by_layer(*offloaded, Segment(2, 3), Segment(3, 4))
     assert found.endswith("0.3B0 0.1PREFETCH0 0.0PREFETCH0 0.2B0 0.1B0 0.0B0")
     again = layer_by_layer(*offloaded, Segment(2, 3, Choice.RECOMPUTE), Segment(3, 4))
-    assert again.endswith("0.3B0 0.1PREFETCH0 0.0PREFETCH0 0.2R0 0.2B0 0.1B0 0.0B0"), (
-        "copies go while it runs"
-    )
+    assert again.endswith("0.3B0 0.1PREFETCH0 0.0PREFETCH0 0.2R0 0.2B0 0.1B0 0.0B0"), "copies go while it runs"
 
 
 def test_what_would_come_back_before_it_has_left_is_kept() -> None:
@@ -82,9 +79,7 @@ def test_a_segment_is_run_again_right_before_its_backward(choice: Choice) -> Non
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_plan_gives_a_list_that_runs(
-    name: str, ranks: int, micro_batches: int, data: st.DataObject
-) -> None:
+def test_any_plan_gives_a_list_that_runs(name: str, ranks: int, micro_batches: int, data: st.DataObject) -> None:
     compute = generate(name, ranks, micro_batches)
     cuts = even_cuts(compute.num_stages)
     plan = data.draw(plans(cuts))

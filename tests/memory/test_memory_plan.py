@@ -12,10 +12,7 @@ from gems.memory.plan import SCHEMA, Choice, MemoryPlan, Segment
 PLAN = MemoryPlan.by_layer(
     "test",
     (0, 3, 5),
-    {
-        0: Segment(0, 1, Choice.OFFLOAD, free_after=2, ahead=3, is_awaited=True),
-        4: Segment(4, 5, Choice.CHEAP),
-    },
+    {0: Segment(0, 1, Choice.OFFLOAD, free_after=2, ahead=3, is_awaited=True), 4: Segment(4, 5, Choice.CHEAP)},
 )
 
 
@@ -28,10 +25,7 @@ def test_every_layer_is_a_segment_and_kept_unless_said_otherwise() -> None:
 
 def test_only_kept_neighbours_are_joined() -> None:
     joined = PLAN.joined()
-    assert [[(one.first, one.end) for one in stage] for stage in joined.stages] == [
-        [(0, 1), (1, 3)],
-        [(3, 4), (4, 5)],
-    ]
+    assert [[(one.first, one.end) for one in stage] for stage in joined.stages] == [[(0, 1), (1, 3)], [(3, 4), (4, 5)]]
     assert joined.stages[0][0] == PLAN.stages[0][0]
     both = MemoryPlan("test", ((Segment(0, 1, Choice.RECOMPUTE), Segment(1, 2, Choice.RECOMPUTE)),))
     assert both.joined() == both, "two that are run again are run one after the other"

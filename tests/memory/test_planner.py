@@ -42,8 +42,7 @@ def every_plan(case: MemoryCase, allowed: tuple[Choice, ...]) -> Iterator[Memory
         if len(joined) < len(choices):
             ends = [*(first for first, _ in joined[1:]), len(choices)]
             yield MemoryPlan(
-                "brute",
-                (tuple(Segment(first, end, c, 1, 1) for (first, c), end in zip(joined, ends, strict=True)),),
+                "brute", (tuple(Segment(first, end, c, 1, 1) for (first, c), end in zip(joined, ends, strict=True)),)
             )
 
 
@@ -105,9 +104,7 @@ def settled(outcome: Outcome) -> list[Segment]:
 
 @pytest.mark.parametrize("is_whole_copies", [False, True], ids=["fluid", "whole"])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(
-    seed: int, is_whole_copies: bool
-) -> None:
+def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(seed: int, is_whole_copies: bool) -> None:
     case = case_of(random_network(seed, letters="cupb"), rate=3e9)
     compared = 0
     for number in range(8):
@@ -141,9 +138,7 @@ def test_windows_keep_the_limit_and_take_no_time(way: Way) -> None:
     layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
     bare = MemoryPlan.by_layer("test", case.boundaries, layers)
     tight = with_windows(case, bare, 0, case.outcome)
-    assert not any(each.free_after or each.ahead for each in tight.plan.stages[0]), (
-        "nothing fits: as tight as can be"
-    )
+    assert not any(each.free_after or each.ahead for each in tight.plan.stages[0]), "nothing fits: as tight as can be"
     for share in (0.1, 0.4, 0.8):
         limit = int(max(tight.peak_bytes) * (1 - share) + max(case.kept.peak_bytes) * share)
         found = with_windows(case, bare, limit, case.outcome, [way])
@@ -163,9 +158,7 @@ def test_copies_out_are_waited_for_in_the_order_in_which_they_leave() -> None:
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES[:3])
-def test_the_plan_is_never_slower_than_its_rivals_at_their_own_peak(
-    name: str, ranks: int, micro_batches: int
-) -> None:
+def test_the_plan_is_never_slower_than_its_rivals_at_their_own_peak(name: str, ranks: int, micro_batches: int) -> None:
     case = case_of(random_network(7), name, ranks, micro_batches, rate=3e9)
     for rival in (vdnn_all(case), vdnn_all(case, asynchronous=True), recompute(case)):
         outcome = case.outcome(rival)
@@ -218,18 +211,14 @@ def test_windows_hold_nothing_longer_than_their_copies_last() -> None:
 
 
 def test_the_same_plan_comes_out_again() -> None:
-    found = [
-        plan(case, limit_of_saving(case, 0.4), 0.5) for case in [case_of(random_network(5), rate=2e9)] * 2
-    ]
+    found = [plan(case, limit_of_saving(case, 0.4), 0.5) for case in [case_of(random_network(5), rate=2e9)] * 2]
     assert found[0].plan == found[1].plan
     assert found[0].bound_s == found[1].bound_s
 
 
 def test_a_chain_is_within_5_percent_of_its_bound() -> None:
     for rate in (2e9, 8e9):
-        case = case_of(
-            network("ccpccpcccpcccl", [64, 64, 32, 64, 64, 32, 48, 48, 48, 24, 24, 24, 24, 16]), rate=rate
-        )
+        case = case_of(network("ccpccpcccpcccl", [64, 64, 32, 64, 64, 32, 48, 48, 48, 24, 24, 24, 24, 16]), rate=rate)
         assert plan(case, limit_of_saving(case, 0.4), 2.0).gap < 0.05
 
 

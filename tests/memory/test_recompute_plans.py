@@ -36,9 +36,7 @@ def test_the_largest_part_is_least(seed: int) -> None:
         return max(sum(sizes[low:high]) for low, high in pairwise((0, *cut)))
 
     best = min(
-        largest((*inner, len(sizes)))
-        for count in range(parts)
-        for inner in combinations(range(1, len(sizes)), count)
+        largest((*inner, len(sizes))) for count in range(parts) for inner in combinations(range(1, len(sizes)), count)
     )
     assert largest(ends) == best
 
@@ -86,9 +84,7 @@ def test_the_last_segment_is_kept_where_it_would_be_run_again_at_once() -> None:
     assert choices(plan) == [[Choice.RECOMPUTE] * 3 + [Choice.KEEP]]
     every = MemoryPlan(
         "recompute",
-        tuple(
-            tuple(type(one)(one.first, one.end, Choice.RECOMPUTE) for one in stage) for stage in plan.stages
-        ),
+        tuple(tuple(type(one)(one.first, one.end, Choice.RECOMPUTE) for one in stage) for stage in plan.stages),
     )
     kept, again = case.outcome(plan), case.outcome(every)
     assert kept.peak_bytes == again.peak_bytes
@@ -139,9 +135,7 @@ def test_cheap_is_what_lets_something_go() -> None:
     case = case_of(network("bbclb"))
     assert [lets_go(layer) for layer in case.profile.layers] == [True, True, False, False, True]
     plan = recompute(case, "cheap")
-    assert choices(plan) == [[Choice.CHEAP, Choice.CHEAP, Choice.KEEP, Choice.CHEAP]], (
-        "kept neighbours are joined"
-    )
+    assert choices(plan) == [[Choice.CHEAP, Choice.CHEAP, Choice.KEEP, Choice.CHEAP]], "kept neighbours are joined"
     assert [one.end - one.first for one in plan.stages[0]] == [1, 1, 2, 1]
 
 

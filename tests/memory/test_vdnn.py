@@ -10,14 +10,7 @@ import pytest
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.policies.vdnn.policies import (
-    is_classifier,
-    is_conv,
-    vdnn_all,
-    vdnn_conv,
-    vdnn_dyn,
-    without_workspace,
-)
+from gems.memory.policies.vdnn.policies import is_classifier, is_conv, vdnn_all, vdnn_conv, vdnn_dyn, without_workspace
 from gems.memory.policies.vdnn.window import prefetch_window
 from gems.profile import LayerProfile
 from gems.schedule.action import Kind
@@ -28,9 +21,7 @@ from tests.memory.policy_cases import SCHEDULES, case_of, network, random_networ
 def listed(case: MemoryCase, plan: MemoryPlan) -> list[str]:
     """The list of rank 0 in short: without stage and micro-batch, and without what follows the last backward."""
     return [
-        f"{action.segment}{action.kind.value}"
-        for action in case.lowered(plan).rows[0]
-        if action.segment is not None
+        f"{action.segment}{action.kind.value}" for action in case.lowered(plan).rows[0] if action.segment is not None
     ]
 
 
@@ -94,8 +85,7 @@ def test_copies_back_follow_the_window(seed: int, name: str, ranks: int, micro_b
     gone = set(offloaded(plan))
     windows = {
         stage: prefetch_window(
-            [is_conv(layer) for layer in case.profile.layers[first:end]],
-            [layer in gone for layer in range(first, end)],
+            [is_conv(layer) for layer in case.profile.layers[first:end]], [layer in gone for layer in range(first, end)]
         )
         for stage, (first, end) in enumerate(pairwise(case.boundaries))
     }

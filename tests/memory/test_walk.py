@@ -135,9 +135,7 @@ def test_cheap_by_hand() -> None:
     assert held["0.1R0"] == held["0.1F0"] + 40, "the rest of b"
     during = along(walked_of(CHEAP, CHEAP, KEEP, KEEP), "during_bytes")
     still = walked_of(CHEAP, CHEAP, KEEP, KEEP).points[-1].device_bytes
-    assert during["0.0R0"] - still == 60 + 80 + 50, (
-        "products, what the second run makes, and the gradient that waits"
-    )
+    assert during["0.0R0"] - still == 60 + 80 + 50, "products, what the second run makes, and the gradient that waits"
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -153,8 +151,7 @@ def test_any_plan_against_counting_storage_by_storage(profiles: dict[str, ModelP
         assert [point.activation_bytes for point in points] == list(counted(made, plan, schedule, rank))
         assert not points[-1].activation_bytes and not points[-1].host_bytes
         out, back = (
-            sum(p.moved_bytes for p in points if p.action.kind is kind)
-            for kind in (Kind.OFFLOAD, Kind.PREFETCH)
+            sum(p.moved_bytes for p in points if p.action.kind is kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH)
         )
         assert back <= out
         assert all(point.during_bytes >= point.activation_bytes for point in points)
@@ -215,11 +212,7 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
         if kind is Kind.F and has(Kind.R, segment):
             new = given_to(segment)
             if segments[segment].choice is Choice.CHEAP:
-                new += [
-                    key
-                    for key, (maker, one) in storages.items()
-                    if part_of[maker] == segment and one.is_product
-                ]
+                new += [key for key, (maker, one) in storages.items() if part_of[maker] == segment and one.is_product]
         elif kind in (Kind.F, Kind.R):
             new = saved_by(segment)
         for key in new:
@@ -227,11 +220,7 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
             if not has(Kind.OFFLOAD, segment):
                 away.discard(key)
         if kind is Kind.OFFLOAD:
-            stays = (
-                []
-                if segment + 1 < len(segments) and has(Kind.OFFLOAD, segment + 1)
-                else given_to(segment + 1)
-            )
+            stays = [] if segment + 1 < len(segments) and has(Kind.OFFLOAD, segment + 1) else given_to(segment + 1)
             leaving[*place, segment] = [
                 key for key in storages
                 if key in held and key not in taken and key not in stays and has(Kind.OFFLOAD, max(held[key]))

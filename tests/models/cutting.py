@@ -73,9 +73,7 @@ def assert_cut_equals_whole(
     differing = [name for name, value in whole.gradients.items() if not same(value, cut.gradients[name])]
     differing += [name for name, value in whole.buffers.items() if not same(value, cut.buffers[name])]
     differing += [
-        name
-        for name in ("output", "loss", "input_gradient")
-        if not same(getattr(whole, name), getattr(cut, name))
+        name for name in ("output", "loss", "input_gradient") if not same(getattr(whole, name), getattr(cut, name))
     ]
     assert not differing, f"cut and whole differ in {', '.join(differing)}"
 

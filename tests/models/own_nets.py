@@ -11,9 +11,7 @@ def chain(width: int = 4, num_classes: int = 2) -> nn.Sequential:
     """A Sequential with a Sequential in it, and an activation in place at the beginning of a layer."""
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1),
-        nn.Sequential(
-            nn.ReLU(inplace=True), nn.Conv2d(width, width, 3, stride=2, padding=1), nn.ReLU(inplace=True)
-        ),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(width, width, 3, stride=2, padding=1), nn.ReLU(inplace=True)),
         nn.AdaptiveAvgPool2d(2),
         nn.Flatten(),
         nn.Linear(4 * width, num_classes),

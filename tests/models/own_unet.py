@@ -42,8 +42,7 @@ class OwnUNet(nn.Module):
         self.pool = nn.MaxPool2d(2)
         self.bottom = TwoConvs(widths[-2], widths[-1], norm)
         self.up = nn.ModuleList(
-            TwoConvs(deep + shallow, shallow, norm)
-            for deep, shallow in zip(widths[:0:-1], widths[-2::-1], strict=True)
+            TwoConvs(deep + shallow, shallow, norm) for deep, shallow in zip(widths[:0:-1], widths[-2::-1], strict=True)
         )
         self.gate = nn.Parameter(torch.full((width, 1, 1), 0.5))
         self.logits = nn.Conv2d(width, num_classes, 1)

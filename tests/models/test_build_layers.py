@@ -220,10 +220,7 @@ def test_a_family_may_hand_on_several_named_tensors(monkeypatch: pytest.MonkeyPa
     layers = layers_of(ModelConfig(name="toy"), data)
     split, swap, join = boundary_shapes(layers, (2, 5, 6, 7))
     wide, mean = (2, 10, 6, 7), (2, 5)
-    assert split == (
-        TensorSpec("split.wide", wide, torch.float32),
-        TensorSpec("split.mean", mean, torch.float32),
-    )
+    assert split == (TensorSpec("split.wide", wide, torch.float32), TensorSpec("split.mean", mean, torch.float32))
     assert swap == (TensorSpec("swap.0", mean, torch.float32), TensorSpec("swap.1", wide, torch.float32))
     assert join == (TensorSpec("join", (2, 4), torch.float32),)
     tensors: tuple[Tensor, ...] = (torch.randn(2, 5, 6, 7),)

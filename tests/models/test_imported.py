@@ -80,9 +80,7 @@ class TestLayers:
     def test_in_a_row_are_the_network(self, target: str) -> None:
         """Logits, gradients, running statistics, and the logits of evaluation after them."""
         whole, parts = whole_of(own(target)), parts_of(own(target))
-        check_equal(
-            dict(whole.named_parameters()) | union([part.state_dict() for part in parts]), whole.state_dict()
-        )
+        check_equal(dict(whole.named_parameters()) | union([part.state_dict() for part in parts]), whole.state_dict())
         images, labels = batch()
         cross_entropy(whole(images.clone()), labels).backward()
         values: tuple[Tensor, ...] = (images,)
@@ -143,9 +141,7 @@ class TestWhole:
         layer = layers_of(own(UNET), DATA)[1]
         first, second = (build_layer(layer, 1, SEED) for _ in range(2))
         check_state(first, second.state_dict())
-        ours, theirs = (
-            {value.data_ptr() for value in copy.state_dict().values()} for copy in (first, second)
-        )
+        ours, theirs = ({value.data_ptr() for value in copy.state_dict().values()} for copy in (first, second))
         assert not ours & theirs
 
     def test_is_constructed_once_for_all_layers(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +169,9 @@ class TestWhole:
 
     def test_is_on_the_meta_device_where_shapes_are_asked(self) -> None:
         layer = layers_of(own(UNET), DATA)[0]
-        assert {
-            value.device.type for value in build_layer(layer, 0, SEED, device="meta").state_dict().values()
-        } == {"meta"}
+        assert {value.device.type for value in build_layer(layer, 0, SEED, device="meta").state_dict().values()} == {
+            "meta"
+        }
 
     def test_a_size_travels_as_the_shape_of_nothing(self) -> None:
         shapes = boundary_shapes(layers_of(own(UNET), DATA), (2, 3, 9, 10))

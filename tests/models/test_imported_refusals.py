@@ -97,12 +97,8 @@ class TestConfiguration:
         """Over the default model, whose keys mean nothing then."""
         monkeypatch.chdir(ROOT)
         words = [f"model.target={UNET}", "data.height_px=16", "data.width_px=16", "parallel.partitions=2"]
-        model = compose(
-            [*words, "model.kwargs={width:4}", "model.kwargs.norm=group", "model=resnet110_v2"]
-        ).model
-        assert model == ModelConfig(
-            name="OwnUNet", target=UNET, kwargs={"width": 4, "norm": "group"}, path=str(ROOT)
-        )
+        model = compose([*words, "model.kwargs={width:4}", "model.kwargs.norm=group", "model=resnet110_v2"]).model
+        assert model == ModelConfig(name="OwnUNet", target=UNET, kwargs={"width": 4, "norm": "group"}, path=str(ROOT))
         assert title_of(model) == "OwnUNet"
         assert resolve_target(model) == model
 

@@ -54,9 +54,7 @@ def test_more_stages_than_layers_is_one_line(folder: Path) -> None:
 
 def test_a_mistake_of_theirs_is_one_line(folder: Path) -> None:
     text = (folder / "my_nets" / "unet.py").read_text()
-    (folder / "mistaken.py").write_text(
-        text.replace("skips.append(x)", "skips.append(x if x.sum() > 0 else -x)")
-    )
+    (folder / "mistaken.py").write_text(text.replace("skips.append(x)", "skips.append(x if x.sum() > 0 else -x)"))
     done = gems(folder, "schedule", "model.target=mistaken.OwnUNet", *WORDS[1:])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1

@@ -38,9 +38,7 @@ def test_every_family_gives_layers_of_the_small_networks_without_torch() -> None
         "layers += [layers_of(ModelConfig(name='resnet_imagenet', depth=152), DataConfig())]; "
         "print(*map(len, layers), 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["8", "13", "17", "8", "416", "52", "False"]
 
 
@@ -93,7 +91,5 @@ def test_counting_layers_loads_no_torch() -> None:
         "layers = layers_of(ModelConfig(depth=1001, version=2), DataConfig()); "
         "check_image(ModelConfig(), DataConfig()); print(len(layers), 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["335", "False"]

@@ -47,9 +47,7 @@ def test_operators_compute_what_their_layers_do_with_their_parameters() -> None:
     made: list[torch.Tensor] = []
     names: set[str] = set()
     for operator in operators:
-        module = operator_module(
-            operator, build_layer(layers[operator.layer], operator.layer, 1, torch.float64)
-        )
+        module = operator_module(operator, build_layer(layers[operator.layer], operator.layer, 1, torch.float64))
         made.append(module(*([made[feeder] for feeder in operator.feeders] or [image])))
         names |= {f"{operator.layer}.{name}" for name in module.state_dict()}
     assert torch.equal(made[-1], expected[0])

@@ -42,8 +42,7 @@ def bottleneck_v2_parameters(depth: int, width: int, channels: int, num_classes:
 
 
 @pytest.mark.parametrize(
-    ("depth", "published"),
-    [(20, 0.27e6), (32, 0.46e6), (44, 0.66e6), (56, 0.85e6), (110, 1.7e6), (1202, 19.4e6)],
+    ("depth", "published"), [(20, 0.27e6), (32, 0.46e6), (44, 0.66e6), (56, 0.85e6), (110, 1.7e6), (1202, 19.4e6)]
 )
 def test_version_1_has_the_published_parameters(depth: int, published: float) -> None:
     count = num_parameters(ModelConfig(depth=depth), DataConfig(num_classes=10))

@@ -60,8 +60,7 @@ def count(model: ModelConfig, num_classes: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("depth", "filters", "expected"),
-    [(18, 208, 81_505_540), (18, 256, 122_470_120), (36, 544, 1_055_832_376)],
+    ("depth", "filters", "expected"), [(18, 208, 81_505_540), (18, 256, 122_470_120), (36, 544, 1_055_832_376)]
 )
 def test_parameters_are_those_of_the_definition(depth: int, filters: int, expected: int) -> None:
     """The first is the 82 M that Huang et al. 2019 give for AmoebaNet-D (18, 208)."""

@@ -37,13 +37,10 @@ def losses(main: Tensor, auxiliary: Tensor, labels: Tensor, weight: float) -> tu
 @pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
 @pytest.mark.parametrize("weight", [0.3, 1.0])
 @pytest.mark.parametrize("num_classes", [2, 7])
-def test_the_loss_and_its_gradients_are_those_of_the_sum(
-    scale: float, weight: float, num_classes: int
-) -> None:
+def test_the_loss_and_its_gradients_are_those_of_the_sum(scale: float, weight: float, num_classes: int) -> None:
     random = torch.Generator().manual_seed(0)
     main, auxiliary = (
-        (scale * torch.randn(16, num_classes, dtype=torch.float64, generator=random)).requires_grad_()
-        for _ in range(2)
+        (scale * torch.randn(16, num_classes, dtype=torch.float64, generator=random)).requires_grad_() for _ in range(2)
     )
     labels = torch.randint(num_classes, (16,), generator=random)
     joined, separate = losses(main, auxiliary, labels, weight)

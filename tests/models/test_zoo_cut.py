@@ -54,8 +54,7 @@ class Doubles(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
-    [("unused", "has no gradient"), ("drifts", "linear.weight"), ("in_place", "works in place")],
+    ("fault", "words"), [("unused", "has no gradient"), ("drifts", "linear.weight"), ("in_place", "works in place")]
 )
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str, words: str) -> None:
     def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -63,9 +62,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str, words: st
         doubles = Layer("doubles", "toy", f"{__name__}:Doubles", ())
         return (pooled, doubles) if fault == "in_place" else (pooled, pooled)
 
-    monkeypatch.setattr(
-        gems.models, "FAMILIES", gems.models.FAMILIES | {"faulty": Family(layers, lambda _: 1)}
-    )
+    monkeypatch.setattr(gems.models, "FAMILIES", gems.models.FAMILIES | {"faulty": Family(layers, lambda _: 1)})
     monkeypatch.setattr(Pooled, "runs", 0)
     with pytest.raises(AssertionError, match=words):
         assert_cut_equals_whole(ModelConfig(name="faulty"), DataConfig(num_classes=5), parts=2)

@@ -169,11 +169,7 @@ def test_where_a_norm_sees_more_values_a_single_image_is_enough(name: str) -> No
         ({"name": "vgg", "depth": 117}, "model.depth", ["nearest: 116, 121"]),
         ({"name": "vgg", "depth": 2}, "model.depth", ["nearest: 11, 13"]),
         ({"name": "vgg", "depth": 16, "width": 0}, "model.width", ["at least 1"]),
-        (
-            {"name": "resnet_imagenet", "depth": 20},
-            "model.depth",
-            ["18, 34, 50, 101, 152", "nearest: 18, 34"],
-        ),
+        ({"name": "resnet_imagenet", "depth": 20}, "model.depth", ["18, 34, 50, 101, 152", "nearest: 18, 34"]),
         ({"name": "resnet_imagenet", "depth": 18, "version": 2}, "model.version", ["allowed: 1"]),
         ({"name": "resnet_imagenet", "depth": 50, "block": "basic"}, "model.block", ["auto, bottleneck"]),
         ({"name": "resnet_imagenet", "depth": 50, "shortcut": "x"}, "model.shortcut", ["identity"]),

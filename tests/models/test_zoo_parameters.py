@@ -128,8 +128,7 @@ def test_resnet_for_imagenet(depth: int, blocks: tuple[int, ...], expansion: int
 
 
 @pytest.mark.parametrize(
-    ("preset", "width"),
-    [("alexnet", 64), ("vgg16", 64), ("googlenet", 64), ("inception_v3", 32), ("resnet50", 64)],
+    ("preset", "width"), [("alexnet", 64), ("vgg16", 64), ("googlenet", 64), ("inception_v3", 32), ("resnet50", 64)]
 )
 def test_twice_the_width_has_four_times_the_weights_between_hidden_channels(preset: str, width: int) -> None:
     """Only input, classes, biases and norms grow twofold, so the count grows a little less than fourfold."""

@@ -131,9 +131,7 @@ def test_attention_weighs_the_memory_by_the_place_before() -> None:
     assert same is state and context.is_contiguous()
     for t, n in ((0, 0), (1, 1), (2, 0)):
         query = module.query(state[t - 1, n] if t else torch.zeros(4))
-        scores = torch.stack(
-            [module.score(torch.tanh(query + module.key(memory[s, n])))[0] for s in range(5)]
-        )
+        scores = torch.stack([module.score(torch.tanh(query + module.key(memory[s, n])))[0] for s in range(5)])
         torch.testing.assert_close(context[t, n], scores.softmax(0) @ memory[:, n])
 
 
@@ -148,9 +146,7 @@ def test_a_projected_layer_gives_the_projection() -> None:
 def test_a_cut_changes_no_bit(model: ModelConfig, data: DataConfig, is_split: bool) -> None:
     labels = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(3))
     for parts in (2, 4):
-        assert_cut_equals_whole(
-            model, data, parts=parts, inputs=tokens_of(data, 2), labels=labels, is_split=is_split
-        )
+        assert_cut_equals_whole(model, data, parts=parts, inputs=tokens_of(data, 2), labels=labels, is_split=is_split)
 
 
 def test_every_layer_a_stage_of_its_own() -> None:
@@ -179,9 +175,7 @@ def test_the_size_of_an_image_means_nothing_to_them() -> None:
     [("resnet", "tokens", "data=folder"), ("gnmt", "tokens", "data=token_pairs"), ("gnmt", "synthetic", "data=token_pairs"),
      ("biglstm", "token_pairs", "data=tokens")],
 )  # fmt: skip
-def test_a_model_that_cannot_read_the_data_is_refused_in_one_line(
-    model: str, source: str, advice: str
-) -> None:
+def test_a_model_that_cannot_read_the_data_is_refused_in_one_line(model: str, source: str, advice: str) -> None:
     spec = RunSpec(model=ModelConfig(name=model), data=DataConfig(name=source))
     with pytest.raises(ConfigError) as caught:
         resolve(spec)

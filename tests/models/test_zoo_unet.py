@@ -98,9 +98,7 @@ def test_any_size_of_at_least_one_stride(height: int, width: int) -> None:
     data = DataConfig(height_px=height, width_px=width, num_classes=4)
     check_image(SMALL, data, micro_batch_size=2)
     layers = layers_of(SMALL, data)
-    shapes = dict(
-        zip((layer.name for layer in layers), boundary_shapes(layers, (2, 3, height, width)), strict=True)
-    )
+    shapes = dict(zip((layer.name for layer in layers), boundary_shapes(layers, (2, 3, height, width)), strict=True))
     assert shapes["bottom.conv2"][0].shape[2:] == (-(-height // 8), -(-width // 8))
     assert shapes["up1.conv2"][0].shape[2:] == (height, width)
     with pytest.raises(ConfigError, match="at least 8 px"):

@@ -69,9 +69,7 @@ def test_data_is_there_before_it_is_used(comm, name):
 @pytest.mark.parametrize("param_bytes", [0, 400_000])
 def test_nobody_steps_before_all_copies_have_reduced(comm, param_bytes):
     schedule, events = run_on(comm, "gems_master", 2, 2, cost__param_bytes=param_bytes)
-    reductions = [
-        next(row for action, row in mine.items() if action.kind is Kind.REDUCE_GRAD) for mine in events
-    ]
+    reductions = [next(row for action, row in mine.items() if action.kind is Kind.REDUCE_GRAD) for mine in events]
     for rank in range(comm.size):
         group = schedule.placement.reduce_group(rank % 2, 2)
         assert reductions[rank]["end_ns"] >= max(reductions[peer]["start_ns"] for peer in group)

@@ -33,9 +33,7 @@ def check(comm, spec: RunSpec, schedule=None) -> Difference | None:
     difference = compare(spec, part, torch.device("cpu"), schedule)
     assert difference.max_rel_error <= TOLERANCE, difference
     assert difference.peak_activation_bytes == difference.predicted_activation_bytes, difference
-    assert (
-        len(difference.peak_activation_bytes) == spec.world_size and max(difference.peak_activation_bytes) > 0
-    )
+    assert len(difference.peak_activation_bytes) == spec.world_size and max(difference.peak_activation_bytes) > 0
     return difference
 
 
@@ -68,14 +66,7 @@ def test_equals_one_unsplit_process(comm, schedule, partitions, replicas):
     """MPI4DL #4: its layer, pipeline and GEMS modes break under data parallelism; here each runs with replicas."""
     depth = 8 if FAMILIES[schedule].stages(2) == 1 else 20
     difference = check(
-        comm,
-        make_spec(
-            schedule,
-            partitions,
-            replicas,
-            model__depth=depth,
-            parallel__micro_batches=size_of(partitions),
-        ),
+        comm, make_spec(schedule, partitions, replicas, model__depth=depth, parallel__micro_batches=size_of(partitions))
     )
     assert difference is None or difference.unsplit_layers == ()
 
@@ -91,14 +82,7 @@ def test_a_schedule_found_under_a_cap(comm, cap):
     check(comm, spec, comm.bcast(found))
 
 
-HALVES = [
-    ("1f1b", 0),
-    ("1f1b", 2),
-    ("gpipe", None),
-    ("layer_parallel", 1),
-    ("gems_master", 0),
-    ("gems_master", 1),
-]
+HALVES = [("1f1b", 0), ("1f1b", 2), ("gpipe", None), ("layer_parallel", 1), ("gems_master", 0), ("gems_master", 1)]
 
 
 @pytest.mark.parametrize(("family", "delay"), HALVES)
@@ -148,11 +132,7 @@ def test_gradient_is_the_mean_whatever_the_micro_batches(comm, schedule, micro_b
 def test_gradient_is_the_mean_whatever_the_replications_and_parts(comm, replications, parts):
     """MPI4DL #2 and #6: it trains two of eta batches, and divides by 2R for any eta."""
     spec = make_spec(
-        "gems_master",
-        4,
-        parallel__micro_batches=None,
-        parallel__replications=replications,
-        parallel__parts=parts,
+        "gems_master", 4, parallel__micro_batches=None, parallel__replications=replications, parallel__parts=parts
     )
     assert spec.parallel.micro_batches == replications * parts
     check(comm, spec)
@@ -167,9 +147,7 @@ def test_default_of_gems_runs(comm):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_optimizers_of_both_directions_stay_equal(comm, optimizer):
-    spec = make_spec(
-        "gems_master", 3, train__optimizer=optimizer, train__weight_decay=1e-3, train__learning_rate=1e-3
-    )
+    spec = make_spec("gems_master", 3, train__optimizer=optimizer, train__weight_decay=1e-3, train__learning_rate=1e-3)
     check(comm, replace(spec, train=replace(spec.train, steps=4)))
 
 
@@ -177,10 +155,7 @@ def test_optimizers_of_both_directions_stay_equal(comm, optimizer):
 @pytest.mark.parametrize("version", [1, 2])
 def test_unequal_cuts(comm, schedule, version):
     depth = {1: 8, 2: 11}[version]
-    check(
-        comm,
-        make_spec(schedule, 3, model__version=version, model__depth=depth, parallel__boundaries=[0, 1, 2, 5]),
-    )
+    check(comm, make_spec(schedule, 3, model__version=version, model__depth=depth, parallel__boundaries=[0, 1, 2, 5]))
 
 
 def test_group_norm_and_one_sample_micro_batches(comm):
@@ -197,9 +172,7 @@ def test_comparison_sees_a_wrong_gradient(comm, monkeypatch):
     from gems.engine.metrics import Sums
 
     scale = Sums.scale
-    monkeypatch.setattr(
-        Sums, "scale", lambda self, labels_per_step: scale(self, labels_per_step) * (1 + 1e-9)
-    )
+    monkeypatch.setattr(Sums, "scale", lambda self, labels_per_step: scale(self, labels_per_step) * (1 + 1e-9))
     spec = make_spec("gems_master", 2)
     part = sub_world(comm, spec.world_size)
     if part is not None:

@@ -88,9 +88,7 @@ def profiles_of_this_process(monkeypatch):
         monkeypatch.setattr(module, "profile_of", profile_of)
 
 
-def spec_of(
-    network: str, schedule: str, memory: MemoryConfig, partitions: int = 2, replicas: int = 1
-) -> RunSpec:
+def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int = 2, replicas: int = 1) -> RunSpec:
     """Small images, but for a policy that counts in the segments of an allocator, of 2 and 20 MiB."""
     side_px = 320 if memory.name == "lms_limit" else SIDE_PX
     spec = toys.make_spec(
@@ -102,9 +100,7 @@ def spec_of(
 
 def played(spec: RunSpec, comm, given: RunPlan) -> tuple[Pipeline, list[torch.Tensor]]:
     """Runs two steps from the same random state, and gives what the rank then has, in the order of its layers."""
-    pipeline = build_pipeline(
-        spec, comm, CPU, schedule=given.schedule, cuts=given.boundaries, plan=given.memory_plan
-    )
+    pipeline = build_pipeline(spec, comm, CPU, schedule=given.schedule, cuts=given.boundaries, plan=given.memory_plan)
     dataset = open_dataset(spec.data, spec.seed)
     feed = Feed(spec, dataset, pipeline.replica, pipeline.images_of, pipeline.labels_of, torch.float32, CPU)
     pipeline.set_training(True)

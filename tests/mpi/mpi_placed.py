@@ -47,8 +47,7 @@ def make_run(model: str, partitions: int, replicas: int = 1, seed: int = 0):
 
 
 @pytest.mark.parametrize(
-    ("model", "partitions", "replicas"),
-    [("googlenet", 4, 1), ("googlenet", 2, 2), ("inception_v3", 3, 1)],
+    ("model", "partitions", "replicas"), [("googlenet", 4, 1), ("googlenet", 2, 2), ("inception_v3", 3, 1)]
 )
 def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, replicas):
     spec, schedule = make_run(model, partitions, replicas)
@@ -65,13 +64,7 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
     spec, schedule = make_run("googlenet", 4, seed=3)
     pipeline = build_pipeline(spec, comm, CPU, schedule=schedule)
     feed = Feed(
-        spec,
-        open_dataset(spec.data, spec.seed),
-        0,
-        pipeline.images_of,
-        pipeline.labels_of,
-        DTYPES["float64"],
-        CPU,
+        spec, open_dataset(spec.data, spec.seed), 0, pipeline.images_of, pipeline.labels_of, DTYPES["float64"], CPU
     )
     pipeline.set_training(True)
     held = [_step(pipeline, feed, step) for step in range(2)]
@@ -86,19 +79,11 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
     comm.barrier()
     state = weights.load(folder)
     chain = build_pipeline(spec, comm, CPU)
-    again = build_pipeline(
-        make_run("googlenet", 4, seed=4)[0], comm, CPU, schedule=make_run("googlenet", 4, seed=4)[1]
-    )
+    again = build_pipeline(make_run("googlenet", 4, seed=4)[0], comm, CPU, schedule=make_run("googlenet", 4, seed=4)[1])
     for other in (chain, again):
         weights.restore(other, state)
         feed = Feed(
-            spec,
-            open_dataset(spec.data, spec.seed),
-            0,
-            other.images_of,
-            other.labels_of,
-            DTYPES["float64"],
-            CPU,
+            spec, open_dataset(spec.data, spec.seed), 0, other.images_of, other.labels_of, DTYPES["float64"], CPU
         )
         assert evaluate(other, feed, (2, 2, 1)) == accuracy
         feed.close()

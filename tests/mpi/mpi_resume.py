@@ -75,9 +75,7 @@ class Asked:
         return "the test wants it" if self._left < 0 else None
 
 
-def attempt(
-    comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), stop=None, seed: int = 0
-) -> None:
+def attempt(comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), stop=None, seed: int = 0) -> None:
     """Runs one attempt in a folder, as a process of its own would: random states are those of a fresh one."""
     comm.Barrier()  # all have looked at the files that are moved away now
     if comm.rank == 0:
@@ -125,8 +123,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("case", "action"),
-    [*((case, "REDUCE_GRAD") for case in CASES), ("gems_master", "load"), ("dropout", "load")],
+    ("case", "action"), [*((case, "REDUCE_GRAD") for case in CASES), ("gems_master", "load"), ("dropout", "load")]
 )
 def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
     """All shards' checksums are compared: weights, optimizer, statistics, counters, random states and losses."""
@@ -143,9 +140,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(comm, tmp_path, case, action):
     assert not broken.result_json.exists()
     attempt(part, spec, broken, seed=part.rank + 77)
     first_step = read_part(part_path(broken.path, part.rank)).attributes["first_step"]
-    assert (
-        2 <= first_step <= step and read_part(part_path(whole.path, part.rank)).attributes["first_step"] == 0
-    )
+    assert 2 <= first_step <= step and read_part(part_path(whole.path, part.rank)).attributes["first_step"] == 0
     assert last_manifest(broken).files == last_manifest(whole).files
     assert len(last_manifest(whole).files) == part.size
     results = [read_json(folder.result_json) for folder in (whole, broken)]
@@ -206,9 +201,7 @@ def test_one_rank_that_is_asked_stops_all_behind_the_same_step(comm, tmp_path):
     assert read_part(part_path(stopped.path, comm.rank)).rank_steps["step"].tolist() == [4, 5, 6]
     assert read_json(stopped.result_json) == read_json(whole.result_json)
     states = [weights.load(folder.path) for folder in (whole, stopped)]
-    assert all(
-        torch.equal(v, states[1][name][key]) for name, layer in states[0].items() for key, v in layer.items()
-    )
+    assert all(torch.equal(v, states[1][name][key]) for name, layer in states[0].items() for key, v in layer.items())
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(comm, tmp_path, capfd):
@@ -218,10 +211,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(comm, tmp_p
     attempt(comm, spec, whole)
     attempt(comm, spec, broken, stop=Asked(3))
     newest = checkpoint_folder(broken.checkpoints, 4)
-    assert [folder.name for folder in checkpoint_folders(broken.checkpoints)] == [
-        "step00000004",
-        "step00000002",
-    ]
+    assert [folder.name for folder in checkpoint_folders(broken.checkpoints)] == ["step00000004", "step00000002"]
     if comm.rank == 0:
         shard = newest / shard_name(3)
         content = bytearray(shard.read_bytes())

@@ -37,13 +37,7 @@ WORLDS = [("gems_master", 4, 1), ("gems_master", 3, 1), ("gems_mast", 2, 2), ("1
 def open_feed(spec, pipeline: Pipeline) -> Feed:
     dtype = next(next(iter(pipeline.modules.values())).parameters()).dtype
     return Feed(
-        spec,
-        open_dataset(spec.data, spec.seed),
-        pipeline.replica,
-        pipeline.images_of,
-        pipeline.labels_of,
-        dtype,
-        CPU,
+        spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.images_of, pipeline.labels_of, dtype, CPU
     )
 
 
@@ -57,9 +51,7 @@ def take_steps(spec, pipeline: Pipeline) -> None:
 
 def copies(pipeline: Pipeline, of) -> list[tuple[int, list[torch.Tensor]]]:
     """(stage, tensors) of each copy of a stage on this rank."""
-    return [
-        (stage, [t.detach().clone() for t in of(module)]) for (_, stage), module in pipeline.modules.items()
-    ]
+    return [(stage, [t.detach().clone() for t in of(module)]) for (_, stage), module in pipeline.modules.items()]
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
@@ -85,11 +77,7 @@ def test_stages_without_parameters_that_hand_on_views_train_as_one_process(comm,
 
 def make_toy(name: str, schedule: str, boundaries: list[int]):
     return make_spec(
-        schedule,
-        len(boundaries) - 1,
-        model__name=name,
-        parallel__boundaries=boundaries,
-        train__dtype="float64",
+        schedule, len(boundaries) - 1, model__name=name, parallel__boundaries=boundaries, train__dtype="float64"
     )
 
 
@@ -207,9 +195,7 @@ def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replic
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
 def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replicas, num_validation):
     """Odd numbers of images over replicas and micro-batches: each is counted once, and filling counts for nothing."""
-    spec = make_spec(
-        schedule, partitions, replicas, train__dtype="float64", data__validation_images=num_validation
-    )
+    spec = make_spec(schedule, partitions, replicas, train__dtype="float64", data__validation_images=num_validation)
     part = sub_world(comm, spec.world_size)
     if part is None:
         return

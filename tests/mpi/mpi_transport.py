@@ -61,14 +61,10 @@ def test_both_directions_at_once_in_any_layout(comm):
     specs = (TensorSpec("x", (2, 3, 4, 5), torch.bfloat16), TensorSpec("index", (7,), torch.int64))
     schedule = _all_transfers(2 * n, bidirectional(size))
     recorder = Recorder(None, Ledger(CPU), CPU)
-    links = Links(
-        schedule, comm.rank, [specs] * (size - 1), open_transports(comm, 2, LIMIT_S), Direct(CPU), recorder
-    )
+    links = Links(schedule, comm.rank, [specs] * (size - 1), open_transports(comm, 2, LIMIT_S), Direct(CPU), recorder)
 
     def made(action: Action) -> tuple[torch.Tensor, ...]:
-        seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (
-            action.kind is Kind.SEND_B
-        )
+        seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (action.kind is Kind.SEND_B)
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(2, 3, 5, 4, generator=generator).bfloat16().transpose(2, 3)
         x = x if action.micro_batch % 2 else x.to(memory_format=torch.channels_last)

@@ -47,8 +47,7 @@ def random_problem(placement: str, seed: int, limited: bool = False, most_layers
     def costs() -> tuple[RankCosts, ...]:
         return tuple(
             RankCosts(
-                group,
-                tuple(tuple(given(random_table(rng, num_layers)) for _ in group) for _ in range(num_moments)),
+                group, tuple(tuple(given(random_table(rng, num_layers)) for _ in group) for _ in range(num_moments))
             )
             for group in groups
         )
@@ -73,8 +72,7 @@ def every_cut(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
 def least(problem: Problem) -> tuple[float, int]:
     """The least cost, and the fewest bytes that cross among the cuts of that cost."""
     return min(
-        (problem.cost(cut), problem.crossing_bytes(cut))
-        for cut in every_cut(problem.num_layers, problem.num_stages)
+        (problem.cost(cut), problem.crossing_bytes(cut)) for cut in every_cut(problem.num_layers, problem.num_stages)
     )
 
 
@@ -99,8 +97,7 @@ def memory_problem(
         RankCosts(
             group,
             tuple(
-                tuple(given(table(stage, k == active)) for k, stage in enumerate(group))
-                for active in range(len(group))
+                tuple(given(table(stage, k == active)) for k, stage in enumerate(group)) for active in range(len(group))
             ),
         )
         for group in groups

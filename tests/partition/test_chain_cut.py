@@ -24,9 +24,7 @@ def filled_and_not(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[tu
 
 class TestMonotone:
     @pytest.mark.parametrize(("num_layers", "num_stages"), [(200, 16), (200, 64), (60, 59), (40, 20), (3, 2)])
-    def test_filling_is_as_good(
-        self, num_layers: int, num_stages: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_filling_is_as_good(self, num_layers: int, num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for seed in range(4):
             problem = memory_problem("chain", num_stages, num_layers, seed, 0.99, inputs=False)
             assert Chain(problem).is_monotone()
@@ -50,9 +48,7 @@ class TestMonotone:
             num_layers, num_stages = 7, int(rng.integers(2, 7))
             tables = []
             for _ in range(num_stages):
-                total = np.concatenate(
-                    ([0.0], np.cumsum(rng.integers(1, 9, size=num_layers)))
-                ) * rng.integers(1, 9)
+                total = np.concatenate(([0.0], np.cumsum(rng.integers(1, 9, size=num_layers)))) * rng.integers(1, 9)
                 tables.append(total[None, :] - total[:-1, None])
             problem = chain_of(tables)
             monkeypatch.setattr(chain, "SMALL", 0)

@@ -17,15 +17,7 @@ from gems.partition.problem import NoCut, Problem, Table
 from gems.partition.solvers import paired, relaxed, several
 from gems.partition.torchgpipe import block_partition
 from gems.profile.spans import Spans
-from tests.partition.problems import (
-    MOST,
-    PLACEMENTS,
-    every_cut,
-    largest,
-    least,
-    memory_problem,
-    random_problem,
-)
+from tests.partition.problems import MOST, PLACEMENTS, every_cut, largest, least, memory_problem, random_problem
 from tests.partition.profiles import random_profile
 
 EXACT = 1e-11  # sums of several tables may come in another order
@@ -37,9 +29,7 @@ def check(problem: Problem, budget_s: float = 30.0) -> bool:
     if cost == float("inf"):
         with pytest.raises(NoCut) as refused:
             solve(problem, budget_s)
-        needed = min(
-            largest(problem.limits, cut) for cut in every_cut(problem.num_layers, problem.num_stages)
-        )
+        needed = min(largest(problem.limits, cut) for cut in every_cut(problem.num_layers, problem.num_stages))
         assert refused.value.least == pytest.approx(needed, rel=EXACT)
         assert problem.limit < refused.value.bound <= needed * (1 + EXACT)
         return False
@@ -158,9 +148,7 @@ class TestLarge:
         found = solve(problem, 30.0)
         assert found.is_optimal
         assert paired.Pairs(problem).completable(found.cost) is not None
-        assert paired.Pairs(problem).completable(found.cost * (1 - 1e-5)) is None, (
-            "no cut there even on paper"
-        )
+        assert paired.Pairs(problem).completable(found.cost * (1 - 1e-5)) is None, "no cut there even on paper"
 
     def test_a_budget_is_kept(self) -> None:
         for placement, ranks in (("looped", 8), ("wave", 4), ("v", 8)):

@@ -94,9 +94,7 @@ class TestMoves:
     def test_limits_are_kept(self) -> None:
         for seed in range(30):
             problem = random_problem("looped", seed, limited=True)
-            fitting = [
-                cut for cut in every_cut(problem.num_layers, problem.num_stages) if problem.cost(cut) < np.inf
-            ]
+            fitting = [cut for cut in every_cut(problem.num_layers, problem.num_stages) if problem.cost(cut) < np.inf]
             for cut in fitting[:3]:
                 for search in (improve, resettle):
                     assert problem.cost(search(problem, cut, soon())) <= problem.cost(cut)

@@ -54,10 +54,7 @@ def test_brute_force_is_the_least_of_all_cuts() -> None:
         num_layers = 1 + seed % 10
         isolated, added = layers(num_layers, seed)
         for num_stages in range(1, num_layers + 1):
-            every = [
-                sorted(predict(isolated, added, cut), reverse=True)
-                for cut in every_cut(num_layers, num_stages)
-            ]
+            every = [sorted(predict(isolated, added, cut), reverse=True) for cut in every_cut(num_layers, num_stages)]
             found = brute_force(isolated, added, num_stages)
             assert sorted(predict(isolated, added, found), reverse=True) == min(every)
 

@@ -69,9 +69,7 @@ class TestMethods:
         assert len(found.boundaries) == case.num_stages + 1
         assert found.cost == pytest.approx(max(case.peak_bytes(found.boundaries)), rel=1e-3)
 
-    @pytest.mark.parametrize(
-        "schedule", ["1f1b", "gpipe", "gems_master", "chimera", "zb_v", "interleaved_1f1b"]
-    )
+    @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gems_master", "chimera", "zb_v", "interleaved_1f1b"])
     @pytest.mark.parametrize("objective", ["peak_bytes", "time"])
     def test_exact_is_never_above_another(self, schedule: str, objective: str) -> None:
         for seed in range(3):
@@ -107,9 +105,7 @@ class TestRuns:
         schedule = lowered("1f1b")
         for method in ALL:
             spec = spec_of(partition=PartitionConfig(method))
-            assert (
-                cut(spec, schedule).boundaries == cut_by(method, case_of(spec, schedule), "time").boundaries
-            )
+            assert cut(spec, schedule).boundaries == cut_by(method, case_of(spec, schedule), "time").boundaries
 
     def test_a_run_wants_time_unless_it_says_peak(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
@@ -129,9 +125,7 @@ class TestRuns:
 
     def test_more_stages_than_layers(self, given: ModelProfile) -> None:
         num_layers = len(layers_of(ModelConfig(), spec_of().data))
-        with pytest.raises(
-            ConfigError, match=rf"parallel\.partitions=8: makes 16 stages .* at most {num_layers}"
-        ):
+        with pytest.raises(ConfigError, match=rf"parallel\.partitions=8: makes 16 stages .* at most {num_layers}"):
             cut(spec_of("zb_v", 8), lowered("zb_v", 8))
 
     def test_a_cut_is_kept(self, given: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +157,7 @@ class TestWhatDoesNotFit:
 
     def test_the_run_is_refused(self, given: ModelProfile) -> None:
         for objective in ("peak_bytes", "time"):
-            spec = spec_of(
-                machine=MachineConfig(device_bytes=1000), partition=PartitionConfig(objective=objective)
-            )
+            spec = spec_of(machine=MachineConfig(device_bytes=1000), partition=PartitionConfig(objective=objective))
             with pytest.raises(DoesNotFitError):
                 cut(spec, lowered("1f1b"))
 
@@ -175,8 +167,7 @@ class TestWhatDoesNotFit:
         layers[2] = LayerProfile("giant", "x", 1.0, stash_bytes=10, forward_peak_bytes=10**6)
         case = Case(profile(layers, 0), lowered("1f1b", 2, 2), limit_bytes=10_000)
         with pytest.raises(
-            DoesNotFitError,
-            match=r"layer giant alone on a rank needs 1000\d\d\d bytes .*recompute or offload",
+            DoesNotFitError, match=r"layer giant alone on a rank needs 1000\d\d\d bytes .*recompute or offload"
         ):
             check_fits(case, cut_by("exact", case, objective))
 

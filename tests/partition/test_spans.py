@@ -55,12 +55,7 @@ def test_peaks_are_those_of_the_layers_one_after_another(span: tuple[int, int]) 
 
     def input_gradient(i: int) -> int:
         left = sum(layers[k].held_for_weights_bytes for k in range(i + 1, end))
-        return (
-            stash_of(layers, first, i + 1)
-            + layers[i].backward_peak_bytes
-            + left
-            + layers[end - 1].output_grad_bytes
-        )
+        return stash_of(layers, first, i + 1) + layers[i].backward_peak_bytes + left + layers[end - 1].output_grad_bytes
 
     assert tables.forward_peak[span] == max(map(forward, range(first, end)))
     assert tables.backward_peak[span] == max(map(backward, range(first, end)))

@@ -26,10 +26,7 @@ def space(num_gpus: int = 4, batch: int = 4) -> list[Candidate]:
     return [
         one
         for one in found
-        if one.schedule != CAPPED
-        and one.memory not in LONG
-        and one.how not in LONG
-        and one.micro_batch_size <= 2
+        if one.schedule != CAPPED and one.memory not in LONG and one.how not in LONG and one.micro_batch_size <= 2
     ]
 
 
@@ -73,9 +70,7 @@ def test_bounds_hold_under_policies(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.6), (1, 1.5), (1, None)])
-def test_the_search_is_that_of_the_whole_space(
-    seed: int, share: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_is_that_of_the_whole_space(seed: int, share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, seed)
     asked = space(4, 4)
     unlimited = [each for each in scored(planner(), asked).values() if isinstance(each, Choice)]
@@ -166,9 +161,7 @@ def test_guesses_are_of_the_size_of_what_is_held(seed: int, monkeypatch: pytest.
         judge = planner(limit)
         for one in space(4, 8):
             result = judge.evaluate(one)
-            held = (
-                max(result.peak_bytes) if isinstance(result, Choice) else getattr(result, "needed_bytes", 0)
-            )
+            held = max(result.peak_bytes) if isinstance(result, Choice) else getattr(result, "needed_bytes", 0)
             if held > judge.least_bytes(one):  # it was cut and played
                 pairs.append(judge.guess_bytes(one) / held)
     assert len(pairs) > 50
@@ -183,6 +176,4 @@ def test_what_is_likely_too_large_is_tried_last(monkeypatch: pytest.MonkeyPatch)
     assert judge.is_unlikely(many) and not judge.is_unlikely(few)
     assert judge.rules().turn(few) < judge.rules().turn(many)
     no_host = planner(None, "machine.host_bytes=1000")
-    assert no_host.is_unlikely(few) and not no_host.is_unlikely(
-        replace(few, memory="recompute", how="segment")
-    )
+    assert no_host.is_unlikely(few) and not no_host.is_unlikely(replace(few, memory="recompute", how="segment"))

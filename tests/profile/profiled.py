@@ -17,11 +17,7 @@ from gems.models.build import as_tuple, boundary_shapes, build_layers
 from gems.profile import ModelProfile
 from gems.profile.profilers.chain import Gradients, Instruments, Probe, Times, profile_chain
 from gems.profile.profilers.fake import made_fake, on_meta
-from gems.profile.profilers.layer_run import (
-    give_gradients,
-    static_tensors,
-    training_loss,
-)
+from gems.profile.profilers.layer_run import give_gradients, static_tensors, training_loss
 from gems.profile.profilers.live_bytes import LiveBytes
 from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
 
@@ -187,9 +183,7 @@ def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int,
     return Truth(stage.stash_bytes or 0, forward_peak, backward_peak, stage.held_for_weights_bytes or 0)
 
 
-def saved_by_parts(
-    layers: Sequence[Layer], cuts: Sequence[int], shape: tuple[int, ...] = SHAPE
-) -> dict[Parts, int]:
+def saved_by_parts(layers: Sequence[Layer], cuts: Sequence[int], shape: tuple[int, ...] = SHAPE) -> dict[Parts, int]:
     """Runs the parts of a model one behind the other, each with a graph of its own.
 
     Gives the bytes of storages, but for parameters and images, by where they are seen: the parts that save them, and the
@@ -197,9 +191,7 @@ def saved_by_parts(
     """
     modules = nn.ModuleList(build_layers(layers, 0, len(layers), seed=0))
     values: tuple[Tensor, ...] = (torch.randn(shape),)
-    known = {
-        tensor.untyped_storage().data_ptr() for tensor in (*values, *modules.parameters(), *modules.buffers())
-    }
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*values, *modules.parameters(), *modules.buffers())}
     held: list[Tensor] = []  # so that no address is used twice
     sizes: dict[int, int] = {}
     saved: dict[int, set[int]] = {}
@@ -214,9 +206,7 @@ def saved_by_parts(
         return tensor
 
     for part, (first, end) in enumerate(pairwise(cuts)):
-        values = tuple(
-            value.detach().requires_grad_(part > 0 and value.is_floating_point()) for value in values
-        )
+        values = tuple(value.detach().requires_grad_(part > 0 and value.is_floating_point()) for value in values)
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor, part=part: note(saved, tensor, part), lambda kept: kept
         ):

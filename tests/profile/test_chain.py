@@ -37,9 +37,7 @@ def test_every_stage_holds_what_the_tables_say(name: str) -> None:
             round(table[first, end])
             for table in (spans.stash, spans.forward_peak, spans.backward_peak, spans.held_for_weights)
         )
-        if (
-            layers[first].name == "flat"
-        ):  # what is a view of the stage's own input or gradient is counted once more
+        if layers[first].name == "flat":  # what is a view of the stage's own input or gradient is counted once more
             assert all(one >= other for one, other in zip(told, astuple(truth), strict=True))
             continue
         assert told == astuple(truth), (first, end)
@@ -62,14 +60,10 @@ def test_a_storage_is_counted_where_it_was_made_and_by_who_saves_it_first() -> N
     down1, down2, middle1, *_, up1, _ = fake_chain(skipping()).layers
     skip = 2 * 8 * 32 * 32 * 4
     assert skip not in [size for _, size in down1.saved_later], "joining saves nothing of it"
-    assert dict(up1.unsaved_from) == {5: skip}, (
-        "it was carried here, and is among the inputs of a stage cut between"
-    )
+    assert dict(up1.unsaved_from) == {5: skip}, "it was carried here, and is among the inputs of a stage cut between"
     assert dict(down1.saved_later) == {1: skip // 4}, "the next convolution saves the half"
     half = 2 * 16 * 8 * 8 * 4
-    assert middle1.unsaved_input_bytes == half + skip, (
-        "down2's half, and the raw skip; down2's own its ReLU saves"
-    )
+    assert middle1.unsaved_input_bytes == half + skip, "down2's half, and the raw skip; down2's own its ReLU saves"
     assert down2.output_bytes == half + skip + 2 * 16 * 16 * 16 * 4
 
 
@@ -77,12 +71,7 @@ def test_a_storage_is_counted_where_it_was_made_and_by_who_saves_it_first() -> N
 def test_parts_of_a_model_save_and_hand_on_the_storages_that_it_lists(name: str) -> None:
     layers = celled() if name == "cells" else CHAINS[name]
     profile = fake_chain(layers)
-    for cuts in (
-        (0, len(layers)),
-        (0, 1, len(layers)),
-        (0, 1, 2, len(layers)),
-        tuple(range(len(layers) + 1)),
-    ):
+    for cuts in ((0, len(layers)), (0, 1, len(layers)), (0, 1, 2, len(layers)), tuple(range(len(layers) + 1))):
         part_of = [part for part, (first, end) in enumerate(pairwise(cuts)) for _ in range(first, end)]
         told: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for maker, one in enumerate(profile.layers):

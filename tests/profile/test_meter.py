@@ -42,9 +42,7 @@ class TestForward:
         assert found.stash_bytes == Y, "ReLU saves its result, and nobody the convolution's"
         assert found.outputs[0].is_saved and found.left_bytes == Y
         assert found.forward_peak_bytes == 2 * Y
-        assert found.held_for_weights_bytes == X + Y, (
-            "the weight's gradient needs the input and ReLU's gradient"
-        )
+        assert found.held_for_weights_bytes == X + Y, "the weight's gradient needs the input and ReLU's gradient"
 
     @both
     def test_linear(self, is_fake: bool) -> None:

@@ -39,9 +39,7 @@ def untimed(layer: LayerProfile) -> LayerProfile:
 
 
 class TestMeasured:
-    def test_small_layers_run_more_often_than_they_are_asked_to(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_small_layers_run_more_often_than_they_are_asked_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
         taken = [9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.0] + [2.0] * MOST_RUNS
         times = iter(taken)
         monkeypatch.setattr(measured, "LEAST_TIMED_S", 1e9)
@@ -65,9 +63,7 @@ class TestFake:
         real = measured_profile(MODEL, DATA, 2, "float32", CPU, repetitions=1)
         assert [untimed(layer) for layer in real.layers] == [untimed(layer) for layer in fake.layers]
         assert (real.source, real.input_bytes) == ("measured", fake.input_bytes)
-        assert all(
-            layer.forward_s > 0 and layer.input_grad_s >= 0 <= layer.weight_grad_s for layer in real.layers
-        )
+        assert all(layer.forward_s > 0 and layer.input_grad_s >= 0 <= layer.weight_grad_s for layer in real.layers)
 
     def test_any_resolution_takes_no_memory(self) -> None:
         huge = fake_profile(MODEL, DataConfig(height_px=65536, width_px=65536), 1, "float32", CPU, True)
@@ -89,9 +85,7 @@ class TestFake:
 
         layers = layers_of(MODEL, DATA)
         whole = nn.ModuleList(build_layers(layers, 0, len(layers), 0, device="meta"))
-        assert sum(layer.param_bytes for layer in fake.layers) == 4 * sum(
-            p.numel() for p in whole.parameters()
-        )
+        assert sum(layer.param_bytes for layer in fake.layers) == 4 * sum(p.numel() for p in whole.parameters())
 
     def test_bfloat16_halves_what_is_saved(self, fake: ModelProfile) -> None:
         machine = replace(CPU, bfloat16_flops_per_s=1e12)
@@ -140,23 +134,14 @@ class TestIncremental:
         for first in range(num):
             for end in range(first + 1, num + 1):
                 moving = max(spans.forward_peak[first, end], spans.backward_peak[first, end])
-                told = (
-                    3 * spans.params[first, end]
-                    + spans.buffers[first, end]
-                    + spans.given[first, end]
-                    + moving
-                )
+                told = 3 * spans.params[first, end] + spans.buffers[first, end] + spans.given[first, end] + moving
                 assert devices.peak_bytes(first, end) == told
 
     def test_fake_and_real_devices_agree(self, devices: Devices) -> None:
         real = Devices(MODEL, DATA, 2, "float32", CPU, is_fake=False)
-        assert [real.peak_bytes(0, end) for end in (1, 3, 5)] == [
-            devices.peak_bytes(0, end) for end in (1, 3, 5)
-        ]
+        assert [real.peak_bytes(0, end) for end in (1, 3, 5)] == [devices.peak_bytes(0, end) for end in (1, 3, 5)]
 
-    def test_layers_are_added_until_the_device_has_its_share(
-        self, fake: ModelProfile, devices: Devices
-    ) -> None:
+    def test_layers_are_added_until_the_device_has_its_share(self, fake: ModelProfile, devices: Devices) -> None:
         found = incremental_profile(fake, devices.peak_bytes, layers_per_device=2)
         isolated, added = found.facts["isolated"], found.facts["added"]
         assert found.source == "incremental" and found.layers == fake.layers

@@ -81,9 +81,7 @@ class TestFile:
         path.write_text(json.dumps(document))
         assert "other layers" in refusal(with_path(path))
 
-    @pytest.mark.parametrize(
-        "text", ["", "[]", '{"schema": "gems.profile/0"}', '{"schema": "gems.profile/1"}']
-    )
+    @pytest.mark.parametrize("text", ["", "[]", '{"schema": "gems.profile/0"}', '{"schema": "gems.profile/1"}'])
     def test_no_profile(self, path: Path, text: str) -> None:
         path.write_text(text)
         assert refusal(with_path(path)).startswith(f"profile.path={path}: ")
@@ -119,9 +117,7 @@ class TestCache:
             {"profile": ProfileConfig("measured")},
         ],
     )
-    def test_what_it_depends_on(
-        self, taken: list[RunSpec], tmp_path: Path, changes: dict[str, object]
-    ) -> None:
+    def test_what_it_depends_on(self, taken: list[RunSpec], tmp_path: Path, changes: dict[str, object]) -> None:
         profile_of(spec_of(cache_dir=str(tmp_path)))
         profile_of(spec_of(cache_dir=str(tmp_path), **changes))
         assert len(taken) == 2

@@ -78,9 +78,7 @@ def test_no_module_need_be_compiled(archive: Path) -> None:
         assert len(sources) > 300 and not [name for name in sources if f"{name}c" not in names]
         for name in sources[:20]:
             head = held.read(f"{name}c")[:16]
-            assert head == importlib.util.MAGIC_NUMBER + b"\1\0\0\0" + importlib.util.source_hash(
-                held.read(name)
-            )
+            assert head == importlib.util.MAGIC_NUMBER + b"\1\0\0\0" + importlib.util.source_hash(held.read(name))
 
 
 def test_the_same_code_gives_the_same_bytes(archive: Path, tmp_path: Path) -> None:
@@ -95,16 +93,9 @@ def test_the_same_code_gives_the_same_bytes(archive: Path, tmp_path: Path) -> No
     assert hash_of(target) == hashlib.blake2b(archive.read_bytes(), digest_size=32).hexdigest()
 
 
-def test_a_module_and_its_children_come_from_the_archive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_and_its_children_come_from_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the current folder, where there is other code of that name, nor PYTHONPATH stands before it."""
-    empty = (
-        "jobs/__init__.py",
-        "jobs/batch.py",
-        "gems/engine/__init__.py",
-        "gems/engine/affinity.py",
-    )
+    empty = ("jobs/__init__.py", "jobs/batch.py", "gems/engine/__init__.py", "gems/engine/affinity.py")
     asking = {"gems/where.py": WHERE, "gems/where_child.py": "import gems; print(gems.__file__)"}
     copy_of(tmp_path, monkeypatch, dict.fromkeys(empty, "") | asking)
     archive = tmp_path / "run" / "code.zip"
@@ -127,10 +118,7 @@ def test_edits_change_nothing_that_was_taken(tmp_path: Path, monkeypatch: pytest
     first = take_snapshot(one, str(tmp_path / "cache"))
     (root / "gems" / "say.py").write_text("print('after')")
     assert take_snapshot(other, str(tmp_path / "cache")) != first
-    assert (run(one, "gems.say", cwd=root).stdout, run(other, "gems.say", cwd=root).stdout) == (
-        "before\n",
-        "after\n",
-    )
+    assert (run(one, "gems.say", cwd=root).stdout, run(other, "gems.say", cwd=root).stdout) == ("before\n", "after\n")
     assert hash_of(one) == first
 
 

@@ -56,12 +56,7 @@ def with_another(key: str) -> RunSpec:
     section, _, name = key.rpartition(".")
     config: Any = getattr(spec, section) if section else spec
     value = getattr(config, name)
-    others = {
-        bool: lambda: not value,
-        int: lambda: value + 1,
-        float: lambda: value + 0.5,
-        str: lambda: value + "x",
-    }
+    others = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5, str: lambda: value + "x"}
     others |= {list: lambda: [*value, "x"], dict: lambda: {**value, "x": "1"}, type(None): lambda: 1}
     setattr(config, name, others[type(value)]())
     return spec
@@ -147,9 +142,7 @@ class TestPrepare:
             before = {
                 key: value
                 for key, value in contents(folder.path).items()
-                if not key.startswith(
-                    ("attempts", "run.yaml", "schedule.json", "partition.json", "profile.json")
-                )
+                if not key.startswith(("attempts", "run.yaml", "schedule.json", "partition.json", "profile.json"))
             }
             left |= {f"attempts/{number:03d}/{key}": value for key, value in before.items()}
             assert len(before) == 4 + len(FRESH) - 3
@@ -294,9 +287,7 @@ class TestJson:
             write_json(tmp_path / "a.json", {"x": object()})
         assert read_json(tmp_path / "a.json") == {"x": 1}
 
-    def test_a_write_cut_short_leaves_the_old_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_write_cut_short_leaves_the_old_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The disk is full after some bytes: what was there is still there, whole."""
 
         def half(self: Path, text: str, *args: Any, **more: Any) -> int:
@@ -333,9 +324,7 @@ class TestJson:
         )
         path = tmp_path / "a.json"
         write_json(path, {"x": [0] * 2000})
-        writers = [
-            subprocess.Popen([sys.executable, "-c", program, str(path), str(k)], cwd=ROOT) for k in (1, 2)
-        ]
+        writers = [subprocess.Popen([sys.executable, "-c", program, str(path), str(k)], cwd=ROOT) for k in (1, 2)]
         while any(writer.poll() is None for writer in writers):
             values = read_json(path)["x"]
             assert len(values) == 2000 and len(set(values)) == 1

@@ -22,12 +22,7 @@ def test_marks_can_be_read_while_the_rank_lives(tmp_path: Path) -> None:
     heartbeat = Heartbeat(path)
     first = read_beat(path)
     assert first is not None
-    assert (first.pid, first.node, first.step, first.action) == (
-        os.getpid(),
-        os.uname().nodename,
-        -1,
-        "start",
-    )
+    assert (first.pid, first.node, first.step, first.action) == (os.getpid(), os.uname().nodename, -1, "start")
     heartbeat.beat(12, "2SEND_B5/1")
     second = read_beat(path)
     assert second is not None
@@ -119,11 +114,7 @@ def test_a_killed_rank_leaves_its_last_mark(tmp_path: Path) -> None:
     )
     path = tmp_path / "beat"
     with subprocess.Popen(
-        [sys.executable, "-c", rank, str(path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", rank, str(path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

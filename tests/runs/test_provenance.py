@@ -55,11 +55,7 @@ def test_a_long_difference_is_cut_and_says_so(checkout: Path, monkeypatch: pytes
     monkeypatch.setattr(provenance, "MAX_DIFF_BYTES", 200)
     (checkout / "gems" / "one.py").write_text("after\n" * 1000)
     diff = code_diff(checkout)
-    assert (
-        diff is not None
-        and len(diff) < 300
-        and diff.endswith(b"\n# cut here: the code itself is in code.zip\n")
-    )
+    assert diff is not None and len(diff) < 300 and diff.endswith(b"\n# cut here: the code itself is in code.zip\n")
 
 
 def test_a_folder_inside_of_another_checkout_is_none(checkout: Path) -> None:

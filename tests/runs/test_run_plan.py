@@ -54,9 +54,7 @@ def test_a_device_too_small_for_keeping_is_no_matter_for_the_cut(spec: RunSpec) 
     assert whole.memory is not None
     most = max(whole.memory.peak_bytes)
     fits = replace(
-        spec,
-        machine=replace(spec.machine, device_bytes=most),
-        partition=replace(spec.partition, name="exact"),
+        spec, machine=replace(spec.machine, device_bytes=most), partition=replace(spec.partition, name="exact")
     )
     assert planned(replace(fits, memory=MemoryConfig("plan", least_bytes=0, budget_s=0.5))).memory is not None
     small = replace(spec, machine=replace(spec.machine, device_bytes=100))
@@ -69,9 +67,7 @@ def test_host_memory_is_that_of_a_node(spec: RunSpec) -> None:
     assert made.memory is not None
     together = 2 * max(made.memory.host_bytes)
     planned(replace(spec, machine=replace(spec.machine, host_bytes=together)))
-    with pytest.raises(
-        DoesNotFitError, match=f"2 ranks on a node .* above machine.host_bytes={together - 1}"
-    ):
+    with pytest.raises(DoesNotFitError, match=f"2 ranks on a node .* above machine.host_bytes={together - 1}"):
         planned(replace(spec, machine=replace(spec.machine, host_bytes=together - 1)))
 
 
@@ -109,8 +105,7 @@ def test_the_step_of_a_policy_is_that_of_the_replica_that_lies_worst(spec: RunSp
     """On nodes of three ranks the second pipeline of two crosses from one node to the next."""
     machine = replace(spec.machine, ranks_per_node=3, link_latency_s=100.0)
     first, both = (
-        planned(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory
-        for n in (1, 2)
+        planned(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 2)
     )
     assert first is not None and both is not None
     assert both.step_s - max(both.costs.reduce) > first.step_s + 100

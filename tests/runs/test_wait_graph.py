@@ -36,10 +36,7 @@ def roots(found: WaitingChain) -> list[tuple[int, State]]:
 
 def test_a_stopped_rank_is_blamed_and_not_those_that_wait():
     found = chain(
-        THREE,
-        beat(5, "0B0", 31, "0RECV_B0"),
-        beat(5, "1B0", 31, "1RECV_B0"),
-        beat(5, "2F0", 33, alive_age_s=32),
+        THREE, beat(5, "0B0", 31, "0RECV_B0"), beat(5, "1B0", 31, "1RECV_B0"), beat(5, "2F0", 33, alive_age_s=32)
     )
     assert roots(found) == [(2, State.SILENT)]
     assert found.path(0) == (0, 1, 2)
@@ -53,10 +50,7 @@ def test_a_stopped_rank_is_blamed_and_not_those_that_wait():
 def test_a_stopped_rank_is_found_though_its_message_was_posted():
     """A large message moves only while its sender lives: rank 1 has gone on to 1F3, and 1SEND_B1 never came."""
     found = chain(
-        THREE,
-        beat(5, "0B1", 40, "0RECV_B1"),
-        beat(5, "1F3", 39, alive_age_s=39),
-        beat(6, "2F0", 38, "2RECV_F0"),
+        THREE, beat(5, "0B1", 40, "0RECV_B1"), beat(5, "1F3", 39, alive_age_s=39), beat(6, "2F0", 38, "2RECV_F0")
     )
     assert roots(found) == [(1, State.SILENT)]
     assert found.standings[0].of_ranks == found.standings[2].of_ranks == (1,)
@@ -126,10 +120,7 @@ def test_a_barrier_between_steps_waits_for_who_is_not_there():
 
 def test_sends_wait_for_who_has_not_posted_the_receive():
     found = chain(
-        THREE,
-        beat(3, "0STEP", 30, "0RECV_B0"),
-        beat(3, "1STEP", 29, SENDS),
-        beat(3, "2F0", 34, alive_age_s=34),
+        THREE, beat(3, "0STEP", 30, "0RECV_B0"), beat(3, "1STEP", 29, SENDS), beat(3, "2F0", 34, alive_age_s=34)
     )
     assert found.standings[1].of_ranks == (2,)
 
@@ -181,10 +172,7 @@ def test_who_holds_a_rank_up_is_found_without_reading_the_rest():
 
     read: set[int] = set()
     beats = Noting(
-        {
-            rank: beat(5, f"{rank % 3}F1", 80, "" if rank % 3 == 0 else f"{rank % 3}RECV_F1")
-            for rank in range(300)
-        }
+        {rank: beat(5, f"{rank % 3}F1", 80, "" if rank % 3 == 0 else f"{rank % 3}RECV_F1") for rank in range(300)}
     )
     world = World(THREE, beats, round(NOW_S * 1e9))
     assert [mark.action for mark in world.held_up_by(5)] == ["1F1", "0F1"]
@@ -246,8 +234,6 @@ def stopped_at(schedule: Schedule, hung: int, index: int) -> dict[int, Beat]:
                 at[rank] += 1
                 has_moved = True
     return {
-        rank: beat(
-            0, str(row[min(at[rank], len(row) - 1)]), 50, "" if rank == hung else awaited(rank), rank=rank
-        )
+        rank: beat(0, str(row[min(at[rank], len(row) - 1)]), 50, "" if rank == hung else awaited(rank), rank=rank)
         for rank, row in enumerate(schedule.rows)
     }

@@ -44,9 +44,7 @@ def drawn(picture: str, placement: Placement) -> Drawn:
     holds several stages of a direction a letter says which: `F3b` is of the second.
     """
     return [
-        _drawn_row(
-            rank, line.split(), {d: [s for way, s in placement.stages_on(rank) if way == d] for d in (0, 1)}
-        )
+        _drawn_row(rank, line.split(), {d: [s for way, s in placement.stages_on(rank) if way == d] for d in (0, 1)})
         for rank, line in enumerate(lines(picture))
     ]
 

@@ -61,9 +61,7 @@ def test_different_actions_have_different_texts(pair: list[Action]) -> None:
     assert str(pair[0]) != str(pair[1])
 
 
-@pytest.mark.parametrize(
-    "text", ["", "F5", "2", "2F5/", "2F-1", "-2F5", "2.F5", "2F5 3F5", "2f5", "2F5.1", "2F1/x"]
-)
+@pytest.mark.parametrize("text", ["", "F5", "2", "2F5/", "2F-1", "-2F5", "2.F5", "2F5 3F5", "2f5", "2F5.1", "2F1/x"])
 def test_text_that_is_no_action(text: str) -> None:
     with pytest.raises(ConfigError, match="allowed") as error:
         Action.parse(text)

@@ -50,9 +50,7 @@ class TestClosedForms:
     def test_the_faster_one_is_taken(self) -> None:
         small, large = (all_reduce(SHARED, range(64), size) for size in (1.0, 1e7))
         assert small.algorithm == "hierarchical"  # 30 latencies between nodes instead of 126
-        assert (
-            large.algorithm == "ring"
-        )  # what goes through the node's link is as much, and nothing beside it
+        assert large.algorithm == "ring"  # what goes through the node's link is as much, and nothing beside it
         for size in (1.0, 1e3, 1e7):
             both = [form(SHARED, range(64), size).time for form in (ring, hierarchical)]
             assert all_reduce(SHARED, range(64), size).time == min(both)
@@ -93,9 +91,7 @@ class TestSharedLinks:
         made = lower(generate("gems_master", 4, 2))
         alone = simulate(made, gems_costs(4, 0.0)).span
         costs = gems_costs(4, 6.0, 5.0)
-        assert simulate(made, costs, replace(SHARED, node_latency=0.0)).span == pytest.approx(
-            alone - 2 + 5 + 6
-        )
+        assert simulate(made, costs, replace(SHARED, node_latency=0.0)).span == pytest.approx(alone - 2 + 5 + 6)
         assert simulate(made, costs, replace(NODES, node_latency=0.0)).span == pytest.approx(alone + 6)
 
     def test_messages_out_of_a_node_share_its_link(self) -> None:
@@ -126,7 +122,5 @@ class TestSlowRanks:
     def test_a_reduction_waits_for_another_replica(self) -> None:
         made, costs = lower(generate("gems_master", 4, 4)), gems_costs(4, 3.0)
         alone = simulate(made, costs)
-        assert simulate(made, costs, pace=Pace(late={0: alone.span + 7, 1: 0.0})).span == pytest.approx(
-            alone.span + 10
-        )
+        assert simulate(made, costs, pace=Pace(late={0: alone.span + 7, 1: 0.0})).span == pytest.approx(alone.span + 10)
         assert simulate(made, costs, pace=Pace(late={0: 0.0})).span == alone.span

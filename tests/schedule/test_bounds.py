@@ -96,9 +96,7 @@ def test_zero_bubble(p: int) -> None:
             if w <= i:
                 assert max(f, i, f + i - w) == f + i - w
         for n in (2 * p - 1, 3 * p):
-            late = max(
-                f, f + i - 2 * w
-            )  # the last rank starts (P - 1) f after the first, bubble or no bubble
+            late = max(f, f + i - 2 * w)  # the last rank starts (P - 1) f after the first, bubble or no bubble
             check("zb_h2", p, n, (f, i, w), n * work + (p - 1) * late)
     assert idle_inside(build("zb_h2", p, 3 * p, EVEN), EVEN) == pytest.approx(0)
 

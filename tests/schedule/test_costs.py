@@ -35,18 +35,7 @@ def test_depth_is_cut_where_the_stages_are() -> None:
 def test_time_of_each_action() -> None:
     one = (1.0,)
     costs = StageCosts(one, (2.0,), (4.0,), one, recompute=(8.0,), copy=(16.0,), reduce=(32.0,), step=(64.0,))
-    words = [
-        "0F0",
-        "0I0",
-        "0W0",
-        "0B0",
-        "0R0",
-        "0OFFLOAD0",
-        "0PREFETCH0",
-        "0REDUCE_GRAD",
-        "0STEP",
-        "0SEND_F0",
-    ]
+    words = ["0F0", "0I0", "0W0", "0B0", "0R0", "0OFFLOAD0", "0PREFETCH0", "0REDUCE_GRAD", "0STEP", "0SEND_F0"]
     assert [costs.time(Action.parse(word)) for word in words] == [1, 2, 4, 6, 8, 16, 16, 32, 64, 0]
 
 

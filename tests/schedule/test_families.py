@@ -75,9 +75,7 @@ def test_order_of_torch(name: str, p: int, n: int) -> None:
     order = cls._get_pipeline_order(SimpleNamespace(_num_stages=p, _n_microbatches=n))
     kinds = (schedules._ComputationType.FORWARD, schedules._ComputationType.FULL_BACKWARD)
     theirs = [
-        " ".join(
-            str(action) for action in order[rank] if action is not None and action.computation_type in kinds
-        )
+        " ".join(str(action) for action in order[rank] if action is not None and action.computation_type in kinds)
         for rank in range(p)
     ]
     ours = text_of(generate(name, p, n))

@@ -52,8 +52,7 @@ def test_none_that_keeps_the_cap_is_left_out(p: int, n: int, activations: tuple[
                 ours = [rows for other, rows in found if other == "1f1b"]
                 assert len(ours) == 1
                 spans = [
-                    simulate(schedule, costs.stages(p)).span
-                    for schedule in (generate("1f1b", p, n, cap=cap), made)
+                    simulate(schedule, costs.stages(p)).span for schedule in (generate("1f1b", p, n, cap=cap), made)
                 ]
                 assert spans[0] <= spans[1]
 
@@ -95,9 +94,7 @@ def test_of_many_only_the_best_of_like_schedules_are_built() -> None:
         ("gems_master", "gems_master", 4),
     ):
         made = generate(left_out, p, n, parts, costs=costs)
-        spans = [
-            simulate(schedule, costs.stages(schedule.num_stages)).span for schedule in (found[kept], made)
-        ]
+        spans = [simulate(schedule, costs.stages(schedule.num_stages)).span for schedule in (found[kept], made)]
         assert spans[0] < spans[1]
 
 

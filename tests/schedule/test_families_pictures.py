@@ -86,9 +86,7 @@ PICTURES: list[tuple[str, int, dict[str, object], tuple[float, float, float], fl
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "more", "cost", "unit", "picture"),
-    PICTURES,
-    ids=[f"{p[0]}-{len(lines(p[-1]))}" for p in PICTURES],
+    ("name", "n", "more", "cost", "unit", "picture"), PICTURES, ids=[f"{p[0]}-{len(lines(p[-1]))}" for p in PICTURES]
 )
 def test_pictures(
     name: str, n: int, more: dict[str, object], cost: tuple[float, float, float], unit: float, picture: str

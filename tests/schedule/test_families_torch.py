@@ -52,9 +52,7 @@ def test_interleaved_1f1b_is_in_the_order_of_torch(schedules: ModuleType, p: int
 @pytest.mark.parametrize(("p", "n"), SIZES)
 def test_zb_v_has_the_order_of_torch_but_for_weight_gradients(schedules: ModuleType, p: int, n: int) -> None:
     """F and I word for word; W has a place of its own here, where a rank would wait."""
-    order = [
-        [word for word in row if "W" not in word] for row in theirs(schedules, "ScheduleZBVZeroBubble", p, n)
-    ]
+    order = [[word for word in row if "W" not in word] for row in theirs(schedules, "ScheduleZBVZeroBubble", p, n)]
     assert ours(generate("zb_v", p, n), Kind.W) == order
 
 
@@ -66,18 +64,7 @@ def test_dualpipe_v_is_in_the_order_of_torch(schedules: ModuleType, p: int, n: i
 @pytest.mark.parametrize(("p", "n"), [*SIZES, (5, 13)])
 @pytest.mark.parametrize(
     "name",
-    [
-        "gpipe",
-        "1f1b",
-        "interleaved_1f1b",
-        "looped_bfs",
-        "zb_h1",
-        "zb_h2",
-        "zb_v",
-        "v_half",
-        "v_min",
-        "dualpipe_v",
-    ],
+    ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"],
 )
 def test_torch_accepts(schedules: ModuleType, name: str, p: int, n: int) -> None:
     made = generate(name, p, n)

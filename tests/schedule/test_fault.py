@@ -21,11 +21,7 @@ def drawing(schedule: Schedule, cap: float | None = None) -> list[str]:
 
 def test_a_deadlock() -> None:
     stuck = edited(generate("gpipe", 2, 2), 0, "0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1")
-    assert drawing(stuck) == [
-        "step      | 0   1     2",
-        "rank    0 | 0F0 !0B0!",
-        "rank    1 | .   1F0   1F1?",
-    ]
+    assert drawing(stuck) == ["step      | 0   1     2", "rank    0 | 0F0 !0B0!", "rank    1 | .   1F0   1F1?"]
 
 
 def test_a_missing_action_stands_behind_its_row() -> None:

@@ -65,11 +65,7 @@ def test_a_small_unit_makes_no_huge_drawing() -> None:
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_lines_are_of_one_length(name: str, p: int, f: float, b: float, link: float) -> None:
     made = generate(name, p, 12, 2)
-    text = [
-        line
-        for line in grid(made, play(made, uniform_cost(f, b), link), min(f, b)).splitlines()
-        if "|" in line
-    ]
+    text = [line for line in grid(made, play(made, uniform_cost(f, b), link), min(f, b)).splitlines() if "|" in line]
     assert len(text) == p
     assert len({len(line) for line in text}) == 1
 

@@ -27,16 +27,7 @@ def test_activations_come_at_the_forward_and_go_with_the_backward() -> None:
     (rank,) = memory_over_time(schedule, costs, simulate(schedule, costs), activation_bytes=10, param_bytes=7)
     assert rank.held == (Held(0, 10, 0, 0), Held(1, 20, 0, 0), Held(4, 10, 0, 0), Held(6, 0, 0, 0))
     assert (rank.parameters, rank.peak) == (7, 27)
-    assert [rank.at(time).activations for time in (0, 0.5, 1, 3.9, 4, 5, 6, 9)] == [
-        10,
-        10,
-        20,
-        20,
-        10,
-        10,
-        0,
-        0,
-    ]
+    assert [rank.at(time).activations for time in (0, 0.5, 1, 3.9, 4, 5, 6, 9)] == [10, 10, 20, 20, 10, 10, 0, 0]
     assert rank.at(-1).device == 0
 
 

@@ -83,8 +83,7 @@ def test_wave_goes_down_and_up_again(num_ranks: int, chunks: int) -> None:
     placement = wave(num_ranks, chunks)
     assert placement.num_stages == num_ranks * chunks
     hops = [
-        abs(placement.rank_of(0, stage + 1) - placement.rank_of(0, stage))
-        for stage in range(placement.num_stages - 1)
+        abs(placement.rank_of(0, stage + 1) - placement.rank_of(0, stage)) for stage in range(placement.num_stages - 1)
     ]
     turns = [(stage + 1) % num_ranks == 0 for stage in range(placement.num_stages - 1)]
     assert hops == [0 if turn else 1 for turn in turns]
@@ -108,9 +107,7 @@ def test_every_stage_has_one_home_up_to_1024_ranks(num_ranks: int) -> None:
     ):
         held = sorted(pair for rank in range(num_ranks) for pair in placement.stages_on(rank))
         assert held == [
-            (direction, stage)
-            for direction in range(placement.num_directions)
-            for stage in range(placement.num_stages)
+            (direction, stage) for direction in range(placement.num_directions) for stage in range(placement.num_stages)
         ]
         groups = {placement.reduce_group(rank, 2) for rank in range(num_ranks)}
         assert sorted(rank for group in groups for rank in group) == list(range(2 * num_ranks))

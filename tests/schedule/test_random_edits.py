@@ -74,10 +74,7 @@ def runs_to_its_end(schedule: Schedule) -> bool:
         if kind == "REDUCE_GRAD":
             mine = {s for row in stages for s, r in enumerate(row) if r == rank}
             peers = {r for row in stages for s, r in enumerate(row) if s in mine}
-            return all(
-                any(str(a.kind) == "REDUCE_GRAD" for a in schedule.rows[peer][: at[peer] + 1])
-                for peer in peers
-            )
+            return all(any(str(a.kind) == "REDUCE_GRAD" for a in schedule.rows[peer][: at[peer] + 1]) for peer in peers)
         before = {"W": "I", "R": "F", "OFFLOAD": "F", "PREFETCH": "OFFLOAD"}.get(kind)
         if before is not None:
             return (before, stage, m, way) in done

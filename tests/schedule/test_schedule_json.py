@@ -77,9 +77,7 @@ def test_what_is_no_schedule_at_all(document: Any) -> None:
         from_json(document)
 
 
-@pytest.mark.parametrize(
-    "missing", ["name", "ranks", "stages", "micro_batches", "directions", "placement", "actions"]
-)
+@pytest.mark.parametrize("missing", ["name", "ranks", "stages", "micro_batches", "directions", "placement", "actions"])
 def test_missing_field_is_named(missing: str) -> None:
     document = changed()
     del document[missing]

@@ -63,9 +63,7 @@ def test_1f1b_takes_33_units_because_receives_only_post() -> None:
     early = received_when_sent(made)
     assert play(early, uniform_cost(1, 2)).span == 33
     assert blocking_span(early, 1, 2) == 45
-    assert math.isinf(blocking_span(lower(made), 1, 2)), (
-        "our receives stand even earlier, so they must not wait"
-    )
+    assert math.isinf(blocking_span(lower(made), 1, 2)), "our receives stand even earlier, so they must not wait"
 
 
 @pytest.mark.parametrize("link", [0.0, 0.5, 3.0])

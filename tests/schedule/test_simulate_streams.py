@@ -52,12 +52,7 @@ def test_a_link_has_latency_and_a_rate() -> None:
 def test_ranks_of_one_node_have_links_of_their_own(first_rank: int, slow: tuple[int, ...]) -> None:
     """4 ranks, 2 a node: the hop between ranks 1 and 2 leaves the node, and one rank further on those at the ends."""
     network = Network(
-        latency=5.0,
-        per_byte=1.0,
-        ranks_per_node=2,
-        node_latency=0.25,
-        node_per_byte=0.5,
-        first_rank=first_rank,
+        latency=5.0, per_byte=1.0, ranks_per_node=2, node_latency=0.25, node_per_byte=0.5, first_rank=first_rank
     )
     schedule = generate("layer_parallel", 4, 1)
     times = times_of(schedule, simulate(schedule, costs_of(4, 2.0), network))
@@ -97,9 +92,7 @@ def test_both_directions_of_a_link_are_free_of_each_other() -> None:
     """A rank that receives while it sends is not slowed: 1F1B's neighbours exchange both ways."""
     made = lower(generate("1f1b", 2, 4))
     network = Network(per_byte=0.125)
-    free, taken = (
-        simulate(made, costs_of(2, 8.0), replace(network, has_contention=way)) for way in (False, True)
-    )
+    free, taken = (simulate(made, costs_of(2, 8.0), replace(network, has_contention=way)) for way in (False, True))
     assert free == taken
 
 
@@ -109,9 +102,7 @@ def test_incoming_messages_compete_too() -> None:
         Schedule("two", 2, Placement(3, ((0, 1, 0), (2, 1, 2))), ((), (), ()), ("add_transfers",), True),
         ["0F0 0SEND_F0", "1RECV_F0 1RECV_F1/1 1F0 1F1/1", "0F1/1 0SEND_F1/1"],
     )
-    times = times_of(
-        schedule, simulate(schedule, costs_of(3, 8.0), Network(per_byte=0.5, has_contention=True))
-    )
+    times = times_of(schedule, simulate(schedule, costs_of(3, 8.0), Network(per_byte=0.5, has_contention=True)))
     assert sorted((times["0SEND_F0"][1], times["0SEND_F1/1"][1])) == [5.0, 9.0]
 
 
@@ -132,9 +123,7 @@ def test_contention_never_makes_a_step_faster() -> None:
         made = lower(generate(name, 4, 8, 2))
         costs = costs_of(made.num_stages, 4.0)
         network = Network(latency=0.1, per_byte=0.3)
-        free, taken = (
-            simulate(made, costs, replace(network, has_contention=way)).span for way in (False, True)
-        )
+        free, taken = (simulate(made, costs, replace(network, has_contention=way)).span for way in (False, True))
         assert taken >= free
 
 
@@ -174,9 +163,7 @@ def test_under_a_cap_a_forward_waits_for_room() -> None:
 
 def test_room_that_never_comes() -> None:
     made = one_rank("0F0 0F1 0B0 0B1", 2)
-    with pytest.raises(
-        ScheduleError, match=r"rank 0, action 0F1: brings 1 to 1 held, above the cap of 1"
-    ) as error:
+    with pytest.raises(ScheduleError, match=r"rank 0, action 0F1: brings 1 to 1 held, above the cap of 1") as error:
         simulate(made, costs_of(1), cap=1.0)
     assert error.value.action == Action.parse("0F1")
     with pytest.raises(ScheduleError, match="0F0: brings 1 to 0 held, above the cap"):
@@ -203,9 +190,7 @@ def test_what_is_held_between_the_two_halves_of_a_backward() -> None:
         simulate(made, costs_of(1), cap=1.75)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "gems_master", "interleaved_1f1b", "zb_h1", "zb_v", "chimera"]
-)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "gems_master", "interleaved_1f1b", "zb_h1", "zb_v", "chimera"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])
 def test_rendezvous_never_deadlocks_a_lowered_list(name: str, num_ranks: int) -> None:
     """Sends complete only against posted receives, and no receive is matched by its place: tags tell them apart.

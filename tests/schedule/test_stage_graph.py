@@ -83,9 +83,7 @@ def test_any_graph_runs_in_any_order_that_its_feeders_allow(seed: int) -> None:
 
 
 def test_lowered_and_not_take_the_same_time() -> None:
-    costs = StageCosts(
-        (1.0,) * 5, (2.0,) * 5, (0.0,) * 5, (1.0,) * 5, boundary_bytes=(1.0, 2.0, 3.0, 4.0, 0.0)
-    )
+    costs = StageCosts((1.0,) * 5, (2.0,) * 5, (0.0,) * 5, (1.0,) * 5, boundary_bytes=(1.0, 2.0, 3.0, 4.0, 0.0))
     network = Network(latency=0.5, per_byte=0.1)
     made = diamond()
     plain, full = simulate(made, costs, network), simulate(lower(made), costs, network)
@@ -116,9 +114,7 @@ def test_what_is_taken_out_is_missed(text: str, expected: str) -> None:
 
 def test_stages_of_a_graph_run_whole() -> None:
     made = diamond()
-    split = tuple(
-        a for action in made.rows[1] for a in ([action] if str(action) != "2B0" else actions("2I0", "2W0"))
-    )
+    split = tuple(a for action in made.rows[1] for a in ([action] if str(action) != "2B0" else actions("2I0", "2W0")))
     with pytest.raises(ScheduleError, match="run whole, in one direction, with a full backward"):
         validate(replace(made, rows=(made.rows[0], split)))
     segment = tuple(Action.parse("2.0F0") if str(action) == "2F0" else action for action in made.rows[1])
@@ -136,8 +132,6 @@ def test_stages_of_a_graph_run_whole() -> None:
         (((), (0,), (0,)), "the last stage alone makes the loss"),
     ],
 )
-def test_feeders_that_are_no_such_graph_are_refused(
-    feeders: tuple[tuple[int, ...], ...], expected: str
-) -> None:
+def test_feeders_that_are_no_such_graph_are_refused(feeders: tuple[tuple[int, ...], ...], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         Placement(1, ((0, 0, 0),), feeders)

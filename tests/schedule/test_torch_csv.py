@@ -117,8 +117,7 @@ def test_two_directions_cannot_be_said(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
-    [("0F0 0R0 0B0", "recomputes"), ("0F0 0OFFLOAD0 0PREFETCH0 0B0", "copies to host memory")],
+    ("row", "what"), [("0F0 0R0 0B0", "recomputes"), ("0F0 0OFFLOAD0 0PREFETCH0 0B0", "copies to host memory")]
 )
 def test_memory_actions_cannot_be_said(row: str, what: str) -> None:
     made = with_rows(Schedule("one", 1, linear(1), ((),)), [row])

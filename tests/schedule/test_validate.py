@@ -20,9 +20,7 @@ from tests.schedule.drawings import edited, text_of, with_rows
 PLAIN = generate("gems_mast", 3, 2)
 ONE_WAY = lower(generate("1f1b", 3, 3))
 TWO_WAYS = lower(PLAIN)
-SPLIT = with_rows(
-    Schedule("split", 2, linear(2), ((), ())), ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]
-)
+SPLIT = with_rows(Schedule("split", 2, linear(2), ((), ())), ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"])
 MEMORY = with_rows(Schedule("memory", 2, linear(1), ((),)), ["0F0 0OFFLOAD0 0F1 0R1 0B1 0PREFETCH0 0B0"])
 
 # what: (schedule, rank whose row is edited, old words, new words, rank and action in the error, its words)

@@ -16,14 +16,7 @@ from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.placement import bidirectional, linear
-from gems.simulation.build import (
-    cap_of,
-    compute_schedule_of,
-    costs_of,
-    found_of,
-    network_of,
-    schedule_of,
-)
+from gems.simulation.build import cap_of, compute_schedule_of, costs_of, found_of, network_of, schedule_of
 
 
 def spec_of(
@@ -63,9 +56,7 @@ class TestFromAFile:
         spec = spec_of(micro_batches=2, schedule=self.write(tmp_path / "made.json"))
         assert compute_schedule_of(spec) == generate("gems_mast", 2, 2)
 
-    @pytest.mark.parametrize(
-        ("partitions", "micro_batches", "key"), [(3, 2, "partitions"), (2, 4, "micro_batches")]
-    )
+    @pytest.mark.parametrize(("partitions", "micro_batches", "key"), [(3, 2, "partitions"), (2, 4, "micro_batches")])
     def test_of_another_size(self, tmp_path: Path, partitions: int, micro_batches: int, key: str) -> None:
         spec = spec_of(self.write(tmp_path / "made.json"), partitions, micro_batches)
         with pytest.raises(ConfigError, match=rf"parallel\.{key}=.*must be 2"):
@@ -89,11 +80,7 @@ class TestFromAFile:
 class TestCosts:
     def test_links_in_units_of_time(self) -> None:
         machine = MachineConfig(
-            link_latency_s=0.002,
-            link_bytes_per_s=1e6,
-            ranks_per_node=4,
-            node_latency_s=0.001,
-            node_bytes_per_s=4e6,
+            link_latency_s=0.002, link_bytes_per_s=1e6, ranks_per_node=4, node_latency_s=0.001, node_bytes_per_s=4e6
         )
         network = network_of(spec_of(machine=machine, cost=CostConfig(unit_s=0.01, link=0.5)))
         assert network.delay(0, 4, 1e4) == pytest.approx(0.5 + 0.2 + 1.0)
@@ -108,9 +95,7 @@ class TestCosts:
         assert costs_of(abstract, bidirectional(2)).reduce == (0.0, 0.0)
         pair = 2 * 1 * 1.0 + 2 * 1 / 2 * 2 * 3.0  # each of the two holds both stages
         assert costs_of(alone, bidirectional(2)).reduce[0] == pytest.approx(pair)
-        replicas = spec_of(
-            machine=machine, cost=cost, parallel=ParallelConfig(2, replicas=3, micro_batches=4)
-        )
+        replicas = spec_of(machine=machine, cost=cost, parallel=ParallelConfig(2, replicas=3, micro_batches=4))
         assert costs_of(replicas, linear(2)).reduce == pytest.approx((4 * 1.0 + 2 * 2 / 3 * 3.0,) * 2)
 
 
@@ -140,9 +125,7 @@ class TestSearch:
         assert schedule_of(few).num_stages == 4
 
     def test_the_search_is_done_once(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        spec = spec_of(
-            ScheduleConfig("capped", activation_cap=1, budget_s=0.2), 2, 4, cache_dir=str(tmp_path)
-        )
+        spec = spec_of(ScheduleConfig("capped", activation_cap=1, budget_s=0.2), 2, 4, cache_dir=str(tmp_path))
         found = found_of(spec)
         assert 0 < found["bound"] <= 1 and found["candidates"] > 0
         monkeypatch.setattr(gems.simulation.build, "capped", None)

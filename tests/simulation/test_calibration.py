@@ -69,9 +69,7 @@ class TestLinks:
         falling = fit_link([1e3, 1e6], [2e-6, 1e-6])
         assert falling.latency_s > 0 and falling.bytes_per_s == pytest.approx(1e15)
 
-    @pytest.mark.parametrize(
-        ("sizes", "times"), [([1e3], [1.0]), ([1e3, 1e3], [1.0, 1.0]), ([1.0, 2.0], [0.0, 1.0])]
-    )
+    @pytest.mark.parametrize(("sizes", "times"), [([1e3], [1.0]), ([1e3, 1e3], [1.0, 1.0]), ([1.0, 2.0], [0.0, 1.0])])
     def test_too_little_to_fit(self, sizes: list[float], times: list[float]) -> None:
         with pytest.raises(ConfigError, match="two sizes or more"):
             fit_link(sizes, times)
@@ -136,8 +134,6 @@ class TestFile:
         assert "# by hand" in text and "median error of the fit 0.0%" in text and "all-reduces" in text
 
     def test_noise_that_no_prediction_takes_is_cut_and_told(self) -> None:
-        text = machine_yaml(
-            Calibration({"link": LinkFit(1e-6, 1e9, 0.1)}, 1.5), "x", "real", "cpu", "a busy machine"
-        )
+        text = machine_yaml(Calibration({"link": LinkFit(1e-6, 1e9, 0.1)}, 1.5), "x", "real", "cpu", "a busy machine")
         assert yaml.safe_load(text)["noise"] == MOST_NOISE and "quiet machine" in text
         assert set(yaml.safe_load(text)) <= set(MachineConfig.__dataclass_fields__)

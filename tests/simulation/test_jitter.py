@@ -41,9 +41,7 @@ def test_one_simulated_replica_stands_for_all() -> None:
     plain = replace(costs, reduce=(0.0,) * 4)
     spans = []
     for _ in range(num):
-        each = [
-            simulate(made, plain, pace=Pace(slowdowns=tuple(rng.normal(1.0, noise, 4)))) for _ in range(16)
-        ]
+        each = [simulate(made, plain, pace=Pace(slowdowns=tuple(rng.normal(1.0, noise, 4)))) for _ in range(16)]
         spans.append(max(played.span for played in each) + 2.0)  # the outer pair is final last
     drawn = [step.span for step in noisy_steps(made, costs, FREE, None, noise, 16, 0)]
     assert np.mean(drawn) == pytest.approx(np.mean(spans), rel=0.004)

@@ -28,9 +28,7 @@ CONFIGURATION = [
 ENDED = ("finished", "failed", "cancelled")
 
 
-def wait_until(
-    condition: Callable[[], object], limit_s: float, what: str, seen: Callable[[], str] = str
-) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float, what: str, seen: Callable[[], str] = str) -> None:
     """Waits for a condition; when the time is over, the failure says `what` and all that `seen` tells."""
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
@@ -60,9 +58,7 @@ def jobs(*words: str, limit_s: float = 120, **environment: str) -> subprocess.Co
 def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:
     """Submits through the command line; gives the job and its folder."""
     argv = [sys.executable, "-m", "jobs", "submit", *CONFIGURATION, f'runs_dir="{runs}"', *words]
-    ended = subprocess.run(
-        argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run(argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines())
     return lines["job"].partition(":")[0], RunFolder(Path(lines["folder"]))
@@ -120,9 +116,7 @@ def wait_for_step(folder: RunFolder, step: int) -> None:
 
     def seen() -> str:
         commands = (["squeue"], ["sinfo", "-N", "-l"], ["ps", "-eo", "pid,ppid,stat,time,wchan:20,args"])
-        shown = [
-            subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for command in commands
-        ]
+        shown = [subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for command in commands]
         marks = [str(read_beat(folder.heartbeat(rank))) for rank in range(4)]
         return "\n".join([str(folder.read_status()), *marks, *shown, said(folder)])
 

@@ -38,9 +38,7 @@ def said(folder: RunFolder) -> str:
     return "\n".join(path.read_text() for path in folder.logs.glob("*") if path.suffix in (".out", ".log"))
 
 
-def test_a_drafted_preset_runs(
-    other_cluster: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafted_preset_runs(other_cluster: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     up = other_cluster.script("up", "--nodes", "2", "--cpus", "4", "--gpus", "2")
     assert up.returncode == 0, up.stderr
     monkeypatch.setenv("SLURM_CONF", str(other_cluster.conf))
@@ -61,31 +59,19 @@ def test_a_drafted_preset_runs(
         f"runs_dir={tmp_path / 'runs'}",
     ]
     folders = []
-    for more in (
-        [],
-        ["cluster.gpu_request=gres", "cluster.cpu_bind=none"],
-        ["cluster.gpu_request=gpus-per-task"],
-    ):
+    for more in ([], ["cluster.gpu_request=gres", "cluster.cpu_bind=none"], ["cluster.gpu_request=gpus-per-task"]):
         sent = jobs(*on_it, "cluster.minutes=5", *more)
         assert sent.returncode == 0, sent.stderr
-        folders.append(
-            RunFolder(Path(dict(line.split(maxsplit=1) for line in sent.stdout.splitlines())["folder"]))
-        )
+        folders.append(RunFolder(Path(dict(line.split(maxsplit=1) for line in sent.stdout.splitlines())["folder"])))
     pause, deadline_s = threading.Event(), time.monotonic() + 150
     while any(folder.read_status()["state"] not in ENDED for folder in folders):
         assert time.monotonic() < deadline_s, "\n".join(map(said, folders))
         pause.wait(0.1)
-    assert [folder.read_status()["state"] for folder in folders] == ["finished"] * 3, "\n".join(
-        map(said, folders)
-    )
+    assert [folder.read_status()["state"] for folder in folders] == ["finished"] * 3, "\n".join(map(said, folders))
 
     refused = jobs(*on_it, "cluster.minutes=1441")
     assert refused.returncode == 2
-    assert refused.stderr.startswith(
-        "jobs: cluster.minutes=1441: cluster mini allows at most 1440 to 1 to 2 nodes of "
-    )
+    assert refused.stderr.startswith("jobs: cluster.minutes=1441: cluster mini allows at most 1440 to 1 to 2 nodes of ")
     refused = jobs(*on_it, "parallel.replicas=2")
     assert refused.returncode == 2
-    assert refused.stderr.startswith(
-        "jobs: cluster.nodes=4: cluster mini allows 1 to 2 nodes of partition debug; "
-    )
+    assert refused.stderr.startswith("jobs: cluster.nodes=4: cluster mini allows 1 to 2 nodes of partition debug; ")

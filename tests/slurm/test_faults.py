@@ -55,9 +55,7 @@ def submit(preempt_slurm: MiniSlurm, tmp_path: Path) -> Iterator[Callable[..., t
     yield submit
     preempt_slurm.run("scancel", f"--user={os.getuid()}")
     states = "--states=PENDING,RUNNING,COMPLETING"
-    wait_until(
-        lambda: not preempt_slurm.run("squeue", "--noheader", states).stdout, 90, "the jobs do not end"
-    )
+    wait_until(lambda: not preempt_slurm.run("squeue", "--noheader", states).stdout, 90, "the jobs do not end")
 
 
 @pytest.fixture
@@ -119,9 +117,7 @@ def test_a_rank_raises(preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str
     )  # fmt: skip
     found = ended(preempt_slurm, "rank raises", job, folder, 120)
     status, told = found["status"], found["told"]
-    assert (status["state"], status["exit_code"], status["rank"], status["step"]) == ("failed", 4, 1, 5), (
-        said(folder)
-    )
+    assert (status["state"], status["exit_code"], status["rank"], status["step"]) == ("failed", 4, 1, 5), said(folder)
     assert (told["cause"], told["rank"], told["stages"]) == ("exception", 1, [1])
     assert "ValueError: the weights went out of bounds" in told["text"]
     assert (found["fields"]["JobState"], found["fields"]["ExitCode"]) == ("FAILED", "4:0")
@@ -137,9 +133,7 @@ def test_a_rank_is_killed(preempt_slurm: MiniSlurm, going: Callable[..., tuple[s
     os.kill(victim.pid, signal.SIGKILL)
     found = ended(preempt_slurm, "rank SIGKILLed", job, folder, 40)
     status, told = found["status"], found["told"]
-    assert (status["state"], status["exit_code"], status["rank"], status["signal"]) == ("failed", 4, 3, 9), (
-        said(folder)
-    )
+    assert (status["state"], status["exit_code"], status["rank"], status["signal"]) == ("failed", 4, 3, 9), said(folder)
     assert (told["cause"], told["rank"], told["node"]) == ("killed", 3, victim.node)
     assert told["resume_step"] == status["step"] // 5 * 5 or told["resume_step"] == steps // 5 * 5
     assert (found["fields"]["JobState"], found["fields"]["ExitCode"]) == ("FAILED", "4:0")
@@ -159,9 +153,7 @@ def test_a_rank_is_stopped(preempt_slurm: MiniSlurm, going: Callable[..., tuple[
     stacks = {path.name for path in (folder.path / "stacks").glob("rank*.txt")}
     assert stacks >= {"rank0000.txt", "rank0002.txt", "rank0003.txt"}
     check_trace(folder, steps)
-    assert (
-        not Path(f"/proc/{victim.pid}/stat").exists() or " Z " in Path(f"/proc/{victim.pid}/stat").read_text()
-    )
+    assert not Path(f"/proc/{victim.pid}/stat").exists() or " Z " in Path(f"/proc/{victim.pid}/stat").read_text()
 
 
 def test_a_node_goes_down(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
@@ -213,24 +205,18 @@ def test_a_job_is_cancelled(preempt_slurm: MiniSlurm, going: Callable[..., tuple
     check_trace(folder, steps)
 
 
-def test_a_time_limit_with_requeue(
-    preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]
-) -> None:
+def test_a_time_limit_with_requeue(preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]) -> None:
     """The run saves before its time is over, starts again by itself, and ends where an undisturbed one would."""
     job, folder = submit(*EMULATED, "train.steps=260", "cluster.stop_before_s=60")
     wait_for_step(folder, 7)
     since_s = time.monotonic()
     end = datetime.now() + timedelta(seconds=70)  # minutes are whole, so the end is brought nearer
     preempt_slurm.run("scontrol", "update", f"jobid={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
-    wait_until(
-        lambda: folder.read_status()["state"] == "requeued", TICK_S + 30, "no requeue", lambda: said(folder)
-    )
+    wait_until(lambda: folder.read_status()["state"] == "requeued", TICK_S + 30, "no requeue", lambda: said(folder))
     status = folder.read_status()
     step = status["stopped_step"]
     assert (status["job_id"], status["exit_code"], status["requeue_count"]) == (job, 0, 1)
-    preempt_slurm.run(
-        "scontrol", "update", f"jobid={job}", "TimeLimit=10"
-    )  # the nearer end would count again
+    preempt_slurm.run("scontrol", "update", f"jobid={job}", "TimeLimit=10")  # the nearer end would count again
     found = ended(preempt_slurm, "time limit with requeue", job, folder, 200, since_s)
     assert found["status"]["state"] == "finished" and found["status"]["requeue_count"] >= 1, said(folder)
     assert found["told"]["trace_steps"] == 260
@@ -245,9 +231,7 @@ def test_preempted_by_a_higher_partition(
     preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]
 ) -> None:
     """SLURM tells the ranks alone, by SIGTERM, and lets them live for the partition's GraceTime."""
-    job, folder = submit(
-        *EMULATED, "train.steps=150", "cluster.partition=low", "+cluster.sbatch.exclusive=true"
-    )
+    job, folder = submit(*EMULATED, "train.steps=150", "cluster.partition=low", "+cluster.sbatch.exclusive=true")
     wait_for_step(folder, 7)
     since_s = time.monotonic()
     high = ["--partition=high", "--nodes=2", "--exclusive", "--time=1", "--output=/dev/null", "--wrap=true"]
@@ -260,16 +244,12 @@ def test_preempted_by_a_higher_partition(
     assert found["told"]["trace_steps"] == 150
 
 
-def test_out_of_time_without_a_signal(
-    preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]
-) -> None:
+def test_out_of_time_without_a_signal(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
     job, folder = going("cluster.stop_before_s=0")
     end = datetime.now() + timedelta(seconds=1)
     preempt_slurm.run("scontrol", "update", f"jobid={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
     found = ended(preempt_slurm, "time limit without a signal", job, folder, TICK_S + 30)
-    assert (found["status"]["state"], found["status"]["cause"]) == ("failed", "used up its time"), said(
-        folder
-    )
+    assert (found["status"]["state"], found["status"]["cause"]) == ("failed", "used up its time"), said(folder)
     assert found["told"]["cause"] == "time limit"
     assert found["told"]["resume_step"] >= 5
 
@@ -285,11 +265,7 @@ def test_a_wrong_mpi(preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, 
 @pytest.mark.parametrize(
     ("name", "words", "key"),
     [
-        (
-            "bad account",
-            ["cluster.partition=members", "cluster.account=strangers"],
-            "cluster.account=strangers",
-        ),
+        ("bad account", ["cluster.partition=members", "cluster.account=strangers"], "cluster.account=strangers"),
         ("bad partition", ["cluster.partition=nope"], "cluster.partition=nope"),
         ("too many GPUs", ["cluster.gpus_per_node=8"], "cluster.gpus_per_node=8"),
     ],
@@ -308,9 +284,7 @@ def test_what_is_refused_before_submission(
     ROWS.append(Fault(name, "refused", 2, "-", time.monotonic() - since_s, None, line))
 
 
-def test_the_controller_is_started_anew(
-    preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]
-) -> None:
+def test_the_controller_is_started_anew(preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]) -> None:
     job, folder = submit(*EMULATED, "train.steps=60")
     wait_for_shown_step(folder, 7)
     since_s = time.monotonic()

@@ -68,21 +68,15 @@ def end_of(folder: RunFolder, limit_s: float) -> dict[str, Any]:
     pause, deadline_s = threading.Event(), time.monotonic() + limit_s
     while (status := folder.read_status())["state"] not in ("finished", "failed"):
         if time.monotonic() > deadline_s:
-            logs = [
-                path.read_text()[-3000:] for path in folder.logs.glob("*") if path.suffix in (".out", ".log")
-            ]
-            pytest.fail(
-                "\n".join([f"the run does not end within {limit_s} s: {status}", *logs]), pytrace=False
-            )
+            logs = [path.read_text()[-3000:] for path in folder.logs.glob("*") if path.suffix in (".out", ".log")]
+            pytest.fail("\n".join([f"the run does not end within {limit_s} s: {status}", *logs]), pytrace=False)
         pause.wait(0.5)
     return status
 
 
 @pytest.mark.timeout(420)
 def test_1024_tasks_start_and_end(large: MiniSlurm, tmp_path: Path) -> None:
-    job, folder = submitted(
-        large, tmp_path, "machine=probe", "parallel.replicas=128", f"cluster.nodes={NODES}"
-    )
+    job, folder = submitted(large, tmp_path, "machine=probe", "parallel.replicas=128", f"cluster.nodes={NODES}")
     status = end_of(folder, 200)
     assert (status["state"], status["exit_code"], status["job_id"]) == ("finished", 0, job)
     found = json.loads(folder.result_json.read_text())

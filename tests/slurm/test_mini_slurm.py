@@ -173,9 +173,7 @@ def test_missing_packages_are_named(cluster_in: Callable[[Path], MiniSlurm], tmp
         (["up", "--dir=/tmp/" + "x" * 80], "at most 60"),
     ],
 )
-def test_bad_usage(
-    arguments: list[str], says: str, cluster_in: Callable[[Path], MiniSlurm], short_tmp: Path
-) -> None:
+def test_bad_usage(arguments: list[str], says: str, cluster_in: Callable[[Path], MiniSlurm], short_tmp: Path) -> None:
     """A wrong command line ends with exit code 2 and one line."""
     result = cluster_in(short_tmp / "unused").script(*arguments)
     assert result.returncode == 2

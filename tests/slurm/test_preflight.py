@@ -31,24 +31,15 @@ probe_in_job(spec, job_spec(spec), folder, rank_environment(1, keep_slurm=True) 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ["cluster.partition=nope"],
-            "cluster.partition=nope: this SLURM has no such partition; allowed: debug; ",
-        ),
-        (
-            ["cluster.gpus_per_node=4"],
-            "cluster.gpus_per_node=4: a node of partition debug has at most 0 GPUs; ",
-        ),
+        (["cluster.partition=nope"], "cluster.partition=nope: this SLURM has no such partition; allowed: debug; "),
+        (["cluster.gpus_per_node=4"], "cluster.gpus_per_node=4: a node of partition debug has at most 0 GPUs; "),
         (["parallel.replicas=3", "cluster.nodes=3"], "cluster.nodes=3: partition debug has 2 nodes; "),
         (
             ["cluster.cpus_per_rank=3"],
             "cluster.cpus_per_rank=3: times 2 ranks a node is 6, and a node of partition debug ",
         ),
         (["cluster.minutes=1441"], "cluster.minutes=1441: partition debug allows at most 1440; "),
-        (
-            ["+cluster.sbatch.constraint=x"],
-            "cluster=mini: sbatch refuses the job: Invalid feature specification; ",
-        ),
+        (["+cluster.sbatch.constraint=x"], "cluster=mini: sbatch refuses the job: Invalid feature specification; "),
         (["machine.device_bytes=100000"], "above machine.device_bytes=100000"),
         (["cluster.ask_above_gpu_hours=-1"], "cluster.ask_above_gpu_hours=-1.0: must be 0 or more"),
     ],
@@ -82,20 +73,14 @@ def test_the_probe_on_two_nodes(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     assert (found["world_size"], found["nodes"], found["device_message"]) == (2, 2, "no GPU")
     if mini_slurm.has_own_host_names():
         assert {rank["node"] for rank in found["ranks"]} == {"n1", "n2"}
-    shown = jobs(
-        "submit", *CONFIGURATION, f"runs_dir={tmp_path}", "--dry-run", "--json", GEMS_CACHE_DIR=cache
-    )
+    shown = jobs("submit", *CONFIGURATION, f"runs_dir={tmp_path}", "--dry-run", "--json", GEMS_CACHE_DIR=cache)
     known = {row["check"]: row for row in json.loads(shown.stdout)["preflight"]}["probe"]
     assert known["ok"] is True and known["said"].startswith("MPICH Version")
 
 
 def test_a_wrong_mpi_is_found_by_the_probe(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     ended = jobs(
-        "probe",
-        "cluster=mini",
-        "cluster.mpi=none",
-        f"runs_dir={tmp_path}",
-        GEMS_CACHE_DIR=str(tmp_path / "cache"),
+        "probe", "cluster=mini", "cluster.mpi=none", f"runs_dir={tmp_path}", GEMS_CACHE_DIR=str(tmp_path / "cache")
     )
     assert ended.returncode == 2, ended.stderr
     line = ended.stderr.splitlines()[-1]
@@ -113,9 +98,7 @@ def test_a_job_probes_first(mini_slurm: MiniSlurm, tmp_path: Path, mpi: str) -> 
     assert prepared.returncode == 0, prepared.stderr
     folder = Path(prepared.stdout.strip())
     (tmp_path / "step.py").write_text(IN_A_JOB)
-    (tmp_path / "job.sh").write_text(
-        f'#!/bin/sh\ncd "{ROOT}" && PYTHONPATH=. exec "{sys.executable}" "$1" "$2"\n'
-    )
+    (tmp_path / "job.sh").write_text(f'#!/bin/sh\ncd "{ROOT}" && PYTHONPATH=. exec "{sys.executable}" "$1" "$2"\n')
     ended = mini_slurm.run(
         "sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path / 'out'}", str(tmp_path / "job.sh"),
         str(tmp_path / "step.py"), str(folder), env={"GEMS_CACHE_DIR": str(tmp_path / "cache")}, timeout_s=200,

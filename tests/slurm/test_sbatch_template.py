@@ -102,9 +102,7 @@ def exit_code(cluster: MiniSlurm, home: Path, *overrides: str, **environment: st
     return int(found[1]) if found[2] == "0" else -1
 
 
-def test_runs_prepare_ranks_and_collect(
-    mini_slurm: MiniSlurm, home: Path, stale_files: tuple[Path, Path]
-) -> None:
+def test_runs_prepare_ranks_and_collect(mini_slurm: MiniSlurm, home: Path, stale_files: tuple[Path, Path]) -> None:
     """Four ranks on two nodes form one world in the prepared folder; only unused shared memory is removed."""
     code = exit_code(mini_slurm, home, "parallel.partitions=4", "a=[1, 2]", CONF="gems_mast")
     assert code == 0, (home / "out").read_text()

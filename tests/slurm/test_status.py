@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gems.runs.folder import RunFolder
-from tests.slurm.mini_runs import (
-    ROOT,
-    job_fields,
-    jobs,
-    said,
-    submit,
-    wait_for_shown_step,
-    wait_for_step,
-    wait_until,
-)
+from tests.slurm.mini_runs import ROOT, job_fields, jobs, said, submit, wait_for_shown_step, wait_for_step, wait_until
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -42,9 +33,7 @@ def test_a_running_and_a_pending_job_are_shown_and_cancelled(mini_slurm: MiniSlu
     first, goes = submit(runs, "train.steps=100000", WHOLE)
     wait_for_shown_step(goes, 3)
     second, waits = submit(runs, "train.steps=100000", WHOLE, "name='waits \"here\"'")
-    wait_until(
-        lambda: status(runs)[str(waits.path)]["note"] in ("Resources", "Priority"), 60, "no reason is shown"
-    )
+    wait_until(lambda: status(runs)[str(waits.path)]["note"] in ("Resources", "Priority"), 60, "no reason is shown")
     seen = status(runs)
     running, pending = seen[str(goes.path)], seen[str(waits.path)]
     assert (running["state"], running["job_id"], running["is_guess"]) == ("running", first, False)
@@ -87,16 +76,12 @@ def test_a_log_is_followed_from_the_queue_to_the_end(mini_slurm: MiniSlurm, tmp_
     assert ranks and all(line.startswith("0: ") for line in ranks)
 
 
-def test_a_job_that_leaves_without_a_word_is_not_shown_as_running(
-    mini_slurm: MiniSlurm, tmp_path: Path
-) -> None:
+def test_a_job_that_leaves_without_a_word_is_not_shown_as_running(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     """Its launching process is killed: status.json goes on saying that it runs."""
     job, folder = submit(tmp_path, "train.steps=100000")
     wait_for_step(folder, 0)
     os.kill(int(folder.read_status()["pid"]), 9)
-    wait_until(
-        lambda: status(tmp_path)[str(folder.path)]["state"] not in ("running", "stalled"), 60, "it goes on"
-    )
+    wait_until(lambda: status(tmp_path)[str(folder.path)]["state"] not in ("running", "stalled"), 60, "it goes on")
     found = status(tmp_path)[str(folder.path)]
     assert RunFolder(folder.path).read_status()["state"] == "running"
     assert (found["state"], found["job_id"]) == ("failed", job)

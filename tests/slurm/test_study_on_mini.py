@@ -21,9 +21,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtur
 
 def study(runs: Path, *words: str) -> tuple[dict[str, Any], str]:
     """Calls `jobs study` of mini_scaling; gives its answer and what it said."""
-    ended = jobs(
-        "study", "study=mini_scaling", "cluster=mini", f"runs_dir={runs}", *words, "--json", limit_s=300
-    )
+    ended = jobs("study", "study=mini_scaling", "cluster=mini", f"runs_dir={runs}", *words, "--json", limit_s=300)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout), ended.stderr
 
@@ -49,9 +47,7 @@ def test_the_second_call_submits_only_what_was_killed(mini_slurm: MiniSlurm, tmp
     assert study(tmp_path)[0]["num_run"] == 0
 
 
-def test_points_of_one_job_have_folders_and_traces_of_their_own(
-    mini_slurm: MiniSlurm, tmp_path: Path
-) -> None:
+def test_points_of_one_job_have_folders_and_traces_of_their_own(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
     answer, said = study(tmp_path, "cluster.points_per_job=3", "train.steps=2", "--wait")
     points = answer["points"]
     assert [point["state"] for point in points] == ["finished"] * 6, said

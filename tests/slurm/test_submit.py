@@ -121,15 +121,7 @@ def test_dry_run_is_accepted_and_is_what_is_submitted(mini_slurm: MiniSlurm, tmp
 
 
 def test_refused_partition_is_one_line(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "jobs",
-        "submit",
-        *CONFIGURATION,
-        f"runs_dir={tmp_path}",
-        "cluster.partition=none",
-    ]
+    argv = [sys.executable, "-m", "jobs", "submit", *CONFIGURATION, f"runs_dir={tmp_path}", "cluster.partition=none"]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()

@@ -41,13 +41,7 @@ def event(rank: int, step: int, start_ns: int, end_ns: int, kind: str = "F") -> 
 def sample_trace() -> Trace:
     """Builds a small trace that uses every table, text and attribute type."""
     attributes = root_attributes(
-        "measured",
-        "abc",
-        2,
-        hostnames=["node0", "node1"],
-        clock_offset_ns=[0, -5],
-        git_commit="none",
-        ratio=0.5,
+        "measured", "abc", 2, hostnames=["node0", "node1"], clock_offset_ns=[0, -5], git_commit="none", ratio=0.5
     )
     return Trace(
         attributes=attributes,
@@ -89,9 +83,7 @@ def datasets(path: Path) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     with h5py.File(path, "r") as file:
         file.visititems(
-            lambda name, item: (
-                found.update({name: dict(item.attrs)}) if isinstance(item, h5py.Dataset) else None
-            )
+            lambda name, item: found.update({name: dict(item.attrs)}) if isinstance(item, h5py.Dataset) else None
         )
     return found
 
@@ -152,9 +144,7 @@ def test_what_is_no_trace_is_refused_with_one_line(tmp_path: Path, read: object)
         assert "\n" not in str(caught.value)
 
 
-def write_part(
-    folder: Path, rank: int, offset_ns: int, starts_ns: list[int], loss: float = float("nan")
-) -> Path:
+def write_part(folder: Path, rank: int, offset_ns: int, starts_ns: list[int], loss: float = float("nan")) -> Path:
     """Writes one rank's part: a step of 10 ns from each start on its clock, with B written before F."""
     path = part_path(folder, rank)
     attributes = root_attributes(
@@ -229,11 +219,7 @@ sys.stdin.read()
 def test_a_part_is_readable_after_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "rank0003.h5"
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", CHILD, str(path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with child:
         assert child.stdout is not None
@@ -268,8 +254,6 @@ def test_clocks_that_drift_are_set_right_between_two_measurements(tmp_path: Path
 def test_the_allocators_peaks_are_kept_by_rank(tmp_path: Path) -> None:
     for rank, peak in ((0, 7), (1, None)):
         more = {} if peak is None else {"peak_allocated_bytes": peak}
-        TracePart(
-            tmp_path / f"rank{rank:04d}.h5", rank, root_attributes("measured", "0" * 8, 2, **more)
-        ).close()
+        TracePart(tmp_path / f"rank{rank:04d}.h5", rank, root_attributes("measured", "0" * 8, 2, **more)).close()
     merged = merge_parts(sorted(tmp_path.glob("*.h5")), {})
     assert merged.attributes["peak_allocated_bytes"] == [7, -1]

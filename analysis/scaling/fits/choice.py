@@ -29,9 +29,7 @@ def fits_of(points: Sequence[Point], choice: str = "all", seed: int = 0) -> list
     series = series_of(points)
     if choice in LAWS and not any(each.num_ranks >= LAWS[choice].fewest_points for each in series):
         raise ConfigError("fit", choice, "; ".join(why_not_fitted(points, choice)), "add points to the study")
-    fits = [
-        fit_law(law, each, seed) for each in series for law in laws if each.num_ranks >= law.fewest_points
-    ]
+    fits = [fit_law(law, each, seed) for each in series for law in laws if each.num_ranks >= law.fewest_points]
     return sorted(fits, key=lambda fit: (fit.line, _merit(fit)))
 
 

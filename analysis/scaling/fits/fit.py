@@ -158,9 +158,7 @@ def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int)
     explained = float(np.mean(np.mean(series.deviations**2, axis=0)))
     share = np.sqrt(max(0.0, 1.0 - explained / variance)) if variance > 0.0 else 0.0
     sizes = np.sqrt(num_points / rng.chisquare(freedom, (num_draws, 1)))
-    moved = (
-        series.deviations + share * sizes * residuals[rng.integers(0, num_points, (num_draws, num_points))]
-    )
+    moved = series.deviations + share * sizes * residuals[rng.integers(0, num_points, (num_draws, num_points))]
     costs_s: np.ndarray = fitted_s * np.exp(np.clip(moved, -_MOST_LOG, _MOST_LOG))
     return costs_s
 

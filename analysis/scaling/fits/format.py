@@ -27,9 +27,7 @@ def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
             "is_best": fit is best[fit.line],
             "formula": fit.formula,
             "parameters": {name: _finite(bounds.value) for name, bounds in fit.parameters.items()},
-            "intervals": {
-                name: [_finite(bounds.low), _finite(bounds.high)] for name, bounds in fit.parameters.items()
-            },
+            "intervals": {name: [_finite(bounds.low), _finite(bounds.high)] for name, bounds in fit.parameters.items()},
             "residuals": [
                 {
                     "ranks": residual.ranks,

@@ -60,9 +60,7 @@ def _amdahl_design(ranks: np.ndarray) -> np.ndarray:
 
 def _linear(
     design_of: Callable[[np.ndarray], np.ndarray], count: int
-) -> tuple[
-    Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray], Callable[[np.ndarray, np.ndarray], np.ndarray]
-]:
+) -> tuple[Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray], Callable[[np.ndarray, np.ndarray], np.ndarray]]:
     """Gives `solve` and `predict` of a law that is linear in coefficients which are not negative."""
 
     def solve(ranks: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:

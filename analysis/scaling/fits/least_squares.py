@@ -40,12 +40,7 @@ def choose_columns(
 
 
 def _best(
-    design: np.ndarray,
-    subsets: Sequence[Subset],
-    targets: np.ndarray,
-    handicaps: Sequence[float],
-    *,
-    is_left_out: bool,
+    design: np.ndarray, subsets: Sequence[Subset], targets: np.ndarray, handicaps: Sequence[float], *, is_left_out: bool
 ) -> np.ndarray:
     scales = np.linalg.norm(design, axis=0)
     columns = design / scales

@@ -33,8 +33,6 @@ def attend(later: Deferred, name: str, module: Any, *args: Any, **kwargs: Any) -
 
 def _with_names(function: Any, names: dict[str, Any]) -> Any:
     """Gives a function of the same code that looks its global names up in `names`."""
-    made = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

@@ -51,9 +51,7 @@ class _Conv(Function):
         bias = ctx.parameters[1]
         bias_sizes = None if bias is None else list(bias.shape)
         wanted = (False, needs_weight, needs_bias)
-        targets = [
-            Target(tensor) for tensor, needed in zip(ctx.parameters, wanted[1:], strict=True) if needed
-        ]
+        targets = [Target(tensor) for tensor, needed in zip(ctx.parameters, wanted[1:], strict=True) if needed]
         if targets:
             compute = partial(_weight_gradients, ctx.parameters[0], bias_sizes, geometry, wanted)
             later.add(name, targets, (x.detach(), gradient), compute)

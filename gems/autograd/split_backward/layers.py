@@ -49,9 +49,7 @@ class SplitLayers:
         found = {name: module for name, module in root.named_modules() if _own_parameters(module)}
         chosen = {name: split for name, module in found.items() if (split := _split_of(module)) is not None}
         self._refuse_shared(found, chosen)
-        self._unsplit = {
-            name for name in found if name not in chosen and not isinstance(found[name], _WHOLE_AT_I)
-        }
+        self._unsplit = {name for name in found if name not in chosen and not isinstance(found[name], _WHOLE_AT_I)}
         for name, split in chosen.items():
             module = found[name]
             module.forward = partial(_run, self, name, module, split)
@@ -100,11 +98,7 @@ class SplitLayers:
                 if name not in chosen
                 for parameter in _own_parameters(module)
             }
-            shared = [
-                name
-                for name in chosen
-                if any(id(parameter) in whole for parameter in found[name].parameters())
-            ]
+            shared = [name for name in chosen if any(id(parameter) in whole for parameter in found[name].parameters())]
             if not shared:
                 return
             for name in shared:

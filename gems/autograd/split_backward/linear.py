@@ -122,9 +122,7 @@ class _Embedding(Function):
 _apply_embedding: Callable[..., Tensor] = _Embedding.apply
 
 
-def _embedding_gradient(
-    num: int, padding: int, is_scaled: bool, indices: Tensor, gradient: Tensor
-) -> list[Tensor]:
+def _embedding_gradient(num: int, padding: int, is_scaled: bool, indices: Tensor, gradient: Tensor) -> list[Tensor]:
     return [torch.ops.aten.embedding_dense_backward.default(gradient, indices, num, padding, is_scaled)]
 
 

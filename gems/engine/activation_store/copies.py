@@ -136,9 +136,7 @@ def open_copies(device: torch.device) -> Copies:
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
     """Gives all of a storage as a row of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
-    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _num_bytes(storages: Iterable[UntypedStorage]) -> int:

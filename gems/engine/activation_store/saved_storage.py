@@ -45,17 +45,7 @@ class Handle:
     as the last node that saved it has run.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_was_changed",
-        "dtype",
-        "offset",
-        "size",
-        "storage",
-        "stride",
-        "tensor",
-        "version",
-    )
+    __slots__ = ("__weakref__", "_was_changed", "dtype", "offset", "size", "storage", "stride", "tensor", "version")
 
     def __init__(self, tensor: Tensor, storage: SavedStorage) -> None:
         self.storage = storage
@@ -107,16 +97,7 @@ class SavedStorage:
     A weak reference keeps the address from being used again, as long as a tensor in flight may name the storage.
     """
 
-    __slots__ = (
-        "_handles",
-        "_weak",
-        "buffer",
-        "coming",
-        "copied_version",
-        "is_counted",
-        "num_bytes",
-        "number",
-    )
+    __slots__ = ("_handles", "_weak", "buffer", "coming", "copied_version", "is_counted", "num_bytes", "number")
 
     def __init__(self, number: int, num_bytes: int) -> None:
         self.number = number

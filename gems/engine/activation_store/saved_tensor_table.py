@@ -100,9 +100,7 @@ class Shelf:
 
     def no_longer_on_host(self) -> list[SavedStorage]:
         """Gives what has a copy in host memory that will not be read again: weight gradients read from the device."""
-        left = [
-            saved for saved in self.for_weights if saved.buffer is not None and saved.number in self._storages
-        ]
+        left = [saved for saved in self.for_weights if saved.buffer is not None and saved.number in self._storages]
         return [saved for saved in left if not self.holdings[saved.number].on_host]
 
 

@@ -127,14 +127,10 @@ class StoredSegment(Stage):
             inputs,
             first.wanted,
             first.is_split,
-            lambda values: self._rerun.again(
-                values, first.left, lambda given: self._run(self._fresh(given), loss)
-            ),
+            lambda values: self._rerun.again(values, first.left, lambda given: self._run(self._fresh(given), loss)),
         )
 
-    def backward(
-        self, micro_batch: int, gradients: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Adds to the parameters' gradients; what only this segment needed is free then.
 
         Returns:
@@ -212,9 +208,7 @@ class StoredSegment(Stage):
         self._graphs[micro_batch] = _Graph(entrance, edges_of(outputs), later)
         return outputs
 
-    def _handed_on(
-        self, place: Place, outputs: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> tuple[Tensor, ...]:
+    def _handed_on(self, place: Place, outputs: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         self._store.note_outputs(place, self._number, outputs)
         made = tuple(tensor.detach() for tensor in outputs)
         if self._is_last:

@@ -100,9 +100,7 @@ class _Pass(Function):
     """Hands tensors on, and catches their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, caught: list[Tensor | None], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, caught: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.caught = caught
         ctx.set_materialize_grads(False)
         # detached, each is a tensor of its own that the layers may change in place

@@ -90,9 +90,7 @@ def open_segments(
     return Segments(parts, store, pool)
 
 
-def _check(
-    plan: MemoryPlan | None, stage: int, cuts: Sequence[Segment], num_layers: int, num_named: int
-) -> None:
+def _check(plan: MemoryPlan | None, stage: int, cuts: Sequence[Segment], num_layers: int, num_named: int) -> None:
     if len(cuts) != num_named or cuts[-1].end - cuts[0].first != num_layers:
         raise ConfigError(
             "memory plan",

@@ -85,9 +85,7 @@ class ActivationStore:
         """Begins a micro-batch, with the tensors that its stage is given."""
         direction, stage, micro_batch = place
         segments = self._schedule.segments_of(stage)
-        offloaded = [
-            s for s in segments if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)
-        ]
+        offloaded = [s for s in segments if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)]
         shelf = Shelf((s or 0 for s in segments), {s or 0 for s in offloaded}, given)
         with self._lock:
             self._shelves[place] = shelf
@@ -95,9 +93,7 @@ class ActivationStore:
     def saving(self, place: Place, segment: int) -> AbstractContextManager[None]:
         """Keeps here what autograd saves inside the block, for the backward of a segment."""
         shelf = self._shelves[place]
-        return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._save(shelf, segment, tensor), self.read
-        )
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._save(shelf, segment, tensor), self.read)
 
     def keep(self, place: Place, segment: int, tensor: Tensor) -> Kept:
         """Keeps a tensor for the second run of a segment, as if autograd had saved it."""

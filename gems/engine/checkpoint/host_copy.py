@@ -37,9 +37,7 @@ class HostCopy:
 
     def take(self, state: State) -> None:
         """Begins to copy; `pieces` gives the copies, from any thread, once they are there."""
-        self._kept = {
-            name: self._room_for(name, tensor) for name, tensor in (state.early | state.late).items()
-        }
+        self._kept = {name: self._room_for(name, tensor) for name, tensor in (state.early | state.late).items()}
         if self._cuda is None:
             self._copy(state.early)
             self._copy(state.late)

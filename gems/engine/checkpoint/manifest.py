@@ -91,9 +91,7 @@ def identity_of(spec: RunSpec) -> dict[str, Any]:
         for section in ("model", "data")
     }
     common["train"] = {"optimizer": spec.train.optimizer, "dtype": spec.train.dtype}
-    plain: dict[str, Any] = json.loads(
-        json.dumps({**common, "seed": spec.seed, "global batch": global_batch(spec)})
-    )
+    plain: dict[str, Any] = json.loads(json.dumps({**common, "seed": spec.seed, "global batch": global_batch(spec)}))
     return plain
 
 
@@ -105,9 +103,7 @@ def layout_of(spec: RunSpec, schedule: Schedule, cuts: tuple[int, ...]) -> dict[
     }  # fmt: skip
 
 
-def difference(
-    theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = ""
-) -> tuple[str, Any, Any] | None:
+def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
     """Gives the first key in which two identities differ, with both values; None where they are the same."""
     for key in sorted({*theirs, *mine}):
         left, right = theirs.get(key), mine.get(key)

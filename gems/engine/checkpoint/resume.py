@@ -58,9 +58,7 @@ class Beginning:
             "utc_ns": time.time_ns(), "utc_at_ns": time.perf_counter_ns(),
         }  # fmt: skip
 
-    def about(
-        self, spec: RunSpec, schedule: Schedule, cuts: tuple[int, ...], owners: Mapping[str, int]
-    ) -> Manifest:
+    def about(self, spec: RunSpec, schedule: Schedule, cuts: tuple[int, ...], owners: Mapping[str, int]) -> Manifest:
         """Gives what the manifests of this attempt have in common, with the step and the samples that it begins at."""
         samples = 0 if self.found is None else self.found.manifest.samples
         layout = layout_of(spec, schedule, cuts)
@@ -78,11 +76,7 @@ def beginning_of(spec: RunSpec, folder: RunFolder, comm: Comm) -> Beginning:
     if found is not None and comm.rank == 0:
         manifest = found.manifest
         size = f"{len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB"
-        print(
-            f"gems: goes on before step {manifest.step} from {found.folder} ({size})",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"gems: goes on before step {manifest.step} from {found.folder} ({size})", file=sys.stderr, flush=True)
     return Beginning(attempt, found)
 
 
@@ -124,9 +118,7 @@ def _suited(found: Found | None, spec: RunSpec) -> Found | None:
         )  # fmt: skip
     done = found.manifest.step
     if done > spec.train.steps or (done == spec.train.steps and not found.is_own):
-        raise ConfigError(
-            "train.steps", spec.train.steps, f"{found.folder} has {done} steps done", "give more steps"
-        )
+        raise ConfigError("train.steps", spec.train.steps, f"{found.folder} has {done} steps done", "give more steps")
     return found
 
 
@@ -137,9 +129,7 @@ def _first_whole(folder: Path, comm: Comm, is_own: bool) -> Found | None:
         manifest, damage = comm.bcast(_read(candidate) if comm.rank == 0 else None)
         if manifest is not None:
             mine = manifest.files[comm.rank :: comm.size]
-            damages = comm.allgather(
-                next((d for w in mine if (d := damage_of(candidate, w)) is not None), None)
-            )
+            damages = comm.allgather(next((d for w in mine if (d := damage_of(candidate, w)) is not None), None))
             damage = next((damage for damage in damages if damage is not None), None)
             if damage is None:
                 return Found(manifest, candidate, is_own)

@@ -183,18 +183,14 @@ class Saver:
         self._begin_to_save(step, losses)
         fault = self._complete()
         if fault is not None:
-            raise RankFailedError(
-                f"the run was to stop, and its state before step {step} could not be saved: {fault}"
-            )
+            raise RankFailedError(f"the run was to stop, and its state before step {step} could not be saved: {fault}")
         mine = self._stop.reason() if self._stop is not None else None
         reasons = self._control.comm.gather(mine)
         if reasons is not None:
             reason = next((reason for reason in reasons if reason is not None), "unknown")
             utc = datetime.now(UTC).isoformat(timespec="milliseconds")
             write_json(self._folder.stopped_json, {"step": step, "reason": reason, "utc": utc})
-            print(
-                f"gems: stopped before step {step}, the state is saved: {reason}", file=sys.stderr, flush=True
-            )
+            print(f"gems: stopped before step {step}, the state is saved: {reason}", file=sys.stderr, flush=True)
 
 
 def _result(future: Future[_T]) -> tuple[_T | None, str | None]:

@@ -66,9 +66,7 @@ def owners_of(pipeline: Pipeline) -> dict[str, int]:
     for stage in range(placement.num_stages):
         for index, part in enumerate(pipeline.contents.parts_in(stage)):
             replica, direction = divmod(index, placement.num_directions)
-            owners[part] = replica % parallel.replicas * parallel.partitions + placement.rank_of(
-                direction, stage
-            )
+            owners[part] = replica % parallel.replicas * parallel.partitions + placement.rank_of(direction, stage)
     return owners
 
 

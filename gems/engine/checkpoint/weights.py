@@ -46,10 +46,7 @@ def load(folder: Path) -> State:
     paths = sorted((inner if inner.is_dir() else folder).glob("stage*.pt"))
     if not paths:
         raise ConfigError(
-            "train.initial_checkpoint",
-            folder,
-            "holds no checkpoint (stage*.pt)",
-            "give a finished run's folder",
+            "train.initial_checkpoint", folder, "holds no checkpoint (stage*.pt)", "give a finished run's folder"
         )
     state: State = {}
     for path in paths:

@@ -56,9 +56,7 @@ class EmulatedLinks:
         self._ways: dict[Action, _Way] = {}
         self.receives_of: dict[Action, tuple[Action, ...]] = {}
         self.done_with: dict[Action, tuple[Action, ...]] = {}
-        last_reader = {
-            need: action for action in schedule.rows[rank] for need in dependencies(action, schedule)
-        }
+        last_reader = {need: action for action in schedule.rows[rank] for need in dependencies(action, schedule)}
         sizes = [round(size) for size in boundary_bytes]
         content = np.ones(max(sizes, default=0), np.uint8)
         free: dict[int, list[np.ndarray]] = {}

@@ -72,15 +72,12 @@ class Emulated:
         row = schedule.rows[rank]
         self._schedule, self._rank, self._costs, self._cap = schedule, rank, costs, cap
         self._links, self._patience, self._recorder, self._reduce_all = links, patience, recorder, reduce
-        self._time_ns = {
-            action: round(costs.time(action) * pace.factor(rank, action) * unit_s * 1e9) for action in row
-        }
+        self._time_ns = {action: round(costs.time(action) * pace.factor(rank, action) * unit_s * 1e9) for action in row}
         self._inputs_ns = {
             action: round(time * unit_s * 1e9) for action, time in pace.inputs_ready(schedule, rank).items()
         }
         self._copies_of = {
-            action: tuple(need for need in dependencies(action, schedule) if need.kind in COPY_KINDS)
-            for action in row
+            action: tuple(need for need in dependencies(action, schedule) if need.kind in COPY_KINDS) for action in row
         }
         counter = Ledger(schedule, costs)
         self._brings = {action: round(counter.brings(action) * activation_bytes) for action in row}

@@ -20,9 +20,7 @@ from gems.trace import DTYPES, KINDS
 COMPUTE_S = 0.001
 NUM_HOPS = 84
 LEAST_TRIPS = 2
-Times = dict[
-    tuple[str, int], tuple[int, int]
-]  # kind and micro-batch -> begin and end in ns, on a rank's own clock
+Times = dict[tuple[str, int], tuple[int, int]]  # kind and micro-batch -> begin and end in ns, on a rank's own clock
 
 
 class _Rows:
@@ -38,9 +36,7 @@ class _Rows:
         self.times[KINDS[event["kind"]], event["micro_batch"]] = event["start_ns"], event["end_ns"]
 
 
-def measure_hop(
-    transport: Transport, control: Transport, num_bytes: int, look_s: float, stall_limit_s: float
-) -> float:
+def measure_hop(transport: Transport, control: Transport, num_bytes: int, look_s: float, stall_limit_s: float) -> float:
     """Gives seconds from the planned end of a compute to the arrival of its data at the next rank; collective.
 
     A micro-batch at a time goes down the ranks of `transport` and back, with short computes. A rank knows how long it

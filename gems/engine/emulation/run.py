@@ -50,9 +50,7 @@ class _Rank:
     hop: Callable[[], float]
 
 
-def emulate(
-    spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat, stop: Asks | None = None
-) -> None:
+def emulate(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat, stop: Asks | None = None) -> None:
     """Runs all steps on one emulated rank and leaves its part of the trace; collective.
 
     All ranks begin a step together, as in the simulation, so that its time is that of one step alone. The hop between
@@ -126,11 +124,7 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
     )  # fmt: skip
     size = round(max(costs.boundary_bytes))
     return _Rank(
-        device,
-        links,
-        holdings,
-        control,
-        lambda: measure_hop(transports[0], control, size, nap_s, stall_limit_s),
+        device, links, holdings, control, lambda: measure_hop(transports[0], control, size, nap_s, stall_limit_s)
     )
 
 
@@ -145,9 +139,7 @@ def _steps(
 ) -> bool:
     control = rank.control
     images, num_steps = global_batch(spec), spec.train.steps
-    progress = (
-        Progress(spec.name, num_steps, images, progress_json, first_step) if control.rank == 0 else None
-    )
+    progress = Progress(spec.name, num_steps, images, progress_json, first_step) if control.rank == 0 else None
     try:
         for step in range(first_step, num_steps):
             saver.begin()

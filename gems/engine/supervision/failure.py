@@ -81,8 +81,7 @@ def _trouble(error: BaseException) -> Trouble:
         if "libmpi" in text or "mpi4py" in text or "libpmi" in text:
             return Trouble("wrong MPI", "mpi4py and this node's MPI library do not fit each other")
         return Trouble(
-            "configuration",
-            f"the environment of this node lacks {missing}: modules, container, cluster.python",
+            "configuration", f"the environment of this node lacks {missing}: modules, container, cluster.python"
         )
     if type(error).__module__.startswith("mpi4py"):
         return Trouble("exception", "MPI failed: another rank may be gone")

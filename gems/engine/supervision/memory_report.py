@@ -35,9 +35,7 @@ def findings_of(pipeline: Pipeline, profile: Path | None = None) -> Findings:
     """
     predicted = _predicted_bytes(pipeline) if pipeline.segments is None else _walked_bytes(pipeline, profile)
     return Findings(
-        tuple(pipeline.comm.allgather(pipeline.train.activations.peak_bytes)),
-        predicted,
-        _unsplit_layers(pipeline),
+        tuple(pipeline.comm.allgather(pipeline.train.activations.peak_bytes)), predicted, _unsplit_layers(pipeline)
     )
 
 
@@ -48,8 +46,7 @@ def _predicted_bytes(pipeline: Pipeline) -> tuple[int, ...]:
     """
     sizes: dict[int, tuple[int, int]] = {}
     mine = [
-        (held[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0)
-        for held, stage in pipeline.stages.items()
+        (held[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0) for held, stage in pipeline.stages.items()
     ]
     for number, stash, held_for_weights in itertools.chain.from_iterable(pipeline.comm.allgather(mine)):
         before = sizes.get(number, (0, 0))

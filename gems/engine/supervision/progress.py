@@ -25,9 +25,7 @@ class Progress:
     that is full or gone stops the notes and not the run.
     """
 
-    def __init__(
-        self, name: str, num_steps: int, images_per_step: int, path: Path, first_step: int = 0
-    ) -> None:
+    def __init__(self, name: str, num_steps: int, images_per_step: int, path: Path, first_step: int = 0) -> None:
         self._path = path
         self._noted = -math.inf
         self._num_steps = num_steps

@@ -107,21 +107,13 @@ class Recorder:
         """Records a transfer from its posting to now, when it is seen complete."""
         if self.is_on:
             self._add(
-                action,
-                LINK,
-                posted_ns,
-                time.perf_counter_ns(),
-                moved_bytes,
-                self._ledger.held_bytes,
-                self._host_bytes,
+                action, LINK, posted_ns, time.perf_counter_ns(), moved_bytes, self._ledger.held_bytes, self._host_bytes
             )
 
     def span(self, action: Action, stream: int, start_ns: int, end_ns: int, moved_bytes: int = 0) -> None:
         """Records an action whose begin and end are known, on one of the trace's streams."""
         if self.is_on:
-            self._add(
-                action, stream, start_ns, end_ns, moved_bytes, self._ledger.held_bytes, self._host_bytes
-            )
+            self._add(action, stream, start_ns, end_ns, moved_bytes, self._ledger.held_bytes, self._host_bytes)
 
     def waited(self, step: int, start_ns: int, end_ns: int, read: Action | None = None) -> None:
         """Records that the rank waited for input: that of the forward `read`, or else of the whole of `step`."""
@@ -131,20 +123,7 @@ class Recorder:
             held = (self._ledger.held_bytes, self._host_bytes)
             self._part.add(
                 "events",
-                (
-                    self._part.rank,
-                    step,
-                    INPUT,
-                    stage,
-                    -1,
-                    direction,
-                    micro_batch,
-                    COMPUTE,
-                    start_ns,
-                    end_ns,
-                    0,
-                    *held,
-                ),
+                (self._part.rank, step, INPUT, stage, -1, direction, micro_batch, COMPUTE, start_ns, end_ns, 0, *held),
             )
 
     def end_step(self) -> None:

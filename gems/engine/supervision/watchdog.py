@@ -78,9 +78,7 @@ class Watchdog:
         self._schedule: Schedule | None = None
         self._main = threading.main_thread().ident or 0
         self._closing = threading.Event()
-        self._ending = (
-            threading.Lock()
-        )  # whoever holds it tells the end: the rank's own thread or the watchdog's
+        self._ending = threading.Lock()  # whoever holds it tells the end: the rank's own thread or the watchdog's
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._ticked_s = self._looked_s = self._armed_s = time.monotonic()
         self._mark, self._moved_ns = (0, 0, True), 0
@@ -130,10 +128,7 @@ class Watchdog:
             self._heartbeat.live("" if what is None else str(what), self._moved_ns)
             now_ns = time.time_ns()
             world = World(self._read_schedule(), Marks(self._folder, self._num_ranks), now_ns, self._silent_s)
-            return any(
-                (now_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat)
-                for beat in world.held_up_by(self._rank)
-            )
+            return any((now_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat) for beat in world.held_up_by(self._rank))
         except Exception as error:
             print(f"gems: rank {self._rank} cannot tell who moves: {error!r}", file=sys.stderr, flush=True)
             return False
@@ -223,11 +218,7 @@ class Watchdog:
             write_json(self._folder.stalled_json, document | more)
             return waits_for
         except Exception as error:
-            print(
-                f"gems: rank {self._rank} cannot tell who waits for whom: {error!r}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"gems: rank {self._rank} cannot tell who waits for whom: {error!r}", file=sys.stderr, flush=True)
             return None
 
     def _claim(self, document: Mapping[str, Any]) -> bool:
@@ -256,9 +247,7 @@ class Watchdog:
         beat = self._heartbeat.last()
         where = f"step {beat.step}, action {beat.action}" if beat else "no mark"
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
-        head = (
-            f"rank {self._rank} on node {os.uname().nodename}, process {os.getpid()}, {where}, {utc}: {why}\n"
-        )
+        head = f"rank {self._rank} on node {os.uname().nodename}, process {os.getpid()}, {where}, {utc}: {why}\n"
         with contextlib.suppress(OSError, ValueError):
             lines = "".join(traceback.format_exception(raised)) if raised is not None else ""
             os.write(self._stacks.fileno(), (head + lines).encode(errors="replace"))

@@ -46,9 +46,7 @@ def measure_offset(comm: Comm) -> Offset:
                 best = min(best, (trip, theirs - (asked + trip // 2)))
             comm.send(best, rank, 2)
         return Offset(0, 0, time.perf_counter_ns())
-    while not comm.Iprobe(
-        source=0, tag=1
-    ):  # asleep: ranks that spin here would keep the others from their cores
+    while not comm.Iprobe(source=0, tag=1):  # asleep: ranks that spin here would keep the others from their cores
         time.sleep(LOOK_S)
     for _ in range(ROUNDS):
         comm.recv(source=0, tag=1)

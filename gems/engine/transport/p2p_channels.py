@@ -87,16 +87,11 @@ class Links:
         self._largest, self._max_tensors = largest, most_tensors(schedule, largest)
         check_tags(schedule, self._max_tensors, transports[0].max_tag)
         self._ways = {
-            action: self._way_of(action)
-            for action in schedule.rows[rank]
-            if action.kind in SEND_KINDS | RECV_KINDS
+            action: self._way_of(action) for action in schedule.rows[rank] if action.kind in SEND_KINDS | RECV_KINDS
         }
 
     def _way_of(self, action: Action) -> _Way:
-        boundary, first = (
-            self._boundaries[boundary_of(action)],
-            first_index(action, self.schedule, self._largest),
-        )
+        boundary, first = (self._boundaries[boundary_of(action)], first_index(action, self.schedule, self._largest))
         if action.kind in (Kind.SEND_B, Kind.RECV_B):
             boundary = with_gradient(boundary)
         return _Way(
@@ -135,9 +130,7 @@ class Links:
         departure = _Departure(self._recorder, action, way.num_bytes, len(tensors))
         self._recorder.hold(way.num_bytes)
         ready = [self._staging.to_host(tensor, departure) for tensor in tensors]
-        departure.posted_ns = (
-            self._recorder.now()
-        )  # on a GPU not before the compute is over whose data this is
+        departure.posted_ns = self._recorder.now()  # on a GPU not before the compute is over whose data this is
         for (buffer, done), tag in zip(ready, way.tags, strict=True):
             way.transport.send(buffer, way.peer, tag, done)
 

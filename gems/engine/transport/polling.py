@@ -16,9 +16,7 @@ LOOK_S = 0.000025
 LOOK_LEAST_S = 0.00005
 LAX = 8
 MARGIN_S = 0.00008
-FEW_LOOK_S = (
-    0.0001  # with more ranks a core than make for this, spinning would take the cores from the others
-)
+FEW_LOOK_S = 0.0001  # with more ranks a core than make for this, spinning would take the cores from the others
 TIMER_SLACK_NS = 1_000
 SPIN_S, OWN_CORE_SPIN_S = 0.0002, 0.02
 AGAIN_LEAST_S, AGAIN_MOST_S = 1.0, 30.0

@@ -47,9 +47,7 @@ def main(argv: Sequence[str]) -> None:
         _probe(result, argv[1], order)
     except BaseException as error:
         code = _report(result, error)
-        from gems.engine.transport.mpi import (
-            abort,  # where MPI is missing this fails too, and ends the process
-        )
+        from gems.engine.transport.mpi import abort  # where MPI is missing this fails too, and ends the process
 
         abort(code)
 
@@ -67,9 +65,7 @@ def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
             "the launcher and the MPI that mpi4py loads must be the same: load one MPI, and see cluster.mpi",
         )  # fmt: skip
     transport = Transport(comm, stall_limit_s=STALL_LIMIT_S)
-    ranks = comm.gather(
-        {"node": os.uname().nodename, "gpu": _gpu(device), "sees_folder": result.parent.is_dir()}
-    )
+    ranks = comm.gather({"node": os.uname().nodename, "gpu": _gpu(device), "sees_folder": result.parent.is_dir()})
     document: dict[str, Any] = {
         "schema": SCHEMA, "mpi": library(), "threads": thread_level(), "world_size": comm.size, "ranks": ranks,
         "takes_device_memory": gpu_support(), "device_message": NO_GPU, "host": _measure(transport, _host_data),
@@ -108,11 +104,7 @@ def _gpu(device: torch.device | None) -> dict[str, Any] | None:
         return None
     import torch
 
-    return {
-        "name": torch.cuda.get_device_name(device),
-        "index": device.index,
-        "visible": torch.cuda.device_count(),
-    }
+    return {"name": torch.cuda.get_device_name(device), "index": device.index, "visible": torch.cuda.device_count()}
 
 
 def _try_device(transport: Transport, comm: Comm, device: torch.device) -> dict[str, Any]:
@@ -154,9 +146,7 @@ def _measure(transport: Transport, data: Callable[[int, int], Any]) -> dict[str,
     }
 
 
-def _half_trip_s(
-    transport: Transport, data: Callable[[int, int], Any], num_bytes: int, num_times: int
-) -> float:
+def _half_trip_s(transport: Transport, data: Callable[[int, int], Any], num_bytes: int, num_times: int) -> float:
     """Gives the median time of one way of a message to the other rank and back."""
     rank, other = transport.rank, 1 - transport.rank
     mine, expected, got = data(num_bytes, 17 * rank), data(num_bytes, 17 * other), data(num_bytes, 99)

@@ -38,18 +38,12 @@ def main(argv: Sequence[str]) -> int:
     """Runs one rank of the probe."""
     kind = argv[1] if len(argv) > 1 else "real"
     if len(argv) not in (1, 2) or kind not in KINDS:
-        print(
-            "usage: python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]", file=sys.stderr
-        )
+        print("usage: python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]", file=sys.stderr)
         return ConfigError.exit_code
     try:
         probe(Path(argv[0]), world(), kind)
     except BaseException as error:
-        print(
-            f"gems: the calibration failed on node {os.uname().nodename}: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"gems: the calibration failed on node {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
         abort(1)
     return 0
 

@@ -55,8 +55,7 @@ def relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
         return 0.0, ""
     floor = FLOOR * max(float(value.abs().max()) for value in reference.values())
     errors = {
-        name: float((value - reference[name]).abs().max())
-        / max(float(reference[name].abs().max()), floor, 1e-300)
+        name: float((value - reference[name]).abs().max()) / max(float(reference[name].abs().max()), floor, 1e-300)
         for name, value in ours.items()
     }
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
@@ -90,9 +89,7 @@ def compare(
                 worst[kind] = max(worst[kind], (error, where), key=_by_error)
     feed.close()
     everyone = comm.allgather(worst)
-    parameter, gradient, statistics = (
-        max((of_rank[kind] for of_rank in everyone), key=_by_error) for kind in range(3)
-    )
+    parameter, gradient, statistics = (max((of_rank[kind] for of_rank in everyone), key=_by_error) for kind in range(3))
     largest = max((parameter, gradient, statistics), key=_by_error)
     return Difference(
         largest[0], parameter[0], gradient[0], statistics[0], largest[1],

@@ -39,9 +39,7 @@ def named_values(name: str, module: nn.Module) -> tuple[Values, Values, Values]:
     return parameters, gradients, statistics
 
 
-def train_unsplit(
-    spec: RunSpec, schedule: Schedule, device: torch.device
-) -> Iterator[tuple[Values, Values, Values]]:
+def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> Iterator[tuple[Values, Values, Values]]:
     """Trains the whole model on the run's own micro-batches; gives (parameters, gradients, statistics) after each step.
 
     The gradient is the mean over all labels of a step (one an image, one a token), added up over the micro-batches of each copy of the model (a
@@ -113,7 +111,5 @@ def _micro_batches(
     for where in slices:
         chosen = [(int(index), int(draw)) for index, draw in samples[where]]
         given = torch.stack([torch.from_numpy(dataset.image("train", index, draw)) for index, draw in chosen])
-        labels = torch.from_numpy(
-            np.stack([np.asarray(dataset.label("train", index)) for index, _ in chosen])
-        )
+        labels = torch.from_numpy(np.stack([np.asarray(dataset.label("train", index)) for index, _ in chosen]))
         yield given.to(device, dtype if given.is_floating_point() else given.dtype), labels.to(device)

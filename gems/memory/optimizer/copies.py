@@ -80,7 +80,6 @@ class WholeCopies:
         free = float(part.is_of_several)
         program.row({there: 1.0, is_there: -1.0} | bound, high=free)
         program.row(
-            {there: 1.0, part.moved: -1.0, is_there: -1.0}
-            | {variable: -factor for variable, factor in bound.items()},
+            {there: 1.0, part.moved: -1.0, is_there: -1.0} | {variable: -factor for variable, factor in bound.items()},
             low=-1.0 - free,
         )

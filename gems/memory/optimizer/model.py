@@ -62,9 +62,7 @@ class PlanModel:
             _RankRows(self, rank, kept.ranks[rank].points).write()
         self._write_dependencies()
 
-    def solve(
-        self, is_whole: bool, node_limit: int = 0, gap: float = 0.0, copy_share: float = 0.0
-    ) -> Relaxed | None:
+    def solve(self, is_whole: bool, node_limit: int = 0, gap: float = 0.0, copy_share: float = 0.0) -> Relaxed | None:
         """Solves it; None where no plan can keep the limit.
 
         With `copy_share` a part of each copy's time counts as if it were exposed, more for what is needed sooner: of
@@ -91,8 +89,7 @@ class PlanModel:
         weights: tuple[dict[Arc, float], ...] = ()
         if values is not None:
             weights = tuple(
-                {arc: float(values[at]) for arc, at in block.at.items() if values[at] > 1e-6}
-                for block in self.blocks
+                {arc: float(values[at]) for arc, at in block.at.items() if values[at] > 1e-6} for block in self.blocks
             )
         return Relaxed(weights, max(0.0, self.program.seconds(found.bound)), is_whole)
 

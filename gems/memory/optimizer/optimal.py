@@ -101,11 +101,7 @@ def _planned(outcome: Outcome, bound_s: float, method: str) -> Planned:
     made = replace(outcome.plan, policy=POLICY)
     bound_s = min(bound_s, outcome.step_s)
     return Planned(
-        made,
-        replace(outcome, plan=made),
-        bound_s,
-        outcome.step_s / bound_s - 1.0 if bound_s else float("inf"),
-        method,
+        made, replace(outcome, plan=made), bound_s, outcome.step_s / bound_s - 1.0 if bound_s else float("inf"), method
     )
 
 
@@ -115,9 +111,7 @@ def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterat
     Where the programme is too large for the budget its relaxation is rounded. Without any solution no plan can keep the
     limit, and there is nothing to give.
     """
-    is_chain = (
-        case.schedule.num_ranks == 1 and len({action.micro_batch for action in case.schedule.rows[0]}) == 1
-    )
+    is_chain = case.schedule.num_ranks == 1 and len({action.micro_batch for action in case.schedule.rows[0]}) == 1
     model = PlanModel(case, limit_bytes, moves_all=is_chain)
     relaxed = model.solve(is_whole=False)
     if relaxed is None:
@@ -177,8 +171,7 @@ def _too_small(case: MemoryCase, least: Outcome, limit_bytes: int) -> DoesNotFit
     stages = {stage for _, stage in case.schedule.placement.stages_on(rank)}
     held = [layer for stage in stages for layer in range(case.boundaries[stage], case.boundaries[stage + 1])]
     alone = {
-        layer: int(max(spans.forward_peak[layer, layer + 1], spans.backward_peak[layer, layer + 1]))
-        for layer in held
+        layer: int(max(spans.forward_peak[layer, layer + 1], spans.backward_peak[layer, layer + 1])) for layer in held
     }
     largest = max(alone, key=lambda layer: alone[layer])
     name = case.profile.layers[largest].name

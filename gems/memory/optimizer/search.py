@@ -77,9 +77,7 @@ class Search:
         """Gives windows to the copies of a plan, and plays it; kept layers one by one, so that windows may end between them."""
         key = (_bare(_by_layer(stages)), self.way)
         if key not in self._tried:
-            outcome = with_windows(
-                self.case, MemoryPlan("plan", key[0]), self.limit_bytes, self.plays, (self.way,)
-            )
+            outcome = with_windows(self.case, MemoryPlan("plan", key[0]), self.limit_bytes, self.plays, (self.way,))
             self._tried[key] = Tried(outcome, self.limit_bytes)
         return self._tried[key]
 
@@ -211,12 +209,7 @@ def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None
         if not segment.choice.is_run_again:
             continue
         if segment.first < layer < segment.end:
-            return (
-                *now[:index],
-                replace(segment, end=layer),
-                replace(segment, first=layer),
-                *now[index + 1 :],
-            )
+            return (*now[:index], replace(segment, end=layer), replace(segment, first=layer), *now[index + 1 :])
         if segment.first == layer and index and now[index - 1].choice is segment.choice:
             return (*now[: index - 1], replace(segment, first=now[index - 1].first), *now[index + 1 :])
     return None
@@ -240,6 +233,4 @@ def _by_layer(stages: Sequence[tuple[Segment, ...]]) -> Cut:
 
 def _bare(stages: Sequence[tuple[Segment, ...]]) -> Cut:
     """Gives segments without distances."""
-    return tuple(
-        tuple(Segment(segment.first, segment.end, segment.choice) for segment in cut) for cut in stages
-    )
+    return tuple(tuple(Segment(segment.first, segment.end, segment.choice) for segment in cut) for cut in stages)

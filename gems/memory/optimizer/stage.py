@@ -23,9 +23,7 @@ class StageBlock:
         for arc in self.arcs:
             for layer in range(arc.first, arc.end):
                 self.covering[layer].append(arc)
-        self.value_kept: dict[int, float] = {
-            self.at[arc]: float(arc.choice is Choice.KEEP) for arc in self.arcs
-        }
+        self.value_kept: dict[int, float] = {self.at[arc]: float(arc.choice is Choice.KEEP) for arc in self.arcs}
         self._path()
         self.held = {each: self._held(each) for each in stage.shared}
         self.moved = {each: self._moved(each) for each in stage.shared if each.savers}
@@ -147,9 +145,7 @@ class StageBlock:
             needing, taking = self._needing(each, layer), self._taking(each, layer)
             for terms in (needing, taking):
                 if terms and each.is_movable:
-                    self.program.row(
-                        _joined({variable: 1.0, self.held[each]: 1.0}, _negative(terms)), low=0.0
-                    )
+                    self.program.row(_joined({variable: 1.0, self.held[each]: 1.0}, _negative(terms)), low=0.0)
             if taking:
                 self.program.row(_joined({variable: 1.0}, _negative(taking), staying), low=0.0)
             staying = _joined(staying, needing)
@@ -170,9 +166,7 @@ class StageBlock:
         for saver in earlier:
             is_there = (Choice.KEEP, Choice.OFFLOAD) if each.savers[-1] > layer else (Choice.KEEP,)
             self.program.row({variable: 1.0} | _negative(self._chosen(saver, *is_there)), low=0.0)
-        taking = [
-            arc for arc in self.covering[layer] if arc.choice.is_run_again and each.is_input_of(arc.first)
-        ]
+        taking = [arc for arc in self.covering[layer] if arc.choice.is_run_again and each.is_input_of(arc.first)]
         self.program.row({variable: 1.0} | {self.at[arc]: -1.0 for arc in taking}, low=0.0)
         return variable
 
@@ -188,9 +182,7 @@ class StageBlock:
                 Choice.KEEP: stage.own_bytes[layer], Choice.OFFLOAD: stays, Choice.RECOMPUTE: 0,
                 Choice.CHEAP: stage.own_product_bytes[layer],
             }  # fmt: skip
-            own[layer] = {
-                self.at[arc]: self.program.scaled_bytes(size[arc.choice]) for arc in self.covering[layer]
-            }
+            own[layer] = {self.at[arc]: self.program.scaled_bytes(size[arc.choice]) for arc in self.covering[layer]}
             moves = self.program.scaled_bytes(stage.own_movable_bytes[layer])
             moved[layer] = {at: moves for at in self._chosen(layer, Choice.OFFLOAD)}
         self.kept_own, self.moved_own = self._cumulated(own), self._cumulated(moved)

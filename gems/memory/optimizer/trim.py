@@ -38,10 +38,7 @@ def _if_as_good(outcome: Outcome, other: Outcome, limit_bytes: int) -> Outcome:
 def _without_idle(outcome: Outcome) -> MemoryPlan:
     """Gives the plan without the offloaded segments whose windows meet, so that nothing leaves."""
     moved = {
-        (action.stage, action.segment)
-        for row in outcome.schedule.rows
-        for action in row
-        if action.kind is Kind.OFFLOAD
+        (action.stage, action.segment) for row in outcome.schedule.rows for action in row if action.kind is Kind.OFFLOAD
     }
     stages = tuple(
         tuple(

@@ -45,9 +45,7 @@ def with_windows(
     for way in ways:
         lanes = [lane_of(tight, rank, limit_bytes) for rank in range(len(tight.ranks))]
         for _ in range(TRIALS):
-            widths = (
-                _even(plan, lanes) if way is Way.SHORTEST_FIRST else _widest(lanes, way is Way.BACK_FIRST)
-            )
+            widths = _even(plan, lanes) if way is Way.SHORTEST_FIRST else _widest(lanes, way is Way.BACK_FIRST)
             found = play(set_distances(plan, *widths))
             if max(found.peak_bytes) <= limit_bytes:
                 best = found if found.step_s < best.step_s else best
@@ -84,10 +82,7 @@ def _widest(lanes: Sequence[Lane], back_first: bool) -> tuple[Widths, Widths]:
         room = list(lane.room)
         first = (_back if back_first else _out)(lane.spans, room, {})
         second = (_out if back_first else _back)(lane.spans, room, first)
-        for widths, found in (
-            (free, second if back_first else first),
-            (ahead, first if back_first else second),
-        ):
+        for widths, found in ((free, second if back_first else first), (ahead, first if back_first else second)):
             for index, width in found.items():
                 place = lane.spans[index].place
                 widths[place] = min(widths.get(place, width), width)

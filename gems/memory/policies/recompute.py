@@ -143,6 +143,4 @@ def _root(num_layers: int) -> int:
 
 
 def _plan(case: MemoryCase, spans: Sequence[Sequence[tuple[int, int]]], choice: Choice) -> MemoryPlan:
-    return MemoryPlan(
-        POLICY, tuple(tuple(Segment(first, end, choice) for first, end in stage) for stage in spans)
-    )
+    return MemoryPlan(POLICY, tuple(tuple(Segment(first, end, choice) for first, end in stage) for stage in spans))

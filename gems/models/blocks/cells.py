@@ -105,9 +105,7 @@ class FactorizedReduction(nn.Module):
 def _activated_conv(
     in_channels: int, out_channels: int, norm: str, kernel: int | tuple[int, int] = 1, stride: int = 1
 ) -> nn.Sequential:
-    return nn.Sequential(
-        nn.ReLU(), conv2d(in_channels, out_channels, kernel, stride, norm), norm2d(norm, out_channels)
-    )
+    return nn.Sequential(nn.ReLU(), conv2d(in_channels, out_channels, kernel, stride, norm), norm2d(norm, out_channels))
 
 
 def _bottleneck(channels: int, stride: int, norm: str, *kernels: int | tuple[int, int]) -> nn.Sequential:
@@ -115,10 +113,7 @@ def _bottleneck(channels: int, stride: int, norm: str, *kernels: int | tuple[int
     strides = [stride, *[1] * (len(kernels) - 1)]
     return nn.Sequential(
         _activated_conv(channels, inner, norm),
-        *(
-            _activated_conv(inner, inner, norm, kernel, step)
-            for kernel, step in zip(kernels, strides, strict=True)
-        ),
+        *(_activated_conv(inner, inner, norm, kernel, step) for kernel, step in zip(kernels, strides, strict=True)),
         _activated_conv(inner, channels, norm),
     )
 

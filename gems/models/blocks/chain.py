@@ -56,9 +56,7 @@ class Chain(nn.Module):
     Takes (N, in_channels, H, W), and gives (N, C', H', W') as the steps say.
     """
 
-    def __init__(
-        self, in_channels: int, steps: tuple[Step, ...], norm: str, carried: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, in_channels: int, steps: tuple[Step, ...], norm: str, carried: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.steps = _run(in_channels, steps, norm)
         self.output_names = ("main", *carried) if carried else ()

@@ -55,9 +55,7 @@ class FullyConnected(nn.Module):
     Takes (N, in_features) or a map (N, in_features / map_px^2, H, W), and gives (N, out_features).
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, map_px: int, dropout_rate: float, is_last: bool
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, map_px: int, dropout_rate: float, is_last: bool) -> None:
         super().__init__()
         self.flatten = Flatten(map_px) if map_px else nn.Identity()
         self.dropout = dropout(dropout_rate)
@@ -81,9 +79,7 @@ class Auxiliary(nn.Module):
 
     output_names = ("main", "auxiliary")
 
-    def __init__(
-        self, in_channels: int, inner_channels: int, out_channels: int, num_classes: int, norm: str
-    ) -> None:
+    def __init__(self, in_channels: int, inner_channels: int, out_channels: int, num_classes: int, norm: str) -> None:
         super().__init__()
         self.features = nn.Sequential(
             conv2d(in_channels, inner_channels, 1, 1, norm),
@@ -113,13 +109,7 @@ class AuxiliaryHead(Head):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        num_classes: int,
-        norm: str,
-        activate: bool,
-        dropout_rate: float,
-        weight: float,
+        self, in_channels: int, num_classes: int, norm: str, activate: bool, dropout_rate: float, weight: float
     ) -> None:
         super().__init__(in_channels, num_classes, norm, activate, dropout_rate)
         self.weight = weight

@@ -102,15 +102,10 @@ def _branch_convs(
             conv2d(inner_channels, inner_channels, 3, 1, norm),
             conv2d(inner_channels, out_channels, 1, 1, norm),
         ]
-    return [
-        conv2d(in_channels, inner_channels, 3, stride, norm),
-        conv2d(inner_channels, out_channels, 3, 1, norm),
-    ]
+    return [conv2d(in_channels, inner_channels, 3, stride, norm), conv2d(inner_channels, out_channels, 3, 1, norm)]
 
 
-def _shortcut(
-    in_channels: int, out_channels: int, stride: int, shortcut: str, norm: str, normed: bool
-) -> nn.Module:
+def _shortcut(in_channels: int, out_channels: int, stride: int, shortcut: str, norm: str, normed: bool) -> nn.Module:
     if in_channels == out_channels and stride == 1:
         return nn.Identity()
     if shortcut == "identity":

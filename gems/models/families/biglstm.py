@@ -28,16 +28,9 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     if model.depth < 1:
         raise ConfigError("model.depth", model.depth, "LSTM layers, at least 1")
     words = (("vocabulary", model.vocabulary), ("width", model.width))
-    recurrent = (
-        ("in_features", model.width),
-        ("width", model.width),
-        ("num_cells", _CELLS_PER_OUTPUT * model.width),
-    )
+    recurrent = (("in_features", model.width), ("width", model.width), ("num_cells", _CELLS_PER_OUTPUT * model.width))
     return (
         Layer("words", "embedding", f"{_BLOCKS}:WordEmbedding", words),
-        *(
-            Layer(f"lstm{number + 1}", "lstm", f"{_BLOCKS}:Recurrent", recurrent)
-            for number in range(model.depth)
-        ),
+        *(Layer(f"lstm{number + 1}", "lstm", f"{_BLOCKS}:Recurrent", recurrent) for number in range(model.depth)),
         Layer("head", "head", f"{_BLOCKS}:WordHead", words),
     )

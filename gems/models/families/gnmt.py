@@ -43,11 +43,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     out.append(_layer("decoder1", "lstm", "Recurrent", in_features=width, width=width, carried=("memory",)))
     out.append(_layer("attention", "attention", "Attention", width=width))
     for number in range(2, model.depth + 1):
-        options = {
-            "width": width,
-            "is_residual": number >= _FIRST_RESIDUAL,
-            "is_last": number == model.depth,
-        }
+        options = {"width": width, "is_residual": number >= _FIRST_RESIDUAL, "is_last": number == model.depth}
         out.append(_layer(f"decoder{number}", "lstm", "ContextDecoder", **options))
     return (*out, _layer("head", "head", "WordHead", **words))
 

@@ -76,9 +76,7 @@ def _with_pooling(*branches: tuple[Step, ...], pooled: int) -> Fork:
 
 
 def _mixed5(pooled: int) -> Fork:
-    return _with_pooling(
-        (conv(64),), (conv(48), conv(64, 5)), (conv(64), conv(96, 3), conv(96, 3)), pooled=pooled
-    )
+    return _with_pooling((conv(64),), (conv(48), conv(64, 5)), (conv(64), conv(96, 3), conv(96, 3)), pooled=pooled)
 
 
 def _mixed6(inner: int) -> Fork:
@@ -86,13 +84,7 @@ def _mixed6(inner: int) -> Fork:
     return _with_pooling(
         (conv(192),),
         (conv(inner), conv(inner, (1, 7)), conv(192, (7, 1))),
-        (
-            conv(inner),
-            conv(inner, (7, 1)),
-            conv(inner, (1, 7)),
-            conv(inner, (7, 1)),
-            conv(192, (1, 7)),
-        ),
+        (conv(inner), conv(inner, (7, 1)), conv(inner, (1, 7)), conv(inner, (7, 1)), conv(192, (1, 7))),
         pooled=192,
     )
 
@@ -104,9 +96,7 @@ def _mixed7() -> Fork:
 
 
 _MIXED6A = fork(
-    (conv(384, 3, 2, is_padded=False),),
-    (conv(64), conv(96, 3), conv(96, 3, 2, is_padded=False)),
-    (_HALVE,),
+    (conv(384, 3, 2, is_padded=False),), (conv(64), conv(96, 3), conv(96, 3, 2, is_padded=False)), (_HALVE,)
 )
 _MIXED7A = fork(
     (conv(192), conv(320, 3, 2, is_padded=False)),

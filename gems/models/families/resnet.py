@@ -93,10 +93,7 @@ def block_of(model: ModelConfig) -> str:
     formulas = " or ".join(f"{_NUM_STAGES * _CONVS[block]}n+2 ({block})" for block in wanted)
     depths = ", ".join(str(depth) for depth in _nearest_depths(model.depth, wanted))
     raise ConfigError(
-        "model.depth",
-        model.depth,
-        f"a ResNet v{model.version} has depth {formulas}, n >= 1",
-        f"nearest: {depths}",
+        "model.depth", model.depth, f"a ResNet v{model.version} has depth {formulas}, n >= 1", f"nearest: {depths}"
     )
 
 

@@ -43,9 +43,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         skips = skips[:-1]
         wide = channels[level]
         out.append(
-            _layer(
-                f"up{level + 1}.widen", "conv", "Ascend", in_channels=2 * wide, out_channels=wide, names=skips
-            )
+            _layer(f"up{level + 1}.widen", "conv", "Ascend", in_channels=2 * wide, out_channels=wide, names=skips)
         )
         out += _double(f"up{level + 1}", 2 * wide, wide, model.norm, skips)
     head = {"in_channels": model.width, "num_classes": data.num_classes}
@@ -61,16 +59,11 @@ def stride_px(model: ModelConfig) -> int:
 def _check_levels(model: ModelConfig) -> None:
     if not _LEAST_LEVELS <= model.depth <= _MOST_LEVELS:
         raise ConfigError(
-            "model.depth",
-            model.depth,
-            f"a U-Net has {_LEAST_LEVELS} to {_MOST_LEVELS} levels",
-            "published: 5",
+            "model.depth", model.depth, f"a U-Net has {_LEAST_LEVELS} to {_MOST_LEVELS} levels", "published: 5"
         )
 
 
-def _double(
-    name: str, in_channels: int, out_channels: int, norm: str, skips: tuple[str, ...]
-) -> tuple[Layer, Layer]:
+def _double(name: str, in_channels: int, out_channels: int, norm: str, skips: tuple[str, ...]) -> tuple[Layer, Layer]:
     step = (conv(out_channels, 3),)
     return (
         chain_layer(f"{name}.conv1", "conv", in_channels, step, norm, skips),

@@ -47,9 +47,7 @@ def resolve_target(model: ModelConfig) -> ModelConfig:
     given = None if model.path is None else str(Path(model.path).absolute())
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     found = (str(Path(folder).absolute()) for folder in folders if _is_in(words[0], folder))
-    return ModelConfig(
-        name=words[-1], target=target, kwargs=dict(model.kwargs), path=given or next(found, None)
-    )
+    return ModelConfig(name=words[-1], target=target, kwargs=dict(model.kwargs), path=given or next(found, None))
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -98,9 +96,7 @@ def _text(model: ModelConfig, data: DataConfig) -> str:
 def _description(text: str, source: str | None, num_classes: int) -> dict[str, Any]:
     """Gives names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
     if "torch" in sys.modules:
-        described: dict[str, Any] = importlib.import_module("gems.models.imported.parts").describe(
-            text, num_classes
-        )
+        described: dict[str, Any] = importlib.import_module("gems.models.imported.parts").describe(text, num_classes)
         return described
     if source is None:
         return _ask(text, num_classes)

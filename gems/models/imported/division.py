@@ -46,11 +46,7 @@ def divide(root: nn.Module, traced: Traced) -> tuple[Slice, ...]:
     layer_of, names = _begin(root, nodes, traced.values)
     layer_of[end] = len(names) - 1
     empty = ((n, n + 1) for n in range(len(names) - 1) if not _crossing(nodes, layer_of, n))
-    spans = [
-        *_shared(root, nodes, layer_of),
-        *_uncarried(traced, nodes, layer_of),
-        *_aliased(traced, nodes, layer_of),
-    ]
+    spans = [*_shared(root, nodes, layer_of), *_uncarried(traced, nodes, layer_of), *_aliased(traced, nodes, layer_of)]
     merged = _merge(len(names), [*spans, *empty])
     layer_of = {node: merged[layer] for node, layer in layer_of.items()}
     groups = [list(group) for _, group in groupby(range(len(names)), key=merged.__getitem__)]
@@ -92,9 +88,7 @@ def _has_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
-def _shared(
-    root: nn.Module, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]
-) -> Iterator[tuple[int, int]]:
+def _shared(root: nn.Module, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
     """Gives the spans of layers that share a parameter or a buffer, whose gradients and statistics are one."""
     users: dict[int, list[int]] = {}
     for node in nodes:
@@ -117,18 +111,14 @@ def _last_use(node: fx.Node, layer_of: dict[fx.Node, int]) -> int:
     return max((layer_of[user] for user in node.users), default=layer_of[node])
 
 
-def _uncarried(
-    traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]
-) -> Iterator[tuple[int, int]]:
+def _uncarried(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
     """Gives the spans of layers between which a value would cross that no tensors carry."""
     for node in nodes:
         if _last_use(node, layer_of) > layer_of[node] and not _is_carried(traced.values[node]):
             yield layer_of[node], _last_use(node, layer_of)
 
 
-def _aliased(
-    traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]
-) -> Iterator[tuple[int, int]]:
+def _aliased(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
     """Gives the spans of layers of which one changes what came to it by two names, or changes the network's state.
 
     What came by one name only is copied first (`_graph_of`).
@@ -143,9 +133,7 @@ def _changed(traced: Traced, node: fx.Node, layer_of: dict[fx.Node, int]) -> lis
     """Gives the values of layers before that a step changes in place and that its layer, or one behind, uses."""
     here = layer_of[node]
     return [
-        other
-        for other in traced.writes.get(node, ())
-        if layer_of[other] < here and _last_use(other, layer_of) >= here
+        other for other in traced.writes.get(node, ()) if layer_of[other] < here and _last_use(other, layer_of) >= here
     ]
 
 
@@ -227,12 +215,10 @@ def _graph_of(
     changed = {other for node in inside for other in traced.writes.get(node, ())}
     number = count()
     taken = [
-        {path: graph.placeholder(f"taken_{next(number)}") for _, path in _slots(node, values[node])}
-        for node in before
+        {path: graph.placeholder(f"taken_{next(number)}") for _, path in _slots(node, values[node])} for node in before
     ]
     copies: dict[fx.Node, Any] = {
-        node: _rebuild(graph, slots, values[node], node in changed)
-        for node, slots in zip(before, taken, strict=True)
+        node: _rebuild(graph, slots, values[node], node in changed) for node, slots in zip(before, taken, strict=True)
     }
     for node in inside:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -243,11 +229,7 @@ def _graph_of(
     for node in after:
         sizes = [_take(graph, copies[node], path) for path, leaf in _leaves(values[node]) if _is_size(leaf)]
         for name, path in _slots(node, values[node]):
-            made = (
-                graph.call_function(_carrier, (like, *sizes))
-                if path is None
-                else _take(graph, copies[node], path)
-            )
+            made = graph.call_function(_carrier, (like, *sizes)) if path is None else _take(graph, copies[node], path)
             given.append((name, made))
     graph.output(given[0][1] if len(given) == 1 else tuple(made for _, made in given))
     graph.lint()

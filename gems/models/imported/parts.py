@@ -16,13 +16,7 @@ from torch import Tensor, fx, nn
 from gems.errors import ConfigError
 from gems.models.imported.division import Slice, divide
 from gems.models.imported.tracing import trace
-from gems.models.imported.user_code import (
-    construct,
-    construct_on_meta,
-    other_generators,
-    place_of_forward,
-    refusal,
-)
+from gems.models.imported.user_code import construct, construct_on_meta, other_generators, place_of_forward, refusal
 
 
 class Part(nn.Module):
@@ -37,9 +31,7 @@ class Part(nn.Module):
         for path in sorted({*train.paths, *evaluate.paths}):
             _adopt(self, whole, path)
         self.train(whole.training)
-        self._forwards = {
-            is_training: _compile(self, s.graph) for is_training, s in ((True, train), (False, evaluate))
-        }
+        self._forwards = {is_training: _compile(self, s.graph) for is_training, s in ((True, train), (False, evaluate))}
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Runs the layer as it runs in the network's own forward, in the same mode."""
@@ -82,10 +74,7 @@ def describe(text: str, num_classes: int) -> dict[str, Any]:
             "model.target", target, f"gives logits of shape ({whole}), must give (N, data.num_classes={num_classes})",
             "set data.num_classes, or what the network calls it in model.kwargs",
         )  # fmt: skip
-    return {
-        "layers": [[each.name, each.kind] for each, _ in slices],
-        "min_batch": _min_batch(text, image, num_classes),
-    }
+    return {"layers": [[each.name, each.kind] for each, _ in slices], "min_batch": _min_batch(text, image, num_classes)}
 
 
 def _min_batch(text: str, image: tuple[int, ...], num_classes: int) -> int:

@@ -93,21 +93,7 @@ def _holds_blocks(container: nn.Module) -> bool:
     return any(next(child.children(), None) is not None for child in container.children())
 
 
-_IN_PLACE = (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
+_IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 
 
 class _Value(fx.Proxy):

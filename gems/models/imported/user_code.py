@@ -46,9 +46,7 @@ def load(target: str, path: str | None) -> Callable[..., Any]:
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise refusal(target, "needs a module that is not there", error) from error
         where = f"no module named {error.name}" + (f" in {path}" if path else "")
-        raise ConfigError(
-            _KEY, target, where, "set model.path to the folder that holds the package"
-        ) from error
+        raise ConfigError(_KEY, target, where, "set model.path to the folder that holds the package") from error
     except Exception as error:
         raise refusal(target, "cannot be imported", error) from error
     found: Any = module
@@ -60,9 +58,7 @@ def load(target: str, path: str | None) -> Callable[..., Any]:
         found = getattr(found, word)
     if not callable(found) or isinstance(found, nn.Module):
         raise ConfigError(
-            _KEY,
-            target,
-            f"must name a class, or a function that gives a module, and is of type {type(found).__name__}",
+            _KEY, target, f"must name a class, or a function that gives a module, and is of type {type(found).__name__}"
         )
     made: Callable[..., Any] = found
     return made
@@ -121,9 +117,7 @@ def other_generators(seed: int) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def refusal(
-    target: str, what: str, error: BaseException, advice: str = "", why: str | None = None
-) -> ConfigError:
+def refusal(target: str, what: str, error: BaseException, advice: str = "", why: str | None = None) -> ConfigError:
     """Gives the error that says what cannot be done with the user's network, why, and at which line of their code."""
     if why is None:
         said = str(error).strip().splitlines()
@@ -175,8 +169,5 @@ def _check_kwargs(make: Callable[..., Any], target: str, kwargs: Mapping[str, An
 
 
 def _listed(signature: inspect.Signature) -> str:
-    words = [
-        str(parameter.replace(annotation=inspect.Parameter.empty))
-        for parameter in signature.parameters.values()
-    ]
+    words = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()]
     return f"({', '.join(words)})"

@@ -32,9 +32,7 @@ def _phase_bound_s(graph: OpGraph, num_devices: int, what: str) -> float:
     heads, tails = _longest(graph, times, True), _longest(graph, times, False)
     longest = max(heads[v] + times[v] + tails[v] for v in range(graph.num_ops))
     packed = max(
-        min(heads[v] for v in some)
-        + math.fsum(times[v] for v in some) / num_devices
-        + min(tails[v] for v in some)
+        min(heads[v] for v in some) + math.fsum(times[v] for v in some) / num_devices + min(tails[v] for v in some)
         for some in _windows(heads, tails)
     )
     return max(longest, packed)

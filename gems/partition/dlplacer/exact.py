@@ -71,9 +71,7 @@ def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float, seed: i
     bound_s = max(0.0, solver.best_objective_bound * unit_s)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Found(None, bound_s)
-    places = tuple(
-        next(place for place in range(devices.num) if solver.boolean_value(row[place])) for row in on
-    )
+    places = tuple(next(place for place in range(devices.num) if solver.boolean_value(row[place])) for row in on)
     orders = [
         _sequence(graph, devices, places, phase, solver, is_forward)
         for phase, is_forward in zip(phases, (True, False), strict=True)
@@ -233,8 +231,5 @@ def _sequence(
     place_in = {item: at for at, item in enumerate(items)}
     return sorted(
         items,
-        key=lambda item: (
-            begin[item] if isinstance(item, int) else solver.value(phase.messages[item]),
-            place_in[item],
-        ),
+        key=lambda item: (begin[item] if isinstance(item, int) else solver.value(phase.messages[item]), place_in[item]),
     )

@@ -69,8 +69,7 @@ def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward
         begin = {}
         for v in ready:
             arrived = (
-                end[u]
-                + (places[u] != places[v]) * devices.delay_s(graph.ops[u if is_forward else v].output_bytes)
+                end[u] + (places[u] != places[v]) * devices.delay_s(graph.ops[u if is_forward else v].output_bytes)
                 for u in others[v]
             )
             begin[v] = max(free[places[v]], *arrived, 0.0)

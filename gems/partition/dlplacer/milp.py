@@ -92,9 +92,7 @@ class _Table:
         if devices.limit_bytes is not None:
             limit = max(1, devices.limit_bytes)
             for place in range(devices.num):
-                held = [
-                    (row[place], op.held_bytes / limit) for row, op in zip(self.on, graph.ops, strict=True)
-                ]
+                held = [(row[place], op.held_bytes / limit) for row, op in zip(self.on, graph.ops, strict=True)]
                 self._add(held, devices.limit_bytes / limit)
         self.most[self.on[graph.order[0]][0]] = 1.0
         for place in range(1, devices.num):
@@ -147,12 +145,7 @@ class _Table:
         """start[first] + time <= start[then] where both lie on `place` and the pair's variable says so."""
         big = 1.0 + time
         self._add(
-            [
-                (start[first], 1.0),
-                (start[then], -1.0),
-                (self.on[first][place], big),
-                (self.on[then][place], big),
-            ]
+            [(start[first], 1.0), (start[then], -1.0), (self.on[first][place], big), (self.on[then][place], big)]
             + [(column, sign * big) for column, sign in wanted],
             -time + big * (2.0 + at_most),
         )

@@ -47,9 +47,7 @@ class Placement:
         return self.graph.time_s / self.timed.span_s if self.timed.span_s else 1.0
 
 
-def place(
-    graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str = "auto", seed: int = 0
-) -> Placement:
+def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str = "auto", seed: int = 0) -> Placement:
     """Places operators on equal devices for the shortest step, forward and backward of one micro-batch.
 
     Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out of it. Where the joined answer
@@ -113,9 +111,7 @@ def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | 
         raise ConfigError("--method", method, f"allowed: {', '.join(METHODS)}")
     if method == "cp_sat" or (method == "auto" and exact.IS_INSTALLED):
         if not exact.IS_INSTALLED:
-            raise ConfigError(
-                "--method", method, "needs OR-tools", "install the extra: pip install .[solver]"
-            )
+            raise ConfigError("--method", method, "needs OR-tools", "install the extra: pip install .[solver]")
         return "cp_sat", lambda graph, on, hint, limit_s: exact.solve(graph, on, hint, limit_s, seed)
     if method == "milp" and devices.has_contention:
         raise ConfigError(
@@ -146,9 +142,7 @@ def _solved(graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: fl
     return timed, max(bound_s, found.bound_s)
 
 
-def _under_limit(
-    graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float
-) -> tuple[Timed, float]:
+def _under_limit(graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float) -> tuple[Timed, float]:
     timed = heft(graph, devices)
     found = None
     if solver is not None and limit_s > 0:

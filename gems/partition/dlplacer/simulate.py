@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from gems.partition.dlplacer.devices import Devices, Timed
 from gems.profile.operator_graph import OpGraph
 
-Message = tuple[
-    int, int
-]  # forward (operator, device): its output to there; backward (reader, feeder): a gradient
+Message = tuple[int, int]  # forward (operator, device): its output to there; backward (reader, feeder): a gradient
 Item = int | Message
 
 
@@ -24,9 +22,7 @@ def needs_of(graph: OpGraph, places: Sequence[int], is_forward: bool) -> list[li
     return found
 
 
-def with_messages(
-    graph: OpGraph, places: Sequence[int], order: Iterable[int], is_forward: bool
-) -> list[Item]:
+def with_messages(graph: OpGraph, places: Sequence[int], order: Iterable[int], is_forward: bool) -> list[Item]:
     """Puts each message right behind the operator that makes it."""
     sequence: list[Item] = []
     for v in order:

@@ -35,9 +35,7 @@ class Chain:
         """Gives the cost of a stage that begins and ends within its windows; infinite where it may not."""
         (first, last), (low, high) = windows[stage], windows[stage + 1]
         part = (slice(first, last + 1), slice(low, high + 1))
-        found = np.where(
-            np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None], -np.inf, np.inf
-        )
+        found = np.where(np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None], -np.inf, np.inf)
         for table in self._costs[stage]:
             np.maximum(found, table[part], out=found)
         for table in self._limits[stage]:
@@ -145,9 +143,7 @@ def _windows(chain: Chain, most: float) -> Windows:
     ]
 
 
-def _fewest_bytes(
-    chain: Chain, boundary_bytes: Sequence[int], most: float, windows: Windows
-) -> tuple[int, ...] | None:
+def _fewest_bytes(chain: Chain, boundary_bytes: Sequence[int], most: float, windows: Windows) -> tuple[int, ...] | None:
     """Gives the cut of the fewest crossing bytes whose stages cost `most` at most each."""
     if any(low > high for low, high in windows):
         return None

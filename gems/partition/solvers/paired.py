@@ -20,9 +20,7 @@ RESOLUTION = 1e-4
 SMALL = 40  # layers up to which all states are cheaper than a search for the threshold
 
 
-def cut_pairs(
-    problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
-) -> Answer:
+def cut_pairs(problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf) -> Answer:
     """Gives the cut whose dearest pair costs least, exact for any tables unless the deadline comes first.
 
     States are the places of the left and the right cut, from outside to inside. A frontier of what can still be
@@ -83,9 +81,7 @@ def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:
     return low, high
 
 
-def _with_fewest_bytes(
-    pairs: Pairs, problem: Problem, cost: float, deadline: float
-) -> tuple[int, ...] | None:
+def _with_fewest_bytes(pairs: Pairs, problem: Problem, cost: float, deadline: float) -> tuple[int, ...] | None:
     frontier = pairs.completable(cost)
     assert frontier is not None
     try:

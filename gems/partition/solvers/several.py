@@ -108,9 +108,7 @@ class _Beam:
         self._rest = self._least_rest()
         self._bytes_to_go = self._fewest_to_go()
 
-    def run(
-        self, cost: float, width: int, most_bytes: float | None = None
-    ) -> tuple[tuple[int, ...] | None, bool]:
+    def run(self, cost: float, width: int, most_bytes: float | None = None) -> tuple[tuple[int, ...] | None, bool]:
         """Gives the best cut of a beam that costs less than `cost`, and whether nothing was left out that may.
 
         With `most_bytes` it is the cut of cost `cost` with fewer crossing bytes than that, and the fewest.
@@ -134,9 +132,7 @@ class _Beam:
         if most_bytes is not None:
             within = (_read(trail, last) for last in range(len(rating)))
             return next((each for each in within if problem.cost(each) <= cost), None)
-        alike = (
-            int(np.searchsorted(rating, rating[0] * (1 + 4 * ROUNDING), side="right")) if len(rating) else 0
-        )
+        alike = int(np.searchsorted(rating, rating[0] * (1 + 4 * ROUNDING), side="right")) if len(rating) else 0
         best = min((_read(trail, last) for last in range(alike)), key=problem.cost, default=None)
         return None if best is None or problem.cost(best) >= cost else best
 
@@ -160,9 +156,7 @@ class _Beam:
                 num_kept = width
         return _first_rated(made, width) if made else level, num_made <= width
 
-    def _grow(
-        self, stage: int, level: _Level, which: Ints, end: Ints, cost: float, most_bytes: float | None
-    ) -> _Level:
+    def _grow(self, stage: int, level: _Level, which: Ints, end: Ints, cost: float, most_bytes: float | None) -> _Level:
         """Gives the cuts `which` with one more stage up to `end`, but for those that cannot be better."""
         most = cost * (1 - ROUNDING) if most_bytes is None else cost * (1 + ROUNDING)
         caps = np.where(self._is_limit, self._caps, most)

@@ -32,8 +32,7 @@ def kept(problem: Problem) -> Problem:
 
     def keep_all(ranks: tuple[RankCosts, ...]) -> tuple[RankCosts, ...]:
         return tuple(
-            RankCosts(rank.stages, tuple(tuple(map(keep, tables)) for tables in rank.moments))
-            for rank in ranks
+            RankCosts(rank.stages, tuple(tuple(map(keep, tables)) for tables in rank.moments)) for rank in ranks
         )
 
     return replace(problem, ranks=keep_all(problem.ranks), limits=keep_all(problem.limits))
@@ -51,9 +50,7 @@ def is_monotone(table: Table) -> bool:
     earlier = table[:-1] >= table[1:]
     read = valid(num_layers)
     return bool(
-        np.all(longer | ~read[:, :-1])
-        and np.all(earlier | ~read[1:])
-        and np.all(np.diagonal(table, offset=1) >= 0)
+        np.all(longer | ~read[:, :-1]) and np.all(earlier | ~read[1:]) and np.all(np.diagonal(table, offset=1) >= 0)
     )
 
 

@@ -30,9 +30,7 @@ class Crossing:
     high: float | None = None
 
 
-def crossing(
-    case: HybridCase, ways: int, devices: Sequence[int], draws: Sequence[HybridCase] = ()
-) -> Crossing:
+def crossing(case: HybridCase, ways: int, devices: Sequence[int], draws: Sequence[HybridCase] = ()) -> Crossing:
     """Finds where workers of so many ways become faster, between the listed numbers of devices by halving.
 
     Between two listed numbers the gain is taken to cross 1 once.
@@ -70,17 +68,12 @@ def _gains(case: HybridCase, ways: int, devices: Sequence[int]) -> list[tuple[in
     return found
 
 
-def _crossing_band(
-    ways: int, devices: Sequence[int], draws: Sequence[HybridCase]
-) -> tuple[float | None, float | None]:
+def _crossing_band(ways: int, devices: Sequence[int], draws: Sequence[HybridCase]) -> tuple[float | None, float | None]:
     """Gives the middle 95 % of where the draws cross, on a line between listed numbers; None for an end that does not."""
     if not draws:
         return None, None
     places = sorted(_interpolated(_gains(case, ways, devices)) for case in draws)
-    ends = (
-        places[math.floor(SHARES[0] * (len(places) - 1))],
-        places[math.ceil(SHARES[1] * (len(places) - 1))],
-    )
+    ends = (places[math.floor(SHARES[0] * (len(places) - 1))], places[math.ceil(SHARES[1] * (len(places) - 1))])
     low, high = (end if math.isfinite(end) else None for end in ends)
     return low, high
 

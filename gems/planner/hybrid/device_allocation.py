@@ -95,14 +95,10 @@ def picks(plan: HybridPlan) -> Picks | None:
 
 def device_counts(ways: Sequence[int], most: int) -> tuple[int, ...]:
     """Gives the numbers of devices to look at: powers of two times each of the ways, up to `most`."""
-    return tuple(
-        sorted({size << k for size in {1, *ways} for k in range(most.bit_length()) if size << k <= most})
-    )
+    return tuple(sorted({size << k for size in {1, *ways} for k in range(most.bit_length()) if size << k <= most}))
 
 
-def plan_hybrid(
-    case: HybridCase, devices: Sequence[int], num_draws: int = NUM_DRAWS, seed: int = 0
-) -> HybridPlan:
+def plan_hybrid(case: HybridCase, devices: Sequence[int], num_draws: int = NUM_DRAWS, seed: int = 0) -> HybridPlan:
     """Weighs all workers x ways at each number of devices, with bands from the intervals of the inputs.
 
     Raises:
@@ -116,9 +112,7 @@ def plan_hybrid(
         raise ConfigError("--hybrid", f"{len(counts)} numbers of devices", f"has nothing to weigh: {reason}")
     rows = tuple(_row(case, draws, count, base) for count in counts)
     crossings = tuple(
-        crossing(case, ways, devices, draws)
-        for ways in case.ways[1:]
-        if not {1, ways} & set(case.misfits or {})
+        crossing(case, ways, devices, draws) for ways in case.ways[1:] if not {1, ways} & set(case.misfits or {})
     )
     return HybridPlan(base, rows, crossings)
 
@@ -155,16 +149,12 @@ def _row(case: HybridCase, draws: Sequence[HybridCase], devices: int, base: tupl
     return Row(devices, tuple(_choice(case, draws, devices // ways, ways, base) for ways in order), left_out)
 
 
-def _choice(
-    case: HybridCase, draws: Sequence[HybridCase], workers: int, ways: int, base: tuple[int, int]
-) -> Choice:
+def _choice(case: HybridCase, draws: Sequence[HybridCase], workers: int, ways: int, base: tuple[int, int]) -> Choice:
     cost, drawn = case.cost(workers, ways), [draw.cost(workers, ways) for draw in draws]
     seconds, batch = case.seconds(cost), workers * case.worker_batch
     time_s = None
     if seconds is not None:
-        time_s = band(
-            seconds, [draw.seconds(each) or seconds for draw, each in zip(draws, drawn, strict=True)]
-        )
+        time_s = band(seconds, [draw.seconds(each) or seconds for draw, each in zip(draws, drawn, strict=True)])
     speedups = [draw.cost(*base) / each for draw, each in zip(draws, drawn, strict=True)]
     return Choice(
         workers, ways, batch, case.epochs.epochs(batch),

@@ -79,9 +79,7 @@ class HybridCase:
         """
         many = workers * ways
         efficiencies = self.efficiency.of(many, 1) / self.efficiency.of(workers, ways)
-        epochs = self.epochs.epochs(workers * self.worker_batch) / self.epochs.epochs(
-            many * self.worker_batch
-        )
+        epochs = self.epochs.epochs(workers * self.worker_batch) / self.epochs.epochs(many * self.worker_batch)
         return ways * efficiencies * epochs
 
     def gain(self, workers: int, ways: int) -> float:

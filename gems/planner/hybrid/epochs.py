@@ -68,9 +68,7 @@ class EpochTable:
         batches = tuple(sorted(rows))
         numbers = (rows[batch] for batch in batches)
         return cls(
-            batches,
-            tuple(each if isinstance(each, Quantity) else Quantity.exact(each) for each in numbers),
-            beyond,
+            batches, tuple(each if isinstance(each, Quantity) else Quantity.exact(each) for each in numbers), beyond
         )
 
     def epochs(self, global_batch: float) -> float:

@@ -51,9 +51,7 @@ def read_epochs(path: Path) -> GivenEpochs:
         ConfigError: a file that cannot be read, a number that is none, or runs without a noise scale.
     """
     document = read_document(EPOCHS, path)
-    num_samples = (
-        whole(EPOCHS, path, document, "samples_per_epoch") if document.get("samples_per_epoch") else None
-    )
+    num_samples = whole(EPOCHS, path, document, "samples_per_epoch") if document.get("samples_per_epoch") else None
     model = document.get("model", NOISE_SCALE if "e_min" in document else TABLE)
     if model not in (TABLE, NOISE_SCALE):
         raise ConfigError(EPOCHS, path, f"model {model}: {one_of((TABLE, NOISE_SCALE))}")
@@ -75,9 +73,7 @@ def read_epochs(path: Path) -> GivenEpochs:
     by_batch: dict[float, list[Quantity]] = defaultdict(list)
     for row in rows:
         by_batch[positive(EPOCHS, path, row, "global_batch")].append(quantity(EPOCHS, path, row, "epochs"))
-    table = EpochTable.of(
-        {batch: _pooled(found) for batch, found in by_batch.items()}, document.get("beyond") is True
-    )
+    table = EpochTable.of({batch: _pooled(found) for batch, found in by_batch.items()}, document.get("beyond") is True)
     return GivenEpochs(table, None, num_samples)
 
 
@@ -112,9 +108,7 @@ def read_efficiency(path: Path, schedule: str = "") -> GivenEfficiency:
     if "efficiency" in rows[0]:
         for row in rows:
             ways = whole(EFFICIENCY, path, row, "ways") if row.get("ways") not in (None, "") else 1
-            by_ways[ways][whole(EFFICIENCY, path, row, "workers")] = quantity(
-                EFFICIENCY, path, row, "efficiency"
-            )
+            by_ways[ways][whole(EFFICIENCY, path, row, "workers")] = quantity(EFFICIENCY, path, row, "efficiency")
         return GivenEfficiency(EfficiencyTable(dict(by_ways)), "given")
     kept = _of_schedule(path, rows, schedule)
     lengths = [whole(EFFICIENCY, path, row, "partitions") for row in kept]
@@ -161,9 +155,7 @@ def _weak(path: Path, rows: Sequence[Row]) -> dict[int, tuple[int, Quantity]]:
             EFFICIENCY, path, "must be of weak scaling: the images of a step and replica change with the replicas",
             "keep parallel.micro_batches and parallel.micro_batch_size",
         )  # fmt: skip
-    return {
-        replicas: (source, Quantity.exact(base_s / step_s)) for replicas, (source, _, step_s) in best.items()
-    }
+    return {replicas: (source, Quantity.exact(base_s / step_s)) for replicas, (source, _, step_s) in best.items()}
 
 
 def speedups_of(text: str) -> Mapping[int, Quantity]:

@@ -144,9 +144,7 @@ def _derived(workers: int, gain: float, half: float, speedup: Input, digits: int
     name = f"epochs on {WAYS * workers} devices over those on {workers}"
     return {
         workers: _exact(f"epochs on {workers} devices", "1", 1.0, Mark.UNIT),
-        WAYS * workers: Input(
-            name, "1", round(value, digits), low, high, Mark.DERIVED, "SU^2 and the published gain"
-        ),
+        WAYS * workers: Input(name, "1", round(value, digits), low, high, Mark.DERIVED, "SU^2 and the published gain"),
     }
 
 

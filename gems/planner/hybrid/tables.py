@@ -60,18 +60,14 @@ def positive(option: str, path: Path, row: Row, column: str) -> float:
     """
     value = row.get(column)
     try:
-        number = (
-            float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-        )
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except ValueError:
         number = math.nan
     except OverflowError:
         number = math.inf
     if not 1e-30 <= number <= 1e30:
         shown = "nothing" if value in (None, "") else repr(value)
-        raise ConfigError(
-            option, path, f"column {column} holds {shown} in a row, and must be a number above 0"
-        )
+        raise ConfigError(option, path, f"column {column} holds {shown} in a row, and must be a number above 0")
     return number
 
 
@@ -83,15 +79,11 @@ def whole(option: str, path: Path, row: Row, column: str) -> int:
     """
     number = positive(option, path, row, column)
     if number != int(number) or number > 2**31:
-        raise ConfigError(
-            option, path, f"column {column} holds {number:g} in a row, and must be a whole number"
-        )
+        raise ConfigError(option, path, f"column {column} holds {number:g} in a row, and must be a whole number")
     return int(number)
 
 
-def quantity(
-    option: str, path: Path, row: Row, column: str, low: str = "low", high: str = "high"
-) -> Quantity:
+def quantity(option: str, path: Path, row: Row, column: str, low: str = "low", high: str = "high") -> Quantity:
     """Gives a number above 0 with the interval of its row, or without one where the row has none.
 
     Raises:

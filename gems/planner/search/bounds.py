@@ -73,8 +73,7 @@ def load_of(profile: ModelProfile) -> Load:
         param_bytes=sum(layer.param_bytes for layer in layers),
         buffer_bytes=sum(layer.buffer_bytes for layer in layers),
         transient_bytes=max(
-            min(layer.forward_peak_bytes, layer.plain_peak_bytes, layer.cheap_first_peak_bytes)
-            for layer in layers
+            min(layer.forward_peak_bytes, layer.plain_peak_bytes, layer.cheap_first_peak_bytes) for layer in layers
         ),
     )
 
@@ -117,9 +116,7 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
     return max(heaviest, chain) + reduce_s
 
 
-def least_bytes(
-    one: Candidate, load: Load, param_copies: int, buffer_copies: int, held: Sequence[float] = ()
-) -> int:
+def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int, held: Sequence[float] = ()) -> int:
     """Gives bytes below which the fullest rank of a candidate cannot be, whatever its cut.
 
     All ranks together hold the parameters with their gradients and states, once for each direction. With all activations

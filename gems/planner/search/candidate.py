@@ -100,9 +100,7 @@ class Candidate:
         return tuple(words)
 
 
-def candidates(
-    num_gpus: int, global_batch: int, num_layers: int, has_policies: bool = True
-) -> list[Candidate]:
+def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: bool = True) -> list[Candidate]:
     """Gives all configurations that use every device and make steps of the global batch.
 
     Left out is what another candidate always replaces: GPipe and layer parallelism, which 1F1B with a cap does with less.

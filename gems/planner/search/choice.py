@@ -77,9 +77,7 @@ def reasons(first: Choice, other: Choice) -> list[str]:
         return []
     scale = first.candidate.global_batch / other.candidate.global_batch
     more = {part: scale * other.parts_s[part] - first.parts_s[part] for part in PARTS}
-    told = sorted(
-        (part for part in PARTS if more[part] > LEAST_SHARE * first.step_s), key=lambda part: -more[part]
-    )
+    told = sorted((part for part in PARTS if more[part] > LEAST_SHARE * first.step_s), key=lambda part: -more[part])
     said = [_words(part, other).format(_amount(more[part], first.step_s)) for part in told[:MOST_REASONS]]
     if first.epochs and other.epochs and other.epochs > first.epochs:
         said.append(f"needs {100 * (other.epochs / first.epochs - 1):.1f} % more epochs")

@@ -93,9 +93,7 @@ class _Kind:
     times: Times
     backwards: dict[Gradients, BackwardMeter] = field(default_factory=dict)
 
-    def backward(
-        self, gradients: Gradients, measure: Callable[[Probe, Gradients], BackwardMeter]
-    ) -> BackwardMeter:
+    def backward(self, gradients: Gradients, measure: Callable[[Probe, Gradients], BackwardMeter]) -> BackwardMeter:
         if gradients not in self.backwards:
             self.backwards[gradients] = measure(self.probe, gradients)
         return self.backwards[gradients]
@@ -176,9 +174,7 @@ class _Joined:
             else:
                 if output.made not in made:
                     savers = [index] if output.is_saved else []
-                    made[output.made] = _Storage(
-                        output.storage_bytes, index, savers, index, output.is_product
-                    )
+                    made[output.made] = _Storage(output.storage_bytes, index, savers, index, output.is_product)
                     self.handed_on[index].append(made[output.made])
                 storage = made[output.made]
             slot = _Slot(output.shape, output.strides, output.offset, output.dtype, storage)
@@ -204,9 +200,7 @@ class _Backward:
     passed: dict[int, int] = field(default_factory=dict)
 
 
-def _backwards(
-    kinds: Sequence[_Kind], measure: Callable[[Probe, Gradients], BackwardMeter]
-) -> list[_Backward]:
+def _backwards(kinds: Sequence[_Kind], measure: Callable[[Probe, Gradients], BackwardMeter]) -> list[_Backward]:
     """Gives, for each layer, its backward in all stages that it may be in.
 
     Of a gradient that the stage was given nothing is counted. From an end on the way back is walked only until the
@@ -231,9 +225,7 @@ def _backwards(
     return found
 
 
-def _layer_profile(
-    layer: Layer, kind: _Kind, joined: _Joined, index: int, backward: _Backward
-) -> LayerProfile:
+def _layer_profile(layer: Layer, kind: _Kind, joined: _Joined, index: int, backward: _Backward) -> LayerProfile:
     meter, times, peaks = kind.meter, kind.times, backward.peaks
     unsaved, storages = joined.unsaved[index], joined.storages(index, meter)
     saved = tuple(storage for storage in storages if storage.savers)
@@ -276,9 +268,7 @@ def _layer_profile(
 
 def _slot_of(tensor: Tensor) -> _Slot:
     storage = _Storage(tensor.untyped_storage().nbytes(), _DATA)
-    return _Slot(
-        tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, storage
-    )
+    return _Slot(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype, storage)
 
 
 def _unique(storages: Iterable[_Storage]) -> list[_Storage]:

@@ -103,11 +103,7 @@ class Devices:
         return self._known[key]
 
     def _train(
-        self,
-        layers: Sequence[Layer],
-        first: int,
-        given: list[tuple[tuple[int, ...], torch.dtype]],
-        is_last: bool,
+        self, layers: Sequence[Layer], first: int, given: list[tuple[tuple[int, ...], torch.dtype]], is_last: bool
     ) -> int:
         loss = training_loss if is_last else None
         if self._is_fake:
@@ -116,8 +112,7 @@ class Devices:
                 stage = _Layers([made_fake(module) for module in modules])
                 return self._total(stage, self._inputs(given), first == 0, loss)
         modules = [
-            build_layer(layer, first + place, 0, self._dtype, self._device)
-            for place, layer in enumerate(layers)
+            build_layer(layer, first + place, 0, self._dtype, self._device) for place, layer in enumerate(layers)
         ]
         return self._total(_Layers(modules), self._inputs(given), first == 0, loss)
 
@@ -133,9 +128,7 @@ class Devices:
         static = self._copies * unique_bytes(stage.parameters()) + unique_bytes(stage.buffers())
         if self._device.type == "cuda":
             return static + unique_bytes(inputs) + allocated_peak_bytes(stage, inputs, is_first, loss)
-        return (
-            static + unique_bytes(inputs) + trained_peak_bytes(stage, inputs, is_first, loss, self._workspace)
-        )
+        return static + unique_bytes(inputs) + trained_peak_bytes(stage, inputs, is_first, loss, self._workspace)
 
 
 def trained_peak_bytes(

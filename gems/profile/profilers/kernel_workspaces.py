@@ -61,9 +61,7 @@ def _backward_bytes(gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bo
     blocked_gradient, blocked_weight = _image(gradient), _weights(weight)
     most = kept = 0
     if wanted[0]:
-        most = max(
-            blocked_gradient + blocked_weight + blocked_x, blocked_x + (2 if is_strided else 1) * plain_x
-        )
+        most = max(blocked_gradient + blocked_weight + blocked_x, blocked_x + (2 if is_strided else 1) * plain_x)
         kept = plain_x
     if wanted[1]:
         images = _read(x) + blocked_gradient
@@ -90,9 +88,7 @@ def _output_bytes(args: tuple[Any, ...], is_transposed: bool) -> tuple[int, int]
         step, pad, spread = (values[min(place, len(values) - 1)] for values in (stride, padding, dilation))
         reach = spread * (kernel - 1) + 1
         if is_transposed:
-            sizes.append(
-                (size - 1) * step - 2 * pad + reach + output_padding[min(place, len(output_padding) - 1)]
-            )
+            sizes.append((size - 1) * step - 2 * pad + reach + output_padding[min(place, len(output_padding) - 1)])
         else:
             sizes.append((size + 2 * pad - reach) // step + 1)
     channels = weight.shape[1] * groups if is_transposed else weight.shape[0]
@@ -114,9 +110,7 @@ def _read(x: Tensor) -> int:
 
 def _weights(weight: Tensor) -> int:
     outer, inner = weight.shape[:2]
-    return (
-        _bytes(weight) // (outer * inner) * _up(outer) * (_up(inner) if inner >= _PLAIN_CHANNELS else inner)
-    )
+    return _bytes(weight) // (outer * inner) * _up(outer) * (_up(inner) if inner >= _PLAIN_CHANNELS else inner)
 
 
 def _up(channels: int) -> int:

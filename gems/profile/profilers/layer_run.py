@@ -54,13 +54,10 @@ class Run:
     A leaf keeps its gradient, in a copy where somebody else holds it.
     """
 
-    def __init__(
-        self, module: nn.Module, inputs: Sequence[Tensor], is_first: bool, has_leaves: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[Tensor], is_first: bool, has_leaves: bool = False) -> None:
         self._module = module
         leaves = {
-            id(tensor): tensor.detach().requires_grad_(tensor.is_floating_point() and not is_first)
-            for tensor in inputs
+            id(tensor): tensor.detach().requires_grad_(tensor.is_floating_point() and not is_first) for tensor in inputs
         }
         floats = {key: leaf for key, leaf in leaves.items() if leaf.requires_grad}
         self._leaves = leaves if has_leaves else {}
@@ -69,9 +66,7 @@ class Run:
         self._places = [list(floats).index(id(t)) if id(t) in floats else None for t in inputs]
         is_open = bool(floats) and not has_leaves
         handed = (
-            dict(zip(floats, _start(self._arrived, self._untouched, *floats.values()), strict=True))
-            if is_open
-            else {}
+            dict(zip(floats, _start(self._arrived, self._untouched, *floats.values()), strict=True)) if is_open else {}
         )
         self.values = [handed.get(id(tensor), leaves[id(tensor)]) for tensor in inputs]
 
@@ -91,16 +86,10 @@ class Run:
         Without `gradients` each is a tensor of its own; `memory` is that of storages that are there already.
         """
         lying = gradients if gradients is not None else fresh_gradients(outputs)
-        wanted = [
-            (tensor, lies)
-            for tensor, lies in zip(outputs, lying, strict=True)
-            if tensor.requires_grad and lies
-        ]
+        wanted = [(tensor, lies) for tensor, lies in zip(outputs, lying, strict=True) if tensor.requires_grad and lies]
         self.values.clear()
         return (
-            _end(
-                [lies for _, lies in wanted], memory or {}, self._untouched, *(tensor for tensor, _ in wanted)
-            )
+            _end([lies for _, lies in wanted], memory or {}, self._untouched, *(tensor for tensor, _ in wanted))
             if wanted
             else None
         )
@@ -143,9 +132,7 @@ class _Start(Function):
     """Hands tensors in; their gradients end here, and how they lie is noted."""
 
     @staticmethod
-    def forward(
-        ctx: Any, arrived: list[tuple[int, Gradient] | None], untouched: list[Tensor], *tensors: Tensor
-    ) -> Any:
+    def forward(ctx: Any, arrived: list[tuple[int, Gradient] | None], untouched: list[Tensor], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.arrived, ctx.untouched = arrived, untouched
         return tuple(tensor.detach() for tensor in tensors)
@@ -198,9 +185,7 @@ _end: Callable[..., Tensor] = _End.apply
 def fresh_gradients(outputs: Sequence[Tensor], is_given: bool = False) -> list[Gradient | None]:
     """Gives gradients that are each a tensor of its own, None for outputs that have none."""
     return [
-        Gradient.like(tensor, number, is_given)
-        if tensor.requires_grad and tensor.is_floating_point()
-        else None
+        Gradient.like(tensor, number, is_given) if tensor.requires_grad and tensor.is_floating_point() else None
         for number, tensor in enumerate(outputs)
     ]
 

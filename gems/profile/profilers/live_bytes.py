@@ -81,11 +81,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (
-            func is _ADD
-            and isinstance(args[0], Tensor)
-            and _is_replaced(args[0], result, self._uses_of_engine)
-        ):
+        if func is _ADD and isinstance(args[0], Tensor) and _is_replaced(args[0], result, self._uses_of_engine):
             key = storage_of(args[0])
             self.live_bytes -= self._counted.get(key, 0)
             if key in self._counted:

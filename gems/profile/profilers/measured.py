@@ -81,10 +81,7 @@ def measured_profile(
     except torch.OutOfMemoryError as error:
         where = "; ".join(getattr(error, "__notes__", ()))
         raise ConfigError(
-            "profile",
-            "measured",
-            f"{where}: it does not fit this device",
-            "use profile=fake, or a smaller image",
+            "profile", "measured", f"{where}: it does not fit this device", "use profile=fake, or a smaller image"
         ) from error
     return ModelProfile(
         model=title_of(model),
@@ -109,10 +106,7 @@ def open_device(machine: MachineConfig) -> torch.device:
     """
     if machine.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "machine.device",
-            "cuda",
-            "torch sees no GPU here",
-            "use profile=fake, or take the profile on a GPU",
+            "machine.device", "cuda", "torch sees no GPU here", "use profile=fake, or take the profile on a GPU"
         )
     if machine.device != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", 0)
@@ -146,9 +140,7 @@ def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[f
         run()
     taken: list[tuple[float, ...]] = []
     begin = time.perf_counter()
-    while len(taken) < repetitions or (
-        len(taken) < MOST_RUNS and time.perf_counter() - begin < LEAST_TIMED_S
-    ):
+    while len(taken) < repetitions or (len(taken) < MOST_RUNS and time.perf_counter() - begin < LEAST_TIMED_S):
         taken.append(run())
     return tuple(map(statistics.median, zip(*taken, strict=True)))
 
@@ -230,9 +222,7 @@ def _allocated_backward(
     return max(0, torch.cuda.max_memory_allocated() - before)
 
 
-def allocated_peak_bytes(
-    stage: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None = None
-) -> int:
+def allocated_peak_bytes(stage: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None = None) -> int:
     """Gives the most that the GPU's allocator gave out during a forward and backward of a stage.
 
     Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are, and held throughout.

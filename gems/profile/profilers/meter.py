@@ -15,14 +15,7 @@ from gems.autograd.recompute.matmul_outputs import KeepProducts, Products, UsePr
 from gems.autograd.split_backward.deferred import Deferred
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.profile.profilers.kernel_workspaces import Workspace
-from gems.profile.profilers.layer_run import (
-    Loss,
-    Run,
-    fresh_gradients,
-    give_gradients,
-    given_memory,
-    static_tensors,
-)
+from gems.profile.profilers.layer_run import Loss, Run, fresh_gradients, give_gradients, given_memory, static_tensors
 from gems.profile.profilers.live_bytes import LiveBytes, storage_of, unique_bytes
 from gems.profile.profilers.tensor_slots import Gradient, Output
 from gems.profile.saved_storages import Saved, counted
@@ -92,9 +85,7 @@ def meter(
         described = _describe(outputs, run.values, saved)
     made = {output.made: output.storage_bytes for output in described if output.made is not None}
     unsaved = {
-        output.made: output.storage_bytes
-        for output in described
-        if not output.is_saved and output.made is not None
+        output.made: output.storage_bytes for output in described if not output.is_saved and output.made is not None
     }
     stash = sum(num_bytes for name, num_bytes in saved.items() if name not in names)
     inner, handed_products = _inner(module, inputs, is_first, loss)
@@ -117,12 +108,7 @@ def meter(
         held_output_grad_bytes=held_gradient,
         plain_peak_bytes=_first_run_peak_bytes(module, inputs, is_first, loss, workspace, nullcontext()),
         cheap_first_peak_bytes=_first_run_peak_bytes(
-            module,
-            inputs,
-            is_first,
-            loss,
-            workspace,
-            KeepProducts(Products(), RandomState(module, inputs[0].device)),
+            module, inputs, is_first, loss, workspace, KeepProducts(Products(), RandomState(module, inputs[0].device))
         ),
         cheap_peak_bytes=_cheap_peak_bytes(module, inputs, is_first, loss, workspace),
         inner=inner,
@@ -170,9 +156,7 @@ def _noting(saved: dict[int, int]) -> Iterator[None]:
         yield
 
 
-def _describe(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[int, int]
-) -> tuple[Output, ...]:
+def _describe(outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[int, int]) -> tuple[Output, ...]:
     given: dict[int, int] = {}
     same: dict[int, int] = {}
     for number, tensor in enumerate(inputs):
@@ -239,11 +223,7 @@ def _first_run_peak_bytes(
 
 
 def _cheap_peak_bytes(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    is_first: bool,
-    loss: Loss | None,
-    workspace: Workspace | None,
+    module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, workspace: Workspace | None
 ) -> int:
     """Gives the most that a cheap second run makes at once, beside what the first one kept for it."""
     run = Run(module, inputs, is_first)

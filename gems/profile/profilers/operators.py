@@ -47,9 +47,7 @@ class _Measure:
     states: int
     workspace: Workspace | None
 
-    def operator(
-        self, module: nn.Module, inputs: tuple[Tensor, ...], is_first: bool, loss: Loss | None
-    ) -> _Known:
+    def operator(self, module: nn.Module, inputs: tuple[Tensor, ...], is_first: bool, loss: Loss | None) -> _Known:
         with self.mode:
             made_fake(module)
             times = roofline_times(module, inputs, is_first, loss, self.rates)
@@ -60,14 +58,7 @@ class _Measure:
         held_bytes = state_bytes + metered.left_bytes
         handed_bytes = 0 if loss else sum(output.num_bytes for output in metered.outputs)
         return _Known(
-            Op(
-                "",
-                times.forward_s,
-                times.input_grad_s + times.weight_grad_s,
-                handed_bytes,
-                held_bytes,
-                state_bytes,
-            ),
+            Op("", times.forward_s, times.input_grad_s + times.weight_grad_s, handed_bytes, held_bytes, state_bytes),
             outputs,
         )
 

@@ -68,9 +68,9 @@ class Gradient:
     @property
     def is_whole(self) -> bool:
         """Whether it is contiguous and fills its memory."""
-        return self.strides == _contiguous(
+        return self.strides == _contiguous(self.shape) and self.storage_bytes == self.dtype.itemsize * math.prod(
             self.shape
-        ) and self.storage_bytes == self.dtype.itemsize * math.prod(self.shape)
+        )
 
     @classmethod
     def of(cls, tensor: Tensor) -> Gradient:

@@ -14,9 +14,7 @@ from gems.models.build import as_tuple, input_spec
 from gems.profile.profilers.layer_run import give_gradients, training_loss
 
 
-def given_tensors(
-    data: DataConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
+def given_tensors(data: DataConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Gives what the model takes of one micro-batch, without its values."""
     spec = input_spec(data, micro_batch_size, dtype)
     return [torch.empty(spec.shape, dtype=spec.dtype, device=device)]

@@ -10,10 +10,7 @@ from gems.schedule.schedule import Schedule
 
 
 def placed(
-    placement: Placement,
-    num_micro_batches: int,
-    forward_order: Sequence[int],
-    backward_order: Sequence[int],
+    placement: Placement, num_micro_batches: int, forward_order: Sequence[int], backward_order: Sequence[int]
 ) -> Schedule:
     """Builds the schedule that runs the stages of a graph in the order of a placement in time.
 

@@ -90,9 +90,7 @@ def _candidates(request: Request) -> Iterator[_Candidate]:
     yield candidate("gpipe", "linear", 1, partial(gpipe, p, n), "in_flight")
     in_flight = _most_in_flight(request, one)
     if in_flight:
-        yield candidate(
-            "1f1b", "linear", 1, partial(one_f_one_b, p, n, in_flight), "in_flight", cap=in_flight
-        )
+        yield candidate("1f1b", "linear", 1, partial(one_f_one_b, p, n, in_flight), "in_flight", cap=in_flight)
     yield candidate("zb_h1", "linear", 1, partial(zb_h1, p, n, one), "zb_h")
     yield candidate("zb_h2", "linear", 1, partial(zb_h2, p, n, one), "zb_h")
     for chunks in CHUNKS:

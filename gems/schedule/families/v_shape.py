@@ -22,9 +22,7 @@ def v_min(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = Non
     Where 3 divides P the first and the last chunk of a rank would meet: two waits of two slots part them.
     """
     wait = 0 if num_ranks % 3 else 2
-    return _repeat(
-        "v_min", num_ranks, num_micro_batches, (1, 1, 1, 1), (wait, 0, wait), (num_ranks + 4) // 3, costs
-    )
+    return _repeat("v_min", num_ranks, num_micro_batches, (1, 1, 1, 1), (wait, 0, wait), (num_ranks + 4) // 3, costs)
 
 
 def v_half(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
@@ -34,9 +32,7 @@ def v_half(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = No
     N >= P >= 3 a bubble of 3 (P - 1) / 2 - 1/2 at f = i = w = 1, half of 1F1B's.
     """
     wait = 0 if num_ranks % 2 else 3
-    return _repeat(
-        "v_half", num_ranks, num_micro_batches, (1, 2, 1, 2), (0, 0, wait), (num_ranks + 2) // 2, costs
-    )
+    return _repeat("v_half", num_ranks, num_micro_batches, (1, 2, 1, 2), (0, 0, wait), (num_ranks + 2) // 2, costs)
 
 
 def _repeat(
@@ -50,9 +46,7 @@ def _repeat(
 ) -> Schedule:
     """Repeats a building block every six slots and squeezes: ranks keep the order of F and I, W fill the gaps."""
     block = list(_block(num_ranks, steps, waits))
-    timed = (
-        (slot + _PERIOD * m, make(stage, m)) for m in range(num_micro_batches) for slot, stage, make in block
-    )
+    timed = ((slot + _PERIOD * m, make(stage, m)) for m in range(num_micro_batches) for slot, stage, make in block)
     order = in_order_of_time(name, num_micro_batches, v(num_ranks), timed)
     return place_weight_gradients(order, costs or uniform(num_ranks, 2 * num_ranks), 2 * peak)
 

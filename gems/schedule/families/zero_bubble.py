@@ -28,9 +28,7 @@ def zb_h2(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = Non
     return _zero_bubble("zb_h2", num_ranks, num_micro_batches, 2, costs)
 
 
-def _zero_bubble(
-    name: str, num_ranks: int, num_micro_batches: int, warmup: int, costs: StageCosts | None
-) -> Schedule:
+def _zero_bubble(name: str, num_ranks: int, num_micro_batches: int, warmup: int, costs: StageCosts | None) -> Schedule:
     rows = tuple(
         _row(stage, min(num_micro_batches, warmup * (num_ranks - 1 - stage)), num_micro_batches)
         for stage in range(num_ranks)

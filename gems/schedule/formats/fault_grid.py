@@ -87,8 +87,7 @@ def _is_ready(rank: int, action: Action, at: list[int], done: set[Action], sched
     if action.kind is Kind.REDUCE_GRAD:
         peers = (peer for peer in placement.peers_of(rank) if peer < len(schedule.rows))
         return all(
-            any(other.kind is Kind.REDUCE_GRAD for other in schedule.rows[peer][: at[peer] + 1])
-            for peer in peers
+            any(other.kind is Kind.REDUCE_GRAD for other in schedule.rows[peer][: at[peer] + 1]) for peer in peers
         )
     if action.kind is Kind.STEP or action.kind in RECV_KINDS:
         return True

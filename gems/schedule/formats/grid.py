@@ -45,7 +45,5 @@ def _chunks(schedule: Schedule) -> dict[tuple[int, int], str]:
         held = schedule.placement.stages_on(rank)
         for way in range(schedule.num_directions):
             mine = [place for place in held if place[0] == way]
-            letters |= {
-                place: chr(ord("a") + i % 26) if len(mine) > 1 else "" for i, place in enumerate(mine)
-            }
+            letters |= {place: chr(ord("a") + i % 26) if len(mine) > 1 else "" for i, place in enumerate(mine)}
     return letters

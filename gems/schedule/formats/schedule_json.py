@@ -77,9 +77,7 @@ def _words(action: Action) -> list[str | int | None]:
     return words if segment is None else [*words, segment]
 
 
-def _action(
-    kind: str, stage: int, direction: int, micro_batch: int | None, segment: int | None = None
-) -> Action:
+def _action(kind: str, stage: int, direction: int, micro_batch: int | None, segment: int | None = None) -> Action:
     if not all(isinstance(number, int) for number in (stage, direction, micro_batch or 0, segment or 0)):
         raise TypeError(f"no whole numbers in {[kind, stage, direction, micro_batch, segment]}")
     return Action(Kind(kind), stage, micro_batch, direction, segment)

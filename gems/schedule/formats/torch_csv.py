@@ -32,15 +32,10 @@ def to_torch_csv(schedule: Schedule) -> str:
         )  # fmt: skip
     for kind, what in ((Kind.R, "recomputes"), (Kind.OFFLOAD, "copies to host memory")):
         if schedule.has_any(kind):
-            raise ConfigError(
-                "format", "torch", f"cannot say schedule {schedule.name}: it {what}", "use --json"
-            )
+            raise ConfigError("format", "torch", f"cannot say schedule {schedule.name}: it {what}", "use --json")
     if any(schedule.num_segments):
         raise ConfigError(
-            "format",
-            "torch",
-            f"cannot say schedule {schedule.name}: its stages run in segments",
-            "use --json",
+            "format", "torch", f"cannot say schedule {schedule.name}: its stages run in segments", "use --json"
         )
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -71,9 +66,7 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
                 )  # fmt: skip
     if not rank_of or set(rank_of) != set(range(len(rank_of))):
         found = ", ".join(map(str, sorted(rank_of))) or "none"
-        raise ConfigError(
-            "schedule", name, f"its stages must be numbered from 0 on without gaps, not {found}"
-        )
+        raise ConfigError("schedule", name, f"its stages must be numbered from 0 on without gaps, not {found}")
     return Schedule(
         name=name,
         num_micro_batches=1 + max(action.micro_batch or 0 for row in rows for action in row),

@@ -81,9 +81,7 @@ def capped(request: Request, named: Iterable[Schedule] = ()) -> Found:
         if plan.problem.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
             break
     if best is None:
-        raise ConfigError(
-            "schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it"
-        )
+        raise ConfigError("schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it")
     validate(best.schedule, request.costs.stages(best.schedule.num_stages), request.cap)
     shortest = min(least, _time_bound(best.problem, request.allow))
     return _report(request, best, shortest, search.tried)

@@ -41,13 +41,7 @@ def anneal(
 
 
 def _at_period(
-    problem: Problem,
-    acts: Sequence[int],
-    group: int,
-    period: int,
-    budget: Budget,
-    random: Random,
-    steps: int,
+    problem: Problem, acts: Sequence[int], group: int, period: int, budget: Budget, random: Random, steps: int
 ) -> Template | None:
     num_operations = 3 * problem.num_stages
     stalls = [[0] * num_operations for _ in range(group)]

@@ -21,9 +21,7 @@ def span_bound(problem: Problem, allow: Sequence[str] = ()) -> float:
     reached = [problem.reached(way) for way in directions]
     lifetimes = [problem.lifetimes(way) for way in directions]
     latency = min(ends[-1] for ends in reached) + problem.weight_grad[0]
-    return max(
-        latency, *(_rank_bound(problem, rank, allow, reached, lifetimes) for rank in range(problem.num_ranks))
-    )
+    return max(latency, *(_rank_bound(problem, rank, allow, reached, lifetimes) for rank in range(problem.num_ranks)))
 
 
 def _rank_bound(
@@ -56,9 +54,7 @@ def _rank_bound(
     return max(head + work, head + chain + min(tails), head + _memory_bound(problem, stages, work, allow))
 
 
-def _memory_bound(
-    problem: Problem, stages: Sequence[tuple[int, int, int]], work: int, allow: Sequence[str]
-) -> float:
+def _memory_bound(problem: Problem, stages: Sequence[tuple[int, int, int]], work: int, allow: Sequence[str]) -> float:
     """Gives the time that the memory of a rank must be there for what it holds, less what memory actions save."""
     kept = sum(count * _memory_time(problem, stage, life) for stage, count, life in stages)
     if not allow:
@@ -102,9 +98,7 @@ def _savings(problem: Problem, stages: Sequence[tuple[int, int, int]], way: str)
         saved = _memory_time(problem, stage, life) - held
         if saved > 0:
             found.append((count * saved, count * paid))
-    return sorted(
-        found, key=lambda pair: Fraction(-pair[0], pair[1]) if pair[1] else Fraction(-pair[0] << 60)
-    )
+    return sorted(found, key=lambda pair: Fraction(-pair[0], pair[1]) if pair[1] else Fraction(-pair[0] << 60))
 
 
 def _most_saved(savings: Sequence[tuple[int, int]], time: float) -> float:

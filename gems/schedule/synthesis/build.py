@@ -27,9 +27,7 @@ def build(problem: Problem, rows: Sequence[Sequence[int]]) -> Schedule:
         kind, stage = kinds[operation]
         return Action(kind, stage, m, m % problem.num_directions)
 
-    return Schedule(
-        NAME, problem.num_micro_batches, problem.placement, tuple(tuple(map(action, row)) for row in rows)
-    )
+    return Schedule(NAME, problem.num_micro_batches, problem.placement, tuple(tuple(map(action, row)) for row in rows))
 
 
 def placements_of(request: Request) -> list[tuple[str, Placement]]:

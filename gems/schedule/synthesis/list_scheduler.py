@@ -42,11 +42,7 @@ class Listing:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        keys: Sequence[Sequence[int]],
-        actings: Sequence[Acting],
-        rules: Rules,
+        self, problem: Problem, keys: Sequence[Sequence[int]], actings: Sequence[Acting], rules: Rules
     ) -> None:
         ranks, numbers = range(problem.num_ranks), range(problem.num_micro_batches)
         self.problem, self.keys, self.actings, self.rules = problem, keys, actings, rules
@@ -64,9 +60,7 @@ class Listing:
         ways = [m % problem.num_directions for m in numbers]
         self.held = [[0] * problem.num_micro_batches for _ in ranks]
         self.peak = [[actings[m].peak_at_first[ways[m]][rank] for m in numbers] for rank in ranks]
-        counts = [
-            [len(problem.stages_of(rank, way)) for way in range(problem.num_directions)] for rank in ranks
-        ]
+        counts = [[len(problem.stages_of(rank, way)) for way in range(problem.num_directions)] for rank in ranks]
         self.left = [[counts[rank][way] for way in ways] for rank in ranks]
         self.started: list[int] = []
         self.queued: dict[tuple[int, int], list[Item]] = {}

@@ -45,8 +45,7 @@ def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
     return Acting(
         acts=tuple(acts),
         takes=tuple(
-            problem.boundary[stage] if act == Act.RECOMPUTE else problem.size[stage]
-            for stage, act in enumerate(acts)
+            problem.boundary[stage] if act == Act.RECOMPUTE else problem.size[stage] for stage, act in enumerate(acts)
         ),
         awaited=tuple(map(tuple, awaited)),
         peak_at_first=tuple(first for first, _ in after),

@@ -103,12 +103,7 @@ class Problem:
 
 
 def problem(
-    name: str,
-    placement: Placement,
-    num_micro_batches: int,
-    costs: StageCosts,
-    network: Network,
-    cap: float | None,
+    name: str, placement: Placement, num_micro_batches: int, costs: StageCosts, network: Network, cap: float | None
 ) -> Problem:
     """Builds the twin: exact where costs are fractions with small denominators, otherwise to a millionth of a unit.
 

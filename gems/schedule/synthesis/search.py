@@ -97,9 +97,7 @@ class Search:
         """Gives a plan with its span, None when the budget is spent or the least time has been reached."""
         if self.best and self.fastest <= self.least * (1 + 1e-9):
             return None
-        steps = (
-            OVERHEAD_STEPS + plan.problem.num_steps + 4 * sum(1 for acts in plan.acts for act in acts if act)
-        )
+        steps = OVERHEAD_STEPS + plan.problem.num_steps + 4 * sum(1 for acts in plan.acts for act in acts if act)
         if not self.budget.spend(steps) and not must:
             return None
         self.tried += 1
@@ -119,9 +117,7 @@ class Search:
         found: list[Case] = [(problem, acts, GREEDY, free_running(problem, acts)) for problem, acts in cases]
         budget = self.budget.share(PATTERN_SHARE)
         cells = [(problem, acts, group) for problem, acts in cases for group in groups_of(problem)]
-        cells = sorted(
-            (cell for cell in cells if cell[2] <= cell[0].num_micro_batches), key=lambda cell: cell[2]
-        )
+        cells = sorted((cell for cell in cells if cell[2] <= cell[0].num_micro_batches), key=lambda cell: cell[2])
         fastest = float("inf")
         for i, (problem, acts, group) in enumerate(cells):
             own = budget.share(3.0 / (len(cells) - i + 2))
@@ -135,27 +131,18 @@ class Search:
             budget.settle(own)
         self.budget.settle(budget)
         found += self.solved(found)
-        return sorted(
-            found,
-            key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, self.pace(case[0], case[3])),
-        )
+        return sorted(found, key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, self.pace(case[0], case[3])))
 
     def solved(self, cases: Sequence[Case]) -> list[Case]:
         """Gives the templates that the solver finds below the period of the shortest patterns, in time of its own."""
-        made = [
-            case
-            for case in cases
-            if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])
-        ]
+        made = [case for case in cases if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])]
         made.sort(key=lambda case: self.pace(case[0], case[3]))
         budget = Budget(int(self.budget.steps * SOLVER_SHARE))
         better = [
             (problem, acts, SOLVER, solve(problem, template, budget, self.seed))
             for problem, acts, _, template in made[:NUM_SOLVED]
         ]
-        return [
-            (problem, acts, method, found) for problem, acts, method, found in better if found is not None
-        ]
+        return [(problem, acts, method, found) for problem, acts, method, found in better if found is not None]
 
     @staticmethod
     def pace(problem: Problem, template: Template) -> float:

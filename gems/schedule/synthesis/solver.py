@@ -56,9 +56,7 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
     turns: dict[tuple[int, int], Any] = {}
     starts: dict[tuple[int, int], Any] = {}
     busy: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
-    length = [
-        (*problem.time_grains[g % problem.num_directions], *problem.weight_grains) for g in range(group)
-    ]
+    length = [(*problem.time_grains[g % problem.num_directions], *problem.weight_grains) for g in range(group)]
     shortest = sum(problem.time_grains[0]) + sum(problem.lag_grains[0])
     horizon = 3 * (shortest + period) // period + 2
     for g in range(group):
@@ -93,8 +91,7 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     rows = tuple(
-        tuple(int(solver.value(starts[g, operation])) for operation in range(3 * num_stages))
-        for g in range(group)
+        tuple(int(solver.value(starts[g, operation])) for operation in range(3 * num_stages)) for g in range(group)
     )
     return Template(period, rows, 0)
 
@@ -111,9 +108,7 @@ def _add_cap(
 ) -> None:
     """Holds the cap at the begin of every forward of the rank, where alone what is held grows."""
     num_stages = problem.num_stages
-    lives = [
-        (g, stage) for g in range(group) for stage in problem.stages_of(rank, g % problem.num_directions)
-    ]
+    lives = [(g, stage) for g in range(group) for stage in problem.stages_of(rank, g % problem.num_directions)]
     unit = max(1, max(problem.size) // SIZE_DIGITS)
     for at in lives:
         moment = slots[at]

@@ -29,10 +29,7 @@ def test_an_image_costs_its_share_of_a_ranks_time_in_strong_and_weak_scaling() -
 
 
 def test_larger_images_count_by_their_work() -> None:
-    grown = [
-        point(count, (1.0,) * 8, images_per_step=4, problem=("resnet", 3, 1024 * count))
-        for count in (1, 2, 4)
-    ]
+    grown = [point(count, (1.0,) * 8, images_per_step=4, problem=("resnet", 3, 1024 * count)) for count in (1, 2, 4)]
     (found,) = series_of(grown)
     assert found.rank_s_per_image == pytest.approx([0.25] * 3)
     other_model = point(8, problem=("vgg", 3, 1024))
@@ -77,9 +74,7 @@ def test_one_law_alone_none_and_a_wrong_one() -> None:
     points = weak(1, 2, 4, 8)
     assert {fit.law for fit in fits_of(points, "usl")} == {"usl"}
     assert fits_of(points, "none") == []
-    assert why_not_fitted(points) == [
-        "pmnf needs points on 5 numbers of ranks of one source; the most on a line are 4"
-    ]
+    assert why_not_fitted(points) == ["pmnf needs points on 5 numbers of ranks of one source; the most on a line are 4"]
     with pytest.raises(ConfigError, match="fit=pmnf: pmnf needs points on 5"):
         fits_of(points, "pmnf")
     with pytest.raises(ConfigError, match=r"fit=linear: allowed: .*amdahl"):
@@ -90,16 +85,7 @@ def test_fits_are_plain_data_and_lines() -> None:
     fits = fits_of(weak(1, 2, 4, 8))
     rows = json.loads(json.dumps(fit_rows(fits), allow_nan=False))
     assert [row["is_best"] for row in rows] == [True, False, False]
-    assert set(rows[0]) >= {
-        "name",
-        "parameters",
-        "intervals",
-        "residuals",
-        "error",
-        "limit_ranks",
-        "r2",
-        "formula",
-    }
+    assert set(rows[0]) >= {"name", "parameters", "intervals", "residuals", "error", "limit_ranks", "r2", "formula"}
     low, high = rows[0]["intervals"]["serial_fraction"]
     assert low <= 0.01 <= high and rows[0]["limit_ranks"] == 32
     assert [residual["ranks"] for residual in rows[0]["residuals"]] == [1, 2, 4, 8]

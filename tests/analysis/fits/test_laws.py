@@ -28,9 +28,7 @@ PLANTED: dict[str, tuple[np.ndarray, dict[str, float]]] = {
 def test_a_law_without_noise_is_found_exactly(law: str) -> None:
     costs_s, expected = PLANTED[law]
     fit = fit_law(LAWS[law], series(costs_s))
-    assert {name: bounds.value for name, bounds in fit.parameters.items()} == pytest.approx(
-        expected, rel=1e-6
-    )
+    assert {name: bounds.value for name, bounds in fit.parameters.items()} == pytest.approx(expected, rel=1e-6)
     assert max(abs(residual.relative) for residual in fit.residuals) < 1e-9
     assert fit.error < 1e-6 and fit.r2 == pytest.approx(1.0)
     assert fit.cost_s(64).value == pytest.approx(costs_s[-1])
@@ -96,9 +94,7 @@ def test_costs_that_fall_are_no_less_than_constant() -> None:
     """More ranks than ideal would explain: no law here has a negative loss, and the residuals show it."""
     fit = fit_law(LAWS["usl"], series(1.0 / np.sqrt(P)))
     assert fit.parameters["sigma"].value == fit.parameters["kappa"].value == 0.0
-    assert max(residual.relative for residual in fit.residuals) > 0.5 and fit.r2 == pytest.approx(
-        0.0, abs=1e-9
-    )
+    assert max(residual.relative for residual in fit.residuals) > 0.5 and fit.r2 == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -32,9 +32,7 @@ def check(graph: OpGraph, devices: Devices, timed: Timed) -> None:
     for starts, ends in ((timed.forward_start_s, end), (timed.backward_start_s, back)):
         for device in range(devices.num):
             spans = sorted(
-                (start, stop)
-                for start, stop, on in zip(starts, ends, timed.places, strict=True)
-                if on == device
+                (start, stop) for start, stop, on in zip(starts, ends, timed.places, strict=True) if on == device
             )
             assert all(before[1] <= after[0] + 1e-9 for before, after in itertools.pairwise(spans))
     assert min(timed.backward_start_s) >= max(end) - 1e-9
@@ -129,9 +127,7 @@ def test_messages_that_compete_for_a_link_take_turns() -> None:
     assert both[1].span_s >= both[0].span_s - 1e-9
     places = (0, 1, 0, 0, 1, 0, 0, 0)
     crowded = replace(free, has_contention=True, s_per_byte=3.0)
-    assert (
-        played(graph, crowded, places) > played(graph, replace(crowded, has_contention=False), places) - 1e-9
-    )
+    assert played(graph, crowded, places) > played(graph, replace(crowded, has_contention=False), places) - 1e-9
 
 
 def test_contention_delays_the_second_message() -> None:
@@ -149,10 +145,7 @@ def test_contention_is_solved_to_the_optimum_of_its_turns() -> None:
     devices = Devices(2, 0.05, 0.5, None, True)
     answer = place(graph, devices)
     assert answer.is_optimal
-    assert (
-        answer.timed.span_s
-        <= min(timed_by_rank(graph, devices, places).span_s for places in _all(graph)) + 1e-9
-    )
+    assert answer.timed.span_s <= min(timed_by_rank(graph, devices, places).span_s for places in _all(graph)) + 1e-9
 
 
 def _all(graph: OpGraph) -> list[tuple[int, ...]]:
@@ -168,9 +161,7 @@ def test_many_blocks_on_four_devices_are_proven_optimal() -> None:
 
 
 @pytest.mark.parametrize("has_solver", [False, True])
-def test_without_solvers_the_list_schedule_tells_its_gap(
-    monkeypatch: pytest.MonkeyPatch, has_solver: bool
-) -> None:
+def test_without_solvers_the_list_schedule_tells_its_gap(monkeypatch: pytest.MonkeyPatch, has_solver: bool) -> None:
     monkeypatch.setattr(exact, "IS_INSTALLED", False)
     monkeypatch.setattr(milp, "IS_INSTALLED", has_solver)
     graph = random_graph(5, 6)

@@ -79,9 +79,7 @@ def test_draws_of_a_noise_scale_are_correlated() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    least=st.floats(0.1, 1000),
-    critical=st.floats(1, 1e6),
-    spots=st.sets(st.integers(-4, 4), min_size=2, max_size=6),
+    least=st.floats(0.1, 1000), critical=st.floats(1, 1e6), spots=st.sets(st.integers(-4, 4), min_size=2, max_size=6)
 )
 def test_the_fit_finds_what_was_planted(least: float, critical: float, spots: set[int]) -> None:
     law = NoiseScale(Quantity.exact(least), Quantity.exact(critical))

@@ -30,13 +30,10 @@ def cases(draw: st.DrawFn) -> tuple[HybridCase, dict[float, float], dict[int, fl
     epochs = {batch * count: draw(POSITIVE) for count in COUNTS}
     efficiencies = {count: draw(st.floats(0.05, 1.0)) for count in COUNTS}
     speedups = {
-        ways: EXACT(draw(st.floats(0.5, 8.0)))
-        for ways in draw(st.sets(st.sampled_from([2, 4, 8]), min_size=1))
+        ways: EXACT(draw(st.floats(0.5, 8.0))) for ways in draw(st.sets(st.sampled_from([2, 4, 8]), min_size=1))
     }
     table = EfficiencyTable({1: {count: EXACT(each) for count, each in efficiencies.items()}})
-    case = HybridCase(
-        batch, EpochTable.of(epochs), speedups, table, EXACT(draw(POSITIVE)), draw(st.integers(1, 10**6))
-    )
+    case = HybridCase(batch, EpochTable.of(epochs), speedups, table, EXACT(draw(POSITIVE)), draw(st.integers(1, 10**6)))
     return case, epochs, efficiencies
 
 
@@ -61,9 +58,7 @@ def test_best_and_criterion_are_those_of_brute_force(
     assert [row.devices for row in plan.rows] == list(COUNTS)
     for row in plan.rows:
         times = {
-            ways: seconds(case, *tables, row.devices // ways, ways)
-            for ways in case.ways
-            if row.devices % ways == 0
+            ways: seconds(case, *tables, row.devices // ways, ways) for ways in case.ways if row.devices % ways == 0
         }
         assert not row.left_out and {choice.ways for choice in row.choices} == set(times)
         ordered = [times[choice.ways] for choice in row.choices]
@@ -84,9 +79,7 @@ def test_best_and_criterion_are_those_of_brute_force(
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_the_crossing_is_where_a_scan_finds_it(
-    given_: tuple[HybridCase, dict[float, float], dict[int, float]],
-) -> None:
+def test_the_crossing_is_where_a_scan_finds_it(given_: tuple[HybridCase, dict[float, float], dict[int, float]]) -> None:
     case, *_ = given_
     for ways in case.ways[1:]:
         found = crossing(case, ways, COUNTS)
@@ -106,9 +99,7 @@ def test_the_crossing_is_where_a_scan_finds_it(
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(1.05, 1.95), st.floats(30.0, 3e4), st.sampled_from([1.0, 16.0, 64.0]))
-def test_the_crossing_under_a_noise_scale_is_the_closed_form(
-    speedup: float, critical: float, batch: float
-) -> None:
+def test_the_crossing_under_a_noise_scale_is_the_closed_form(speedup: float, critical: float, batch: float) -> None:
     law = NoiseScale(EXACT(3.0), EXACT(critical))
     case = HybridCase(batch, law, {2: EXACT(speedup)})
     place = (2.0 - speedup) / (speedup - 1.0) * critical / batch
@@ -123,25 +114,19 @@ def test_equal_epochs_and_no_losses_leave_data_parallelism_first() -> None:
     assert all(row.choices[0].ways == 1 for row in plan.rows)
     assert [(each.devices, each.below) for each in plan.crossings] == [(None, 1024), (None, 1024)]
     assert plan.base == (1, 1)
-    assert [row.choices[0].speedup.value for row in plan.rows] == pytest.approx(
-        [row.devices for row in plan.rows]
-    )
+    assert [row.choices[0].speedup.value for row in plan.rows] == pytest.approx([row.devices for row in plan.rows])
     assert all(choice.time_s is None for row in plan.rows for choice in row.choices), "no step time was given"
 
 
 def test_ways_that_are_no_power_of_two_have_numbers_of_their_own() -> None:
     assert device_counts((2, 3), 12) == (1, 2, 3, 4, 6, 8, 12)
     case = HybridCase(1.0, NoiseScale(EXACT(1.0), EXACT(4.0)), {3: EXACT(2.9)})
-    rows = {
-        row.devices: {choice.ways for choice in row.choices} for row in plan_hybrid(case, (1, 3, 4, 6)).rows
-    }
+    rows = {row.devices: {choice.ways for choice in row.choices} for row in plan_hybrid(case, (1, 3, 4, 6)).rows}
     assert rows == {1: {1}, 3: {1, 3}, 4: {1}, 6: {1, 3}}
 
 
 def test_what_does_not_fit_is_left_out_with_its_reason() -> None:
-    case = HybridCase(
-        8.0, EpochTable.of({8: 4, 4096: 9}), {2: EXACT(1.5), 4: EXACT(2.0)}, misfits={1: "too large"}
-    )
+    case = HybridCase(8.0, EpochTable.of({8: 4, 4096: 9}), {2: EXACT(1.5), 4: EXACT(2.0)}, misfits={1: "too large"})
     plan = plan_hybrid(case, (1, 2, 4, 1024))
     assert plan.base == (1, 2) and plan.crossings == ()
     assert [set(row.left_out) for row in plan.rows] == [{1}, {1}, {1}, {1}]

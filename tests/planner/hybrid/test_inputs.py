@@ -36,13 +36,11 @@ def test_epochs_from_json_as_table_and_as_noise_scale(tmp_path: Path) -> None:
     assert isinstance(found.law, EpochTable) and found.law.beyond and found.num_samples == 5000
     found = read_epochs(written(tmp_path, json.dumps({**document, "model": "noise_scale"}), "b.json"))
     assert isinstance(found.law, NoiseScale) and found.fit is not None
-    assert found.law.critical_batch.value == pytest.approx(
-        100
-    ) and found.law.least_epochs.value == pytest.approx(2)
+    assert found.law.critical_batch.value == pytest.approx(100) and found.law.least_epochs.value == pytest.approx(2)
     shown = epochs_json(found)
-    assert shown["b_crit"] == pytest.approx(100) and [
-        each["residual"] for each in shown["runs"]
-    ] == pytest.approx([0] * 4)
+    assert shown["b_crit"] == pytest.approx(100) and [each["residual"] for each in shown["runs"]] == pytest.approx(
+        [0] * 4
+    )
     given = {"e_min": 2, "b_crit": 100, "b_crit_low": 50, "b_crit_high": 150}
     law = read_epochs(written(tmp_path, json.dumps(given), "c.json")).law
     assert isinstance(law, NoiseScale) and law.critical_batch == Quantity(100.0, 50.0, 150.0)
@@ -68,11 +66,7 @@ def test_epochs_from_json_as_table_and_as_noise_scale(tmp_path: Path) -> None:
         ("a.json", '{"runs": [{"global_batch": 1, "epochs": true}]}', "column epochs holds True"),
         ("a.json", '{"runs": [{"global_batch": 1, "epochs": 1e999}]}', "number above 0"),
         ("a.json", '{"model": "magic", "runs": []}', "model magic"),
-        (
-            "a.json",
-            '{"model": "noise_scale", "runs": [{"global_batch": 1, "epochs": 1}]}',
-            "two global batches",
-        ),
+        ("a.json", '{"model": "noise_scale", "runs": [{"global_batch": 1, "epochs": 1}]}', "two global batches"),
         ("a.json", '{"e_min": 1}', "column b_crit holds nothing"),
         ("a.json", '{"samples_per_epoch": 1.5, "e_min": 1, "b_crit": 2}', "whole number"),
     ],
@@ -111,10 +105,7 @@ def test_efficiency_of_the_runs_own_schedule_and_from_json(tmp_path: Path) -> No
         ("1f1b", 1, 4, 1.0),
         ("1f1b", 2, 8, 1.1),
     ]
-    rows = [
-        dict(zip(names, (line, "simulated", n, 2, images, step), strict=True))
-        for line, n, images, step in lines
-    ]
+    rows = [dict(zip(names, (line, "simulated", n, 2, images, step), strict=True)) for line, n, images, step in lines]
     path = written(tmp_path, json.dumps({"points": rows}), "scaling.json")
     assert read_efficiency(path, "gpipe").table.of(2, 2) == 0.5
     assert read_efficiency(path, "1f1b").table.of(2, 2) == pytest.approx(1 / 1.1)
@@ -123,13 +114,9 @@ def test_efficiency_of_the_runs_own_schedule_and_from_json(tmp_path: Path) -> No
 
 
 def test_plain_efficiency(tmp_path: Path) -> None:
-    found = read_efficiency(
-        written(tmp_path, "workers,efficiency,low,high,ways\n1,1,,,\n8,.9,.85,.95,\n8,.8,,,4\n")
-    )
+    found = read_efficiency(written(tmp_path, "workers,efficiency,low,high,ways\n1,1,,,\n8,.9,.85,.95,\n8,.8,,,4\n"))
     table = found.table
-    assert (
-        found.source == "given" and table.by_ways[1][8] == Quantity(0.9, 0.85, 0.95) and table.of(8, 4) == 0.8
-    )
+    assert found.source == "given" and table.by_ways[1][8] == Quantity(0.9, 0.85, 0.95) and table.of(8, 4) == 0.8
 
 
 @pytest.mark.parametrize(
@@ -141,10 +128,7 @@ def test_plain_efficiency(tmp_path: Path) -> None:
         (HEAD + "1f1b,measured,1,2,16,1.0\n1f1b,measured,2,2,16,1.0\n", "weak scaling"),
         (HEAD + "1f1b,guessed,1,2,16,1.0\n1f1b,measured,2,2,32,1.0\n", "source guessed"),
         (HEAD + "1f1b,measured,1,2,16,none\n1f1b,measured,2,2,32,1.0\n", "step_median_s"),
-        (
-            HEAD + '"capped, cap 1",measured,1,2,16,1\n"capped, cap 2",measured,2,2,32,1\n',
-            "must hold capped once",
-        ),
+        (HEAD + '"capped, cap 1",measured,1,2,16,1\n"capped, cap 2",measured,2,2,32,1\n', "must hold capped once"),
         ("a,b\n1,2\n", "column partitions holds nothing"),
     ],
 )
@@ -160,22 +144,7 @@ def test_speedups() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "2",
-        "2:",
-        "2:x",
-        "1:1",
-        "2:0",
-        "2:-1",
-        "2:1,2:1",
-        "2:2:1",
-        "2:2:1:3",
-        "2:nan",
-        "2:inf",
-        "2.5:1",
-        "9999999:1",
-    ],
+    ["", "2", "2:", "2:x", "1:1", "2:0", "2:-1", "2:1,2:1", "2:2:1", "2:2:1:3", "2:nan", "2:inf", "2.5:1", "9999999:1"],
 )
 def test_bad_speedups_are_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match="--speedup"):

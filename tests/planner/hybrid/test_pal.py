@@ -6,16 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gems.planner.hybrid.pal import (
-    NETWORKS,
-    WAYS,
-    Mark,
-    Network,
-    Verdict,
-    crossing_of,
-    noise_crossing,
-    noise_scale_of,
-)
+from gems.planner.hybrid.pal import NETWORKS, WAYS, Mark, Network, Verdict, crossing_of, noise_crossing, noise_scale_of
 
 INCEPTION, GNMT, BIGLSTM = NETWORKS
 
@@ -28,9 +19,7 @@ def gain(network: Network, devices: int) -> float:
     ("network", "devices", "published"),
     [(INCEPTION, 256, 0.265), (INCEPTION, 64, 0.155), (GNMT, 256, 0.08), (BIGLSTM, 32, 0.22)],
 )
-def test_published_gains_come_out_to_their_last_digit(
-    network: Network, devices: int, published: float
-) -> None:
+def test_published_gains_come_out_to_their_last_digit(network: Network, devices: int, published: float) -> None:
     assert gain(network, devices) == pytest.approx(published, abs=0.0005)
     (found,) = (each for each in network.published if each.devices == devices)
     assert found.gain == published

@@ -71,11 +71,7 @@ def test_tight_bounds_leave_most_unscored() -> None:
 
 
 def test_of_those_that_are_as_fast_the_one_of_fewest_bytes_is_first() -> None:
-    sums = [
-        Case(0.1 + 0.2, 1.0, "fits", 0, 4),
-        Case(0.3, 1.0, "fits", 0, 7),
-        Case(0.1 + 0.1 + 0.1, 1.0, "fits", 0, 2),
-    ]
+    sums = [Case(0.1 + 0.2, 1.0, "fits", 0, 4), Case(0.3, 1.0, "fits", 0, 7), Case(0.1 + 0.1 + 0.1, 1.0, "fits", 0, 2)]
     slower = Case(0.3 * (1 + 1e-6), 1.0, "fits", 0, 1)
     found = search([slower, *sums], rules([]), 3)
     assert [case.most_bytes for case in found.best] == [2, 4, 7]

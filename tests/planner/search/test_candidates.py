@@ -46,11 +46,7 @@ def test_overrides_compose_to_the_candidate() -> None:
     spec = compose([*one.overrides((0, 5, 11)), "data=synthetic"])
     assert global_batch(spec) == one.global_batch == 16
     assert (spec.parallel.partitions, spec.parallel.parts, spec.parallel.boundaries) == (2, 2, [0, 5, 11])
-    assert (spec.schedule.name, spec.memory.name, spec.memory.recompute) == (
-        "gems_master",
-        "recompute",
-        "stage",
-    )
+    assert (spec.schedule.name, spec.memory.name, spec.memory.recompute) == ("gems_master", "recompute", "stage")
     capped = compose(
         [*replace(one, schedule="1f1b", parts=1, cap=3.0, memory=KEEP, how="").overrides(), "data=synthetic"]
     )

@@ -75,9 +75,7 @@ def test_every_schedule_validates_under_its_cap_and_its_bound(asked: Request) ->
 
 
 @pytest.mark.parametrize("link", [0.0, 0.3])
-@pytest.mark.parametrize(
-    ("num_ranks", "num_micro_batches", "cap"), [(2, 3, 1), (3, 7, 2), (4, 8, 4), (5, 10, 10)]
-)
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches", "cap"), [(2, 3, 1), (3, 7, 2), (4, 8, 4), (5, 10, 10)])
 def test_it_is_never_slower_than_a_named_schedule_that_keeps_the_cap(
     num_ranks: int, num_micro_batches: int, cap: float, link: float
 ) -> None:
@@ -152,9 +150,7 @@ def test_uneven_directions_take_an_odd_number_of_micro_batches() -> None:
 def test_a_cap_below_the_least_is_refused_with_the_least() -> None:
     asked = request(4, 8, 0.9)
     assert least_cap(asked) == 1.0
-    with pytest.raises(
-        ConfigError, match=r"schedule.activation_cap=0.9: must be at least 1, .* allow recompute"
-    ):
+    with pytest.raises(ConfigError, match=r"schedule.activation_cap=0.9: must be at least 1, .* allow recompute"):
         capped(asked)
     assert capped(replace(asked, allow=("recompute",))).peak <= (0.9,) * 4
     assert least_cap(replace(asked, allow=("offload",))) == pytest.approx(1 / 8)

@@ -19,9 +19,7 @@ PLACEMENTS = (linear(4), bidirectional(4), v(3), wave(2, 4), wave(3, 8))
 
 
 @pytest.mark.parametrize("act", [0, 1, 2, None], ids=["keep", "recompute", "offload", "mixed"])
-@pytest.mark.parametrize(
-    "placement", PLACEMENTS, ids=lambda p: f"{p.num_ranks}x{p.num_stages}x{p.num_directions}"
-)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: f"{p.num_ranks}x{p.num_stages}x{p.num_directions}")
 def test_no_keys_and_no_rules_lead_to_a_deadlock(placement: Placement, act: int | None) -> None:
     random = Random(7)
     for _ in range(8):
@@ -35,9 +33,7 @@ def test_no_keys_and_no_rules_lead_to_a_deadlock(placement: Placement, act: int 
         ]
         cap = 1e-9 + least_room(problem("p", placement, 6, costs, network, None), acts) / 1e12
         made = problem("p", placement, 6, costs, network, cap * random.choice((1, 1, 1.3, 2)))
-        keys = [
-            [random.randrange(40 * made.ticks_per_unit) for _ in range(3 * made.num_stages)] for _ in range(6)
-        ]
+        keys = [[random.randrange(40 * made.ticks_per_unit) for _ in range(3 * made.num_stages)] for _ in range(6)]
         rules = Rules(
             random.choice((0, 3 * made.ticks_per_unit, NEVER)),
             random.choice((0, NEVER)),
@@ -68,8 +64,7 @@ def test_a_late_weight_gradient_gives_way_and_an_early_one_does_not() -> None:
 
     def order(defer: int) -> list[str]:
         return [
-            str(action)
-            for action in build(made, Listing(made, keys, acts, Rules(defer=defer)).play().rows).rows[0]
+            str(action) for action in build(made, Listing(made, keys, acts, Rules(defer=defer)).play().rows).rows[0]
         ]
 
     assert order(0) == ["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]

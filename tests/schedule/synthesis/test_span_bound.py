@@ -12,9 +12,7 @@ from gems.schedule.synthesis.problem import problem
 MANY = 10**6
 
 
-def efficiency(
-    placement: Placement, num: int, cap: float, allow: tuple[str, ...] = (), **costs: object
-) -> float:
+def efficiency(placement: Placement, num: int, cap: float, allow: tuple[str, ...] = (), **costs: object) -> float:
     stages: StageCosts = DepthCosts(placement.num_ranks, **costs).stages(placement.num_stages)  # type: ignore[arg-type]
     made = problem("p", placement, num, stages, Network(), cap)
     return num * made.work() / placement.num_ranks / span_bound(made, allow)

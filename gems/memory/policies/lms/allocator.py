@@ -84,9 +84,7 @@ class Counts:
             "reclaimed", "reclaimed_bytes", "pinned", "pinned_bytes", "paged_in_bytes", "speculative", "speculative_missed",
         )  # fmt: skip
         counts = {name: int(getattr(self, name)) for name in names}
-        return counts | {
-            f"alloc_distribution.{source}": self.alloc_distribution[source] for source in SOURCES
-        }
+        return counts | {f"alloc_distribution.{source}": self.alloc_distribution[source] for source in SOURCES}
 
 
 class LmsAllocator(CachingAllocator):
@@ -229,9 +227,7 @@ class LmsAllocator(CachingAllocator):
 
     def _of_pool(self, is_small: bool) -> Iterator[Paged]:
         return (
-            storage
-            for storage in self._inactive
-            if storage.block is not None and storage.block.is_small == is_small
+            storage for storage in self._inactive if storage.block is not None and storage.block.is_small == is_small
         )
 
     def _reclaim(self, storage: Paged) -> None:

@@ -87,9 +87,7 @@ def _plan(case: MemoryCase, played: Mapping[int, RankPaging]) -> MemoryPlan:
     for layer, found in uses.items():
         soonest = [use.soonest for use in found if use.soonest is not None]
         if 2 * sum(use.reclaimed_bytes for use in found) > sum(use.movable_bytes for use in found):
-            layers[layer] = Segment(
-                layer, layer + 1, Choice.OFFLOAD, free_after=max(0, min(soonest)), ahead=0
-            )
+            layers[layer] = Segment(layer, layer + 1, Choice.OFFLOAD, free_after=max(0, min(soonest)), ahead=0)
     return MemoryPlan.by_layer("lms_limit", case.boundaries, layers)
 
 

@@ -40,9 +40,7 @@ class Parameters:
 
     def swaps(self, graph: Graph) -> tuple[Swap, ...]:
         """Gives what is swapped in a graph."""
-        return graph.swaps(
-            self.swapout_threshold, self.swapin_ahead, self.swapin_groupby, self.is_swapin_sync
-        )
+        return graph.swaps(self.swapout_threshold, self.swapin_ahead, self.swapin_groupby, self.is_swapin_sync)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +177,7 @@ def tune(
 
 
 def _search(
-    fits: Callable[[Parameters], bool],
-    start: Parameters,
-    name: str,
-    low: int,
-    high: int,
-    is_any: bool = False,
+    fits: Callable[[Parameters], bool], start: Parameters, name: str, low: int, high: int, is_any: bool = False
 ) -> Parameters:
     """Gives the last parameters that fitted in a binary search for the largest value, or the first with `is_any`."""
     best = start

@@ -49,9 +49,7 @@ def vdnn_all(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 
 def vdnn_conv(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
     """Offloads the layers with convolutions only, whose long forward hides the copy; else as `vdnn_all`."""
-    chosen = [
-        saves and is_conv(layer) for layer, saves in zip(case.profile.layers, _saving(case), strict=True)
-    ]
+    chosen = [saves and is_conv(layer) for layer, saves in zip(case.profile.layers, _saving(case), strict=True)]
     return _plan(case, "vdnn_conv", chosen, asynchronous)
 
 
@@ -209,9 +207,7 @@ def _count_hiding(row: Sequence[Action], costs: StageCosts, needed: dict[tuple[i
         engine = max(engine, ends[made]) + costs.time(action)
         hiding = next((index for index in range(made + 1, len(ends)) if ends[index] >= engine), len(ends))
         turn = turns[action.direction, action.stage, action.micro_batch]
-        back = next(
-            place[found] for kind in (Kind.B, Kind.I) if (found := action._replace(kind=kind)) in place
-        )
+        back = next(place[found] for kind in (Kind.B, Kind.I) if (found := action._replace(kind=kind)) in place)
         key = (action.stage, action.segment)
         count = max(1, min(hiding, turn - 1, back - 2) - made)
         needed[key] = min(needed.get(key, count), count)

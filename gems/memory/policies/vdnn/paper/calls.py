@@ -123,9 +123,7 @@ def network_of(layers: Sequence[Layer], image: tuple[int, int, int], num_images:
             maker.linear(layer.name, *(options[key] for key in _CLASSIFIER[target]))
         else:
             raise ConfigError(
-                "model",
-                layer.name,
-                "vDNN's study has chains of convolution, pooling and inception without norm",
+                "model", layer.name, "vDNN's study has chains of convolution, pooling and inception without norm"
             )
     return Network(tuple(maker.calls), tuple(maker.buffer_bytes))
 

@@ -41,10 +41,7 @@ def _transforms(window: Window) -> Iterator[tuple[tuple[int, int], int]]:
         yield (height_px, width_px), 1
     if max(window.kernel) <= TILE_PX:
         sides = zip(window.out_px, window.kernel, strict=True)
-        yield (
-            (TILE_PX, TILE_PX),
-            math.prod(math.ceil(side / (TILE_PX - kernel + 1)) for side, kernel in sides),
-        )
+        yield ((TILE_PX, TILE_PX), math.prod(math.ceil(side / (TILE_PX - kernel + 1)) for side, kernel in sides))
 
 
 def _transformed(window: Window, px: tuple[int, int], num_tiles: int, device: Device) -> tuple[float, int]:
