@@ -15,7 +15,7 @@ from gems.errors import ConfigError, GemsError, of_the_system, one_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and gives the exit code: 0, or 2 with one line on stderr for bad input."""
+    """Run one verb and gives the exit code: 0, or 2 with one line on stderr for bad input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         first = arguments[0] if arguments else "none"
@@ -62,7 +62,7 @@ def _timeline(options: argparse.Namespace) -> None:
 
 
 def _default_out(path: Path) -> Path:
-    """Names the picture of a run folder or its trace.h5 timeline.png, another trace's after that file."""
+    """Name the picture of a run folder or its trace.h5 timeline.png, another trace's after that file."""
     if path.is_dir():
         return path / "timeline.png"
     return path.with_name("timeline.png" if path.name == "trace.h5" else f"{path.stem}-timeline.png")

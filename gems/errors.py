@@ -89,14 +89,14 @@ class StalledError(GemsError):
 
 
 def of_the_system(error: OSError | RecursionError) -> ConfigError:
-    """Words what the system refuses: a file that is closed to us, a path that is too long, a disk that is full."""
+    """Describe what the system refuses: a file that is closed to us, a path that is too long, a disk that is full."""
     if isinstance(error, RecursionError):
         return ConfigError("file", "a file that was read", "holds lists within lists, too deep to be read")
     return ConfigError("file", error.filename, f"cannot be read or written ({error.strerror or error})")
 
 
 def one_line(text: str) -> str:
-    """Gives a text on one line, with escapes for what no terminal should be sent."""
+    """Return a text on one line, with escapes for what no terminal should be sent."""
     joined = " ".join(text.split())
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in joined)
 
@@ -107,12 +107,12 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, valid: Iterable[str], count: int = 3) -> list[str]:
-    """Gives the `count` valid words most like `word`, best first (all of them when few)."""
+    """Return the `count` valid words most like `word`, best first (all of them when few)."""
     candidates = sorted(set(valid))
     close = difflib.get_close_matches(word, candidates, n=count, cutoff=0.4)
     return close or candidates[:count]
 
 
 def one_of(valid: Iterable[str]) -> str:
-    """Words the allowed values of a key for an error line."""
+    """Describe the allowed values of a key for an error line."""
     return "allowed: " + ", ".join(valid)

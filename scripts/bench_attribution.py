@@ -44,7 +44,7 @@ PLANTS = (
 
 
 def main(overrides: list[str]) -> int:
-    """Runs all pairs and gives 1 where one misses its bound."""
+    """Run all pairs and gives 1 where one misses its bound."""
     print(
         f"{'schedule':<14}{'planted':<14}{'lands on':<16}{'step ms':>9}{'lost ms':>9}{'landed ms':>11}{'landed %':>10}"
         f"{'rest %':>8}",
@@ -83,14 +83,14 @@ def main(overrides: list[str]) -> int:
 
 
 def rest_of(found: Attribution) -> float:
-    """Gives what the parts miss of the gap between the step and the ideal, of the run or of the worst rank, as a share."""
+    """Return what the parts miss of the gap between the step and the ideal, of the run or of the worst rank, as a share."""
     gap_s = found.step_s - found.ideal_s
     sums = [sum(found.run_s.values()), *map(sum, zip(*found.causes_s.values(), strict=True))]
     return max(abs(total - gap_s) for total in sums) / gap_s
 
 
 def attributed(overrides: list[str]) -> Attribution:
-    """Runs emulated ranks and attributes their steps."""
+    """Run emulated ranks and attributes their steps."""
     from analysis.attribution import attribution_of
     from analysis.cli.collect import collect
     from gems.config.compose import compose

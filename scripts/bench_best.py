@@ -48,7 +48,7 @@ class Contender:
 
 
 def compete(overrides: list[str]) -> dict[str, Any]:
-    """Starts the ranks, prints the table on stderr and gives what they found."""
+    """Start the ranks, prints the table on stderr and gives what they found."""
     from gems.config.compose import compose
     from gems.errors import GemsError
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
@@ -86,7 +86,7 @@ def compete(overrides: list[str]) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints the table and the answer."""
+    """Print the table and the answer."""
     lines = [f"{'engine':<7}{'schedule':<32}{'ms a step':>10}{'peak MiB':>10}"]
     for one in sorted(found["contenders"], key=lambda one: one["step_s"]):
         lines.append(
@@ -104,7 +104,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def run_rank(work: Path) -> None:
-    """Builds all contenders on one rank, times them in turn, and lets rank 0 write what was found."""
+    """Build all contenders on one rank, times them in turn, and lets rank 0 write what was found."""
     import torch
     import torch.distributed as dist
 
@@ -151,7 +151,7 @@ def run_rank(work: Path) -> None:
 
 
 def _times(comm: Any, contenders: list[Contender]) -> list[list[float]]:
-    """Gives the seconds of a step of each contender, in rounds in which all take turns."""
+    """Return the seconds of a step of each contender, in rounds in which all take turns."""
     times: list[list[float]] = [[] for _ in contenders]
     for round_ in range(ROUNDS + 1):
         for contender, mine in zip(contenders, times, strict=True):
@@ -167,7 +167,7 @@ def _times(comm: Any, contenders: list[Contender]) -> list[list[float]]:
 def _judge(
     contenders: list[Contender], times: list[list[float]], peaks: list[int], failed: dict[str, str]
 ) -> dict[str, Any]:
-    """Finds for each of theirs the fastest of ours at equal or lower peak; their fastest comes first."""
+    """Find for each of theirs the fastest of ours at equal or lower peak; their fastest comes first."""
     median = [statistics.median(mine) for mine in times]
     order = sorted(range(len(contenders)), key=lambda i: median[i])
     answers = []
@@ -207,7 +207,7 @@ def _ours(folder: Any, comm: Any, device: Any, images: Any, labels: Any) -> Call
 
 
 def _theirs(name: str, spec: Any, comm: Any, images: Any, labels: Any) -> Callable[[], object]:
-    """Builds one optimizer step of a schedule of torch.distributed.pipelining for this rank's part of the model."""
+    """Build one optimizer step of a schedule of torch.distributed.pipelining for this rank's part of the model."""
     import torch
     import torch.distributed.pipelining as pipelining
     import torch.nn.functional as functional

@@ -40,7 +40,7 @@ DEVICE = "16GB"
 
 
 def spec_of(model: str, schedule: str, ranks: int, *words: str) -> RunSpec:
-    """Gives the run of a model of the zoo."""
+    """Return the run of a model of the zoo."""
     images = [
         "data=synthetic",
         f"data.height_px={SIDE_PX}",
@@ -56,7 +56,7 @@ def spec_of(model: str, schedule: str, ranks: int, *words: str) -> RunSpec:
 
 
 def rows(only: str) -> list[dict[str, Any]]:
-    """Compares the methods on every case."""
+    """Compare the methods on every case."""
     found = []
     for model in options_of("model"):
         if only not in model:
@@ -90,7 +90,7 @@ def rows(only: str) -> list[dict[str, Any]]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """Prints one case on stderr as it is found."""
+    """Print one case on stderr as it is found."""
     proof = "optimal" if row["optimal"] else f"gap {100 * row['gap']:.2f} %"
     ratios = " ".join(f"{row['peak_ratio'].get(name, math.nan):>8.2f}" for name in (*METHODS, PLAIN, PIPELINE))
     print(
@@ -101,7 +101,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def means(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives the geometric means of the peak ratios by schedule and method, and the lowest ones."""
+    """Return the geometric means of the peak ratios by schedule and method, and the lowest ones."""
     answer: dict[str, Any] = {}
     for schedule in SCHEDULES:
         chosen = [row for row in found if row["schedule"] == schedule]
@@ -116,7 +116,7 @@ def means(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def largest_models() -> list[dict[str, Any]]:
-    """Gives the deepest VGG and ResNet that each method trains on a device, in layers and parameters."""
+    """Return the deepest VGG and ResNet that each method trains on a device, in layers and parameters."""
     found = []
     for family, model in LARGEST.items():
         for ranks in RANKS:
@@ -138,7 +138,7 @@ def largest_models() -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Runs the comparison; exit code 1 where another method is below the exact one."""
+    """Run the comparison; exit code 1 where another method is below the exact one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="")

@@ -42,7 +42,7 @@ class Case:
         return self.schedule if self.cap is None else f"{self.schedule} K={self.cap:g}"
 
     def overrides(self) -> list[str]:
-        """Gives the case's configuration."""
+        """Return the case's configuration."""
         cap = [] if self.cap is None else [f"schedule.activation_cap={self.cap}"]
         return [
             f"schedule={self.schedule}", f"parallel.partitions={self.ranks}",
@@ -62,7 +62,7 @@ CASES = (
 
 
 def main(overrides: list[str]) -> int:
-    """Runs all cases and gives 1 where one differs by more than its limit."""
+    """Run all cases and gives 1 where one differs by more than its limit."""
     from gems.schedule import FAMILIES
 
     print(
@@ -88,7 +88,7 @@ def main(overrides: list[str]) -> int:
 
 
 def run_case(case: Case, overrides: list[str]) -> dict[str, Any]:
-    """Runs one case on this machine and simulates the very list that its ranks ran."""
+    """Run one case on this machine and simulates the very list that its ranks ran."""
     from analysis.io.load import load_parts
     from analysis.metrics.run_metrics import step_times_s
     from gems.config.compose import compose

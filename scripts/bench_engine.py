@@ -39,7 +39,7 @@ OURS, THEIRS = "ours", "torch"
 
 
 def start(overrides: list[str]) -> int:
-    """Runs all cases and prints their results."""
+    """Run all cases and prints their results."""
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         words = [*DEFAULTS, *case, *overrides]
@@ -64,7 +64,7 @@ def start(overrides: list[str]) -> int:
 
 
 def _together(overrides: list[str]) -> dict[str, Any]:
-    """Compares both engines in the same processes."""
+    """Compare both engines in the same processes."""
     found = _run_case(overrides, (OURS, THEIRS), ROUNDS)
     ours, theirs = found["seconds"][OURS], found["seconds"][THEIRS]
     quartiles = statistics.quantiles((b / a for a, b in zip(ours, theirs, strict=True)), n=4)
@@ -72,7 +72,7 @@ def _together(overrides: list[str]) -> dict[str, Any]:
 
 
 def _apart(overrides: list[str]) -> dict[str, Any]:
-    """Compares the engines in processes of their own, started in turn."""
+    """Compare the engines in processes of their own, started in turn."""
     seconds: dict[str, list[float]] = {OURS: [], THEIRS: []}
     for _ in range(STARTS):
         for engine, times in seconds.items():
@@ -91,7 +91,7 @@ def _rates(found: dict[str, Any], ours: list[float], theirs: list[float]) -> dic
 
 
 def _run_case(overrides: list[str], engines: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
-    """Starts the ranks of one case and gives what rank 0 found: seconds of a step by engine and round."""
+    """Start the ranks of one case and gives what rank 0 found: seconds of a step by engine and round."""
     from gems.config.compose import compose
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.runs.prepare import prepare
@@ -115,7 +115,7 @@ def _run_case(overrides: list[str], engines: tuple[str, ...], num_rounds: int) -
 
 
 def run_rank(path: Path, num_rounds: int, engines: list[str]) -> None:
-    """Runs the engines in turn on one rank; rank 0 writes the figures."""
+    """Run the engines in turn on one rank; rank 0 writes the figures."""
     import torch
     import torch.distributed as dist
 
@@ -160,7 +160,7 @@ def run_rank(path: Path, num_rounds: int, engines: list[str]) -> None:
 
 
 def _our_step(spec, comm, images, labels):  # type: ignore[no-untyped-def]
-    """Builds one optimizer step of our engine for this rank's part of the model."""
+    """Build one optimizer step of our engine for this rank's part of the model."""
     from gems.engine.device import open_device
     from gems.engine.executor import Batch
     from gems.engine.pipeline import build_pipeline
@@ -180,7 +180,7 @@ def _our_step(spec, comm, images, labels):  # type: ignore[no-untyped-def]
 
 
 def _torch_step(spec, rank, size, images, labels):  # type: ignore[no-untyped-def]
-    """Builds one optimizer step of torch.distributed.pipelining's 1F1B for this rank's part of the same model."""
+    """Build one optimizer step of torch.distributed.pipelining's 1F1B for this rank's part of the same model."""
     import torch
     import torch.nn.functional as functional
     from torch import nn

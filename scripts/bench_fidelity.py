@@ -72,7 +72,7 @@ class Pace:
     pass_s: float
 
     def step_s(self, guess: Guess) -> float:
-        """Gives the seconds of a step at this pace."""
+        """Return the seconds of a step at this pace."""
         return self.factor * guess.by_profile.step_s + self.pass_s * guess.passes
 
 
@@ -102,7 +102,7 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the chosen parts and gives 1 where the errors are above the limits."""
+    """Run the chosen parts and gives 1 where the errors are above the limits."""
     parser = argparse.ArgumentParser(prog="scripts.bench_fidelity")
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--only", metavar="WORD", help="the cases whose name has the word")
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Gives median and worst errors, of 1 and without sign, over all rows."""
+    """Return median and worst errors, of 1 and without sign, over all rows."""
     steps = [abs(row.step_error) for row in rows]
     median, worst = statistics.median(steps), max(steps)
     peak = max(abs(row.peak_error) for row in rows)
@@ -159,7 +159,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def of_emulated(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str = "") -> Iterable[Row]:
-    """Gives the emulated runs beside what links calibrated by the probe predict for them."""
+    """Yield the emulated runs beside what links calibrated by the probe predict for them."""
     from gems.config.compose import compose
 
     found = calibration_of(take_probe("emulated"))
@@ -170,7 +170,7 @@ def of_emulated(steps: int, overrides: Sequence[str], facts: dict[str, Any], onl
 
 
 def of_real(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str = "") -> Iterable[Row]:
-    """Gives real runs beside the simulation of their profile, with the pace that other runs showed."""
+    """Yield real runs beside the simulation of their profile, with the pace that other runs showed."""
     from gems.config.compose import compose
     from gems.runs.run_plan import planned
 
@@ -197,14 +197,14 @@ def of_real(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: s
 
 
 def pace_of(pairs: Sequence[tuple[Guess, Observed]]) -> Pace:
-    """Fits the pace to runs, by least squares of relative errors; neither of its parts is below 0."""
+    """Fit the pace to runs, by least squares of relative errors; neither of its parts is below 0."""
     columns = np.array([[guess.by_profile.step_s / seen.step_s, guess.passes / seen.step_s] for guess, seen in pairs])
     factor, pass_s = nnls(columns, np.ones(len(columns)))[0]
     return Pace(float(factor), float(pass_s))
 
 
 def fastest(spec: RunSpec, found: Calibration) -> Guess:
-    """Simulates a run by several profiles of this moment, and gives what follows from the fastest."""
+    """Simulate a run by several profiles of this moment, and gives what follows from the fastest."""
     from gems.schedule.simulate import simulate
     from gems.simulation.build import costs_of, schedule_of
 
@@ -221,7 +221,7 @@ def fastest(spec: RunSpec, found: Calibration) -> Guess:
 
 
 def predicted(spec: RunSpec, found: Calibration) -> Observed:
-    """Simulates the very list that the ranks run on a machine with the calibrated links.
+    """Simulate the very list that the ranks run on a machine with the calibrated links.
 
     Without noise, since it is the median step that is compared. A search may find another list for other links: it is the one for
     the run's own that is played.
@@ -244,7 +244,7 @@ def predicted(spec: RunSpec, found: Calibration) -> Observed:
 
 
 def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
-    """Runs the configuration on this machine and reads its trace; `quantile` of its counted steps counts."""
+    """Run the configuration on this machine and reads its trace; `quantile` of its counted steps counts."""
     from analysis.io.load import load_parts
     from analysis.metrics.run_metrics import step_times_s
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks

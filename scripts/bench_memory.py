@@ -50,7 +50,7 @@ LARGEST_ERROR = 0.05
 
 
 def traffic_row(model: str, side_px: int) -> dict[str, Any]:
-    """Measures what each moves of one model."""
+    """Measure what each moves of one model."""
     words = [f"parallel.micro_batches={MICRO_BATCHES}", f"parallel.micro_batch_size={BATCH}"]
     spec = spec_of(model, side_px, *words, "memory.least_bytes=0")
     layers = layers_of(spec.model, spec.data)
@@ -81,7 +81,7 @@ def traffic_row(model: str, side_px: int) -> dict[str, Any]:
 
 
 def traffic(only: str) -> list[dict[str, Any]]:
-    """Prints the factors side by side."""
+    """Print the factors side by side."""
     names = ["ours", *HOOKS]
     head = "".join(f"{name:>18s}" for name in names)
     print(f"{'bytes moved / unique bytes saved':34s}{'unique MiB':>12s}{head}", file=sys.stderr)
@@ -97,7 +97,7 @@ def traffic(only: str) -> list[dict[str, Any]]:
 
 
 def peaks_of(model: str, side_px: int, policy: str) -> dict[str, Any]:
-    """Measures one policy in this process, beside its prediction."""
+    """Measure one policy in this process, beside its prediction."""
     words = [f"parallel.micro_batches={MICRO_BATCHES}", "parallel.micro_batch_size=1", "schedule=1f1b"]
     (kept,) = case_of_run(spec_of(model, side_px, *words)).kept.ranks
     limit = kept.peak_bytes - kept.peak_activation_bytes // 2
@@ -118,7 +118,7 @@ def peaks_of(model: str, side_px: int, policy: str) -> dict[str, Any]:
 
 
 def peaks(only: str, policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Prints measured beside predicted peaks, each policy in a process of its own."""
+    """Print measured beside predicted peaks, each policy in a process of its own."""
     print(
         f"{'most MiB of a step, 1 rank':26s}{'policy':>10s}{'saved: counted':>16s}{'predicted':>11s}{'error':>8s}"
         f"{'all: allocated':>16s}{'predicted':>11s}{'error':>8s}{'host':>8s}",
@@ -163,7 +163,7 @@ def _text(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints both tables, or with --json one object."""
+    """Print both tables, or with --json one object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--part", default="all", choices=("all", "traffic", "peaks"))
     parser.add_argument("--only", default="")

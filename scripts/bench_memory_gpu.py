@@ -35,7 +35,7 @@ CHILD_LIMIT_S = 560.0
 
 
 def machine_facts() -> dict[str, Any]:
-    """Gives hardware and versions."""
+    """Return hardware and versions."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": device.name,
@@ -49,7 +49,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def measure_bandwidth() -> list[dict[str, Any]]:
-    """Prints and gives bytes per second of copies."""
+    """Print and gives bytes per second of copies."""
     rows = []
     print(f"{'copy MiB':>10s}{'d2h':>9s}{'h2d':>9s}{'both: d2h':>11s}{'h2d':>9s}   GB/s", file=sys.stderr)
     for copy_bytes in SIZES_BYTES:
@@ -63,7 +63,7 @@ def measure_bandwidth() -> list[dict[str, Any]]:
 
 
 def measure_overhead(models: Sequence[str], sizes: Sequence[int], words: Sequence[str]) -> list[dict[str, Any]]:
-    """Prints and gives a row for each model and size."""
+    """Print and gives a row for each model and size."""
     print(f"{'step over keep; of its memory saved':38s}", file=sys.stderr)
     rows = []
     for model in models:
@@ -88,7 +88,7 @@ def _way_text(found: dict[str, Any]) -> str:
 
 
 def measure_largest(policies: Sequence[str], words: Sequence[str]) -> list[dict[str, Any]]:
-    """Prints and gives the largest side in px that trains under each policy: doubled while it fits, then halved in."""
+    """Print and gives the largest side in px that trains under each policy: doubled while it fits, then halved in."""
     rows = []
     for policy in policies:
         tried: dict[int, dict[str, Any]] = {}
@@ -113,7 +113,7 @@ def measure_largest(policies: Sequence[str], words: Sequence[str]) -> list[dict[
 def measure_peaks(
     models: Sequence[str], sizes: Sequence[int], policies: Sequence[str], words: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Prints and gives allocated, reserved and NVML's peaks beside the prediction."""
+    """Print and gives allocated, reserved and NVML's peaks beside the prediction."""
     print(f"{'GiB':30s}{'predicted':>11s}{'allocated':>11s}{'error':>9s}{'reserved':>10s}{'NVML':>8s}", file=sys.stderr)
     rows = []
     for model in models:
@@ -136,7 +136,7 @@ def measure_peaks(
 
 
 def _child(*words: str) -> dict[str, Any]:
-    """Runs one case in a process of its own, for a broken allocator or a fault must not reach the next one."""
+    """Run one case in a process of its own, for a broken allocator or a fault must not reach the next one."""
     command = [sys.executable, "-m", "scripts.bench_memory_gpu", "--child", *words]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_LIMIT_S)
@@ -158,7 +158,7 @@ def _run_child(words: Sequence[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the tables, or with --json one object; refuses where there is no GPU."""
+    """Print the tables, or with --json one object; refuses where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--part", default="all", choices=("all", *PARTS))
     parser.add_argument("--only", default="")

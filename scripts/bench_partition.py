@@ -43,7 +43,7 @@ class Model:
             self.transient[first, first + 1 :] = np.maximum.accumulate(transient[first:])
 
     def table(self, in_flight: int, is_active: bool) -> Callable[[], Table]:
-        """Gives the table of a stage."""
+        """Return the table of a stage."""
         made = 4 * self.params + in_flight * self.kept + (self.transient if is_active else 0.0)
         return lambda: made
 
@@ -60,7 +60,7 @@ class Case:
     decay: float = 1.0
 
     def problem(self) -> Problem:
-        """Makes the tables: at each moment another stage of a rank is at work, and others are in flight."""
+        """Make the tables: at each moment another stage of a rank is at work, and others are in flight."""
         model = Model(self.num_layers, self.decay, self.has_inputs)
         num_stages = 1 + max(stage for group in self.groups for stage in group)
         ranks = []
@@ -77,17 +77,17 @@ class Case:
 
 
 def chain(num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Places a stage on each rank."""
+    """Place a stage on each rank."""
     return tuple((stage,) for stage in range(num_stages))
 
 
 def pairs(num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Places stages s and S-1-s together."""
+    """Place stages s and S-1-s together."""
     return tuple((stage, num_stages - 1 - stage) for stage in range(num_stages // 2))
 
 
 def looped(num_ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Places every num_ranks-th stage together."""
+    """Place every num_ranks-th stage together."""
     return tuple(tuple(range(rank, num_ranks * chunks, num_ranks)) for rank in range(num_ranks))
 
 
@@ -106,7 +106,7 @@ CASES = (
 
 
 def run_case(case: Case, budget_s: float) -> dict[str, Any]:
-    """Solves one case and gives its row."""
+    """Solve one case and gives its row."""
     problem = case.problem()
     begin = time.perf_counter()
     found = solve(problem, budget_s)
@@ -118,7 +118,7 @@ def run_case(case: Case, budget_s: float) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Prints a line for each case, or with --json one object."""
+    """Print a line for each case, or with --json one object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--budget-s", type=float, default=60.0)

@@ -43,7 +43,7 @@ CHAIN_GAP = 0.05
 
 
 def cases(only: str, machine: str) -> Iterator[tuple[dict[str, Any], MemoryCase]]:
-    """Gives the cases with what names them."""
+    """Yield the cases with what names them."""
     for model in options_of("model"):
         if only not in model or model in SEQUENCES or any(word in model for word in DEEP):
             continue
@@ -68,7 +68,7 @@ def cases(only: str, machine: str) -> Iterator[tuple[dict[str, Any], MemoryCase]
 
 
 def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
-    """Gives the plans of the named policies; those that plan under a limit get one that asks something of them."""
+    """Yield the plans of the named policies; those that plan under a limit get one that asks something of them."""
     kept = max(case.kept.peak_bytes)
     static = max(min(point.device_bytes for point in rank.points) for rank in case.kept.ranks)
     limited = replace(case, limit_bytes=int(static + LIMITED * (kept - static)))
@@ -85,7 +85,7 @@ def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
 
 
 def row_of(named: dict[str, Any], case: MemoryCase, rival: str, other: MemoryPlan, budget_s: float) -> dict[str, Any]:
-    """Compares the plan with one rival at the rival's peak."""
+    """Compare the plan with one rival at the rival's peak."""
     theirs = case.outcome(other)
     limit = max(theirs.peak_bytes)
     found = plan(case, limit, budget_s, [other])
@@ -97,7 +97,7 @@ def row_of(named: dict[str, Any], case: MemoryCase, rival: str, other: MemoryPla
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """Prints one comparison on stderr as it is found."""
+    """Print one comparison on stderr as it is found."""
     print(
         f"{row['model']:<15}{row['side_px']:>5}{row['ranks']:>3} {row['rival']:<15}"
         f"{row['limit_bytes'] / row['kept_bytes']:>7.3f}{row['rival_s'] / row['kept_s']:>9.3f}"
@@ -107,7 +107,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives the ratios by rival, and the gaps of the chains."""
+    """Return the ratios by rival, and the gaps of the chains."""
     answer: dict[str, Any] = {}
     for rival in sorted({row["rival"] for row in found}):
         ratios = [row["ratio"] for row in found if row["rival"] == rival]
@@ -122,7 +122,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs the comparison; exit code 1 where a rival is faster at its own peak."""
+    """Run the comparison; exit code 1 where a rival is faster at its own peak."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="")

@@ -46,7 +46,7 @@ SMALL_GPUS, SMALL_BATCH, NUM_SMALL = 4, 16, 40
 
 
 def large(gpus: Sequence[int]) -> list[dict[str, Any]]:
-    """Plans the eight cases."""
+    """Plan the eight cases."""
     rows = []
     for num_gpus in gpus:
         for machine, size_gb in MACHINES:
@@ -76,7 +76,7 @@ def large(gpus: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def small() -> dict[str, Any]:
-    """Runs a space of schedules, pipelines and micro-batches on emulated ranks, all of it, and plans in it."""
+    """Run a space of schedules, pipelines and micro-batches on emulated ranks, all of it, and plans in it."""
     spec = compose(SMALL)
     planner = Planner(spec, None)
     asked = small_space(planner)
@@ -101,7 +101,7 @@ def small() -> dict[str, Any]:
 
 
 def small_space(planner: Planner) -> list[Candidate]:
-    """Gives 40 configurations of 4 ranks: those that follow from counts, every one of a pipeline of 4 ranks before others."""
+    """Return 40 configurations of 4 ranks: those that follow from counts, every one of a pipeline of 4 ranks before others."""
     layers = planner.profile(1).num_layers
     asked = [
         one for one in candidates(SMALL_GPUS, SMALL_BATCH, layers, has_policies=False) if one.schedule in BY_COUNTS
@@ -117,7 +117,7 @@ def small_space(planner: Planner) -> list[Candidate]:
 
 
 def emulated_s(choice: Choice) -> float:
-    """Gives the median step of a configuration on emulated ranks, in seconds."""
+    """Return the median step of a configuration on emulated ranks, in seconds."""
     words = [word for word in choice.candidate.overrides(choice.boundaries) if not word.startswith("memory")]
     spec = costed(compose([*SMALL, *words]))
     with tempfile.TemporaryDirectory() as scratch:
@@ -130,7 +130,7 @@ def emulated_s(choice: Choice) -> float:
 
 
 def median_step_s(folder: Path) -> float:
-    """Gives the median of a run's steps without its warm-up, in seconds."""
+    """Return the median of a run's steps without its warm-up, in seconds."""
     from statistics import median
 
     from analysis.io.load import load_parts
@@ -141,7 +141,7 @@ def median_step_s(folder: Path) -> float:
 
 
 def main() -> int:
-    """Runs what was asked for."""
+    """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=("large", "small"))
     parser.add_argument("--gpus", type=int, nargs="*", default=GPUS)

@@ -50,7 +50,7 @@ class Peaks:
 
 
 def spec_of(model: str, side_px: int, device: str) -> RunSpec:
-    """Gives the run that a row is about."""
+    """Return the run that a row is about."""
     return compose(
         [
             f"model={model}",
@@ -63,7 +63,7 @@ def spec_of(model: str, side_px: int, device: str) -> RunSpec:
 
 
 def predicted_bytes(spans: Spans, first: int, end: int, num_in_flight: int) -> int:
-    """Gives the peak of a stage of layers first up to end, from the tables."""
+    """Return the peak of a stage of layers first up to end, from the tables."""
     at = (first, end)
     moving = max(spans.forward_peak[at], spans.backward_peak[at])
     static = STATE_COPIES * spans.params[at] + spans.buffers[at]
@@ -92,7 +92,7 @@ class Alone:
         self._static_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def peaks(self, num_in_flight: int) -> Peaks:
-        """Runs so many forwards, then their backwards, and gives the most that was held."""
+        """Run so many forwards, then their backwards, and gives the most that was held."""
         self._step(1)  # kernels and the engine's own meter are warm then
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -126,7 +126,7 @@ class Alone:
 
 
 def run_child(model: str, side_px: int, device: str, first: int, end: int, num_in_flight: int) -> Peaks:
-    """Measures one stage in a process of its own."""
+    """Measure one stage in a process of its own."""
     words = [model, str(side_px), device, str(first), str(end), str(num_in_flight)]
     ended = subprocess.run(
         [sys.executable, "-m", "scripts.bench_profile", "--stage", *words], capture_output=True, text=True
@@ -137,7 +137,7 @@ def run_child(model: str, side_px: int, device: str, first: int, end: int, num_i
 
 
 def rows_of(model: str, side_px: int, device: str, source: str, threads: int) -> list[dict[str, Any]]:
-    """Gives the rows of one model at one size: a stage and a number of micro-batches in flight each."""
+    """Return the rows of one model at one size: a stage and a number of micro-batches in flight each."""
     spec = spec_of(model, side_px, device)
     torch.set_num_threads(threads)
     run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, spec.machine)
@@ -161,7 +161,7 @@ def rows_of(model: str, side_px: int, device: str, source: str, threads: int) ->
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table, or with --json one object."""
+    """Print the table, or with --json one object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--source", default="fake", choices=("fake", "measured"))

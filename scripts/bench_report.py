@@ -44,7 +44,7 @@ JITTER = 0.02
 
 
 def made_up(shape: str, num_events: int, seed: int = 0) -> Trace:
-    """Makes a trace with at least `num_events` events."""
+    """Make a trace with at least `num_events` events."""
     partitions, replicas, micro_batches = SHAPES[shape]
     sizes = {"partitions": partitions, "replicas": replicas, "micro_batches": micro_batches}
     spec = compose([*WORDS, "train.steps=1", *(f"parallel.{key}={value}" for key, value in sizes.items())])
@@ -76,7 +76,7 @@ def made_up(shape: str, num_events: int, seed: int = 0) -> Trace:
 
 
 def study_row(folder: Path) -> dict[str, Any]:
-    """Measures the page of a study: 11 simulated points, from 1 to 128 copies of a pipeline of 8 ranks and some between."""
+    """Measure the page of a study: 11 simulated points, from 1 to 128 copies of a pipeline of 8 ranks and some between."""
     runs = []
     for replicas in (1, 2, 4, 8, 12, 16, 24, 32, 64, 96, 128):
         words = [
@@ -101,7 +101,7 @@ def study_row(folder: Path) -> dict[str, Any]:
 
 
 def row_of(shape: str, num_events: int, folder: Path) -> dict[str, Any]:
-    """Measures one shape: seconds, and sizes in bytes."""
+    """Measure one shape: seconds, and sizes in bytes."""
     trace = made_up(shape, num_events)
     row: dict[str, Any] = {"shape": shape, "events": len(trace.events), "ranks": trace.world_size}
     write_trace(folder / "trace.h5", trace)
@@ -145,7 +145,7 @@ def _shown(folder: Path) -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures the shapes and gives the exit code."""
+    """Measure the shapes and gives the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench_report")
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--shape", choices=(*SHAPES, STUDY))

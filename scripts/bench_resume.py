@@ -48,7 +48,7 @@ class Kill:
 
 
 def main(words: list[str]) -> int:
-    """Runs all and gives 1 where a bit differs, or another cut by more than REL_LIMIT."""
+    """Run all and gives 1 where a bit differs, or another cut by more than REL_LIMIT."""
     own = dict(word.split("=", 1) for word in words if word.startswith(("kills=", "seed=")))
     overrides = [*OVERRIDES, *(word for word in words if not word.startswith(("kills=", "seed=")))]
     kills, chance = int(own.get("kills", 20)), random.Random(int(own.get("seed", 0)))
@@ -82,12 +82,12 @@ def main(words: list[str]) -> int:
 
 
 def command(runs: Path, overrides: list[str]) -> list[str]:
-    """Gives the command line of a run."""
+    """Return the command line of a run."""
     return [sys.executable, "-m", "jobs", "submit", "--json", f"runs_dir={runs}", *overrides]
 
 
 def run(runs: Path, overrides: list[str]) -> Path:
-    """Starts a run, or goes on with it, waits for its end and gives its folder."""
+    """Start a run, or goes on with it, waits for its end and gives its folder."""
     ended = subprocess.run(command(runs, overrides), capture_output=True, text=True, timeout=LIMIT_S)
     if ended.returncode:
         raise SystemExit(f"exit code {ended.returncode}\n{ended.stderr[-3000:]}")
@@ -124,7 +124,7 @@ def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> Kil
 
 
 def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
-    """Tells whether two runs have the same losses and the same weights to the bit."""
+    """Return whether two runs have the same losses and the same weights to the bit."""
     import torch
 
     from analysis.io.load import load_trace
@@ -150,7 +150,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def differences(whole: Path, other: Path, begin: int) -> dict[str, float]:
-    """Gives the largest relative differences from step `begin` on: of the losses, and of layers' weights in the maximum norm."""
+    """Return the largest relative differences from step `begin` on: of the losses, and of layers' weights in the maximum norm."""
     from analysis.io.load import load_trace
     from gems.engine.checkpoint import weights
 

@@ -48,7 +48,7 @@ def _request(num_ranks: int, num_micro_batches: int, cap: float, link: float = 0
 
 
 def targets() -> Iterator[Target]:
-    """Gives the settings of the figures in README.md, with equal times and free links unless the name says otherwise."""
+    """Yield the settings of the figures in README.md, with equal times and free links unless the name says otherwise."""
     for ranks, num, link, asked in (
         (8, 32, 0.0, {1: 0.325, 1.5: 0.44, 2: 0.62, 3: 0.82, 4: 0.91, 6: 0.945, 8: 0.965}),
         (4, 24, 0.0, {1: 0.58, 1.5: 0.81, 2: 0.94}),
@@ -66,7 +66,7 @@ def targets() -> Iterator[Target]:
 
 
 def named_schedules(request: Request) -> dict[str, Schedule]:
-    """Builds every published family that can serve a request, with its number of micro-batches."""
+    """Build every published family that can serve a request, with its number of micro-batches."""
     found = {}
     for name, family in FAMILIES.items():
         if name == "capped":
@@ -81,7 +81,7 @@ def named_schedules(request: Request) -> dict[str, Schedule]:
 
 
 def table_of_families(budget_s: float) -> None:
-    """Prints efficiency by cap, P=8 N=32, for every family beside capped."""
+    """Print efficiency by cap, P=8 N=32, for every family beside capped."""
     print(f"{'P=8 N=32':18}" + "".join(f"{f'K={cap:g}':>8}" for cap in CAPS) + "   (peak above the cap: -)")
     rows: dict[str, list[str]] = {name: [] for name in FAMILIES if name != "capped"}
     found: list[Found] = []
@@ -106,7 +106,7 @@ def _efficiency(schedule: Schedule, request: Request) -> str:
 
 
 def table_of_targets(budget_s: float) -> int:
-    """Prints target, found and bound; gives how many targets were missed."""
+    """Print target, found and bound; gives how many targets were missed."""
     missed = 0
     print(f"{'setting':40}{'target':>8}{'found':>8}{'bound':>8}{'peak':>7}{'time':>8}  placement, method")
     for target in targets():
@@ -128,7 +128,7 @@ def _with_budget(request: Request, budget_s: float) -> Request:
 
 
 def random_setting(random: Random) -> Request:
-    """Draws a setting: ranks, micro-batches, unequal times, activations over the depth, link, cap."""
+    """Draw a setting: ranks, micro-batches, unequal times, activations over the depth, link, cap."""
     num_ranks = random.randint(2, 12)
     num_micro_batches = random.randint(2, 3 * num_ranks)
     times = tuple(round(random.uniform(0.5, 1.5), 2) for _ in range(random.choice((1, 2, 4))))
@@ -150,7 +150,7 @@ def random_setting(random: Random) -> Request:
 
 
 def settings(number: int) -> int:
-    """Holds capped against every named schedule that keeps the cap; gives the exceptions."""
+    """Hold capped against every named schedule that keeps the cap; gives the exceptions."""
     random, exceptions, beaten, compared = Random(0), 0, 0, 0
     for turn in range(number):
         request = random_setting(random)
@@ -178,7 +178,7 @@ def settings(number: int) -> int:
 
 
 def large(budget_s: float) -> None:
-    """Prints how long a large schedule takes to build and validate."""
+    """Print how long a large schedule takes to build and validate."""
     for num_ranks, num_micro_batches, cap in ((64, 256, 8.0), (256, 64, 4.0), (1024, 32, 2.0)):
         request = _with_budget(_request(num_ranks, num_micro_batches, cap), budget_s)
         begin = time.perf_counter()
@@ -191,7 +191,7 @@ def large(budget_s: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs all parts; 1 where a target was missed or a setting is an exception."""
+    """Run all parts; 1 where a target was missed or a setting is an exception."""
     parser = argparse.ArgumentParser(description="Efficiency of schedules under a cap on activations.")
     parser.add_argument("--quick", action="store_true", help="smaller budgets and fewer settings")
     is_quick = parser.parse_args(arguments).quick

@@ -42,7 +42,7 @@ class Case:
 
 
 def has_own_clock(device: torch.device) -> bool:
-    """Tells whether the process's own time is that of the work: on one thread of a processor."""
+    """Return whether the process's own time is that of the work: on one thread of a processor."""
     return device.type == "cpu" and torch.get_num_threads() == 1
 
 
@@ -54,25 +54,25 @@ class SelfAttention(nn.Module):
         self.attention = nn.MultiheadAttention(width, num_heads, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the attended sequence."""
+        """Return the attended sequence."""
         made: Tensor = self.attention(x, x, x, need_weights=False)[0]
         return made
 
 
 def conv(channels: int, kernel: int, out: int | None = None) -> Callable[[], list[nn.Module]]:
-    """Builds a convolution as in a residual block."""
+    """Build a convolution as in a residual block."""
     return lambda: [nn.Conv2d(channels, out or channels, kernel, padding=kernel // 2, bias=False)]
 
 
 def resnet_stage(depth: int, version: int, height_px: int, part: int, num_parts: int) -> list[nn.Module]:
-    """Builds one of equal parts of a ResNet."""
+    """Build one of equal parts of a ResNet."""
     layers = layers_of(ModelConfig(depth=depth, version=version), DataConfig(height_px=height_px, width_px=height_px))
     first, last = part * len(layers) // num_parts, (part + 1) * len(layers) // num_parts
     return build_layers(layers, first, last, seed=0)
 
 
 def cases(scale: int) -> list[Case]:
-    """Gives all rows; `scale` multiplies the batch, for a GPU."""
+    """Return all rows; `scale` multiplies the batch, for a GPU."""
     return [
         Case("conv 3x3, 16 ch, 32 px (ResNet)", conv(16, 3), (16 * scale, 16, 32, 32)),
         Case("conv 3x3, 64 ch, 8 px (ResNet)", conv(64, 3), (16 * scale, 64, 8, 8)),
@@ -121,7 +121,7 @@ class Bench:
         return layers
 
     def full(self) -> tuple[float, float]:
-        """Times a full backward."""
+        """Time a full backward."""
         stage = self._stages["full"]
         stage.forward(0, (self._input,))
         begin = self._now()
@@ -130,7 +130,7 @@ class Bench:
         return end - begin, end - begin
 
     def ours(self) -> tuple[float, float]:
-        """Times our two parts, one behind the other."""
+        """Time our two parts, one behind the other."""
         stage = self._stages["ours"]
         stage.forward(0, (self._input,), None, True)
         begin = self._now()
@@ -140,7 +140,7 @@ class Bench:
         return self._now() - begin, middle - begin
 
     def torch(self) -> tuple[float, float]:
-        """Times the two functions of torch.distributed.pipelining, one behind the other."""
+        """Time the two functions of torch.distributed.pipelining, one behind the other."""
         from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
         layers = self._layers["torch"]
@@ -155,7 +155,7 @@ class Bench:
         return self._now() - begin, middle - begin
 
     def error(self, way: str) -> float:
-        """Gives the largest relative error of the gradients of one way against the full backward's."""
+        """Return the largest relative error of the gradients of one way against the full backward's."""
         pairs = zip(self._layers["full"].parameters(), self._layers[way].parameters(), strict=True)
         found = [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
         return max(float((a - b).abs().max() / a.abs().max()) for a, b in found)
@@ -167,7 +167,7 @@ class Bench:
 
 
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Measures one case and gives its row."""
+    """Measure one case and gives its row."""
     bench = Bench(case, device)
     ways: dict[str, Timed] = {"full": bench.full, "ours": bench.ours, "torch": bench.torch}
     failed = ""
@@ -205,7 +205,7 @@ def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the table, or with --json one object; gives 1 when a gradient differs."""
+    """Print the table, or with --json one object; gives 1 when a gradient differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=15)

@@ -35,7 +35,7 @@ LARGE_COPY = 256 * 2**20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Calibrates and writes the file; one line on stderr and exit code 2 for bad input."""
+    """Calibrate and writes the file; one line on stderr and exit code 2 for bad input."""
     parser = argparse.ArgumentParser(prog="scripts.calibrate", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml")
     parser.add_argument("--kind", choices=("real", "emulated"), default="real")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_probe(path: Path) -> dict[str, Any]:
-    """Reads what the probe wrote.
+    """Read what the probe wrote.
 
     Raises:
         ConfigError: no such file, or none of that form.
@@ -73,7 +73,7 @@ def read_probe(path: Path) -> dict[str, Any]:
 
 
 def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
-    """Runs the probe on this machine and gives its timings.
+    """Run the probe on this machine and gives its timings.
 
     Raises:
         ConfigError: the ranks did not start, or failed.
@@ -89,7 +89,7 @@ def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
 
 
 def computes_of(run: Path) -> np.ndarray:
-    """Gives the compute seconds of each counted step and rank of a finished run.
+    """Return the compute seconds of each counted step and rank of a finished run.
 
     Raises:
         ConfigError: no trace there.
@@ -105,7 +105,7 @@ def computes_of(run: Path) -> np.ndarray:
 
 
 def copy_rates() -> dict[str, float] | None:
-    """Times pinned copies each way on this process's GPU; None where there is none."""
+    """Time pinned copies each way on this process's GPU; None where there is none."""
     try:
         import torch
     except ImportError:
@@ -121,7 +121,7 @@ def copy_rates() -> dict[str, float] | None:
 def write(
     out: Path, found: Calibration, probe: dict[str, Any], base: str | None, device: str, error: float | None
 ) -> None:
-    """Writes the machine's file.
+    """Write the machine's file.
 
     Raises:
         ConfigError: it cannot be written.

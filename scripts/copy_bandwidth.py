@@ -26,7 +26,7 @@ class Bandwidth:
 
 
 def bandwidth(device: torch.device, copy_bytes: int) -> Bandwidth:
-    """Measures copies of one size, as the median of several timings."""
+    """Measure copies of one size, as the median of several timings."""
     lane_out, lane_in = _Lane(device, copy_bytes, is_out=True), _Lane(device, copy_bytes, is_out=False)
     for lane in (lane_out, lane_in):
         lane.post(1)
@@ -62,7 +62,7 @@ class _Lane:
 
 
 def _rates(lanes: list[_Lane], count: int, device: torch.device) -> list[float]:
-    """Gives each lane's bytes per second while all of them copy; copies are posted in turn, a few at a time."""
+    """Return each lane's bytes per second while all of them copy; copies are posted in turn, a few at a time."""
     torch.cuda.synchronize(device)
     spans = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in lanes]
     for lane, (start, _) in zip(lanes, spans, strict=True):

@@ -77,7 +77,7 @@ class Task:
 
 
 def task_of(overrides: Sequence[str], target_loss: float, most_epochs: float) -> Task:
-    """Composes the run and reads its samples into memory, each as it is drawn first."""
+    """Compose the run and reads its samples into memory, each as it is drawn first."""
     spec = compose([*MODEL, *overrides])
     dataset = open_dataset(spec.data, spec.seed)
     return Task(spec, _samples(dataset, "train"), _samples(dataset, "validation"), target_loss, most_epochs)
@@ -90,7 +90,7 @@ def _samples(dataset: Dataset, split: Split) -> Samples:
 
 
 def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> float | None:
-    """Trains until the validation loss is at the target; gives the epochs, or None where it is not reached.
+    """Train until the validation loss is at the target; gives the epochs, or None where it is not reached.
 
     A loss that is no number ends it too.
     """
@@ -124,7 +124,7 @@ def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> f
 
 
 def _batches(num_samples: int, global_batch: int, seed: int) -> Iterator[Tensor]:
-    """Gives the samples of each step, without end: one order after another, a batch across two of them where need be."""
+    """Yield the samples of each step, without end: one order after another, a batch across two of them where need be."""
     generator = torch.Generator().manual_seed(seed)
     waiting = torch.empty(0, dtype=torch.int64)
     while True:
@@ -136,18 +136,18 @@ def _batches(num_samples: int, global_batch: int, seed: int) -> Iterator[Tensor]
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, samples: Samples) -> float:
-    """Gives the mean loss over a split, with running statistics."""
+    """Return the mean loss over a split, with running statistics."""
     model.eval()
     return float(functional.cross_entropy(model(samples.images), samples.labels))
 
 
 def rates_of(global_batch: int) -> tuple[float, ...]:
-    """Gives the learning rates to try at a global batch."""
+    """Return the learning rates to try at a global batch."""
     return tuple(BASE_RATE * factor * math.sqrt(global_batch / BASE_BATCH) for factor in FACTORS)
 
 
 def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[list[dict[str, float]], list[int]]:
-    """Trains at every batch, rate and seed; gives a row for each batch and seed, and the batches that never arrived.
+    """Train at every batch, rate and seed; gives a row for each batch and seed, and the batches that never arrived.
 
     The rate of a batch is that with the smallest mean over the seeds, of those that arrive with all of them.
     """
@@ -171,7 +171,7 @@ def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[lis
 
 
 def _fitted(rows: Sequence[dict[str, float]]) -> tuple[NoiseFit | None, str]:
-    """Fits the noise scale to the runs, or tells why they have none."""
+    """Fit the noise scale to the runs, or tells why they have none."""
     try:
         return fit_noise_scale([EpochRun(row["global_batch"], row["epochs"]) for row in rows]), ""
     except ConfigError as error:
@@ -179,7 +179,7 @@ def _fitted(rows: Sequence[dict[str, float]]) -> tuple[NoiseFit | None, str]:
 
 
 def words_of(fit: NoiseFit) -> str:
-    """Gives the fitted law, its intervals, and how far each batch's mean and each run lie from it, in one line."""
+    """Return the fitted law, its intervals, and how far each batch's mean and each run lie from it, in one line."""
     least, critical = fit.law.least_epochs, fit.law.critical_batch
     by_batch: dict[float, list[float]] = defaultdict(list)
     for run, residual in zip(fit.runs, fit.residuals, strict=True):
@@ -193,7 +193,7 @@ def words_of(fit: NoiseFit) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the study, writes the file, prints the fit."""
+    """Run the study, writes the file, prints the fit."""
     parser = argparse.ArgumentParser(description="epochs to a target loss by global batch")
     parser.add_argument("--out", type=Path, default=Path("epochs.json"))
     parser.add_argument("--target-loss", type=float, default=0.15)

@@ -23,7 +23,7 @@ class Case:
 
 
 def emulated(schedule: str, ranks: int, micro_batches: int, size_bytes: int, *more: str) -> Case:
-    """Gives an emulated case; `size_bytes` is what a stage hands on."""
+    """Return an emulated case; `size_bytes` is what a stage hands on."""
     words = (
         f"schedule={schedule}", f"parallel.partitions={ranks}", f"parallel.micro_batches={micro_batches}",
         f"cost.boundary_bytes={size_bytes}", *more,
@@ -33,7 +33,7 @@ def emulated(schedule: str, ranks: int, micro_batches: int, size_bytes: int, *mo
 
 
 def real(schedule: str, side_px: int, micro_batches: int, micro_batch_size: int, *more: str) -> Case:
-    """Gives a case of a real run on 2 ranks."""
+    """Return a case of a real run on 2 ranks."""
     words = (
         f"schedule={schedule}", f"data.height_px={side_px}", f"data.width_px={side_px}",
         f"parallel.micro_batches={micro_batches}", f"parallel.micro_batch_size={micro_batch_size}", *more,

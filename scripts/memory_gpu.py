@@ -40,11 +40,11 @@ class Steps(Protocol):
     """Something that runs training steps."""
 
     def step(self) -> None:
-        """Runs one."""
+        """Run one."""
 
 
 def overhead_of(model: str, side_px: int, rounds: int, rates: dict[str, float]) -> dict[str, Any]:
-    """Times a step in every way, in turn and in one process, and gives medians beside what each holds in a step.
+    """Time a step in every way, in turn and in one process, and gives medians beside what each holds in a step.
 
     A way that does not fit, or cannot be imported, is named with the reason. `held_bytes` is the most beyond parameters,
     gradients and optimizer state.
@@ -75,7 +75,7 @@ def overhead_of(model: str, side_px: int, rounds: int, rates: dict[str, float]) 
 
 
 def alone(model: str, side_px: int, policy: str, rates: dict[str, float]) -> dict[str, Any]:
-    """Runs two steps under one policy, and gives the peaks of the second beside the prediction."""
+    """Run two steps under one policy, and gives the peaks of the second beside the prediction."""
     before = _device_used_bytes()
     spec = spec_of(
         model, side_px, *_machine(rates), *_limits(), "schedule=1f1b", "parallel.micro_batches=2",
@@ -117,7 +117,7 @@ def _builders(model: str, side_px: int, rates: dict[str, float]) -> dict[str, Ca
 
 
 def _machine(rates: dict[str, float]) -> list[str]:
-    """Gives the machine with the copy rates measured; its other rates are those of its data sheet where we have one."""
+    """Return the machine with the copy rates measured; its other rates are those of its data sheet where we have one."""
     name = torch.cuda.get_device_name().lower()
     known = next((machine for machine in SHEETS if machine in name), "cuda")
     return [f"machine={known}", *(f"machine.{name}={rate}" for name, rate in rates.items())]
@@ -139,7 +139,7 @@ def _free_host_bytes() -> int:
 
 
 def _held_bytes(made: Steps) -> int:
-    """Gives the most that a step holds beyond what is there before it."""
+    """Return the most that a step holds beyond what is there before it."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -158,6 +158,6 @@ def _seconds(made: Steps) -> float:
 
 
 def _device_used_bytes() -> int:
-    """Gives what the driver says is in use on the device, by whomever; 0 where it does not tell."""
+    """Return what the driver says is in use on the device, by whomever; 0 where it does not tell."""
     gpu = _open_gpu(torch.device(DEVICE))
     return 0 if gpu is None else gpu.read()[0]

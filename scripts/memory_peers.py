@@ -36,16 +36,16 @@ class Traffic:
 
     @classmethod
     def of(cls, modules: nn.Module, images: Tensor) -> Traffic:
-        """Begins at nothing."""
+        """Begin at nothing."""
         return cls({_memory(tensor) for tensor in (*modules.parameters(), *modules.buffers(), images)})
 
     def see(self, tensor: Tensor) -> None:
-        """Notes that autograd saves a tensor."""
+        """Record that autograd saves a tensor."""
         if _memory(tensor) not in self.known:
             self.saved.setdefault(_memory(tensor), tensor.detach())
 
     def copied(self, tensor: Tensor, num_bytes: int) -> None:
-        """Notes that a hook copied a tensor."""
+        """Record that a hook copied a tensor."""
         if _memory(tensor) in self.known:
             self.known_bytes += num_bytes
         else:
@@ -103,7 +103,7 @@ HOOKS: dict[str, Callable[[Traffic], AbstractContextManager[object]]] = {
 
 
 def hook_traffic(name: str, modules: nn.ModuleList, images: Tensor) -> Traffic:
-    """Runs a forward and backward under a hook and gives what it copied."""
+    """Run a forward and backward under a hook and gives what it copied."""
     traffic = Traffic.of(modules, images)
     with HOOKS[name](traffic):
         loss = loss_of(modules, images)
@@ -112,7 +112,7 @@ def hook_traffic(name: str, modules: nn.ModuleList, images: Tensor) -> Traffic:
 
 
 def loss_of(modules: nn.ModuleList, images: Tensor, is_checkpointed: bool = False) -> Tensor:
-    """Runs the layers and gives the loss; checkpointed, each layer keeps its inputs and is run again in backward."""
+    """Run the layers and gives the loss; checkpointed, each layer keeps its inputs and is run again in backward."""
     values: tuple[Tensor, ...] = (images,)
     for module in modules:
         made = checkpoint(module, *values, use_reentrant=False) if is_checkpointed else module(*values)
@@ -124,7 +124,7 @@ class PlainLoop:
     """A training step without the engine: forward and backward of each micro-batch, and SGD with momentum."""
 
     def __init__(self, modules: nn.ModuleList, images: Sequence[Tensor], way: str) -> None:
-        """Takes the layers.
+        """Take the layers.
 
         Args:
             modules: in order.
@@ -137,7 +137,7 @@ class PlainLoop:
         self._optimizer = torch.optim.SGD(modules.parameters(), lr=1e-3, momentum=0.9)
 
     def step(self) -> None:
-        """Runs one step."""
+        """Run one step."""
         self._optimizer.zero_grad(set_to_none=False)
         for images in self._images:
             with self._hooks():

@@ -39,31 +39,31 @@ class Peaks:
 
 
 def spec_of(model: str, side_px: int, *words: str) -> RunSpec:
-    """Gives a run of one rank on square images; `words` are more Hydra overrides."""
+    """Return a run of one rank on square images; `words` are more Hydra overrides."""
     sizes = [f"data.height_px={side_px}", f"data.width_px={side_px}"]
     one = ["schedule=gpipe", "parallel.partitions=1", "train.warmup_steps=0"]
     return compose([f"model={model}", "data=synthetic", *sizes, *one, *words])
 
 
 def case_of_run(spec: RunSpec) -> MemoryCase:
-    """Gives what the policies of a one-rank run plan for."""
+    """Return what the policies of a one-rank run plan for."""
     return memory_case(spec, compute_schedule_of(spec), (0, len(layers_of(spec.model, spec.data))))
 
 
 def outcome_of(spec: RunSpec, case: MemoryCase) -> Outcome:
-    """Gives what the configured policy makes of it."""
+    """Return what the configured policy makes of it."""
     return case.kept if spec.memory.name == "keep" else case.outcome(plan_of(spec.memory, case))
 
 
 def ours_under(spec: RunSpec, outcome: Outcome) -> Ours:
-    """Gives the run of a policy's outcome; one that keeps all runs its stage whole, as a user's does."""
+    """Return the run of a policy's outcome; one that keeps all runs its stage whole, as a user's does."""
     if spec.memory.name == "keep":
         return Ours(spec, lower(compute_schedule_of(spec)), None)
     return Ours(spec, outcome.schedule, outcome.plan)
 
 
 def all_offloaded(spec: RunSpec) -> tuple[Schedule, MemoryPlan]:
-    """Gives the list and the plan by which every layer's saved tensors leave and come back on demand."""
+    """Return the list and the plan by which every layer's saved tensors leave and come back on demand."""
     compute = compute_schedule_of(spec)
     cuts = (0, len(layers_of(spec.model, spec.data)))
     every = {layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=0) for layer in range(cuts[-1])}
@@ -93,12 +93,12 @@ class Ours:
         return self.pipeline.segments.store.counters
 
     def step(self) -> None:
-        """Runs one training step."""
+        """Run one training step."""
         self.pipeline.train.run(self._step, self._batch)
         self._step += 1
 
     def peaks(self) -> Peaks:
-        """Runs a step to warm up and gives the most that the next one held."""
+        """Run a step to warm up and gives the most that the next one held."""
         self.step()
         executor, segments = self.pipeline.train, self.pipeline.segments
         store = None if segments is None else segments.store
@@ -118,7 +118,7 @@ class Ours:
         return Peaks(executor.activations.peak_bytes, *found, host_bytes)
 
     def _static_bytes(self) -> int:
-        """Gives what is there before a step: parameters, gradients, optimizer state, buffers and the batch."""
+        """Return what is there before a step: parameters, gradients, optimizer state, buffers and the batch."""
         pipeline = self.pipeline
         modules = list(pipeline.modules.values())
         parameters = [parameter for kept in modules for parameter in kept.parameters()]
@@ -136,7 +136,7 @@ class Ours:
 
 
 def _most(seen: profile) -> int:
-    """Gives the most bytes that a profiled block held at once beyond what was there before."""
+    """Return the most bytes that a profiled block held at once beyond what was there before."""
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -7,5 +7,5 @@ from collections.abc import Sequence
 
 
 def spread(ratios: Sequence[float]) -> dict[str, float]:
-    """Gives the geometric mean, the least and the most of ratios; there must be one."""
+    """Return the geometric mean, the least and the most of ratios; there must be one."""
     return {"mean": statistics.geometric_mean(ratios), "least": min(ratios), "most": max(ratios)}

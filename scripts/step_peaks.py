@@ -22,7 +22,7 @@ NAME = ("kind", "stage", "segment", "direction", "micro_batch")
 def step_peaks(
     trace: Trace, schedule: Schedule, costs: StageCosts, unit_s: float, activation_bytes: float
 ) -> np.ndarray:
-    """Gives the most bytes that come and go on any rank in each counted step, (steps,): activations and messages.
+    """Return the most bytes that come and go on any rank in each counted step, (steps,): activations and messages.
 
     Args:
         trace: of an emulated or simulated run, with the events of every action.
@@ -49,7 +49,7 @@ def step_peaks(
 
 
 def _played(events: np.ndarray, schedule: Schedule, replica: int, unit_s: float) -> Simulation:
-    """Gives the times of one replica's actions in one step, in units from its first event."""
+    """Return the times of one replica's actions in one step, in units from its first event."""
     first_ns = events["start_ns"].min()
     starts, ends = [], []
     for rank, row in enumerate(schedule.rows):

@@ -51,7 +51,7 @@ MINE = {
 
 
 def runner(capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
-    """Gives the function that runs a command in this process, in a folder."""
+    """Return the function that runs a command in this process, in a folder."""
     monkeypatch.chdir(folder)
 
     def run(*argv: str, verbs: dict[str, Verb] = VERBS) -> Said:

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keeps results that took long out of the user's cache, and those of the user out of the tests."""
+    """Keep results that took long out of the user's cache, and those of the user out of the tests."""
     patch = pytest.MonkeyPatch()
     patch.setenv("GEMS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
     patch.setenv("MPIR_CVAR_POLLS_BEFORE_YIELD", "10")  # MPICH's own is 1000

@@ -26,7 +26,7 @@ NUM_LAYERS = 11
 
 
 def sized(profile: ModelProfile, size: int) -> ModelProfile:
-    """Gives a profile of one image for `size` of them: bytes in proportion, times a little less."""
+    """Return a profile of one image for `size` of them: bytes in proportion, times a little less."""
     layers = tuple(
         replace(
             layer, saved=(), passing=(), saved_later=tuple((ahead, size * num) for ahead, num in layer.saved_later),
@@ -39,7 +39,7 @@ def sized(profile: ModelProfile, size: int) -> ModelProfile:
 
 
 def made_up(monkeypatch: pytest.MonkeyPatch, seed: int, decay: float = 0.9) -> None:
-    """Makes every planner profile a random model of 11 layers."""
+    """Make every planner profile a random model of 11 layers."""
 
     def profile_of(spec: RunSpec) -> ModelProfile:
         return sized(random_profile(NUM_LAYERS, seed, decay), spec.parallel.micro_batch_size)
@@ -48,5 +48,5 @@ def made_up(monkeypatch: pytest.MonkeyPatch, seed: int, decay: float = 0.9) -> N
 
 
 def planner(limit_bytes: int | None = None, *words: str) -> Planner:
-    """Gives a planner under a limit."""
+    """Return a planner under a limit."""
     return Planner(compose([*RUN, *words]), limit_bytes)

@@ -68,7 +68,7 @@ class Folder:
     is_wrong: bool = True
 
     def make(self, where: Path) -> list[str]:
-        """Writes the files and gives the command line."""
+        """Write the files and gives the command line."""
         for name, data in self.files:
             path = where / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Folder:
 
 
 def changed(document: dict[str, Any]) -> SearchStrategy[bytes]:
-    """Gives a document of the right schema with one field that is wrong or missing."""
+    """Return a document of the right schema with one field that is wrong or missing."""
     keys = st.sampled_from(sorted(document))
     return st.one_of(
         st.tuples(keys, st.sampled_from(VALUES)).map(lambda two: document | {two[0]: two[1]}),

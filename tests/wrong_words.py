@@ -83,7 +83,7 @@ class Mistake:
 
 
 def keys_of_schema() -> list[Key]:
-    """Gives every key of a run, from the dataclasses."""
+    """Return every key of a run, from the dataclasses."""
     found = []
     for name, kind in typing.get_type_hints(RunSpec).items():
         if not dataclasses.is_dataclass(kind):
@@ -108,7 +108,7 @@ COUNTED = [key for key in KEYS if key.type in (int, float)]
 
 
 def wrong_value_of(key: Key) -> SearchStrategy[str]:
-    """Gives values that no run can have."""
+    """Return values that no run can have."""
     kinds: dict[Any, SearchStrategy[str]] = {int: NO_INT, float: NO_FLOAT, bool: NO_BOOL, str: NO_TEXT}
     values = kinds.get(key.type, NO_LIST)
     if key.type is str and key.name not in FREE_TEXT:
@@ -127,7 +127,7 @@ def _one(key: Key) -> SearchStrategy[Mistake]:
 
 
 def _nearly(name: str) -> SearchStrategy[str]:
-    """Gives words that are nearly `name`: a letter twice, left out, or two that changed places."""
+    """Return words that are nearly `name`: a letter twice, left out, or two that changed places."""
     places = st.integers(0, len(name) - 1)
     return st.one_of(
         places.map(lambda n: name[:n] + name[n] + name[n:]),

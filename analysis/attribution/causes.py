@@ -52,7 +52,7 @@ class Attribution:
 
     @property
     def run_s(self) -> dict[str, float]:
-        """Gives seconds a step lost to each cause, mean over the ranks."""
+        """Seconds a step lost to each cause, mean over the ranks."""
         return {cause: float(np.mean(self.causes_s[cause])) for cause in CAUSES}
 
     @property
@@ -61,13 +61,13 @@ class Attribution:
         return self.ideal_s / self.step_s if self.step_s else 1.0
 
     def largest(self, count: int) -> list[tuple[str, float]]:
-        """Gives the causes that took most time, the largest first, with seconds a step."""
+        """Return the causes that took most time, the largest first, with seconds a step."""
         lost = sorted(self.run_s.items(), key=lambda item: -item[1])
         return [(cause, time_s) for cause, time_s in lost[:count] if time_s > 0]
 
 
 def attribution_of(trace: Trace) -> Attribution:
-    """Splits the time of a trace's counted steps into ideal compute and nine causes, without rest.
+    """Split the time of a trace's counted steps into ideal compute and nine causes, without rest.
 
     The schedule is played again from the measured times of all actions and messages, and then with one cause after
     another taken away, each being charged with the time that this saves:
@@ -113,7 +113,7 @@ def attribution_of(trace: Trace) -> Attribution:
 
 
 def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarray) -> Iterator[Times]:
-    """Gives the times as measured, and then without one cause after the other, in the order of `ORDER` but the last.
+    """Yield the times as measured, and then without one cause after the other, in the order of `ORDER` but the last.
 
     All share arrays that the next one changes.
     """
@@ -145,7 +145,7 @@ def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarr
 
 
 def waits_for_room(graph: Graph) -> np.ndarray:
-    """Gives the nodes whose lag is waiting for room: those that bring activations where copies make it unasked."""
+    """Return the nodes whose lag is waiting for room: those that bring activations where copies make it unasked."""
     schedule = graph.schedule
     if not schedule.has_copies or schedule.has_any(Kind.FREE):
         return np.empty(0, dtype=np.int64)
@@ -153,7 +153,7 @@ def waits_for_room(graph: Graph) -> np.ndarray:
 
 
 def _with_gaps(graph: Graph) -> np.ndarray:
-    """Gives the nodes whose lag is the host's doing."""
+    """Return the nodes whose lag is the host's doing."""
     copies = COPY_KINDS if graph.copies_block else ()
     acting = graph.of_kinds(*COMPUTE_KINDS, *copies, Kind.STEP)
     found: np.ndarray = np.setdiff1d(np.concatenate([acting, np.flatnonzero(graph.is_arrival)]), waits_for_room(graph))
@@ -161,7 +161,7 @@ def _with_gaps(graph: Graph) -> np.ndarray:
 
 
 def _own(graph: Graph, measured: Measured, pace_s: np.ndarray, ideal_s: float) -> dict[str, np.ndarray]:
-    """Gives what each rank itself spent on each cause, (ranks x R,) in seconds a step; nothing is the bubble's own."""
+    """Return what each rank itself spent on each cause, (ranks x R,) in seconds a step; nothing is the bubble's own."""
     times, for_room = measured.times, waits_for_room(graph)
     useful, compute = graph.of_kinds(*USEFUL), graph.of_kinds(*COMPUTE_KINDS)
     step = graph.of_kinds(Kind.STEP)
@@ -188,7 +188,7 @@ def _own(graph: Graph, measured: Measured, pace_s: np.ndarray, ideal_s: float) -
 
 
 def _by_cause(lost: Mapping[str, float], own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Gives what each rank loses to each cause: the mean over ranks is `lost`, and all ranks lose equally much in all."""
+    """Return what each rank loses to each cause: the mean over ranks is `lost`, and all ranks lose equally much in all."""
     more = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
     spent = np.sum([more[cause] for cause in CAUSES], axis=0)
     waits = {cause: max(0.0, lost[cause] - float(own[cause].mean())) for cause in CAUSES}
@@ -198,7 +198,7 @@ def _by_cause(lost: Mapping[str, float], own: Mapping[str, np.ndarray]) -> dict[
 
 
 def _by_rank(graph: Graph, node_s: np.ndarray) -> np.ndarray:
-    """Sums times of nodes over each rank of the pipeline."""
+    """Sum times of nodes over each rank of the pipeline."""
     sums: np.ndarray = np.bincount(graph.rank, node_s, graph.num_ranks)
     return sums
 

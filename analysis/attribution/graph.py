@@ -58,15 +58,15 @@ class Graph:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, M."""
+        """Node, M."""
         return len(self.actions)
 
     def of_kinds(self, *kinds: Kind) -> np.ndarray:
-        """Gives the nodes of some kinds, (count,); a reduction's coming is not among them."""
+        """Return the nodes of some kinds, (count,); a reduction's coming is not among them."""
         return np.flatnonzero(self._is_of(kinds) & ~self.is_arrival)
 
     def needed(self, kinds: frozenset[Kind]) -> tuple[np.ndarray, np.ndarray]:
-        """Gives the nodes that need a node of some kinds, and with each the one that it needs."""
+        """Return the nodes that need a node of some kinds, and with each the one that it needs."""
         others = np.zeros(self.num_ranks + len(self.readers) + 1, dtype=bool)
         users, column = np.nonzero(np.concatenate([self._is_of(kinds), others])[self.waits])
         return users, self.waits[users, column]
@@ -76,7 +76,7 @@ class Graph:
 
 
 def schedule_from(rows: Sequence[str]) -> Schedule:
-    """Reads the schedule that a trace holds as text: a row of actions for each rank of a pipeline.
+    """Read the schedule that a trace holds as text: a row of actions for each rank of a pipeline.
 
     Raises:
         ConfigError: there is none, or a text is no action.
@@ -100,7 +100,7 @@ def schedule_from(rows: Sequence[str]) -> Schedule:
 
 
 def graph_of(schedule: Schedule, copies_block: bool = False) -> Graph:
-    """Gives the graph of a lowered schedule.
+    """Return the graph of a lowered schedule.
 
     Raises:
         ConfigError: an action waits for something that never comes.
@@ -137,7 +137,7 @@ class _Builder:
         return self.graph()
 
     def advance(self, rank: int, action: Action) -> bool:
-        """Adds an action where all that it waits for is there, or says that it is not."""
+        """Add an action where all that it waits for is there, or says that it is not."""
         kind = action.kind
         if kind is Kind.REDUCE_GRAD:
             return self.reduce(rank)
@@ -162,7 +162,7 @@ class _Builder:
         return True
 
     def meet(self, send: Action) -> None:
-        """Adds the receive of a message that both sides have posted."""
+        """Add the receive of a message that both sides have posted."""
         if send in self.sends and send in self.receives:
             receive, before = self.receives[send]
             self.place[receive] = len(self.nodes)
@@ -170,7 +170,7 @@ class _Builder:
             self.nodes.append((rank, receive, False, before, (before, self.sends[send])))
 
     def reduce(self, rank: int) -> bool:
-        """Adds the reductions of a group once all of its ranks have come to theirs."""
+        """Add the reductions of a group once all of its ranks have come to theirs."""
         peers, rows = self.schedule.placement.peers_of(rank), self.schedule.rows
         come = [rows[peer][self.following[peer]] for peer in peers if self.following[peer] < len(rows[peer])]
         if len(come) < len(peers) or any(action.kind is not Kind.REDUCE_GRAD for action in come):

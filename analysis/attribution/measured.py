@@ -27,12 +27,12 @@ class Window:
     step_s: np.ndarray
 
     def at(self, rows: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gives rank in the pipeline, replica and number of the step of some rows."""
+        """Return rank in the pipeline, replica and number of the step of some rows."""
         number = np.searchsorted(self.steps, rows["step"])
         return rows["rank"] % num_ranks, rows["rank"] // num_ranks, number
 
     def since_begin_s(self, rows: np.ndarray, column: str) -> np.ndarray:
-        """Gives a time of some rows in seconds from the begin of their step."""
+        """Return a time of some rows in seconds from the begin of their step."""
         since: np.ndarray = (rows[column] - self.begin_ns[np.searchsorted(self.steps, rows["step"])]) * NS
         return since
 
@@ -49,7 +49,7 @@ class Measured:
 
 
 def window_of(trace: Trace) -> Window:
-    """Takes the whole steps that are no warm-up steps.
+    """Take the whole steps that are no warm-up steps.
 
     Raises:
         ConfigError: there is none.
@@ -64,7 +64,7 @@ def window_of(trace: Trace) -> Window:
 
 
 def measure(trace: Trace, graph: Graph) -> Measured:
-    """Reads the times of the graph's nodes from the events of a trace.
+    """Read the times of the graph's nodes from the events of a trace.
 
     Raises:
         ConfigError: no counted step, a number of ranks that is no multiple of the schedule's, or a compute action that
@@ -92,7 +92,7 @@ def measure(trace: Trace, graph: Graph) -> Measured:
 
 
 def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """Gives begin and end of each node, (nodes, R, N) in seconds from the step's begin; NaN where there is no event."""
+    """Return begin and end of each node, (nodes, R, N) in seconds from the step's begin; NaN where there is no event."""
     schedule, actions = graph.schedule, graph.actions
     last_micro_batch = max((action.micro_batch or 0 for action in actions), default=0)
     most_segments = max((count or 0 for count in schedule.num_segments), default=0)
@@ -134,7 +134,7 @@ def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tu
 
 
 def _rank_spans(trace: Trace, graph: Graph, window: Window, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """Gives when each rank begins and ends each step, (ranks, R, N) in seconds from the step's begin.
+    """Return when each rank begins and ends each step, (ranks, R, N) in seconds from the step's begin.
 
     A trace without the ranks' own steps has them begin with the step; their ends are NaN.
     """
@@ -149,7 +149,7 @@ def _rank_spans(trace: Trace, graph: Graph, window: Window, shape: Shape) -> tup
 def _inputs(
     events: np.ndarray, graph: Graph, window: Window, shape: Shape
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gives when the data of whole steps are there, when those of single forwards are, and what is waited for them."""
+    """Return when the data of whole steps are there, when those of single forwards are, and what is waited for them."""
     data, waited = np.full((graph.num_ranks, *shape), -np.inf), np.zeros((graph.num_ranks, *shape))
     inputs = np.full((len(graph.readers), *shape), -np.inf)
     ready_s = window.since_begin_s(events, "end_ns")
@@ -169,7 +169,7 @@ def _inputs(
 
 
 def _filled(graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gives the table of all ends, and when each node was ready, (nodes, R, N) in seconds.
+    """Return the table of all ends, and when each node was ready, (nodes, R, N) in seconds.
 
     What the trace has no event of (a wait for a copy, say) ends as soon as it is ready.
     """
@@ -182,7 +182,7 @@ def _filled(graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarra
 
 
 def _taken(graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gives how long each node lagged before it began, and what it then took, (nodes, R, N) in seconds."""
+    """Return how long each node lagged before it began, and what it then took, (nodes, R, N) in seconds."""
     lag, work = starts - ready, ends - starts
     planned = () if graph.copies_block else COPY_KINDS
     in_one = graph.of_kinds(*planned, *WAIT_KINDS, Kind.REDUCE_GRAD)
@@ -193,7 +193,7 @@ def _taken(graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray
 
 
 def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gives what each rank waited while a message that it needed was under way, and else for a copy, (ranks, R, N) in s.
+    """Return what each rank waited while a message that it needed was under way, and else for a copy, (ranks, R, N) in s.
 
     A copy is the rank's own, so also waiting for those before it on the engine is waiting for copies.
     """
@@ -219,7 +219,7 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
 
 
 def _shorten_unseen(graph: Graph, table: np.ndarray, lag: np.ndarray) -> None:
-    """Bounds the flights of messages that nobody waited for: a busy rank sees them late.
+    """Bound the flights of messages that nobody waited for: a busy rank sees them late.
 
     They count at most as the median of those on the same way that were waited for, or as the shortest where there are
     none.

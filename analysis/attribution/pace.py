@@ -21,7 +21,7 @@ Part = tuple[Kind, int, int | None]
 
 
 def pace_of(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray, str]:
-    """Gives the undisturbed time of each node, (nodes,) in seconds, 0 for what is no compute, and what it comes from.
+    """Return the undisturbed time of each node, (nodes,) in seconds, 0 for what is no compute, and what it comes from.
 
     An emulated or simulated run has it from its configured costs. Otherwise it is, of the ranks that run the same stage in
     any replica or direction, the fastest one's median over steps and micro-batches, so that a rank that is always slow
@@ -54,7 +54,7 @@ def pace_of(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray,
 
 
 def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
-    """Gives what each rank's own median is multiplied by, (ranks,): below 1 for one that straggles against the profile.
+    """Return what each rank's own median is multiplied by, (ranks,): below 1 for one that straggles against the profile.
 
     None without a measured profile: a predicted one does not tell a slow rank from a layer that it misjudges.
     """
@@ -82,7 +82,7 @@ def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
 
 
 def balanced(graph: Graph, pace_s: np.ndarray) -> np.ndarray:
-    """Gives the time of each node if all stages took as long as their mean, (nodes,) in seconds.
+    """Return the time of each node if all stages took as long as their mean, (nodes,) in seconds.
 
     Each kind of useful compute by itself; the segments of a stage keep their shares of it. Recomputation takes none.
     """

@@ -33,20 +33,20 @@ class Times:
 
 
 def table_of(graph: Graph, begin_s: np.ndarray, data_s: np.ndarray, input_s: np.ndarray) -> np.ndarray:
-    """Gives the rows of `Graph` with what is known before the first action, (rows, R, N) in seconds; nodes are NaN."""
+    """Return the rows of `Graph` with what is known before the first action, (rows, R, N) in seconds; nodes are NaN."""
     nodes = np.full((graph.num_nodes, *begin_s.shape[1:]), np.nan)
     always = np.full((1, *begin_s.shape[1:]), -np.inf)
     return np.concatenate([nodes, np.maximum(begin_s, data_s), input_s, always])
 
 
 def ready_of(graph: Graph, table: np.ndarray, batch: np.ndarray, is_end: bool) -> np.ndarray:
-    """Gives when all that the nodes of a batch wait for is there, (len(batch), R, N) in seconds."""
+    """Return when all that the nodes of a batch wait for is there, (len(batch), R, N) in seconds."""
     ready: np.ndarray = table[graph.waits[batch]].max(axis=1)
     return np.broadcast_to(ready.max(axis=1, keepdims=True), ready.shape) if is_end else ready
 
 
 def replay(graph: Graph, times: Times) -> np.ndarray:
-    """Gives when each step ends, (N,) in seconds from its begin.
+    """Return when each step ends, (N,) in seconds from its begin.
 
     Every action begins when what the rank did before it and all that it needs have ended. Copies follow each other on
     their engines; messages do not wait for each other; a reduction waits for its group in all replicas.

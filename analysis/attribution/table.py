@@ -21,7 +21,7 @@ WORDS = {
 
 
 def attribution_dict(found: Attribution) -> dict[str, Any]:
-    """Gives an attribution as plain data: seconds a step for the run and, with an item a rank, for each rank."""
+    """Return an attribution as plain data: seconds a step for the run and, with an item a rank, for each rank."""
     return {
         "source": found.source,
         "num_steps": found.num_steps,
@@ -37,7 +37,7 @@ def attribution_dict(found: Attribution) -> dict[str, Any]:
 
 
 def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
-    """Gives a row a part of the step, in time and percent of it; with `with_ranks` a row a rank behind it."""
+    """Return a row a part of the step, in time and percent of it; with `with_ranks` a row a rank behind it."""
     unit = time_unit([found.step_s])
     rows = [
         ("ideal", found.ideal_s),
@@ -54,7 +54,7 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
 
 
 def _rank_lines(found: Attribution) -> list[str]:
-    """Gives a row a rank, in percent of the step; ideal and causes sum to 100 on each."""
+    """Return a row a rank, in percent of the step; ideal and causes sum to 100 on each."""
     used = [cause for cause in CAUSES if any(abs(_percent(s, found)) >= 0.005 for s in found.causes_s[cause])]
     head = f"  {'rank':>6}{'ideal':>10}" + "".join(f"{WORDS[cause]:>16}" for cause in used)
     lines = [head + "   (% of the step)"]
@@ -65,13 +65,13 @@ def _rank_lines(found: Attribution) -> list[str]:
 
 
 def largest_line(found: Attribution, count: int = 3) -> str:
-    """Gives the causes that took most time in one line: `bubble 27.3, host 1.2`."""
+    """Return the causes that took most time in one line: `bubble 27.3, host 1.2`."""
     parts = [f"{WORDS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)]
     return ", ".join(parts) or "nothing"
 
 
 def write_csv(found: Attribution, path: Path) -> None:
-    """Writes a row a part of the step, for the run (rank empty) and for each rank.
+    """Write a row a part of the step, for the run (rank empty) and for each rank.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -32,7 +32,7 @@ class Collected:
 
 
 def collect(path: Path) -> Collected:
-    """Merges the parts in a run folder into trace.h5 and draws timeline.png and memory.png.
+    """Merge the parts in a run folder into trace.h5 and draws timeline.png and memory.png.
 
     A simulated run has no parts, and its trace.h5 is whole from the start. Of a run that was stopped the steps that
     every rank finished are drawn; without one there is no picture, and the trace is written all the same.
@@ -57,7 +57,7 @@ def collect(path: Path) -> Collected:
 
 
 def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
-    """Joins the parts, adds what rank 0 knew at the end, and writes the trace."""
+    """Join the parts, adds what rank 0 knew at the end, and writes the trace."""
     loaded = load_parts(folder.path)
     trace, result = loaded.trace, read_json(folder.result_json)
     trace.attributes |= {name: result[name] for name in RESULTS if name in result}

@@ -19,7 +19,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Gives the parser of all verbs; its errors are a ConfigError."""
+    """Return the parser of all verbs; its errors are a ConfigError."""
     top = _Parser(prog=PROGRAM, description="Figures and pictures from trace files.")
     verbs = top.add_subparsers(dest="verb", required=True)
     timeline = verbs.add_parser("timeline", help="draw one step, rank x time, to a file")

@@ -13,7 +13,7 @@ WORDS = {"kind": np.array(KINDS), "stream": np.array(STREAMS)}
 
 
 def csv_pieces(trace: Trace) -> Iterator[str]:
-    """Gives the head line, and then some thousand rows at a time, in the order of the trace."""
+    """Yield the head line, and then some thousand rows at a time, in the order of the trace."""
     columns = DTYPES["events"].names or ()
     yield ",".join(columns) + "\r\n"
     for first in range(0, len(trace.events), ROWS):

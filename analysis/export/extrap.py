@@ -10,7 +10,7 @@ from analysis.scaling.point_reading import read_points
 
 
 def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
-    """Gives `{"params": {"p": ranks}, "metric": "time", "callpath": "step", "value": seconds}` for each counted step.
+    """Yield `{"params": {"p": ranks}, "metric": "time", "callpath": "step", "value": seconds}` for each counted step.
 
     With several schedules, or runs of several sources, these are told apart by the callpath: `step->1f1b, simulated`.
 

@@ -30,12 +30,12 @@ class Export:
     size_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """Gives the same as plain data."""
+        """Return the same as plain data."""
         return {**asdict(self), "path": str(self.path)}
 
 
 def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Export:
-    """Writes an export piece by piece: `perfetto` and `csv` of one run, `extrap` of one or several.
+    """Write an export piece by piece: `perfetto` and `csv` of one run, `extrap` of one or several.
 
     The default file is beside the trace, or of several runs beside the folder of the first.
 
@@ -57,7 +57,7 @@ def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Exp
 
 
 def _write(path: Path, name: str, pieces: Iterable[str]) -> Export:
-    """Writes a file that appears whole or not at all."""
+    """Write a file that appears whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("w", encoding="utf-8", newline="") as file:

@@ -16,7 +16,7 @@ COUNTERS = ("device_bytes", "host_bytes")
 
 
 def perfetto_pieces(trace: Trace) -> Iterator[str]:
-    """Gives the document in pieces: names, then the events of each rank with counters of the bytes held at their ends.
+    """Yield the document in pieces: names, then the events of each rank with counters of the bytes held at their ends.
 
     Times are in microseconds from the first event. Events of a thread must not overlap there, and transfers do: those
     that overlap on a stream get threads of their own beside it (`link`, `link 2` ...).
@@ -44,7 +44,7 @@ def perfetto_pieces(trace: Trace) -> Iterator[str]:
 
 
 def thread_numbers(events: np.ndarray) -> np.ndarray:
-    """Gives a thread for each event of a rank: 100 x its stream, and more where it overlaps with others of the stream."""
+    """Return a thread for each event of a rank: 100 x its stream, and more where it overlaps with others of the stream."""
     found = events["stream"].astype(np.int64) * THREADS
     for stream in np.unique(events["stream"]).tolist():
         mine = np.flatnonzero(events["stream"] == stream)
@@ -94,7 +94,7 @@ def _rows(rank: int, events: np.ndarray, threads: np.ndarray, origin_ns: int) ->
 
 
 def _counters(rank: int, events: np.ndarray, origin_ns: int) -> Iterator[str]:
-    """Gives the bytes held over time, where they change."""
+    """Yield the bytes held over time, where they change."""
     for name in COUNTERS:
         known = events[events[name] >= 0]
         known = known[np.argsort(known["end_ns"], kind="stable")]

@@ -13,7 +13,7 @@ Made = TypeVar("Made")
 
 
 def made_of_answer(path: Path, key: str, command: str, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """Gives what `make` makes of the answer in a file.
+    """Return what `make` makes of the answer in a file.
 
     Raises:
         ConfigError: the file, which `key` names, holds no answer of `command`.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Writes rows under the keys of the first, an empty field where a figure is not known; gives the path.
+    """Write rows under the keys of the first, an empty field where a figure is not known; gives the path.
 
     Raises:
         OSError: the file cannot be written.

@@ -29,7 +29,7 @@ class Loaded:
 
 
 def load_trace(path: Path) -> Loaded:
-    """Reads a run folder or a trace file; of a run that was killed it joins the ranks' parts in memory.
+    """Read a run folder or a trace file; of a run that was killed it joins the ranks' parts in memory.
 
     Raises:
         ConfigError: nothing to read there, an unreadable file, a newer schema, or a file of another layout.
@@ -74,7 +74,7 @@ def _part_or_none(path: Path) -> Trace | None:
 
 
 def load_parts(folder: Path) -> Loaded:
-    """Joins the ranks' parts in a run folder with those of the attempts that it goes on from, and with the run's files.
+    """Join the ranks' parts in a run folder with those of the attempts that it goes on from, and with the run's files.
 
     Raises:
         ConfigError: there is none, or none of the last attempt is readable.
@@ -101,7 +101,7 @@ def _load_attempts(folder: Path) -> Loaded:
 
 
 def _load_attempt(folder: Path) -> Loaded:
-    """Joins the parts of one attempt."""
+    """Join the parts of one attempt."""
     found = sorted(folder.glob(PARTS))
     if not found:
         raise ConfigError(
@@ -124,7 +124,7 @@ def _load_attempt(folder: Path) -> Loaded:
 
 
 def _note_shorter(parts: Sequence[Trace]) -> list[str]:
-    """Names the ranks that finished fewer steps than others."""
+    """Name the ranks that finished fewer steps than others."""
     done = {int(part.attributes.get("rank", -1)): len(np.unique(part.rank_steps["step"])) for part in parts}
     most = max(done.values())
     return [

@@ -27,7 +27,7 @@ class RunFacts:
     def bubble(
         self, forward_s: float | None, backward_s: float | None, weight_grad_s: float | None = None
     ) -> float | None:
-        """Gives the schedule's bubble by its closed form; None where that or a fact is not known.
+        """Return the schedule's bubble by its closed form; None where that or a fact is not known.
 
         Times are those of a stage; `weight_grad_s` is W's part of the backward, where that is split.
         """
@@ -42,7 +42,7 @@ class RunFacts:
 
 
 def facts_of(trace: Trace) -> RunFacts:
-    """Gives the facts in `trace.run_yaml`, the resolved `gems.config.schema.RunSpec`; all None for an empty text.
+    """Return the facts in `trace.run_yaml`, the resolved `gems.config.schema.RunSpec`; all None for an empty text.
 
     Raises:
         ConfigError: the text is no YAML, no mapping of groups, or a count in it is not whole and positive.
@@ -67,7 +67,7 @@ def facts_of(trace: Trace) -> RunFacts:
 
 
 def _cap(schedule: dict[str, Any], cost: dict[str, Any]) -> float | None:
-    """Gives the cap in units of activations."""
+    """Return the cap in units of activations."""
     cap, cap_bytes, unit_bytes = (
         schedule.get("activation_cap"), schedule.get("activation_cap_bytes"), cost.get("activation_bytes"),
     )  # fmt: skip

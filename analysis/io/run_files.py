@@ -10,7 +10,7 @@ from gems.utils.atomic_io import read_json
 
 
 def add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
-    """Gives a trace the commit, the list, the cut, the memory plan and the layers' times that its run was prepared with.
+    """Return a trace the commit, the list, the cut, the memory plan and the layers' times that its run was prepared with.
 
     What has no file stays as it was; a damaged file is named in the notes that are given back.
     """

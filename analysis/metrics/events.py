@@ -11,13 +11,13 @@ COMPUTE = (*USEFUL, "R")
 
 
 def of_kinds(events: np.ndarray, *kinds: str) -> np.ndarray:
-    """Gives the mask of the events whose kind is among `kinds`, names as in a schedule's text."""
+    """Return the mask of the events whose kind is among `kinds`, names as in a schedule's text."""
     mask: np.ndarray = np.isin(events["kind"], [KINDS.index(kind) for kind in kinds])
     return mask
 
 
 def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:
-    """Gives the events of each rank that has any, in the order in which they stand."""
+    """Return the events of each rank that has any, in the order in which they stand."""
     if (np.diff(events["rank"]) < 0).any():
         events = events[np.argsort(events["rank"], kind="stable")]
     ranks, firsts = np.unique(events["rank"], return_index=True)
@@ -25,5 +25,5 @@ def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def ranks_written(trace: Trace) -> int:
-    """Gives the number of ranks whose events a trace holds: those of one replica where it says that all are alike."""
+    """Return the number of ranks whose events a trace holds: those of one replica where it says that all are alike."""
     return trace.world_size // int(trace.attributes.get("identical_replicas", 1))

@@ -11,7 +11,7 @@ PLACE = ("step", "stage", "direction", "micro_batch")
 
 
 def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
-    """Gives the bytes of boundary buffers that a rank holds just after each of `times_ns`.
+    """Return the bytes of boundary buffers that a rank holds just after each of `times_ns`.
 
     A send's buffer is held from its posting until it is complete, a receive's from its posting until the compute
     that reads it has ended; so it is in emulated and simulated runs.
@@ -34,7 +34,7 @@ def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
 
 
 def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
-    """Gives the end of each receive's reader, of the last where there are several; its own end without one."""
+    """Return the end of each receive's reader, of the last where there are several; its own end without one."""
     both = np.concatenate([readers, receives])
     keys = np.zeros(len(both), np.int64)
     for name in PLACE:
@@ -49,7 +49,7 @@ def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
 
 
 def _held(changed_ns: np.ndarray, sizes: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
-    """Gives the sum of the sizes of what had changed by each time."""
+    """Return the sum of the sizes of what had changed by each time."""
     order = np.argsort(changed_ns, kind="stable")
     sums = np.concatenate([[0], np.cumsum(sizes[order])])
     found: np.ndarray = sums[np.searchsorted(changed_ns[order], times_ns, side="right")]

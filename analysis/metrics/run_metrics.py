@@ -68,7 +68,7 @@ class Metrics:
 
 
 def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
-    """Computes the figures of a run; `facts` are those in `trace.run_yaml` unless given.
+    """Compute the figures of a run; `facts` are those in `trace.run_yaml` unless given.
 
     Raises:
         ConfigError: `trace.run_yaml` is malformed.
@@ -110,7 +110,7 @@ def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
 
 
 def step_times_s(steps: np.ndarray) -> np.ndarray:
-    """Gives the time of each step in seconds; `steps` are rows of `/steps`, sorted by step.
+    """Return the time of each step in seconds; `steps` are rows of `/steps`, sorted by step.
 
     Without a barrier a rank begins step k + 1 while another still ends step k. A step is charged from the
     previous step's last end (or its own begin where that is later) to its own last end.
@@ -122,14 +122,14 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
 
 
 def _time_s(steps: np.ndarray) -> float:
-    """Gives the time that steps took with the gaps between them, but for those between attempts; rows sorted by step."""
+    """Return the time that steps took with the gaps between them, but for those between attempts; rows sorted by step."""
     ends = np.flatnonzero(np.diff(steps["attempt"], append=-1))
     starts = np.concatenate([[0], ends[:-1] + 1])
     return float((steps["end_ns"][ends] - steps["start_ns"][starts]).sum()) * NS
 
 
 def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[float | None, ...]:
-    """Gives each rank's time in actions of some kinds on the compute stream; None for a rank without events."""
+    """Return each rank's time in actions of some kinds on the compute stream; None for a rank without events."""
     compute = events[events["stream"] == STREAMS.index("compute")]
     compute = compute[of_kinds(compute, *kinds)]
     num_ranks = ranks_written(trace)
@@ -140,7 +140,7 @@ def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[
 
 
 def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | None:
-    """Gives a time's share of all ranks' time; no figure where a rank's part is missing: unknown is not idle."""
+    """Return a time's share of all ranks' time; no figure where a rank's part is missing: unknown is not idle."""
     known = [time for time in times_s if time is not None]
     if not time_s or not known or len(known) < len(times_s):
         return None
@@ -148,7 +148,7 @@ def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | N
 
 
 def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
-    """Gives the median duration of a kind of action on a stage, in seconds, mean over the stages.
+    """Return the median duration of a kind of action on a stage, in seconds, mean over the stages.
 
     None where `events` hold no such action.
     """
@@ -161,7 +161,7 @@ def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
 
 
 def backward_mean_s(events: np.ndarray) -> float | None:
-    """Gives the median duration of a stage's backward, in seconds, mean over the stages: B, or I and W together."""
+    """Return the median duration of a stage's backward, in seconds, mean over the stages: B, or I and W together."""
     whole = stage_mean_s(events, "B")
     halves = stage_mean_s(events, "I"), stage_mean_s(events, "W")
     if whole is not None or halves[0] is None or halves[1] is None:
@@ -170,14 +170,14 @@ def backward_mean_s(events: np.ndarray) -> float | None:
 
 
 def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None, ...]:
-    """Gives the largest value of a column for each rank; a negative one stands for "not known"."""
+    """Return the largest value of a column for each rank; a negative one stands for "not known"."""
     peaks = np.full(world_size, -1, dtype=np.int64)
     np.maximum.at(peaks, table["rank"], table[column])
     return tuple(int(peak) if peak >= 0 else None for peak in peaks)
 
 
 def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
-    """Gives the allocator's own peaks where the trace has them: they see what an action held only while it ran."""
+    """Return the allocator's own peaks where the trace has them: they see what an action held only while it ran."""
     written = _peaks(trace.events, "device_bytes", ranks_written(trace))
     counted = written * (trace.world_size // len(written))
     allocated = trace.attributes.get("peak_allocated_bytes")

@@ -41,12 +41,12 @@ class Interval:
         return (self.high - self.low) / (2.0 * abs(self.value)) if self.value else np.inf
 
     def overlaps(self, other: Interval) -> bool:
-        """Tells whether the two have a value in common."""
+        """Return whether the two have a value in common."""
         return self.low <= other.high and other.low <= self.high
 
 
 def fewest_values(level: float = LEVEL) -> int:
-    """Gives how many values an interval of the median needs: 6 for 95 %.
+    """Return how many values an interval of the median needs: 6 for 95 %.
 
     The least and the largest of n values hold the median between them in all but 2^(1 - n) of cases, whatever the
     distribution; with fewer values than this nothing that lies between them reaches the level.
@@ -60,7 +60,7 @@ def fewest_values(level: float = LEVEL) -> int:
 
 
 def median_draws(values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAWS, seed: int = 0) -> np.ndarray:
-    """Gives medians of resamples of `values`, shape (num_draws,), in the unit of the values.
+    """Return medians of resamples of `values`, shape (num_draws,), in the unit of the values.
 
     A resample's median is an order statistic of it, or the mean of two, so the places of these among the sorted
     values are drawn, from their beta distribution. That is exactly the bootstrap of the median (Efron 1979), at a cost
@@ -81,7 +81,7 @@ def median_draws(values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAW
 
 
 def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, seed: int = 0) -> Interval:
-    """Gives the median with its bootstrap interval: the percentiles of the medians of resamples.
+    """Return the median with its bootstrap interval: the percentiles of the medians of resamples.
 
     With fewer than `fewest_values` the bounds are the least and the largest value, and `is_range` says so.
 
@@ -95,7 +95,7 @@ def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, 
 
 
 def interval_of(draws: np.ndarray, value: float, level: float = LEVEL) -> Interval:
-    """Gives an estimate with the percentiles of its draws as bounds, which are widened to hold it where they do not."""
+    """Return an estimate with the percentiles of its draws as bounds, which are widened to hold it where they do not."""
     percents = [50 * (1 - level), 50 * (1 + level)]
     if np.isfinite(draws).all():
         low, high = (float(edge) for edge in np.percentile(draws, percents))
@@ -105,7 +105,7 @@ def interval_of(draws: np.ndarray, value: float, level: float = LEVEL) -> Interv
 
 
 def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
-    """Gives a percentile, linear between neighbours.
+    """Return a percentile, linear between neighbours.
 
     Raises:
         ConfigError: no value.
@@ -114,7 +114,7 @@ def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
 
 
 def harmonic_mean(rates: Sequence[float] | np.ndarray) -> float:
-    """Gives the mean of rates over equal work: that of their costs, as a rate.
+    """Return the mean of rates over equal work: that of their costs, as a rate.
 
     Raises:
         ConfigError: no value, or one that is not positive.
@@ -126,7 +126,7 @@ def harmonic_mean(rates: Sequence[float] | np.ndarray) -> float:
 
 
 def further_values(interval: Interval, count: int, relative_half_width: float) -> int:
-    """Gives how many values more it would take, about, to bring an interval from `count` values to a half width.
+    """Return how many values more it would take, about, to bring an interval from `count` values to a half width.
 
     The width falls with the square root of the count. Of a range it gives what an interval needs at all.
     """

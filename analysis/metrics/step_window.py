@@ -27,7 +27,7 @@ class StepWindow:
 
     @property
     def label(self) -> str:
-        """Names the step, and says what is unusual about it."""
+        """Name the step, and says what is unusual about it."""
         not_whole = "" if self.is_whole else ", not whole: the run ended in it"
         return f"step {self.step}" + (", warm-up" if self.is_warmup else "") + not_whole
 
@@ -48,7 +48,7 @@ class StepWindow:
 
 
 def step_window(trace: Trace, step: int | None = None) -> StepWindow:
-    """Takes one step; by default the last whole one that is not a warm-up step, else the last one there is.
+    """Take one step; by default the last whole one that is not a warm-up step, else the last one there is.
 
     Raises:
         ConfigError: the trace has no events, or none of that step.

@@ -18,12 +18,12 @@ class Unit:
     size: float
 
     def show(self, value: float | None) -> str:
-        """Gives the number in this unit, in three to four digits; `-` for None."""
+        """Return the number in this unit, in three to four digits; `-` for None."""
         return UNKNOWN if value is None else number(value / self.size)
 
 
 def number(value: float) -> str:
-    """Gives a number in at least three digits: 1234, 123, 12.3, 1.23, 0.0123."""
+    """Return a number in at least three digits: 1234, 123, 12.3, 1.23, 0.0123."""
     size = abs(value)
     if size >= 100:
         return f"{value:.0f}"
@@ -33,12 +33,12 @@ def number(value: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
-    """Gives `1 rank`, `2 ranks`."""
+    """Return `1 rank`, `2 ranks`."""
     return f"{count} {noun}" + ("" if count == 1 else plural)
 
 
 def time_unit(values_s: Iterable[float | None]) -> Unit:
-    """Gives s, ms or us by the largest of times in seconds."""
+    """Return s, ms or us by the largest of times in seconds."""
     largest = max((abs(value) for value in values_s if value is not None), default=0.0)
     if largest >= 1.0:
         return Unit("s", 1.0)
@@ -46,6 +46,6 @@ def time_unit(values_s: Iterable[float | None]) -> Unit:
 
 
 def bytes_unit(values_bytes: Iterable[float | None]) -> Unit:
-    """Gives MiB, or GiB where the largest figure reaches one."""
+    """Return MiB, or GiB where the largest figure reaches one."""
     largest = max((value for value in values_bytes if value is not None), default=0.0)
     return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", MIB)

@@ -71,7 +71,7 @@ class Projection:
 
 
 def projections(networks: tuple[Network, ...] = NETWORKS, seed: int = 0) -> list[Projection]:
-    """Recomputes the projections; bands by draws within the rounding of the inputs."""
+    """Recompute the projections; bands by draws within the rounding of the inputs."""
     return [_projection(network, seed) for network in networks]
 
 
@@ -90,7 +90,7 @@ def _projection(network: Network, seed: int) -> Projection:
 
 
 def table(found: list[Projection]) -> str:
-    """Gives the projections as text: gains, crossing points, and every input with its mark."""
+    """Return the projections as text: gains, crossing points, and every input with its mark."""
     gains: list[tuple[str, ...]] = [("network", "devices", "N x M", "gain", "95 %", "published", "which is", "shows")]
     gains += [_gain_row(each) for one in found for each in one.gains if each.published is not None]
     inputs: list[tuple[str, ...]] = [("", "network", "input", "unit", "value", "is")]
@@ -105,7 +105,7 @@ def table(found: list[Projection]) -> str:
 
 
 def answer(found: list[Projection]) -> dict[str, Any]:
-    """Gives the same as one object; gains are parts of 1, and every input tells whether it is confirmed."""
+    """Return the same as one object; gains are parts of 1, and every input tells whether it is confirmed."""
     return {
         "schema": SCHEMA,
         "source": "predicted",
@@ -205,7 +205,7 @@ def _columns(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> Iterator
 
 
 def speedups_of(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Quantity]]]:
-    """Gives what the picture shows, by ways: devices, and the speed-up over the fewest data-parallel workers known."""
+    """Return what the picture shows, by ways: devices, and the speed-up over the fewest data-parallel workers known."""
     rng, case = np.random.default_rng(seed), network.case
     base = min(network.epochs)
     draws = [case.drawn(rng) for _ in range(NUM_DRAWS)]
@@ -227,7 +227,7 @@ def speedups_of(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Qu
 
 
 def law_speedups_of(network: Network) -> dict[int, list[tuple[int, float]]]:
-    """Gives the same by the noise scale that the epochs imply, empty where they imply none.
+    """Return the same by the noise scale that the epochs imply, empty where they imply none.
 
     Numbers of epochs have it where it was fitted; a derived ratio is drawn from an eighth of its devices to twice.
     """

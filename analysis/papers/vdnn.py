@@ -62,7 +62,7 @@ class Row:
 
     @property
     def difference(self) -> float | None:
-        """Ours less the published: in points for shares in %, else in % of the published."""
+        """Our less the published: in points for shares in %, else in % of the published."""
         if self.published is None:
             return None
         less = self.ours - self.published
@@ -91,7 +91,7 @@ _BEYOND, _SAVED_BEYOND = 6, (73.0, 98.0)
 
 
 def device_of(machine: MachineConfig) -> Device:
-    """Gives the rates that a machine reaches."""
+    """Return the rates that a machine reaches."""
     return Device(
         machine.flops_per_s * machine.efficiency,
         machine.memory_bytes_per_s * machine.efficiency,
@@ -101,7 +101,7 @@ def device_of(machine: MachineConfig) -> Device:
 
 
 def studies(loads: tuple[Load, ...] = LOADS) -> tuple[dict[Load, Study], MachineConfig]:
-    """Plays the networks on the paper's device, and gives that too."""
+    """Simulate the networks on the paper's device, and gives that too."""
     made: dict[Load, Study] = {}
     for load in loads:
         spec = compose(
@@ -117,7 +117,7 @@ def studies(loads: tuple[Load, ...] = LOADS) -> tuple[dict[Load, Study], Machine
 
 
 def rows_of(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
-    """Gives the table: ours beside the paper's."""
+    """Return the table: ours beside the paper's."""
     rows: list[Row] = []
     for load in (ALEXNET, OVERFEAT, GOOGLENET):
         rows += _memory_rows(load, made[load])
@@ -139,7 +139,7 @@ def rows_of(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Gives the rows as text, the metric before them and what explains the differences behind."""
+    """Return the rows as text, the metric before them and what explains the differences behind."""
     head = ("network", "images", "quantity", "unit", "ours", "published", "difference", "source")
     lines = [head, *(_shown(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -155,7 +155,7 @@ def table(rows: list[Row]) -> str:
 
 
 def answer(rows: list[Row], made: dict[Load, Study], machine: MachineConfig) -> dict[str, Any]:
-    """Gives the same as one object, with the memory over time of each network and policy: seconds and bytes."""
+    """Return the same as one object, with the memory over time of each network and policy: seconds and bytes."""
     return {
         "schema": "gems.vdnn/1",
         "source": "simulated",
@@ -195,7 +195,7 @@ def _vgg_rows(found: Study) -> list[Row]:
 
 
 def _beyond_rows(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
-    """Gives what the paper says of those of its ten networks that the device cannot hold."""
+    """Return what the paper says of those of its ten networks that the device cannot hold."""
     assert machine.device_bytes is not None
     beyond = [found for found in made.values() if found.total_bytes + found.workspace_bytes > machine.device_bytes]
     saved = [

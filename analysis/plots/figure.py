@@ -20,7 +20,7 @@ SOURCE_MARKS = {"measured": "measured", "emulated": "EMULATED compute", "simulat
 
 
 def source_mark(source: str, attributes: Mapping[str, object]) -> str:
-    """Gives the words that mark what a picture's figures come from, with the error of predictions where it is known.
+    """Return the words that mark what a picture's figures come from, with the error of predictions where it is known.
 
     `attributes` are the root attributes of the trace; a calibrated machine's predictions carry `held_out_error`.
     """
@@ -29,12 +29,12 @@ def source_mark(source: str, attributes: Mapping[str, object]) -> str:
 
 
 def error_words(held_out_error: float) -> str:
-    """Gives a calibration's error in words."""
+    """Return a calibration's error in words."""
     return f"held-out error of step times {100 * held_out_error:.1f} %"
 
 
 def new_figure(width_in: float, height_in: float, num_panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Builds a figure of stacked panels with common axes on the Agg canvas, without pyplot's global state."""
+    """Build a figure of stacked panels with common axes on the Agg canvas, without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -51,12 +51,12 @@ def new_figure(width_in: float, height_in: float, num_panels: int = 1) -> tuple[
 
 
 def scaled_pt(figure: Figure, size_pt: float) -> float:
-    """Gives a font size that reads alike when figures of all widths are printed equally wide."""
+    """Return a font size that reads alike when figures of all widths are printed equally wide."""
     return size_pt * figure.get_figwidth() / WIDTH_IN
 
 
 def set_title(figure: Figure, axes: Axes, headline: str, detail: str) -> None:
-    """Writes a bold line and one below it above the top panel, from its left edge on."""
+    """Write a bold line and one below it above the top panel, from its left edge on."""
     axes.set_title(detail, loc="left", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
     axes.annotate(
         headline, (0, 1), (0, scaled_pt(figure, 19)), "axes fraction", "offset points",
@@ -65,7 +65,7 @@ def set_title(figure: Figure, axes: Axes, headline: str, detail: str) -> None:
 
 
 def check_picture_path(path: Path) -> None:
-    """Refuses a path that no picture can be written to.
+    """Refuse a path that no picture can be written to.
 
     Raises:
         ConfigError: another suffix than .png, .pdf or .svg, or no such folder.
@@ -77,7 +77,7 @@ def check_picture_path(path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes the figure, PNG at 150 dpi, PDF or SVG by the suffix.
+    """Write the figure, PNG at 150 dpi, PDF or SVG by the suffix.
 
     Raises:
         ConfigError: the path is not one for a picture or cannot be written.

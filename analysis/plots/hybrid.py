@@ -52,7 +52,7 @@ class Panel:
 
 
 def draw_projections(found: Sequence[Projection], out: Path) -> None:
-    """Draws the paper's three networks side by side.
+    """Draw the paper's three networks side by side.
 
     Raises:
         ConfigError: the picture cannot be written.
@@ -62,7 +62,7 @@ def draw_projections(found: Sequence[Projection], out: Path) -> None:
 
 
 def draw_answer(path: Path, out: Path) -> None:
-    """Draws an answer of `gems plan --hybrid --json`.
+    """Draw an answer of `gems plan --hybrid --json`.
 
     Raises:
         ConfigError: the file holds no such answer, or the picture cannot be written.

@@ -50,7 +50,7 @@ class Curve:
 
 
 def draw_memory(trace: Trace, path: Path, step: int | None = None) -> None:
-    """Draws one step's memory to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `memory_figure`.
+    """Draw one step's memory to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `memory_figure`.
 
     Raises:
         ConfigError: no such step, no ledger in the trace, or the file cannot be written.
@@ -59,7 +59,7 @@ def draw_memory(trace: Trace, path: Path, step: int | None = None) -> None:
 
 
 def memory_figure(trace: Trace, step: int | None = None) -> Figure:
-    """Builds the picture of device bytes over one step, by default the last whole one after warm-up.
+    """Build the picture of device bytes over one step, by default the last whole one after warm-up.
 
     One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside it, where
     samples carry them, the peaks over the whole run of resident memory and of the driver's figure. In emulated and
@@ -94,7 +94,7 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
 
 
 def curve_of(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
-    """Gives the curve of one rank, from what it held before the step on; None without a ledger."""
+    """Return the curve of one rank, from what it held before the step on; None without a ledger."""
     mine = trace.events[(trace.events["rank"] == rank) & (trace.events["device_bytes"] >= 0)]
     mine = mine[np.argsort(mine["end_ns"], kind="stable")]
     inside = mine[mine["step"] == window.step]
@@ -113,7 +113,7 @@ def curve_of(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
 
 
 def thinned(curve: Curve) -> Curve:
-    """Leaves of a long curve the first, least, most and last bytes of each column of pixels, so that it looks the same."""
+    """Leave of a long curve the first, least, most and last bytes of each column of pixels, so that it looks the same."""
     if len(curve.time_ms) <= 4 * MAX_COLUMNS:
         return curve
     column = np.floor(curve.time_ms / max(curve.time_ms[-1], 1e-12) * MAX_COLUMNS).astype(np.int64)
@@ -140,7 +140,7 @@ def _draw_curve(axes: Axes, curve: Curve, unit: Unit) -> None:
 
 
 def _name_curve(axes: Axes, trace: Trace, curve: Curve) -> None:
-    """Writes the rank and its peaks to the right of the panel."""
+    """Write the rank and its peaks to the right of the panel."""
     lines = [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
     if curve.host_bytes.any():
         lines.append(f"host copies {_human(int(curve.host_bytes.max()))}")
@@ -159,7 +159,7 @@ def _name_curve(axes: Axes, trace: Trace, curve: Curve) -> None:
 
 
 def _add_legend(figure: Figure, shown: list[Curve]) -> None:
-    """Names the parts, where there is more than one."""
+    """Name the parts, where there is more than one."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

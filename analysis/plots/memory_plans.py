@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 
 
 def draw_memory_plans(path: Path, out: Path) -> None:
-    """Draws the answer of `gems memory` to a picture (PNG, PDF or SVG by the suffix).
+    """Draw the answer of `gems memory` to a picture (PNG, PDF or SVG by the suffix).
 
     Each policy is a line: the rank that holds most, over one simulated step, with the device's limit where there is one.
 
@@ -35,7 +35,7 @@ def draw_memory_plans(path: Path, out: Path) -> None:
 
 
 def memory_plans_figure(answer: dict[str, Any], curves: list[dict[str, Any]]) -> Figure:
-    """Builds the figure: the device's bytes above, those in host memory below, over one step in ms."""
+    """Build the figure: the device's bytes above, those in host memory below, over one step in ms."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -24,7 +24,7 @@ ROW_IN, BARS_IN = 0.42, 1.7
 
 
 def draw_partition(path: Path, out: Path) -> None:
-    """Draws the answer of `gems partition` to a picture (PNG, PDF or SVG by the suffix).
+    """Draw the answer of `gems partition` to a picture (PNG, PDF or SVG by the suffix).
 
     Layers stand side by side, first to last: their times, their bytes, and a row for each method with its stages and
     their peaks.
@@ -43,7 +43,7 @@ def draw_partition(path: Path, out: Path) -> None:
 
 
 def partition_figure(answer: dict[str, Any], layers: list[dict[str, Any]], methods: list[dict[str, Any]]) -> Figure:
-    """Builds the figure: two panels of bars over the layers, and the rows of cuts below."""
+    """Build the figure: two panels of bars over the layers, and the rows of cuts below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -81,7 +81,7 @@ def partition_figure(answer: dict[str, Any], layers: list[dict[str, Any]], metho
 
 
 def _draw_row(axes: Axes, figure: Figure, row: int, method: dict[str, Any], has_peaks: bool) -> None:
-    """Draws the stages of one method; in each the peak of its rank, where a rank has one stage or a pair of them."""
+    """Draw the stages of one method; in each the peak of its rank, where a rank has one stage or a pair of them."""
     cuts = method["boundaries"]
     worst = max(method["peak_bytes"])
     for stage, (first, end) in enumerate(pairwise(cuts)):

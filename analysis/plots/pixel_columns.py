@@ -6,7 +6,7 @@ import numpy as np
 
 
 def coverage(start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
-    """Gives how much of each column the boxes of each row cover, `[row, column]`: 1 is all of it once.
+    """Return how much of each column the boxes of each row cover, `[row, column]`: 1 is all of it once.
 
     Args:
         start: begins of the boxes, in columns; what lies outside 0 to `num_columns` is cut off.
@@ -37,7 +37,7 @@ def coverage(start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int,
 
 
 def blended(shares: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """Gives the colour and opacity of each pixel, `[..., 4]`: the mean of what covers it, as opaque as it is covered.
+    """Return the colour and opacity of each pixel, `[..., 4]`: the mean of what covers it, as opaque as it is covered.
 
     Args:
         shares: `[kind, ...]` how much each kind covers.

@@ -24,7 +24,7 @@ COLOURS = {"forward": "#0072b2", "backward": "#e69f00"}
 
 
 def draw_placement(path: Path, out: Path) -> None:
-    """Draws the answer of `gems place --json` to a picture (PNG, PDF or SVG by the suffix).
+    """Draw the answer of `gems place --json` to a picture (PNG, PDF or SVG by the suffix).
 
     Raises:
         ConfigError: the file holds no such answer, or the picture cannot be written.
@@ -34,7 +34,7 @@ def draw_placement(path: Path, out: Path) -> None:
 
 
 def placement_figure(answer: dict[str, Any]) -> Figure:
-    """Builds the figure: a row a device, a bar an operator's forward or backward."""
+    """Build the figure: a row a device, a bar an operator's forward or backward."""
     figure, (axes,) = new_figure(WIDTH_IN, FRAME_IN + ROW_IN * answer["devices"])
     for way, colour in COLOURS.items():
         for device in range(answer["devices"]):

@@ -20,7 +20,7 @@ PICTURES = (".png", ".pdf")
 
 
 def write_projection(found: Projection, out: Path) -> list[Path]:
-    """Writes projection.png, .pdf and .csv, and sensitivity.csv, into a folder; gives their paths.
+    """Write projection.png, .pdf and .csv, and sensitivity.csv, into a folder; gives their paths.
 
     Raises:
         ConfigError: a picture that cannot be written.
@@ -37,7 +37,7 @@ def write_projection(found: Projection, out: Path) -> list[Path]:
 
 
 def place_rows(found: Projection) -> list[dict[str, Any]]:
-    """Gives a row a point; efficiencies are of 1."""
+    """Return a row a point; efficiencies are of 1."""
     return [
         {
             "schedule": place.point.line,
@@ -57,7 +57,7 @@ def place_rows(found: Projection) -> list[dict[str, Any]]:
 
 
 def sensitivity_rows(found: Projection) -> list[dict[str, Any]]:
-    """Gives a row a line and constant; efficiencies are of 1, of the largest point of the line."""
+    """Return a row a line and constant; efficiencies are of 1, of the largest point of the line."""
     return [
         {
             "schedule": each.line, "ranks": each.ranks, "constant": each.constant, "value": each.value,
@@ -68,7 +68,7 @@ def sensitivity_rows(found: Projection) -> list[dict[str, Any]]:
 
 
 def projection_table(found: Projection) -> str:
-    """Gives both tables for people, in %."""
+    """Return both tables for people, in %."""
     lines = [f"simulated on constants from {found.calibrated_from}; {_error_words(found)}"]
     for place in found.places:
         beside = place.published
@@ -87,7 +87,7 @@ def projection_table(found: Projection) -> str:
 
 
 def projection_figure(found: Projection) -> Figure:
-    """Builds the picture: efficiency over ranks with its bands on the left, sensitivities on the right."""
+    """Build the picture: efficiency over ranks with its bands on the left, sensitivities on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -147,7 +147,7 @@ def _set_ranks(axes: Axes, ranks: Sequence[int]) -> None:
 
 
 def _draw_sensitivities(axes: Axes, found: Sequence[Sensitivity], colours: dict[str, str]) -> None:
-    """Draws a bar a line and constant, from the efficiency with less of it to that with more."""
+    """Draw a bar a line and constant, from the efficiency with less of it to that with more."""
     names = [f"{each.constant.removeprefix('machine.')} ({each.value:.3g})" for each in found]
     for place, each in enumerate(found):
         low, high = sorted((100 * each.less, 100 * each.more))

@@ -34,7 +34,7 @@ FIT_WIDTH, BAND, BAND_ALPHA = 1.0, "extrapolation", 0.15
 
 
 def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
-    """Builds the picture: images/s above, parallel efficiency below, over ranks.
+    """Build the picture: images/s above, parallel efficiency below, over ranks.
 
     One colour a line, one marker a source. A line joins the most real point of each number of ranks, dashed where
     an end of it is simulated, and none where ranks are far apart; a dotted line goes on from its base in proportion to
@@ -78,7 +78,7 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
 
 
 def title(points: Sequence[Point]) -> tuple[str, str]:
-    """Gives the headline, which names the kind of scaling, and the line below it."""
+    """Return the headline, which names the kind of scaling, and the line below it."""
     kind, first = kind_of(points), points[0]
     kinds = {
         "strong": f"strong scaling, {first.images_per_step} images a step",
@@ -109,7 +109,7 @@ def _detail(points: Sequence[Point]) -> str:
 
 
 def base_words(base: Point) -> str:
-    """Gives a base with its absolute figure, its ranks and its source."""
+    """Return a base with its absolute figure, its ranks and its source."""
     return f"{number(base.images_per_s)} images/s on {counted(base.ranks, 'rank')}, {base.source}"
 
 
@@ -132,7 +132,7 @@ def _panels() -> tuple[Figure, tuple[Axes, Axes]]:
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """Writes rates as plain numbers, and between decades too where there are few decades."""
+    """Write rates as plain numbers, and between decades too where there are few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axes.get_ylim()
@@ -171,7 +171,7 @@ def _join(axes: Axes, places: Sequence[tuple[Point, float]], colour: str, kind: 
 
 
 def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> None:
-    """Draws `scale` over what an image costs: over the points, and with a shaded band beyond them."""
+    """Draw `scale` over what an image costs: over the points, and with a shaded band beyond them."""
     ranks = curve_ranks(fit)
     low, value, high = scale / fit.curve(ranks)
     axes.plot(ranks, value, color=colour, linewidth=FIT_WIDTH, linestyle="-.", alpha=0.8)

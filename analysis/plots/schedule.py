@@ -29,7 +29,7 @@ _STREAM_OF = {Kind.OFFLOAD: STREAMS.index("copy_out"), Kind.PREFETCH: STREAMS.in
 
 
 def draw_schedule(path: Path, out: Path) -> Simulation:
-    """Draws a schedule's file to a picture (PNG, PDF or SVG by the suffix) and gives its simulation.
+    """Draw a schedule's file to a picture (PNG, PDF or SVG by the suffix) and gives its simulation.
 
     The compute actions are drawn at their simulated times, without links: by the costs in the file (as
     `gems schedule --json` writes them), or else with f = i = w = 1 for a rank's part of the model.
@@ -57,7 +57,7 @@ def draw_schedule(path: Path, out: Path) -> Simulation:
 
 
 def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
-    """Reads a schedule as JSON or as torch's CSV, and the costs of its stages.
+    """Read a schedule as JSON or as torch's CSV, and the costs of its stages.
 
     Raises:
         ConfigError: the file is not there, holds no schedule, or costs that are not of its stages.
@@ -86,7 +86,7 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
 
 
 def _on_paper(schedule: Schedule, played: Simulation) -> tuple[Trace, StepWindow]:
-    """Gives the compute actions and copies as the events of one step."""
+    """Return the compute actions and copies as the events of one step."""
     rows = [
         (rank, 0, KINDS.index(action.kind.value), action.stage, -1 if action.segment is None else action.segment, action.direction, action.micro_batch,
          _STREAM_OF.get(action.kind, STREAMS.index("compute")), round(start * UNIT_NS), round(end * UNIT_NS), 0, 0, 0)

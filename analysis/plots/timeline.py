@@ -67,7 +67,7 @@ LOOKS = (
 
 
 def draw_timeline(trace: Trace, path: Path, step: int | None = None) -> None:
-    """Draws one step to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `timeline_figure`.
+    """Draw one step to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `timeline_figure`.
 
     Raises:
         ConfigError: no such step, no events, or the file cannot be written.
@@ -76,7 +76,7 @@ def draw_timeline(trace: Trace, path: Path, step: int | None = None) -> None:
 
 
 def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
-    """Builds the picture of one step, by default the last whole one that is not a warm-up step.
+    """Build the picture of one step, by default the last whole one that is not a warm-up step.
 
     One lane a world rank, the first 64 of them; F in blue, B in orange, I in red, W in green and R in purple, light
     and dark for the two directions or for the stages of a rank, with the micro-batch in the box where it fits; idle time is the grey of
@@ -98,7 +98,7 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
 
 
 def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]) -> tuple[Figure, Axes]:
-    """Builds the picture of one step: a lane for each of `ranks`, boxes, micro-batches, legend, two lines of title."""
+    """Build the picture of one step: a lane for each of `ranks`, boxes, micro-batches, legend, two lines of title."""
     events, words = shaded(window.events[np.isin(window.events["rank"], ranks)])
     figure, (axes,) = new_figure(*_size_in(window, events, len(ranks)))
     _draw_idle(axes, trace, window, ranks)
@@ -112,7 +112,7 @@ def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tup
 
 
 def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Gives the events with light or dark (0 or 1) in the place of the direction, and a word for each of these.
+    """Return the events with light or dark (0 or 1) in the place of the direction, and a word for each of these.
 
     Two directions are told apart so; with one direction the stages of a rank are, one light, the next one dark.
     """
@@ -130,7 +130,7 @@ def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
 
 
 def _size_in(window: StepWindow, events: np.ndarray, num_lanes: int) -> tuple[float, float]:
-    """Gives width and height: wide enough for a forward to be seen, lower lanes where there are many."""
+    """Return width and height: wide enough for a forward to be seen, lower lanes where there are many."""
     forwards = events[of_kinds(events, "F")]
     typical_s = float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
     boxes = window.span_s / typical_s if typical_s else 1.0
@@ -139,7 +139,7 @@ def _size_in(window: StepWindow, events: np.ndarray, num_lanes: int) -> tuple[fl
 
 
 def _draw_idle(axes: Axes, trace: Trace, window: StepWindow, ranks: np.ndarray) -> None:
-    """Fills each rank's own step; what is not covered later is a bubble."""
+    """Fill each rank's own step; what is not covered later is a bubble."""
     rows = trace.rank_steps[trace.rank_steps["step"] == window.step]
     own = {int(row["rank"]): (int(row["start_ns"]), int(row["end_ns"])) for row in rows}
     for lane, rank in enumerate(ranks):
@@ -149,7 +149,7 @@ def _draw_idle(axes: Axes, trace: Trace, window: StepWindow, ranks: np.ndarray) 
 
 
 def _draw_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
-    """Draws all events and gives the looks that were used; where they are too many, by columns of pixels."""
+    """Draw all events and gives the looks that were used; where they are too many, by columns of pixels."""
     if len(events) > MAX_BOXES:
         return _draw_dense(figure, axes, window, events, ranks)
     drawn = []
@@ -173,7 +173,7 @@ def _draw_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarr
 
 
 def _draw_dense(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
-    """Draws each lane of each track as an image: a column's colour is the mean of what happens in it."""
+    """Draw each lane of each track as an image: a column's colour is the mean of what happens in it."""
     from matplotlib.colors import to_rgb
 
     num_columns = round(figure.get_figwidth() * DPI)
@@ -197,13 +197,13 @@ def _draw_dense(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarr
 
 
 def of_look(events: np.ndarray, look: Look) -> np.ndarray:
-    """Gives the mask of the events, shaded, that are drawn by a look."""
+    """Return the mask of the events, shaded, that are drawn by a look."""
     is_mine = of_kinds(events, *look.kinds) & (events["end_ns"] > events["start_ns"])
     return is_mine if look.shade is None else is_mine & (events["direction"] == look.shade)
 
 
 def _edge_pt(figure: Figure, width_ms: np.ndarray, window: StepWindow) -> float:
-    """Gives the width of the white edge between boxes: none where it would eat the box."""
+    """Return the width of the white edge between boxes: none where it would eat the box."""
     figure_pt = figure.get_figwidth() * 72
     typical_pt = float(np.median(width_ms)) * 1e-3 / max(window.span_s, 1e-12) * figure_pt
     return 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
@@ -255,7 +255,7 @@ def _add_legend(figure: Figure, drawn: list[Look], words: tuple[str, ...]) -> No
 
 
 def _label_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> None:
-    """Writes micro-batch numbers, all of a kind in one size, where that size fits the typical box."""
+    """Write micro-batch numbers, all of a kind in one size, where that size fits the typical box."""
     corner_px, far_px = axes.transData.transform([(0.0, 0.0), (1.0, 1.0)])
     pt_per_ms, pt_per_lane = abs(far_px - corner_px) * 72 / figure.dpi
     lane_of = {int(rank): lane for lane, rank in enumerate(ranks)}

@@ -22,7 +22,7 @@ HEIGHT_IN = 4.2
 
 
 def draw_waterfall(attribution: Attribution, path: Path) -> Path:
-    """Draws the waterfall to a file (PNG at 150 dpi, PDF or SVG by the suffix) and gives the CSV written beside it.
+    """Draw the waterfall to a file (PNG at 150 dpi, PDF or SVG by the suffix) and gives the CSV written beside it.
 
     Raises:
         ConfigError: the path is not one for a picture, or a file cannot be written.
@@ -34,7 +34,7 @@ def draw_waterfall(attribution: Attribution, path: Path) -> Path:
 
 
 def waterfall_figure(attribution: Attribution) -> Figure:
-    """Builds the picture: the ideal time, then each cause from where the one before it ended, then the step's time.
+    """Build the picture: the ideal time, then each cause from where the one before it ended, then the step's time.
 
     A cause that saved time goes back. Each bar carries its time and its share of the step.
     """

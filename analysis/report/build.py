@@ -29,12 +29,12 @@ class Report:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Gives the same as plain data."""
+        """Return the same as plain data."""
         return {**asdict(self), "path": str(self.path)}
 
 
 def build_report(runs: Sequence[Path], out: Path) -> Report:
-    """Writes one page about a run, or about several with a section that sets them beside each other.
+    """Write one page about a run, or about several with a section that sets them beside each other.
 
     Up to 16 runs have sections of their own; of more, the first and the last by their order, spread evenly between. All
     runs are in the table of the study. Runs share the room for events, see `select_events`.
@@ -67,13 +67,13 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
 
 
 def spread(runs: Sequence[Path], count: int) -> list[Path]:
-    """Gives at most `count` of the runs, evenly spread, the first and the last among them."""
+    """Return at most `count` of the runs, evenly spread, the first and the last among them."""
     if len(runs) <= count:
         return list(runs)
     return [runs[round(place * (len(runs) - 1) / (count - 1))] for place in range(count)]
 
 
 def name_of(path: Path) -> str:
-    """Names a run by its folder, or a trace file by its own name where that says more."""
+    """Name a run by its folder, or a trace file by its own name where that says more."""
     resolved = path.resolve()
     return resolved.parent.name if resolved.name == "trace.h5" else resolved.name

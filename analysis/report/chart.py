@@ -14,7 +14,7 @@ MAX_POINTS = 1000
 
 
 def line_chart(name: str, x: np.ndarray, y: np.ndarray, x_label: str, y_label: str, *, is_from_zero: bool) -> Html:
-    """Gives a chart of finite values over x; of more than 1000 points, least and most of neighbours are drawn.
+    """Return a chart of finite values over x; of more than 1000 points, least and most of neighbours are drawn.
 
     With `is_from_zero` the axis of y begins at 0.
     """
@@ -50,7 +50,7 @@ def line_chart(name: str, x: np.ndarray, y: np.ndarray, x_label: str, y_label: s
 
 
 def _flat(marks: list[tuple[Html, Html]]) -> list[Html]:
-    """Gives the elements of pairs, one behind the other."""
+    """Return the elements of pairs, one behind the other."""
     return [joined(pair) for pair in marks]
 
 

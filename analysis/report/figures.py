@@ -21,13 +21,13 @@ class Figure:
     detail: str = ""
 
     def html(self) -> Html:
-        """Gives a term and its descriptions."""
+        """Return a term and its descriptions."""
         parts = [element("dt", self.name), element("dd", self.value, class_="value")]
         return element("div", *parts, *([element("dd", self.detail)] if self.detail else []), class_="key")
 
 
 def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
-    """Gives the figures of a run's headline; those that the trace cannot tell are left out."""
+    """Return the figures of a run's headline; those that the trace cannot tell are left out."""
     found = [
         Figure("images/s", _known(metrics.images_per_s), f"{metrics.num_images} images in {metrics.num_steps} steps"),
         _step_time(metrics),
@@ -45,7 +45,7 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
 
 
 def overview_row(metrics: Metrics) -> dict[str, Cell]:
-    """Gives the figures that runs are compared by, each in one unit; None where it is not known."""
+    """Return the figures that runs are compared by, each in one unit; None where it is not known."""
     peaks = [peak for peak in metrics.peak_device_bytes if peak]
     return {
         "images/s": metrics.images_per_s,

@@ -14,7 +14,7 @@ SIGNATURE_CHARS = 8
 
 
 def find_runs(words: Sequence[str], runs_dir: Path) -> list[Path]:
-    """Gives the run folders and trace files that `words` name, each once.
+    """Return the run folders and trace files that `words` name, each once.
 
     A word is a path, or the name of a run or a study below `runs_dir`; a run's name without its signature stands for all
     runs of that name. Of a study those points are taken that have a trace.
@@ -27,7 +27,7 @@ def find_runs(words: Sequence[str], runs_dir: Path) -> list[Path]:
 
 
 def default_out(words: Sequence[str], runs: Sequence[Path], runs_dir: Path) -> Path:
-    """Names the page: report.html in the folder of the one run or study that was named, else beside the first run."""
+    """Name the page: report.html in the folder of the one run or study that was named, else beside the first run."""
     if len(words) == 1:
         for folder in (Path(words[0]), runs_dir / words[0]):
             if folder.is_dir():

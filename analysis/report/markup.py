@@ -18,7 +18,7 @@ class Html(str):
 
 
 def element(tag: str, /, *children: str, **attributes: str | bool) -> Html:
-    """Gives an element; children that are not `Html` are texts, and are escaped, as attributes are.
+    """Return an element; children that are not `Html` are texts, and are escaped, as attributes are.
 
     An underscore in an attribute's name stands for a dash, and one at its end is dropped (`class_`); True gives the name alone.
     """
@@ -34,12 +34,12 @@ def element(tag: str, /, *children: str, **attributes: str | bool) -> Html:
 
 
 def joined(children: Iterable[str]) -> Html:
-    """Gives the children behind each other, texts escaped."""
+    """Return the children behind each other, texts escaped."""
     return Html("".join(child if isinstance(child, Html) else html.escape(child) for child in children))
 
 
 def data_element(name: str, document: Any) -> Html:
-    """Gives a script element that holds data as JSON and that no text inside can end."""
+    """Return a script element that holds data as JSON and that no text inside can end."""
     text = json.dumps(document, allow_nan=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -47,6 +47,6 @@ def data_element(name: str, document: Any) -> Html:
 
 
 def svg_image(svg: bytes, alt: str) -> Html:
-    """Gives a picture that is part of the page."""
+    """Return a picture that is part of the page."""
     coded = base64.b64encode(svg).decode()
     return element("img", alt=alt, src=f"data:image/svg+xml;base64,{coded}")

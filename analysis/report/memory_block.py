@@ -13,7 +13,7 @@ SAMPLED = {"rss_bytes": "resident memory, sampled", "device_bytes": "device memo
 
 
 def memory_block(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any] | None:
-    """Gives the curves of bytes held on the device and in host memory, and the samples; None without any byte.
+    """Return the curves of bytes held on the device and in host memory, and the samples; None without any byte.
 
     Each curve has `offsets[lane]` where a rank's points begin in `time_ns` (from `origin_ns`) and `value_bytes`; a value
     holds until the next point.

@@ -14,7 +14,7 @@ TYPES = ("i1", "u1", "i2", "u2", "i4", "u4", "f8")
 
 
 def packed(values: np.ndarray, *, is_sum: bool = False) -> dict[str, Any]:
-    """Gives a column as `{type, count, is_sum, data}`, in the narrowest type that holds it.
+    """Return a column as `{type, count, is_sum, data}`, in the narrowest type that holds it.
 
     `data` is base64 of the deflated bytes, first those of all values, then the second ones and so on: alike bytes stand
     together and take no room. With `is_sum` differences are stored, from 0 on, which are small where values grow.

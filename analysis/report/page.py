@@ -16,7 +16,7 @@ SCRIPT, STYLES = "report.js", "report.css"
 
 
 def page(sections: Sequence[RunSection], study: Html | None, notes: Sequence[str]) -> str:
-    """Gives the whole page; every text in it that a run brought along is escaped."""
+    """Return the whole page; every text in it that a run brought along is escaped."""
     name = sections[0].title if len(sections) == 1 else f"{len(sections)} runs"
     head = element(
         "head",
@@ -48,7 +48,7 @@ def page(sections: Sequence[RunSection], study: Html | None, notes: Sequence[str
 
 
 def _overview(sections: Sequence[RunSection]) -> Table:
-    """Gives the key figures of all runs side by side."""
+    """Return the key figures of all runs side by side."""
     rows: list[tuple[Cell, ...]] = [
         (place, section.title, section.source, *section.overview.values())
         for place, section in enumerate(sections, start=1)
@@ -57,5 +57,5 @@ def _overview(sections: Sequence[RunSection]) -> Table:
 
 
 def _own_file(name: str) -> Html:
-    """Reads a file of this package that goes into the page as it stands."""
+    """Read a file of this package that goes into the page as it stands."""
     return Html(files(__package__).joinpath(name).read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ class Causes:
 
 
 def causes_of(trace: Trace) -> Causes | None:
-    """Gives what the step's time was lost to; None where it is not computed here, or the trace cannot tell."""
+    """Return what the step's time was lost to; None where it is not computed here, or the trace cannot tell."""
     attribution = _module("analysis.attribution")
     if attribution is None:
         return None
@@ -52,5 +52,5 @@ def _waterfall(found: Any) -> bytes | None:
 
 
 def _module(name: str) -> Any | None:
-    """Imports a module of this package, or gives None where there is none of that name."""
+    """Import a module of this package, or gives None where there is none of that name."""
     return import_module(name) if find_spec(name) is not None else None

@@ -52,7 +52,7 @@ class RunSection:
 
 
 def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSection:
-    """Builds the section of the run at a place of the page; its pictures hold at most `max_events` events.
+    """Build the section of the run at a place of the page; its pictures hold at most `max_events` events.
 
     Raises:
         ConfigError: the trace's configuration is malformed.
@@ -83,7 +83,7 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
 
 
 def source_mark(source: str) -> Html:
-    """Gives the mark that says where figures come from."""
+    """Return the mark that says where figures come from."""
     return element("span", SOURCE_MARKS.get(source, source), class_=f"source {source}")
 
 
@@ -96,7 +96,7 @@ def _heading(name: str, trace: Trace) -> str:
 
 
 def _pictures(place: int, trace: Trace, events: np.ndarray) -> tuple[Html, int]:
-    """Gives the two canvases with their data; of a trace without events nothing."""
+    """Return the two canvases with their data; of a trace without events nothing."""
     if not len(events):
         return element("p", "The trace holds no events, so there is no timeline.", class_="note"), 0
     timeline = timeline_block(trace, events)
@@ -179,7 +179,7 @@ def _texts(trace: Trace) -> list[Html]:
 
 
 def _shortened(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves the lists that have an item a rank at 64 of them."""
+    """Leave the lists that have an item a rank at 64 of them."""
     return {
         key: [*value[:64], f"... {len(value)} in all"] if isinstance(value, list) and len(value) > 64 else value
         for key, value in attributes.items()

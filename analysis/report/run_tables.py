@@ -21,7 +21,7 @@ PEAKS = (
 
 
 def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Causes | None) -> Table:
-    """Gives a row a rank: host, time in compute and its share, peaks in MiB, and lost time by cause where it is known."""
+    """Return a row a rank: host, time in compute and its share, peaks in MiB, and lost time by cause where it is known."""
     hosts = trace.attributes.get("hostnames", ())
     lost = {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.by_rank_s.items()}
     rows: list[tuple[Cell, ...]] = []
@@ -44,7 +44,7 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Causes | None)
 
 
 def stage_table(name: str, trace: Trace) -> Table | None:
-    """Gives a row a stage: its layers, the median of each kind of compute in ms, and the whole over the stages' mean."""
+    """Return a row a stage: its layers, the median of each kind of compute in ms, and the whole over the stages' mean."""
     medians = stage_medians_s(trace)
     if not medians:
         return None
@@ -67,7 +67,7 @@ def stage_table(name: str, trace: Trace) -> Table | None:
 
 
 def cause_table(name: str, causes: Causes, source: str) -> Table:
-    """Gives a row a cause: what of the step it took, mean over the ranks."""
+    """Return a row a cause: what of the step it took, mean over the ranks."""
     step_s = causes.step_s or 1.0
     parts = {"useful compute, ideal": causes.ideal_s, **causes.run_s}
     rows = [(cause.replace("_", " "), 1e3 * seconds, 100 * seconds / step_s) for cause, seconds in parts.items()]
@@ -75,7 +75,7 @@ def cause_table(name: str, causes: Causes, source: str) -> Table:
 
 
 def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
-    """Gives a row a quantity that was predicted: prediction, finding and the relative difference; None without any."""
+    """Return a row a quantity that was predicted: prediction, finding and the relative difference; None without any."""
     rows: list[tuple[Cell, ...]] = []
 
     def add(quantity: str, rank: int | None, predicted: float | None, found: float | None) -> None:
@@ -99,7 +99,7 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
 
 
 def _planned(trace: Trace) -> dict[str, Any]:
-    """Gives what the memory plan predicted."""
+    """Return what the memory plan predicted."""
     try:
         document = json.loads(trace.memory_plan) if trace.memory_plan else {}
     except ValueError:

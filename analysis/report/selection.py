@@ -21,7 +21,7 @@ class Selection:
 
 
 def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> Selection:
-    """Takes the last whole steps that `max_events` hold; of a single step that is too large, its first ranks."""
+    """Take the last whole steps that `max_events` hold; of a single step that is too large, its first ranks."""
     events = trace.events
     if len(events) <= max_events:
         return Selection(events)

@@ -11,7 +11,7 @@ NS = 1e-9
 
 
 def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
-    """Gives the median duration in seconds of F, B, I, W and R by stage, over all ranks, warm-up steps left out.
+    """Return the median duration in seconds of F, B, I, W and R by stage, over all ranks, warm-up steps left out.
 
     A segment's actions are summed over the segments of its stage, as one pass over the stage.
     """

@@ -27,7 +27,7 @@ COLUMNS = {
 
 
 def study_section(runs: Sequence[Path]) -> Html:
-    """Builds the section that sets runs beside each other, from their steps and configurations alone.
+    """Build the section that sets runs beside each other, from their steps and configurations alone.
 
     Raises:
         ConfigError: a run without a whole step after warm-up, or one whose trace does not hold its configuration.

@@ -27,7 +27,7 @@ class Table:
     digits: tuple[int, ...] = ()
 
     def html(self) -> Html:
-        """Gives the table, sorted by a click on a column's name; the cells carry what they are sorted by."""
+        """Return the table, sorted by a click on a column's name; the cells carry what they are sorted by."""
         head = element(
             "tr",
             *(
@@ -43,7 +43,7 @@ class Table:
         return element("figure", element("figcaption", self.title), element("div", table, class_="wide"))
 
     def _kinds(self) -> list[str]:
-        """Tells columns of words from those of numbers."""
+        """Report columns of words from those of numbers."""
         return [
             "words" if any(isinstance(row[place], str) for row in self.rows) else "number"
             for place in range(len(self.columns))

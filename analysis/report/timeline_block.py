@@ -17,7 +17,7 @@ PLAIN = ("kind", "stage", "segment", "direction", "micro_batch", "step", "stream
 
 
 def looks_json() -> list[dict[str, Any]]:
-    """Gives the colours and tracks that the page draws with: those of the printed timeline."""
+    """Return the colours and tracks that the page draws with: those of the printed timeline."""
     return [
         {
             "legend": look.legend, "colour": look.colour, "text": look.text_colour, "shade": look.shade,
@@ -28,7 +28,7 @@ def looks_json() -> list[dict[str, Any]]:
 
 
 def look_numbers(events: np.ndarray) -> np.ndarray:
-    """Gives each event's place in LOOKS by its kind and its shade (the direction after `shaded`); 255 for what has no look."""
+    """Return each event's place in LOOKS by its kind and its shade (the direction after `shaded`); 255 for what has no look."""
     table = np.full((len(KINDS), 2), NOT_DRAWN, np.uint8)
     for number, look in enumerate(LOOKS):
         for kind in look.kinds:
@@ -38,7 +38,7 @@ def look_numbers(events: np.ndarray) -> np.ndarray:
 
 
 def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
-    """Gives the block: `columns` of the events, and `offsets[lane * tracks + track]` where each track's begin in them.
+    """Return the block: `columns` of the events, and `offsets[lane * tracks + track]` where each track's begin in them.
 
     Times are in ns from `origin_ns`. Within a track events are sorted by their begin. Events that have no look or no
     length are left out.
@@ -70,7 +70,7 @@ def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
 
 
 def windows_json(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any]:
-    """Gives begin and end of the steps that are shown, in ns from `origin_ns`, and which of them is looked at first."""
+    """Return begin and end of the steps that are shown, in ns from `origin_ns`, and which of them is looked at first."""
     shown = np.unique(events["step"])
     steps = np.sort(trace.steps[np.isin(trace.steps["step"], shown)], order="step")
     first = step_window(trace).step

@@ -31,13 +31,13 @@ class Agreement:
 
 
 def bases_of(points: Sequence[Point]) -> dict[str, Point]:
-    """Gives the base of each line: its smallest point, of the most real source where there are several."""
+    """Return the base of each line: its smallest point, of the most real source where there are several."""
     ordered = sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source)), reverse=True)
     return {point.line: point for point in ordered}
 
 
 def kind_of(points: Sequence[Point]) -> str:
-    """Gives the kind of a scaling study: strong, weak, capability, comparison or mixed.
+    """Return the kind of a scaling study: strong, weak, capability, comparison or mixed.
 
     Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its images grow in a line;
     a comparison has one number of ranks.
@@ -54,12 +54,12 @@ def kind_of(points: Sequence[Point]) -> str:
 
 
 def images_per_rank(points: Sequence[Point]) -> set[tuple[str, Fraction]]:
-    """Gives the images of a step over the ranks, by line: one for each line in weak scaling."""
+    """Return the images of a step over the ranks, by line: one for each line in weak scaling."""
     return {(point.line, Fraction(point.images_per_step, point.ranks)) for point in points}
 
 
 def most_real(points: Sequence[Point]) -> list[Point]:
-    """Gives one point for each number of ranks, measured before emulated before simulated."""
+    """Return one point for each number of ranks, measured before emulated before simulated."""
     best: dict[int, Point] = {}
     for point in sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source))):
         best.setdefault(point.ranks, point)
@@ -67,7 +67,7 @@ def most_real(points: Sequence[Point]) -> list[Point]:
 
 
 def neighbours(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Gives the neighbours on each line, the most real point of each number of ranks, also those too far to be joined."""
+    """Return the neighbours on each line, the most real point of each number of ranks, also those too far to be joined."""
     return [
         pair
         for line in dict.fromkeys(point.line for point in points)
@@ -76,7 +76,7 @@ def neighbours(points: Sequence[Point]) -> list[tuple[Point, Point]]:
 
 
 def may_join(kind: str, point: Point, after: Point) -> bool:
-    """Tells whether a line may be drawn between neighbours: something is known of what lies between them.
+    """Return whether a line may be drawn between neighbours: something is known of what lies between them.
 
     It is not where ranks are more than four times apart, or where images and ranks change apart.
     """
@@ -84,7 +84,7 @@ def may_join(kind: str, point: Point, after: Point) -> bool:
 
 
 def agreements(points: Sequence[Point]) -> list[Agreement]:
-    """Gives every simulated point that has run too, measured or emulated, with both step times."""
+    """Return every simulated point that has run too, measured or emulated, with both step times."""
     return [
         Agreement(point.line, point.ranks, point.source, point.step_median_s, other.step_median_s)
         for point in points
@@ -94,7 +94,7 @@ def agreements(points: Sequence[Point]) -> list[Agreement]:
 
 
 def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Gives the table of points, with units in the names of its columns; None where a figure is not known."""
+    """Return the table of points, with units in the names of its columns; None where a figure is not known."""
     kind, bases = kind_of(points), bases_of(points)
     rows = []
     for point in points:
@@ -134,7 +134,7 @@ def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def base_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Gives the base of each line with its absolute figures, as plain data."""
+    """Return the base of each line with its absolute figures, as plain data."""
     return [
         {
             "schedule": line,
@@ -148,7 +148,7 @@ def base_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def agreement_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Gives the predictions that can be checked, as plain data."""
+    """Return the predictions that can be checked, as plain data."""
     return [{**asdict(found), "error": found.error} for found in agreements(points)]
 
 

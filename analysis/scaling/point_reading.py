@@ -22,7 +22,7 @@ DOCUMENTED = ("git_commit", "versions", "created_utc")
 
 
 def read_point(path: Path) -> Point:
-    """Reads one run: its steps and configuration alone, so that large traces cost no time.
+    """Read one run: its steps and configuration alone, so that large traces cost no time.
 
     Raises:
         ConfigError: no trace there, an unreadable one, one without its configuration, or no step after warm-up.
@@ -66,7 +66,7 @@ def read_point(path: Path) -> Point:
 
 
 def read_points(paths: Iterable[Path]) -> list[Point]:
-    """Reads runs and gives their points by line, ranks and source; runs of one point are put together.
+    """Read runs and gives their points by line, ranks and source; runs of one point are put together.
 
     Where a line has several models, or pipelines of several lengths, on as many ranks, each of them is a line of its own.
 
@@ -103,12 +103,12 @@ def _together(point: Point, other: Point) -> Point:
 
 
 def _in_line(point: Point, word: str) -> Point:
-    """Gives the point in a line of its own, told by a word more."""
+    """Return the point in a line of its own, told by a word more."""
     return replace(point, line=f"{point.line}, {word}") if word else point
 
 
 def _model_word(model: ModelConfig) -> str:
-    """Gives a network's name as people write it: resnet-1001-v2."""
+    """Return a network's name as people write it: resnet-1001-v2."""
     parts = [model.name, str(model.depth)] if model.name in ("resnet", "vgg") else [model.name]
     return "-".join([*parts, *([f"v{model.version}"] if model.name == "resnet" else [])])
 
@@ -131,7 +131,7 @@ def _setting(attributes: Mapping[str, Any], num_warmup_steps: int) -> Setting:
 
 
 def _section(document: dict[str, Any], name: str, section: type[Section]) -> Section:
-    """Reads a section of a resolved configuration; what a later version added to it is passed over."""
+    """Read a section of a resolved configuration; what a later version added to it is passed over."""
     values = document.get(name) or {}
     if not isinstance(values, dict):
         raise ConfigError(f"run_yaml.{name}", values, "must be a mapping of keys")

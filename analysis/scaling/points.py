@@ -31,7 +31,7 @@ class Setting:
     clock_error_s: float = 0.0
 
     def with_(self, other: Setting) -> Setting:
-        """Gives what two settings say together."""
+        """Return what two settings say together."""
         return Setting(
             missing=_union(self.missing, other.missing),
             commits=_union(self.commits, other.commits),
@@ -93,14 +93,14 @@ class Point:
 
     @property
     def run_intervals_s(self) -> tuple[Interval, ...]:
-        """Medians of the step times of each run by itself, with their intervals."""
+        """Median of the step times of each run by itself, with their intervals."""
         ends = list(accumulate(self.run_steps or (len(self.step_s),)))
         starts = [0, *ends[:-1]]
         return tuple(median_interval(self.step_s[start:end]) for start, end in zip(starts, ends, strict=True))
 
     @property
     def is_deterministic(self) -> bool:
-        """Tells whether all steps would take as long again: on paper they do."""
+        """Return whether all steps would take as long again: on paper they do."""
         return self.source == "simulated" and min(self.step_s) == max(self.step_s)
 
     @property
@@ -136,7 +136,7 @@ class Point:
         return None if self.work_s is None else self.images_per_s * self.work_s / self.ranks
 
     def efficiency(self, base: Point) -> float | None:
-        """Gives the parallel efficiency: work done per rank and time, over that of `base`.
+        """Return the parallel efficiency: work done per rank and time, over that of `base`.
 
         For one problem that is T(p0) p0 / (T(p) p) in strong scaling and T(p0) / T(p) in weak scaling. Where the
         problem grows an image counts by its compute time, or of one model by its pixels; None for two models.
@@ -145,7 +145,7 @@ class Point:
         return None if share is None else share * self.images_per_s / self.ranks / (base.images_per_s / base.ranks)
 
     def efficiency_interval(self, base: Point) -> Interval | None:
-        """Gives the parallel efficiency with its 95 % interval, both step times being uncertain.
+        """Return the parallel efficiency with its 95 % interval, both step times being uncertain.
 
         The bounds are what the ranges of both leave possible where one has too few steps for an interval. None where
         there is no efficiency; of the base itself it is 1 and nothing else.
@@ -161,7 +161,7 @@ class Point:
         return interval_of(draws * value * mine.value / its.value, value)
 
     def work_beside(self, base: Point) -> float | None:
-        """Gives the work of an image over that of an image of `base`; None where that is not known."""
+        """Return the work of an image over that of an image of `base`; None where that is not known."""
         if self.problem == base.problem or (self.work_s is None) != (base.work_s is None):
             return 1.0
         if self.work_s is not None and base.work_s is not None:

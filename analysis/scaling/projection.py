@@ -67,7 +67,7 @@ class Projection:
 
 
 def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None:
-    """Gives the bands of a study that is simulated throughout on a machine that tells what it is calibrated from.
+    """Return the bands of a study that is simulated throughout on a machine that tells what it is calibrated from.
 
     Each constant that the machine has is changed by 20 %, alone for the sensitivities, and all of them at once, evenly
     and independently, for the bands, with other draws of the noise each time. None for any other study.
@@ -100,7 +100,7 @@ def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None
 
 
 def varied(spec: RunSpec, factors: Mapping[str, float]) -> RunSpec:
-    """Gives a run whose machine has each named constant times its factor; a faster one takes less time to compute."""
+    """Return a run whose machine has each named constant times its factor; a faster one takes less time to compute."""
     machine, cost = spec.machine, spec.cost
     for constant, factor in factors.items():
         if constant == COMPUTE:
@@ -113,7 +113,7 @@ def varied(spec: RunSpec, factors: Mapping[str, float]) -> RunSpec:
 
 
 def constants_of(spec: RunSpec) -> dict[str, float]:
-    """Gives the constants that a run's machine has, with their values; what is 0 or not given is none."""
+    """Return the constants that a run's machine has, with their values; what is 0 or not given is none."""
     values = {name: getattr(spec.machine, name.removeprefix("machine.")) for name in CONSTANTS}
     return {name: float(value) for name, value in values.items() if value}
 
@@ -126,7 +126,7 @@ class _Line:
         self._schedules: dict[tuple[int, int | None], Schedule] = {}
 
     def band(self) -> tuple[list[float], list[float]]:
-        """Gives the low and the high end of each run's efficiency."""
+        """Return the low and the high end of each run's efficiency."""
         rng = np.random.default_rng(self._runs[0].seed)
         names = list(constants_of(self._runs[self._base]))
         drawn = []
@@ -137,7 +137,7 @@ class _Line:
         return low.tolist(), high.tolist()
 
     def sensitivities(self, line: str) -> list[Sensitivity]:
-        """Gives what each constant does to the run with the most ranks."""
+        """Return what each constant does to the run with the most ranks."""
         last = max(range(len(self._runs)), key=lambda run: self._runs[run].world_size)
         found = []
         for constant, value in constants_of(self._runs[last]).items():
@@ -148,7 +148,7 @@ class _Line:
     def _efficiencies(
         self, which: Sequence[int], factors: Mapping[str, float], seed: int, num_steps: int = NUM_STEPS
     ) -> list[float]:
-        """Gives the work done per rank and time over that of the base, both with the same constants."""
+        """Return the work done per rank and time over that of the base, both with the same constants."""
         arrivals: dict[tuple[int, int], Arrivals] = {}
 
         def pace(run: int) -> float:
@@ -182,7 +182,7 @@ class _Line:
 
 
 def _spec_of(path: Path) -> tuple[str, RunSpec]:
-    """Reads a run's signature and configuration from its trace."""
+    """Read a run's signature and configuration from its trace."""
     file_path = path / "trace.h5" if path.is_dir() else path
     with open_trace(file_path) as file:
         signature = str(get_attributes(file).get("signature", ""))

@@ -22,6 +22,6 @@ EFFICIENCIES = (
 
 
 def published(schedule: str, model: str, ranks: int) -> Published | None:
-    """Gives the published efficiency of a schedule and model on so many ranks, None where there is none."""
+    """Return the published efficiency of a schedule and model on so many ranks, None where there is none."""
     of = (schedule, model, ranks)
     return next((each for each in EFFICIENCIES if (each.schedule, each.model, each.ranks) == of), None)

@@ -43,12 +43,12 @@ class Rule:
 
 
 def rules_of(points: Sequence[Point]) -> list[Rule]:
-    """Gives all rules in their order, checked on the points of a study (see `analysis.scaling.point_reading.read_points`)."""
+    """Return all rules in their order, checked on the points of a study (see `analysis.scaling.point_reading.read_points`)."""
     return [Rule(number, title, *check(points)) for number, (title, check) in enumerate(_CHECKS, start=1)]
 
 
 def rule_lines(rules: Sequence[Rule]) -> list[str]:
-    """Gives a line for each rule that does not hold."""
+    """Return a line for each rule that does not hold."""
     return [f"rule {rule.number}, {rule.title}: {rule.text}" for rule in rules if rule.holds is False]
 
 
@@ -119,7 +119,7 @@ def _intervals(points: Sequence[Point]) -> Finding:
 
 
 def _are_unlike(runs: Sequence[Interval]) -> bool:
-    """Tells whether some run's interval lies beside that of another; ranges of few steps are not judged."""
+    """Return whether some run's interval lies beside that of another; ranges of few steps are not judged."""
     return any(
         not run.overlaps(other) for run, other in combinations(runs, 2) if not run.is_range and not other.is_range
     )
@@ -255,7 +255,7 @@ def _name(point: Point) -> str:
 
 
 def _named(words: Iterable[str]) -> str:
-    """Joins words, of many the first few."""
+    """Join words, of many the first few."""
     named = list(words)
     shown = named if len(named) <= MOST_NAMED else [*named[:MOST_NAMED], f"{len(named) - MOST_NAMED} more"]
     return ", ".join(shown[:-1]) + (" and " if len(shown) > 1 else "") + shown[-1]

@@ -55,7 +55,7 @@ class Study:
 
 
 def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
-    """Reads runs, writes scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
+    """Read runs, writes scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
 
     `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv.
     A study that is a prediction throughout gets the bands of `analysis.scaling.projection` beside it.
@@ -86,7 +86,7 @@ def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
 
 
 def study_answer(study: Study) -> dict[str, Any]:
-    """Gives a study as plain data."""
+    """Return a study as plain data."""
     kind, projection = kind_of(study.points), study.projection
     predicted = {}
     if projection is not None:
@@ -108,7 +108,7 @@ def study_answer(study: Study) -> dict[str, Any]:
 
 
 def study_report(study: Study) -> str:
-    """Gives what is printed: the table, the fits, and the rules that do not hold."""
+    """Return what is printed: the table, the fits, and the rules that do not hold."""
     return "\n".join(
         [
             study_table(study.points),
@@ -121,7 +121,7 @@ def study_report(study: Study) -> str:
 
 
 def study_table(points: Sequence[Point]) -> str:
-    """Gives the table for people: a line a point with the 95 % interval of its median; efficiencies in %."""
+    """Return the table for people: a line a point with the 95 % interval of its median; efficiencies in %."""
     unit = time_unit([point.step_median_s for point in points])
     head = (
         "schedule",
@@ -162,7 +162,7 @@ def _is_range(point: Point) -> bool:
 
 
 def _bounds(point: Point, unit: Unit) -> str:
-    """Gives an interval as `a-b`, a range as `a to b`, and nothing where steps are all alike, as on paper."""
+    """Return an interval as `a-b`, a range as `a to b`, and nothing where steps are all alike, as on paper."""
     step: Interval = point.step_interval_s
     if point.is_deterministic:
         return "-"

@@ -17,7 +17,7 @@ class Ledger:
         self._counted_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes that came (above 0) or went (below 0)."""
+        """Count bytes that came (above 0) or went (below 0)."""
         self._counted_bytes += num_bytes
 
     @property
@@ -40,30 +40,30 @@ class Share:
         self.peak_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes that came (above 0) or went (below 0)."""
+        """Count bytes that came (above 0) or went (below 0)."""
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self._whole(num_bytes)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Gives the bytes of tensors, a storage that several share counted once."""
+    """Return the bytes of tensors, a storage that several share counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Gives the addresses of the memory that tensors lie in."""
+    """Return the addresses of the memory that tensors lie in."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def new_bytes(tensors: Iterable[Tensor], known: set[int]) -> int:
-    """Gives the bytes of tensors, each storage once, without the storages in `known`."""
+    """Return the bytes of tensors, each storage once, without the storages in `known`."""
     return tensor_bytes(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in known)
 
 
 def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
-    """Gives the tensor back.
+    """Return the tensor back.
 
     Raises:
         RuntimeError: it was changed in place since it had that version.

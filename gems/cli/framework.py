@@ -54,14 +54,14 @@ class Verb:
     takes_words: bool = False
 
     def load(self) -> Callable[..., int | None]:
-        """Imports the function; what a verb does not need is never loaded."""
+        """Import the function; what a verb does not need is never loaded."""
         module, function = self.target.split(":")
         loaded: Callable[..., int | None] = getattr(importlib.import_module(module), function)
         return loaded
 
 
 def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
-    """Runs one command and gives its exit code; an error of ours is one line on stderr."""
+    """Run one command and gives its exit code; an error of ours is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files may hold what a terminal's encoding cannot say
             stream.reconfigure(errors="backslashreplace")
@@ -126,7 +126,7 @@ def _through_hydra(program: str, name: str, verb: Verb, words: list[str], option
 
 
 def _search_path(words: list[str]) -> list[str]:
-    """Turns Hydra's --config-dir DIR into the override that does the same."""
+    """Turn Hydra's --config-dir DIR into the override that does the same."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -143,7 +143,7 @@ def _search_path(words: list[str]) -> list[str]:
 
 
 def _take_choices(words: list[str], verb: Verb) -> tuple[list[str], dict[str, str]]:
-    """Takes the verb's own options with their values out of the words."""
+    """Take the verb's own options with their values out of the words."""
     kept: list[str] = []
     chosen: dict[str, str] = {}
     rest = iter(words)
@@ -168,7 +168,7 @@ def _refuse_flags(words: Sequence[str], verb: Verb) -> None:
 
 
 def _sort(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tells overrides from Hydra's options, and refuses what Hydra's parser would answer with its usage."""
+    """Report overrides from Hydra's options, and refuses what Hydra's parser would answer with its usage."""
     overrides: list[str] = []
     options: list[str] = []
     rest = deque(words)
@@ -204,6 +204,6 @@ def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Prints the one machine-readable object of a command on stdout."""
+    """Print the one machine-readable object of a command on stdout."""
     json.dump(document, sys.stdout)
     sys.stdout.write("\n")

@@ -16,7 +16,7 @@ PEERS = ("torchgpipe_size", "torchgpipe_time")
 
 
 def show_largest(spec: RunSpec, options: Options) -> int:
-    """Prints, for each method, the largest depth, resolution or micro-batch under machine.device_bytes."""
+    """Print, for each method, the largest depth, resolution or micro-batch under machine.device_bytes."""
     axis = options.chosen["--largest"]
     schedule = schedule_of(spec)
 

@@ -29,7 +29,7 @@ PICTURE = "--picture"
 
 
 def show_memory(spec: RunSpec, options: Options) -> int:
-    """Prints a plan as a table (a row a segment), or with --compare a row for each policy; --picture draws both.
+    """Print a plan as a table (a row a segment), or with --compare a row for each policy; --picture draws both.
 
     Policies that need a limit are left out of a comparison where none is given, and those that cannot keep it are named
     with the reason.
@@ -86,7 +86,7 @@ def _facts(spec: RunSpec, case: MemoryCase) -> dict[str, Any]:
 
 
 def _entry(spec: RunSpec, case: MemoryCase, keeping: Outcome, outcome: Outcome) -> dict[str, Any]:
-    """Gives one policy's figures; `saved` is the share of the kept activations' peak that it takes off the device."""
+    """Return one policy's figures; `saved` is the share of the kept activations' peak that it takes off the device."""
     kept = max(rank.peak_activation_bytes for rank in keeping.ranks)
     held = max(rank.peak_activation_bytes for rank in outcome.ranks)
     peaks = list(outcome.peak_bytes)
@@ -124,7 +124,7 @@ def _segments(case: MemoryCase, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _curve(outcome: Outcome) -> dict[str, Any]:
-    """Gives bytes over time of the rank that holds most: on the device and in host memory.
+    """Return bytes over time of the rank that holds most: on the device and in host memory.
 
     What is posted, copies and messages, counts from the next action on that the rank itself runs.
     """

@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def show_partition(spec: RunSpec, options: Options) -> int:
-    """Prints the cut of a resolved run, all methods side by side, or the largest model that each can train."""
+    """Print the cut of a resolved run, all methods side by side, or the largest model that each can train."""
     if "--largest" in options.chosen:
         from gems.cli.max_model import show_largest
 
@@ -64,7 +64,7 @@ def _facts(spec: RunSpec, case: Case) -> dict[str, Any]:
 
 
 def _entry(spec: RunSpec, case: Case, judged: Judged, ours: Judged) -> dict[str, Any]:
-    """Gives one method's answer; `peak_ratio` and `time_ratio` are over the exact method's.
+    """Return one method's answer; `peak_ratio` and `time_ratio` are over the exact method's.
 
     `peak_bytes` are those allocated, `reserved_bytes` what torch's allocator would take from a GPU to serve them.
     """
@@ -121,7 +121,7 @@ def _proof(entry: dict[str, Any]) -> str:
 
 
 def _draw(answer: dict[str, Any], case: Case, path: Path) -> str:
-    """Lets the analysis draw the answer, and gives the picture's path."""
+    """Let the analysis draw the answer, and gives the picture's path."""
     layers = [
         {"name": layer.name, "time_s": layer.time_s, "param_bytes": layer.param_bytes,
          "stash_bytes": layer.kept_bytes}

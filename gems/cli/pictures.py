@@ -20,7 +20,7 @@ ROOT = Path(gems.__file__).resolve().parents[1]
 
 
 def check_picture(path: Path) -> None:
-    """Refuses a picture that could not be written, before the work is done.
+    """Refuse a picture that could not be written, before the work is done.
 
     Raises:
         ConfigError: another suffix, or no such folder.
@@ -32,7 +32,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw(verb: str, answer: Mapping[str, Any], path: Path) -> str:
-    """Lets `python -m analysis VERB` draw an answer, and gives the picture's path."""
+    """Let `python -m analysis VERB` draw an answer, and gives the picture's path."""
     with tempfile.TemporaryDirectory(prefix=f"gems-{verb}-") as scratch:
         document = Path(scratch) / f"{verb}.json"
         document.write_text(json.dumps(answer))

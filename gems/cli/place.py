@@ -23,7 +23,7 @@ PUBLISHED = {("inception_v3", 2): 1.32}
 
 
 def show_dlplacer(spec: RunSpec, options: Options) -> int:
-    """Prints a resolved run's placement on --devices: a row an operator, the speed-up over one device, bound and gap."""
+    """Print a resolved run's placement on --devices: a row an operator, the speed-up over one device, bound and gap."""
     num_devices = _devices(options.chosen.get("--devices", "2"))
     picture = options.chosen.get("--picture")
     if picture is not None:

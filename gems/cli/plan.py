@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 def show_plan(spec: RunSpec, options: Options) -> int:
-    """Prints the best configurations on parallel.gpus GPUs (by default those of the run), best first.
+    """Print the best configurations on parallel.gpus GPUs (by default those of the run), best first.
 
     --global-batch gives the images of a step (by default the run's own), and with --epochs FILE several of them, which are then
     compared by the time to the target. --top says how many are printed, --budget how many seconds the search may take,
@@ -58,7 +58,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
 
 
 def planned_answer(spec: RunSpec, options: Options) -> tuple[dict[str, Any], Found[Choice]]:
-    """Gives what `gems plan` prints, as plain data and as what was found, and writes the experiment that it is told to.
+    """Return what `gems plan` prints, as plain data and as what was found, and writes the experiment that it is told to.
 
     Raises:
         ConfigError: as `show_plan`.
@@ -93,7 +93,7 @@ def planned_answer(spec: RunSpec, options: Options) -> tuple[dict[str, Any], Fou
 
 
 def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float) -> Found[Choice]:
-    """Searches until `end`; while nothing fits, a part of the time is left to find anything that does, or what would."""
+    """Search until `end`; while nothing fits, a part of the time is left to find anything that does, or what would."""
     rules, begin = planner.rules(), time.perf_counter()
     last = begin + (end - begin) * SEARCH_SHARE
     fitting: list[bool] = []

@@ -32,7 +32,7 @@ WAYS = (2, 4, 8)
 
 
 def show_hybrid(spec: RunSpec, options: Options) -> int:
-    """Prints the plan of a resolved run: a row for each number of devices, where hybrid begins to win, and the inputs.
+    """Print the plan of a resolved run: a row for each number of devices, where hybrid begins to win, and the inputs.
 
     Raises:
         ConfigError: an option's file or value that cannot be read, or nothing that is known and fits.
@@ -138,7 +138,7 @@ def _crossing(found: Crossing) -> dict[str, Any]:
 
 
 def table_of(answer: Mapping[str, Any]) -> str:
-    """Gives the answer as text."""
+    """Return the answer as text."""
     lines, has_rival = [*_head(answer), _COLUMNS], answer["steps"]["1"]["fits"]
     for row in answer["rows"]:
         if row["choices"]:
@@ -222,7 +222,7 @@ def _pick_words(pick: Mapping[str, Any]) -> str:
 
 
 def _left_out(answer: Mapping[str, Any]) -> list[str]:
-    """Words what was left out, each reason once."""
+    """Describe what was left out, each reason once."""
     found: dict[str, list[str]] = {}
     for row in answer["rows"]:
         for ways, why in row["left_out"].items():

@@ -22,7 +22,7 @@ _MEGA = 1e6
 
 
 def show_profile(spec: RunSpec, options: Options) -> int:
-    """Prints the profile: a table, or with --json the document that `profile.path` reads.
+    """Print the profile: a table, or with --json the document that `profile.path` reads.
 
     With --from FILE,FILE,... it is extrapolated to the run's shape from profiles at others; with --hdf5 FILE it is
     written there too.
@@ -44,7 +44,7 @@ def show_profile(spec: RunSpec, options: Options) -> int:
 
 
 def extrapolated(spec: RunSpec, points: Sequence[ModelProfile]) -> ModelProfile:
-    """Gives the profile at a run's resolution and micro-batch, from profiles of its model at others.
+    """Return the profile at a run's resolution and micro-batch, from profiles of its model at others.
 
     Raises:
         ConfigError: fewer than two sizes, or points of different models.
@@ -74,7 +74,7 @@ def _write_hdf5(profile: ModelProfile, path: Path) -> None:
 
 
 def whole_peak_bytes(profile: ModelProfile) -> int:
-    """Gives what the unsplit model holds at most on one device for one micro-batch, by the sum over its layers.
+    """Return what the unsplit model holds at most on one device for one micro-batch, by the sum over its layers.
 
     Parameters and their gradients, buffers, images, activations, transient tensors; the optimizer's state is not in it.
     """
@@ -84,7 +84,7 @@ def whole_peak_bytes(profile: ModelProfile) -> int:
 
 
 def table(profile: ModelProfile) -> Iterator[str]:
-    """Gives the lines of the table: a row a layer, their sums, the peaks of the whole."""
+    """Yield the lines of the table: a row a layer, their sums, the peaks of the whole."""
     yield (
         f"{profile.model}: {profile.micro_batch_size} x {profile.height_px} x {profile.width_px} px, {profile.dtype}, "
         f"{profile.source} on {profile.device}"
@@ -113,7 +113,7 @@ def _row(layer: LayerProfile) -> str:
 
 
 def _totals(profile: ModelProfile) -> dict[str, float]:
-    """Gives the sums over all layers; the stash is that of the whole, each storage once."""
+    """Return the sums over all layers; the stash is that of the whole, each storage once."""
     names = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "param_bytes")
     sums = {name: sum(getattr(layer, name) for layer in profile.layers) for name in names}
     return {**sums, "stash_bytes": int(Spans(profile).stash[0, profile.num_layers])}

@@ -28,7 +28,7 @@ TORCH = "format=torch"
 
 
 def show_schedule(spec: RunSpec, options: Options) -> int:
-    """Prints the schedule of a resolved run: compute actions, or with level=lowered the list that ranks run.
+    """Print the schedule of a resolved run: compute actions, or with level=lowered the list that ranks run.
 
     The JSON carries the costs of the stages beside the schedule, for drawings. format=torch gives the compute actions as the CSV that torch.distributed.pipelining loads.
 
@@ -65,7 +65,7 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
 
 
 def _made(spec: RunSpec) -> tuple[Schedule, StageCosts, Network, float | None]:
-    """Gives the compute actions of a run, with those of its memory policy, their costs, the links and the cap."""
+    """Return the compute actions of a run, with those of its memory policy, their costs, the links and the cap."""
     if spec.memory.name == "keep":
         made = compute_schedule_of(spec)
         return made, costs_of(spec, made.placement), network_of(spec), cap_of(spec)
@@ -76,7 +76,7 @@ def _made(spec: RunSpec) -> tuple[Schedule, StageCosts, Network, float | None]:
 
 @contextlib.contextmanager
 def drawn_faults() -> Iterator[None]:
-    """Draws the grid of a schedule that turns out broken on stderr, and lets the error pass."""
+    """Draw the grid of a schedule that turns out broken on stderr, and lets the error pass."""
     try:
         yield
     except ScheduleError as error:
@@ -86,5 +86,5 @@ def drawn_faults() -> Iterator[None]:
 
 
 def shortest_time(schedule: Schedule, costs: StageCosts) -> float:
-    """Gives the time of the shortest action that takes any: one column of a grid."""
+    """Return the time of the shortest action that takes any: one column of a grid."""
     return min(filter(None, (costs.time(action) for _, action in schedule.actions())), default=1.0)

@@ -51,7 +51,7 @@ class Prediction:
 
 
 def predict(spec: RunSpec) -> Prediction:
-    """Simulates the lowered schedule of a resolved run, one pipeline for all replicas, which are alike.
+    """Simulate the lowered schedule of a resolved run, one pipeline for all replicas, which are alike.
 
     Raises:
         ConfigError: counts or a cap that the family cannot serve.
@@ -77,7 +77,7 @@ def predict(spec: RunSpec) -> Prediction:
 def _with_noise(
     spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, quiet: Simulation
 ) -> tuple[Simulation, tuple[float, float]]:
-    """Gives the median step under machine.noise, and the times between which 95 % of the steps lie."""
+    """Return the median step under machine.noise, and the times between which 95 % of the steps lie."""
     if not spec.machine.noise:
         return quiet, (quiet.span, quiet.span)
     machine, replicas = spec.machine, spec.parallel.replicas
@@ -86,7 +86,7 @@ def _with_noise(
 
 
 def _predict_planned(spec: RunSpec) -> Prediction:
-    """Simulates a run under its memory policy, in seconds and bytes; the bytes on the device are those of its walk."""
+    """Simulate a run under its memory policy, in seconds and bytes; the bytes on the device are those of its walk."""
     with drawn_faults():
         outcome = planned(spec).memory
     assert outcome is not None
@@ -103,7 +103,7 @@ def _predict_planned(spec: RunSpec) -> Prediction:
 
 
 def _kept_memory(spec: RunSpec, made: Schedule, costs: StageCosts, played: Simulation) -> tuple[RankMemory, ...]:
-    """Gives the bytes of ranks that keep their activations: by the storages of the layers, where a profile names them.
+    """Return the bytes of ranks that keep their activations: by the storages of the layers, where a profile names them.
 
     Configured costs, a placed list, and a searched one of more stages than layers tell of activations, messages and
     parameters alone.
@@ -116,7 +116,7 @@ def _kept_memory(spec: RunSpec, made: Schedule, costs: StageCosts, played: Simul
 
 
 def _memory_of(outcome: Outcome, played: Simulation, rank: int) -> RankMemory:
-    """Gives a rank's bytes over time: while an action runs, and behind it."""
+    """Return a rank's bytes over time: while an action runs, and behind it."""
     held = []
     points, starts, ends = outcome.ranks[rank].points, played.start[rank], played.end[rank]
     for point, start, end in zip(points, starts, ends, strict=True):
@@ -133,14 +133,14 @@ def _memory_of(outcome: Outcome, played: Simulation, rank: int) -> RankMemory:
 
 
 def in_seconds_and_bytes(spec: RunSpec) -> RunSpec:
-    """Gives a run under a memory policy with the units of its prediction; another one as it is."""
+    """Return a run under a memory policy with the units of its prediction; another one as it is."""
     if spec.memory.name == "keep":
         return spec
     return replace(spec, cost=replace(spec.cost, unit_s=1.0, activation_bytes=1))
 
 
 def bound_of(spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float) -> float:
-    """Gives the efficiency that no order on the same placement exceeds under the cap; see `memory_time_bound`.
+    """Return the efficiency that no order on the same placement exceeds under the cap; see `memory_time_bound`.
 
     A search knows its own, over all placements that it may use.
     """
@@ -153,7 +153,7 @@ def bound_of(spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Netw
 
 
 def simulation_dict(spec: RunSpec, found: Prediction) -> dict[str, Any]:
-    """Gives the prediction as plain data.
+    """Return the prediction as plain data.
 
     Shares (efficiency, bubble, bound, gap) are fractions of 1: useful compute over ranks x step, time in which a
     rank computes nothing, the largest efficiency for this placement under the cap (without one, under the peak that
@@ -201,7 +201,7 @@ def simulation_dict(spec: RunSpec, found: Prediction) -> dict[str, Any]:
 
 
 def show_simulation(spec: RunSpec, options: Options) -> int:
-    """Prints the prediction for a resolved run: a grid and tables, or one object as JSON."""
+    """Print the prediction for a resolved run: a grid and tables, or one object as JSON."""
     spec = in_seconds_and_bytes(costed(spec))
     found = predict(spec)
     answer = simulation_dict(spec, found)
@@ -247,7 +247,7 @@ def _lines(head: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _rank_table(answer: dict[str, Any]) -> str:
-    """Gives a row a rank: where its time goes, in percent of the step, and its peaks."""
+    """Return a row a rank: where its time goes, in percent of the step, and its peaks."""
     parts = ("useful", "recompute", "link_wait", "input_wait", "reduce", "optimizer", "idle")
     head = f"{'rank':>6}" + "".join(f"{part:>11}" for part in parts) + f"{'peak units':>12}{'peak MiB':>12}"
     lines = [head + "   (times in % of the step)"]

@@ -22,7 +22,7 @@ TIME_LIMIT_S = 900.0
 
 
 def verify(spec: RunSpec, options: Options) -> int:
-    """Runs two steps in float64 (or train.dtype when it is not the default) and prints the largest relative error.
+    """Run two steps in float64 (or train.dtype when it is not the default) and prints the largest relative error.
 
     Compared are every parameter, gradient and running statistic of every copy on every rank, and the most activation
     bytes that each rank held with what the schedule predicts. Gives 1 when the error is above 1e-12 in float64 or the
@@ -77,7 +77,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _failure(folder: RunFolder, returncode: int) -> RankFailedError:
-    """Says what the first failing rank left, with its exit code."""
+    """Report what the first failing rank left, with its exit code."""
     records = [read_json(path) for path in sorted(folder.path.glob("FAILED.rank*.json"))]
     records.sort(key=lambda record: str(record["utc"]))
     if not records:

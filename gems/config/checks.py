@@ -29,7 +29,7 @@ SCHEDULES = (*FAMILIES, FROM_FILE, PLACED)
 
 
 def check_choices(spec: RunSpec) -> None:
-    """Checks the words that name one of several things, and the run's own name.
+    """Check the words that name one of several things, and the run's own name.
 
     Raises:
         ConfigError: the first that is none of them.
@@ -75,7 +75,7 @@ def check_choices(spec: RunSpec) -> None:
 
 
 def check_ranges(spec: RunSpec) -> None:
-    """Checks numbers against their least.
+    """Check numbers against their least.
 
     Raises:
         ConfigError: the first that is below it, or not finite.
@@ -175,7 +175,7 @@ def check_ranges(spec: RunSpec) -> None:
 
 
 def check_start(spec: RunSpec) -> None:
-    """Checks that there are weights, or a saved state, where a run is told to start from them.
+    """Check that there are weights, or a saved state, where a run is told to start from them.
 
     Raises:
         ConfigError: no folder, or one without a checkpoint.
@@ -204,7 +204,7 @@ def _holds(key: str, folder: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def check_memory(spec: RunSpec) -> None:
-    """Checks what a memory policy asks for against the rest of the run.
+    """Check what a memory policy asks for against the rest of the run.
 
     Raises:
         ConfigError: a share above 1, a policy without its limit, or one that the machine or the schedule cannot have.

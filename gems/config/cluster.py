@@ -97,7 +97,7 @@ class ClusterConfig:
 
 
 def _limit(number: int, row: QueueLimit | dict[str, Any]) -> QueueLimit:
-    """Gives a row of `limits`, that is a mapping where a run.yaml was read."""
+    """Return a row of `limits`, that is a mapping where a run.yaml was read."""
     if isinstance(row, QueueLimit):
         return row
     key = f"cluster.limits[{number}]"

@@ -27,7 +27,7 @@ NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Checks a preset by itself.
+    """Check a preset by itself.
 
     Raises:
         ConfigError: the first value that SLURM, the shell or we could not take, with what is allowed.

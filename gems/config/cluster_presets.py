@@ -18,7 +18,7 @@ AUTO = "auto"
 
 
 def choose_preset(folders: Sequence[Path]) -> str:
-    """Gives the preset of `folders` whose host patterns fit this machine, and says it on stderr, once a process.
+    """Return the preset of `folders` whose host patterns fit this machine, and says it on stderr, once a process.
 
     Raises:
         ConfigError: none fits, or several do.
@@ -27,13 +27,13 @@ def choose_preset(folders: Sequence[Path]) -> str:
 
 
 def host_names() -> tuple[str, ...]:
-    """Gives the names of this machine: as it calls itself, and with its domain where that is known."""
+    """Return the names of this machine: as it calls itself, and with its domain where that is known."""
     names = dict.fromkeys(name.lower() for name in (socket.gethostname(), socket.getfqdn()) if name)
     return tuple(name for name in names if not name.startswith("localhost")) or tuple(names)
 
 
 def matching(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
-    """Gives the presets of `folders` that fit one of `names`, each with that name.
+    """Return the presets of `folders` that fit one of `names`, each with that name.
 
     Raises:
         ConfigError: a preset's file that is no YAML.

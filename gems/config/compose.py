@@ -33,7 +33,7 @@ LOCAL = "local"
 
 
 def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
-    """Composes `conf/config.yaml` with overrides and resolves it.
+    """Compose `conf/config.yaml` with overrides and resolves it.
 
     `cluster` is the preset where neither an override nor an experiment chooses one: a name, or auto for this machine's.
 
@@ -58,7 +58,7 @@ def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
 
 
 def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Gives a resolved run with some keys changed, and resolves it again; an option of a group is no key.
+    """Return a resolved run with some keys changed, and resolves it again; an option of a group is no key.
 
     Raises:
         ConfigError: as `compose`, or a word that is no plain key=value.
@@ -83,7 +83,7 @@ def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
 
 
 def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None], cluster: str = LOCAL) -> None:
-    """Runs `act` under `hydra.main`, for Hydra's own options (--cfg, --help, --info, --multirun, ...).
+    """Run `act` under `hydra.main`, for Hydra's own options (--cfg, --help, --info, --multirun, ...).
 
     In `argv` overrides come before options, as Hydra's parser takes them in one piece. `cluster` is that of `compose`.
     The first job of a sweep that fails ends the sweep.
@@ -150,7 +150,7 @@ class _DefaultCluster:
             return LOCAL
 
     def check(self) -> None:
-        """Raises ConfigError when a preset was asked for and none was found."""
+        """Raise ConfigError when a preset was asked for and none was found."""
         if self._error is not None:
             raise self._error
 

@@ -17,7 +17,7 @@ LEFT_OUT = ("runs_dir", "cache_dir", "cluster", "name")
 
 
 def experiment_text(spec: RunSpec, base: RunSpec, name: str, comments: Sequence[str]) -> str:
-    """Gives the text of an experiment that composes to `spec`.
+    """Return the text of an experiment that composes to `spec`.
 
     Args:
         spec: the run, resolved.
@@ -35,7 +35,7 @@ def experiment_text(spec: RunSpec, base: RunSpec, name: str, comments: Sequence[
 
 
 def check_experiment(path: Path) -> None:
-    """Checks that an experiment can be written to a file.
+    """Check that an experiment can be written to a file.
 
     Raises:
         ConfigError: no .yaml, or no such folder.
@@ -47,7 +47,7 @@ def check_experiment(path: Path) -> None:
 
 
 def write_experiment(path: Path, text: str) -> None:
-    """Writes an experiment, in the place of one that is there.
+    """Write an experiment, in the place of one that is there.
 
     Raises:
         ConfigError: no permission.

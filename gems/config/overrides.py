@@ -29,7 +29,7 @@ KWARGS = re.compile(r"model\.kwargs[.=]")
 
 
 def rewritten(words: Sequence[str]) -> list[str]:
-    """Gives overrides as Hydra takes them: plain numbers of bytes, keys that may be added, this machine's preset."""
+    """Return overrides as Hydra takes them: plain numbers of bytes, keys that may be added, this machine's preset."""
     words = [opened(in_bytes(word)) for word in words]
     chosen = [number for number, word in enumerate(words) if word.startswith(f"{CLUSTER}=")]
     if not chosen or words[chosen[-1]] != f"{CLUSTER}={AUTO}":
@@ -39,12 +39,12 @@ def rewritten(words: Sequence[str]) -> list[str]:
 
 
 def opened(override: str) -> str:
-    """Gives an override that may add keys, where they are keyword arguments of the user's own network."""
+    """Return an override that may add keys, where they are keyword arguments of the user's own network."""
     return f"++{override}" if KWARGS.match(override) else override
 
 
 def in_bytes(override: str) -> str:
-    """Gives an override of a key in bytes with a plain number: machine.device_bytes=16GB is 16000000000, GiB 2^30."""
+    """Return an override of a key in bytes with a plain number: machine.device_bytes=16GB is 16000000000, GiB 2^30."""
     found = SIZE.fullmatch(override)
     if found is None:
         return override
@@ -52,12 +52,12 @@ def in_bytes(override: str) -> str:
 
 
 def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Gives the options of a configuration group in `folders`, or nothing where there is no such group."""
+    """Return the options of a configuration group in `folders`, or nothing where there is no such group."""
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
 def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
-    """Gives every key that an override may name: groups in `folders`, and fields of the schema with their dots."""
+    """Yield every key that an override may name: groups in `folders`, and fields of the schema with their dots."""
     for folder in folders:
         groups = (path.name for path in folder.iterdir() if path.is_dir())
         yield from (group for group in groups if options_of(group, [folder]))
@@ -71,7 +71,7 @@ def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuses overrides whose key or option does not exist.
+    """Refuse overrides whose key or option does not exist.
 
     Raises:
         ConfigError: with the nearest valid keys or options.
@@ -84,7 +84,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Reads overrides in Hydra's grammar.
+    """Read overrides in Hydra's grammar.
 
     Raises:
         ConfigError: one is not of the form key=value.
@@ -104,7 +104,7 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def search_path(given: Sequence[Override]) -> Iterator[Path]:
-    """Gives the user's own configuration folders, that hydra.searchpath names."""
+    """Yield the user's own configuration folders, that hydra.searchpath names."""
     for override in given:
         values = override.value() if override.key_or_group == "hydra.searchpath" else None
         for entry in values if isinstance(values, list) else ():
@@ -147,7 +147,7 @@ def _check_override(override: Override, keys: Sequence[str], folders: Sequence[P
 
 
 def _options_in(override: Override) -> list[object]:
-    """Gives the options of a group that an override names: one, a list, or the choices of a sweep."""
+    """Return the options of a group that an override names: one, a list, or the choices of a sweep."""
     value = override.value()
     if isinstance(value, ChoiceSweep):
         return [getattr(choice, "text", choice) for choice in value.list]
@@ -157,7 +157,7 @@ def _options_in(override: Override) -> list[object]:
 
 
 def translate(error: Exception, words: Sequence[str]) -> ConfigError:
-    """Makes one line of what Hydra, OmegaConf or YAML says in several."""
+    """Make one line of what Hydra, OmegaConf or YAML says in several."""
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return ConfigError("file", error.filename, f"cannot be read or written ({error.strerror})")
     if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):

@@ -19,7 +19,7 @@ from gems.schedule import FAMILIES, PLACED
 
 
 def resolve(spec: RunSpec) -> RunSpec:
-    """Gives the run with every derived field filled: micro-batches, nodes.
+    """Return the run with every derived field filled: micro-batches, nodes.
 
     Raises:
         ConfigError: the first value that cannot run, with what is allowed.
@@ -83,7 +83,7 @@ def _check_kind(spec: RunSpec) -> None:
 
 
 def _resolve_counts(spec: RunSpec) -> ParallelConfig:
-    """Derives replications x parts = micro-batches, the three ways to say the same (two runs at least for GEMS)."""
+    """Derive replications x parts = micro-batches, the three ways to say the same (two runs at least for GEMS)."""
     parallel = spec.parallel
     is_gems = _has_runs(spec)
     total, runs, parts = parallel.micro_batches, parallel.replications, parallel.parts
@@ -126,7 +126,7 @@ def _has_runs(spec: RunSpec) -> bool:
 
 
 def check_gpus(spec: RunSpec) -> None:
-    """Checks that a run uses the GPUs that it is given, where parallel.gpus says how many.
+    """Check that a run uses the GPUs that it is given, where parallel.gpus says how many.
 
     Raises:
         ConfigError: it uses more or fewer.
@@ -141,7 +141,7 @@ def check_gpus(spec: RunSpec) -> None:
 
 
 def check_batch(spec: RunSpec) -> None:
-    """Checks that the data has the images of one step of a resolved run; a machine on paper reads none.
+    """Check that the data has the images of one step of a resolved run; a machine on paper reads none.
 
     Raises:
         ConfigError: it has fewer.

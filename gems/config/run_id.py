@@ -15,7 +15,7 @@ OF_SAFETY = ("checkpoint_steps", "checkpoint_s", "keep_checkpoints")
 
 
 def signature(spec: RunSpec) -> str:
-    """Gives 8 hexadecimal digits of the whole resolved configuration, but for what changes no run.
+    """Return 8 hexadecimal digits of the whole resolved configuration, but for what changes no run.
 
     That are the folders of runs and of the cache, what a site allows and charges, and by which names it is known, and
     how long a job may take, who pays for it, which nodes it shall not use, and how often the state is saved.

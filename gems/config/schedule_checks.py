@@ -12,7 +12,7 @@ PLAYED = ("emulated", "simulated")
 
 
 def check_schedule(spec: RunSpec) -> None:
-    """Checks what a schedule asks for against the rest of the run.
+    """Check what a schedule asks for against the rest of the run.
 
     Raises:
         ConfigError: two keys that exclude each other, one that is missing, or an unknown word.
@@ -52,7 +52,7 @@ def check_schedule(spec: RunSpec) -> None:
 
 
 def _check_placed(spec: RunSpec) -> None:
-    """Checks what stands beside schedule=placed, which lays operators and not stages on ranks."""
+    """Check what stands beside schedule=placed, which lays operators and not stages on ranks."""
     for key, value, usual in (
         ("parallel.boundaries", spec.parallel.boundaries, None),
         ("schedule.activation_cap", spec.schedule.activation_cap, None),
@@ -69,7 +69,7 @@ def _check_placed(spec: RunSpec) -> None:
 
 
 def check_pace(spec: RunSpec) -> None:
-    """Checks the slow rank and the inputs that an emulated or simulated machine may be given.
+    """Check the slow rank and the inputs that an emulated or simulated machine may be given.
 
     Raises:
         ConfigError: a rank that is not there, a slowdown that speeds up or has no rank, or any of them on a real machine.

@@ -253,12 +253,12 @@ class RunSpec:
         return self.parallel.partitions * self.parallel.replicas
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the nested plain dictionary that run.yaml holds."""
+        """Return the nested plain dictionary that run.yaml holds."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunSpec:
-        """Reads what `to_dict` gave.
+        """Read what `to_dict` gave.
 
         Raises:
             ConfigError: a key that the schema does not know, a section that is no mapping, or a value of another type.

@@ -36,7 +36,7 @@ MOST = {
 
 
 def check_values(spec: RunSpec) -> None:
-    """Checks each number and word of the schema, alone or in a list.
+    """Check each number and word of the schema, alone or in a list.
 
     Raises:
         ConfigError: the first number that is negative, not finite, too small or too large to reckon with, or the first
@@ -59,7 +59,7 @@ def check_values(spec: RunSpec) -> None:
 
 
 def check_size(spec: RunSpec) -> None:
-    """Checks that the lists of a resolved run's step can be held in memory.
+    """Check that the lists of a resolved run's step can be held in memory.
 
     Raises:
         ConfigError: more ranks, or more micro-batches on more stages.
@@ -90,7 +90,7 @@ def _check_word(key: str, word: str) -> None:
 
 
 def _values_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Gives the values below `value` with their keys; of a user's own mapping the words alone."""
+    """Yield the values below `value` with their keys; of a user's own mapping the words alone."""
     if is_dataclass(value):
         for field in fields(value):
             yield from _values_of(f"{key}.{field.name}" if key else field.name, getattr(value, field.name))

@@ -13,7 +13,7 @@ _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def check_types(schema: type, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Checks the values of a dataclass's fields as a file has them, before an object is made of them.
+    """Check the values of a dataclass's fields as a file has them, before an object is made of them.
 
     Raises:
         ConfigError: the first that is of another type; keys that the schema does not know are passed over.

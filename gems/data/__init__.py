@@ -48,13 +48,13 @@ SOURCES: dict[str, Source] = {}
 
 
 def register(name: str, source: Source) -> None:
-    """Adds a source under `name`; raises ValueError when the name is taken by another one."""
+    """Add a source under `name`; raises ValueError when the name is taken by another one."""
     if SOURCES.setdefault(name, source) is not source:
         raise ValueError(f"a data source named {name!r} is registered already")
 
 
 def check_data(data: DataConfig) -> None:
-    """Raises ConfigError for data that cannot be opened, as far as can be told without decoding an image."""
+    """Raise ConfigError for data that cannot be opened, as far as can be told without decoding an image."""
     source = _source(data)
     for key, count, least in (
         ("data.height_px", data.height_px, 1),
@@ -72,12 +72,12 @@ def check_data(data: DataConfig) -> None:
 
 
 def resolve_data(data: DataConfig) -> DataConfig:
-    """Gives a copy of `data` with the fields that None leaves to the source filled in."""
+    """Return a copy of `data` with the fields that None leaves to the source filled in."""
     return replace(data, field_px=_source(data).field_px(data))
 
 
 def open_dataset(data: DataConfig, seed: int) -> Dataset:
-    """Opens the configured data set; the same (data, seed) gives the same images and labels on every rank.
+    """Open the configured data set; the same (data, seed) gives the same images and labels on every rank.
 
     Raises ConfigError as `check_data`, and for a bad image file, which it names.
     """
@@ -86,24 +86,24 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
 
 
 def kind_of(data: DataConfig) -> str:
-    """Gives what a sample is: images, tokens or token_pairs."""
+    """Return what a sample is: images, tokens or token_pairs."""
     return _source(data).kind
 
 
 def sources_of(kind: str) -> list[str]:
-    """Gives the names of the sources whose samples are of a kind."""
+    """Return the names of the sources whose samples are of a kind."""
     return sorted(name for name, source in SOURCES.items() if source.kind == kind)
 
 
 def sample_shape(data: DataConfig) -> tuple[int, ...]:
-    """Gives the shape of one sample: (channels, height, width) of an image, (length,) or (2, length) of tokens."""
+    """Return the shape of one sample: (channels, height, width) of an image, (length,) or (2, length) of tokens."""
     if kind_of(data) == IMAGES:
         return data.channels, data.height_px, data.width_px
     return tokens.shape_of(kind_of(data), data.length)
 
 
 def labels_per_sample(data: DataConfig) -> int:
-    """Gives how many labels a sample has: one for an image, one for each place of a sequence of tokens."""
+    """Return how many labels a sample has: one for an image, one for each place of a sequence of tokens."""
     return 1 if kind_of(data) == IMAGES else data.length
 
 

@@ -35,11 +35,11 @@ class Dataset(ABC):
         self.augment = augment
 
     def num_images(self, split: Split) -> int:
-        """Gives how many images a split has."""
+        """Return how many images a split has."""
         return self.num_train if split == "train" else self.num_validation
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
-        """Gives one sample: an image, float32 of shape (channels, height, width), about zero mean and unit variance.
+        """Return one sample: an image, float32 of shape (channels, height, width), about zero mean and unit variance.
 
         Training images are flipped (and turned by 90 degrees when square) as (seed, index, draw) says;
         validation images never. Raises IndexError outside the split.
@@ -51,12 +51,12 @@ class Dataset(ABC):
         return cast("Image | Tokens", np.ascontiguousarray(pixels, dtype=self.dtype))
 
     def label(self, split: Split, index: int) -> int | Tokens:
-        """Gives the class of one sample, 0 <= label < num_classes, without reading its pixels; several as an array."""
+        """Return the class of one sample, 0 <= label < num_classes, without reading its pixels; several as an array."""
         self._check(split, index)
         return self._label(split, index)
 
     def class_counts(self, split: Split) -> tuple[int, ...]:
-        """Gives the number of labels of each class.
+        """Return the number of labels of each class.
 
         The largest share of them is the accuracy of always guessing one class.
         """
@@ -65,11 +65,11 @@ class Dataset(ABC):
 
     @abstractmethod
     def _pixels(self, split: Split, index: int) -> Image | Tokens:
-        """Gives the sample before augmentation."""
+        """Return the sample before augmentation."""
 
     @abstractmethod
     def _label(self, split: Split, index: int) -> int | Tokens:
-        """Gives the class, or classes."""
+        """Return the class, or classes."""
 
     def _check(self, split: Split, index: int) -> None:
         if not 0 <= index < self.num_images(split):
@@ -77,7 +77,7 @@ class Dataset(ABC):
 
 
 def turned(image: Image, rng: np.random.Generator) -> Image:
-    """Gives a (channels, height, width) image flipped and, when square, turned: one of 8 ways, else of 4."""
+    """Return a (channels, height, width) image flipped and, when square, turned: one of 8 ways, else of 4."""
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
     if flip_rows:
         image = image[:, ::-1, :]

@@ -47,7 +47,7 @@ class FolderDataset(Dataset):
         _verify([path for files in self._files.values() for path, _ in files])
 
     def path(self, split: Split, index: int) -> Path:
-        """Gives the file of an image."""
+        """Return the file of an image."""
         return self._files[split][index][0]
 
     def _pixels(self, split: Split, index: int) -> Image:
@@ -66,7 +66,7 @@ class FolderDataset(Dataset):
 
 
 def check(data: DataConfig) -> None:
-    """Raises ConfigError for a missing folder or another number of classes than it holds; opens no image."""
+    """Raise ConfigError for a missing folder or another number of classes than it holds; opens no image."""
     if data.channels not in _MODES:
         raise ConfigError("data.channels", data.channels, "image files give 1 (grey), 3 (colour) or 4 (with alpha)")
     root = _root(data)
@@ -131,7 +131,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _verify(paths: list[Path]) -> None:
-    """Reads every file through once, several at a time, and raises ConfigError for the first bad one."""
+    """Read every file through once, several at a time, and raises ConfigError for the first bad one."""
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         for path, problem in zip(paths, pool.map(_problem, paths), strict=True):
             if problem:
@@ -140,7 +140,7 @@ def _verify(paths: list[Path]) -> None:
 
 
 def _problem(path: Path) -> str:
-    """Says what is wrong with an image file, in one line, or nothing when it is sound."""
+    """Report what is wrong with an image file, in one line, or nothing when it is sound."""
     try:
         with _open(path) as picture:
             if picture.mode in ("I", "F"):

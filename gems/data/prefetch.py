@@ -35,7 +35,7 @@ class Prefetcher(Generic[T]):
             self._thread.start()
 
     def get(self, step: int) -> T:
-        """Gives the item of `step`, waiting for it if need be.
+        """Return the item of `step`, waiting for it if need be.
 
         Raises what `load` raised, ValueError for a step already given or beyond the last, RuntimeError once
         closed.
@@ -60,7 +60,7 @@ class Prefetcher(Generic[T]):
             raise RuntimeError("the prefetcher is closed")
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stops the thread, waiting up to `timeout_s` for a load in progress; may be called twice."""
+        """Stop the thread, waiting up to `timeout_s` for a load in progress; may be called twice."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -69,13 +69,13 @@ class Prefetcher(Generic[T]):
             self._thread.join(timeout_s)
 
     def __enter__(self) -> Prefetcher[T]:
-        """Gives itself."""
+        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes."""
+        """Close."""
         self.close()
 
     def _failed(self, step: int) -> bool:

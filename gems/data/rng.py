@@ -8,5 +8,5 @@ import numpy as np
 
 
 def generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
-    """Gives a fresh generator for (seed, purpose, key); other purposes or keys are independent streams."""
+    """Return a fresh generator for (seed, purpose, key); other purposes or keys are independent streams."""
     return np.random.default_rng((seed, zlib.crc32(purpose.encode()), *key))

@@ -11,7 +11,7 @@ from gems.data.rng import generator
 
 
 def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
-    """Gives the (index, draw) pairs of optimizer step `step`, an array of shape (global_batch, 2).
+    """Return the (index, draw) pairs of optimizer step `step`, an array of shape (global_batch, 2).
 
     The run is one sequence of epochs, each a permutation of all images drawn from (seed, epoch); a step takes
     the next `global_batch` of it and may straddle epochs. `draw` is the epoch, which seeds the augmentation.
@@ -29,7 +29,7 @@ def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> N
 
 
 def micro_batch_slice(replica: int, micro_batch: int, num_micro_batches: int, micro_batch_size: int) -> slice:
-    """Gives where a micro-batch of a replica lies in the global batch.
+    """Return where a micro-batch of a replica lies in the global batch.
 
     A global batch is replicas x num_micro_batches x micro_batch_size samples in that order;
     `num_micro_batches` counts those of one replica and step, over both directions.

@@ -74,12 +74,12 @@ class TissueDataset(Dataset):
         self._deviation = pixels.std(axis=(0, 1)).astype(np.float32)
 
     def position_px(self, split: Split, index: int) -> tuple[int, int]:
-        """Gives the slide's row and column of the first pixel of a tile's field of view."""
+        """Return the slide's row and column of the first pixel of a tile's field of view."""
         top, left = self._positions[split][index]
         return int(top), int(left)
 
     def _inside(self, share: NDArray[np.float64], split: Split) -> NDArray[np.float64]:
-        """Gives the shares of those fields that lie wholly in the split's region."""
+        """Return the shares of those fields that lie wholly in the split's region."""
         region = REGIONS[split]
         height, width = self.field_shape_px
         return share[region.top : region.bottom - height + 1, region.left : region.right - width + 1]
@@ -111,7 +111,7 @@ class TissueDataset(Dataset):
         return int(self._labels[split][index])
 
     def _resample(self, pixels: NDArray[np.uint8], shape_px: tuple[int, int] | None) -> NDArray[np.uint8]:
-        """Gives (height, width, channels) bytes, bilinear, smoothed first when it shrinks."""
+        """Return (height, width, channels) bytes, bilinear, smoothed first when it shrinks."""
         from PIL.Image import Resampling, fromarray
 
         picture = fromarray(np.ascontiguousarray(pixels)).convert(_MODES[self.shape[0]])
@@ -121,7 +121,7 @@ class TissueDataset(Dataset):
 
 
 def check(data: DataConfig) -> None:
-    """Raises ConfigError for channels, classes or a field of view that the slide does not have."""
+    """Raise ConfigError for channels, classes or a field of view that the slide does not have."""
     if data.channels not in _MODES:
         raise ConfigError("data.channels", data.channels, "tissue has 3 channels (colour), or 1 (grey)")
     if data.num_classes != 2:
@@ -136,21 +136,21 @@ def check(data: DataConfig) -> None:
 
 
 def field_px(data: DataConfig) -> int:
-    """Gives `data.field_px`; where it is None, the tile's longer side cut off to 8 to 64 source pixels."""
+    """Return `data.field_px`; where it is None, the tile's longer side cut off to 8 to 64 source pixels."""
     if data.field_px is not None:
         return data.field_px
     return min(max(data.height_px, data.width_px, 8), _DERIVED_FIELD_PX)
 
 
 def field_shape_px(data: DataConfig) -> tuple[int, int]:
-    """Gives height and width of the field of view in source pixels, of the tile's proportions."""
+    """Return height and width of the field of view in source pixels, of the tile's proportions."""
     longer = max(data.height_px, data.width_px)
     height, width = (max(1, round(field_px(data) * side / longer)) for side in (data.height_px, data.width_px))
     return height, width
 
 
 def read_slide() -> NDArray[np.uint8]:
-    """Gives the slide, bytes of shape (512, 512, 3), from the installed wheel and never from the network.
+    """Return the slide, bytes of shape (512, 512, 3), from the installed wheel and never from the network.
 
     Raises ConfigError when the installed scikit-image lacks it.
     """
@@ -170,7 +170,7 @@ def read_slide() -> NDArray[np.uint8]:
 
 
 def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray[np.float64]:
-    """Gives the share of true pixels in each window that fits, by its first pixel, from an integral image."""
+    """Return the share of true pixels in each window that fits, by its first pixel, from an integral image."""
     height, width = shape_px
     total = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), dtype=np.int64)
     total[1:, 1:] = mask.cumsum(axis=0).cumsum(axis=1)

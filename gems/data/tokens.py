@@ -74,5 +74,5 @@ class TokenPairDataset(TokenDataset):
 
 
 def shape_of(kind: str, length: int) -> tuple[int, ...]:
-    """Gives the shape of a sample of `length` tokens: one row, or the two of a pair."""
+    """Return the shape of a sample of `length` tokens: one row, or the two of a pair."""
     return (2, length) if kind == TOKEN_PAIRS else (length,)

@@ -25,7 +25,7 @@ class Loop:
         poll: Callable[[], None],
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """Prepares the row.
+        """Prepare the row.
 
         Raises:
             ScheduleError: an action of a kind that this device cannot run.
@@ -38,7 +38,7 @@ class Loop:
         self._heartbeat = heartbeat
 
     def run(self, step: int) -> None:
-        """Runs the row once; the heartbeat marks each action of `step` when it begins."""
+        """Run the row once; the heartbeat marks each action of `step` when it begins."""
         beat = None if self._heartbeat is None else self._heartbeat.beat
         poll = self._poll
         for handler, action, text in self._items:

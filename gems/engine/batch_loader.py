@@ -50,7 +50,7 @@ class Feed:
         )
 
     def batch(self, step: int) -> Batch:
-        """Gives the batch of a training step, on the rank's device."""
+        """Return the batch of a training step, on the rank's device."""
         return Batch({}, {}) if self._ahead is None else self._on_device(self._ahead.get(step))
 
     @property
@@ -64,7 +64,7 @@ class Feed:
         return self._dataset
 
     def close(self) -> None:
-        """Stops loading ahead."""
+        """Stop loading ahead."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -98,7 +98,7 @@ class Feed:
     def validation(
         self, num_validation: int, num_micro_batches: int, has_images: bool, has_labels: bool
     ) -> Iterator[Batch]:
-        """Gives the `num_validation` images, this replica's share of them, `num_micro_batches` micro-batches at a time.
+        """Yield the `num_validation` images, this replica's share of them, `num_micro_batches` micro-batches at a time.
 
         Every rank of the pipeline gets as many batches. Replicas share the images out; the last micro-batch of a
         replica is filled with images again, whose labels count for nothing.

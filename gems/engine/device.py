@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 def seed_generators(device: torch.device, seed: int, replica: int, rank: int) -> None:
-    """Seeds what a rank's layers draw from while they train, as dropout does, by the run's seed and the rank's place.
+    """Seed what a rank's layers draw from while they train, as dropout does, by the run's seed and the rank's place.
 
     Without it all ranks start from torch's own constant: replicas would drop the same values of different images, and
     another seed would drop the same ones again. Python's and numpy's generators, from which a user's own layer may draw,
@@ -34,7 +34,7 @@ def seed_generators(device: torch.device, seed: int, replica: int, rank: int) ->
 
 
 def device_index(local: int, num_visible: int, order: Sequence[int] = ()) -> int:
-    """Gives the GPU of a local rank among those visible, in the site's order where it has one.
+    """Return the GPU of a local rank among those visible, in the site's order where it has one.
 
     With one visible (bound by the scheduler) it is that one. More ranks than GPUs share them.
 
@@ -52,7 +52,7 @@ def device_index(local: int, num_visible: int, order: Sequence[int] = ()) -> int
 
 
 def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.device:
-    """Chooses the rank's device and sets its threads.
+    """Choose the rank's device and sets its threads.
 
     `order` gives the GPU of each local rank, `cluster.device_order`: at some sites the GPUs nearest to the first
     cores, or to the first network card, are not the first ones.

@@ -105,7 +105,7 @@ class Executor:
         self._loop = Loop(rank, row, handlers, poll, heartbeat)
 
     def run(self, step: int, batch: Batch) -> Score:
-        """Runs the row once and gives what the last stages on this rank saw of the loss."""
+        """Run the row once and gives what the last stages on this rank saw of the loss."""
         self._batch = batch
         self._sums = Sums()
         self._recorder.begin_step(step)
@@ -187,7 +187,7 @@ class Executor:
         self._recorder.compute(action, start)
 
     def _still_read(self, action: Action) -> set[int]:
-        """Gives the storages that weight gradients to come read of a stage's micro-batch, by their addresses."""
+        """Return the storages that weight gradients to come read of a stage's micro-batch, by their addresses."""
         segments = self.schedule.segments_of(action.stage)
         parts = (self._parts[action.direction, action.stage, segment] for segment in segments)
         return set().union(*(part.still_read(_micro_batch(action)) for part in parts))
@@ -215,7 +215,7 @@ class Executor:
         return action.stage == self._last_stage and action.segment == self.schedule.last_segment(action.stage)
 
     def _loss_of(self, action: Action) -> Loss | None:
-        """Gives what makes the loss of a micro-batch, where the model ends; a second run counts nothing."""
+        """Return what makes the loss of a micro-batch, where the model ends; a second run counts nothing."""
         if not self._makes_loss(action):
             return None
         labels = self._batch.labels[_micro_batch(action)]
@@ -237,7 +237,7 @@ class Executor:
             self.handing.hand_on(action, unshared(gradients, received))
 
     def _forget(self) -> None:
-        """Lets all that a broken step holds go: the memory must be free for whoever reports the error."""
+        """Let all that a broken step holds go: the memory must be free for whoever reports the error."""
         for part in self._parts.values():
             part.forget()
         if self._store is not None:

@@ -13,7 +13,7 @@ Held = tuple[int, int]  # (direction, stage)
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Gives the floating-point buffers of a module (running means and variances), in a fixed order."""
+    """Return the floating-point buffers of a module (running means and variances), in a fixed order."""
     return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
 
 
@@ -59,11 +59,11 @@ class Gradients:
         return self._message.numel() * self._message.element_size()
 
     def zero(self) -> None:
-        """Clears all gradients, for the next step."""
+        """Clear all gradients, for the next step."""
         self._flat.zero_()
 
     def reduce(self) -> None:
-        """Sums the gradients and averages the running statistics over all copies; collective over them.
+        """Sum the gradients and averages the running statistics over all copies; collective over them.
 
         Raises:
             StalledError: a peer did not join within the stall limit.
@@ -119,7 +119,7 @@ class Gradients:
 
 
 def _set_views(parameters: Iterable[nn.Parameter], flat: Tensor, start: int) -> int:
-    """Makes the gradients of `parameters` views of `flat` from `start` on; gives how many elements they take."""
+    """Make the gradients of `parameters` views of `flat` from `start` on; gives how many elements they take."""
     at = start
     for parameter in parameters:
         parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)

@@ -49,7 +49,7 @@ class GraphHanding(Handing):
         return False
 
     def take(self, action: Action) -> Tensors | None:
-        """Gives an F the outputs of all that its stage reads, in their order, and a B the sum of its readers' gradients.
+        """Return an F the outputs of all that its stage reads, in their order, and a B the sum of its readers' gradients.
 
         Raises:
             StalledError: something did not come within the stall limit.
@@ -69,7 +69,7 @@ class GraphHanding(Handing):
         return total
 
     def take_out(self, send: Action) -> Tensors:
-        """Gives what a send is to carry."""
+        """Return what a send is to carry."""
         needs = self._needs[send]
         if send.kind is Kind.SEND_F:
             found = self._out[needs[0]]
@@ -80,7 +80,7 @@ class GraphHanding(Handing):
         return part
 
     def hand_on(self, action: Action, tensors: Tensors) -> None:
-        """Keeps an output for its readers, and the gradients of a stage's inputs for the stages that made them."""
+        """Keep an output for its readers, and the gradients of a stage's inputs for the stages that made them."""
         if action.kind is Kind.F:
             self._out[action] = tensors
             self._left[action] = self._readers.get(action, 0)
@@ -96,7 +96,7 @@ class GraphHanding(Handing):
             self.handed_over.hold(num_bytes(part))
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Gives back what came for `action`, once nobody else on this rank reads it."""
+        """Return back what came for `action`, once nobody else on this rank reads it."""
         if not tensors:
             return
         if action.kind is not Kind.F:
@@ -116,17 +116,17 @@ class GraphHanding(Handing):
         raise NotImplementedError("stages of a graph have no split backward")
 
     def count_in_flight(self, is_counted: Callable[[Place, Tensor], bool]) -> None:
-        """Counts nothing: stages of a graph have no segments."""
+        """Count nothing: stages of a graph have no segments."""
 
     def forget(self) -> None:
-        """Lets all go, after a step that was broken off."""
+        """Let all go, after a step that was broken off."""
         self._out.clear()
         self._left.clear()
         self._whole.clear()
         self.handed_over.hold(-self.handed_over.held_bytes)
 
     def _data_of(self, action: Action) -> tuple[Action, ...]:
-        """Gives the actions whose data an F, B or send takes."""
+        """Return the actions whose data an F, B or send takes."""
         if action.kind in RECV_KINDS or action.micro_batch is None:
             return ()
         needs = dependencies(action, self._schedule)
@@ -136,25 +136,25 @@ class GraphHanding(Handing):
         return tuple(need for need in needs if need != own)
 
     def _brought(self, need: Action) -> Tensors:
-        """Gives an output that was made here, or waits for it."""
+        """Return an output that was made here, or waits for it."""
         if need.kind in RECV_KINDS and need not in self._out:
             self._out[need] = self._links.wait(need)
             self._left[need] = self._readers[need]
         return self._out[need]
 
     def _gradient(self, need: Action, stage: int | None) -> Tensors:
-        """Gives the gradient of a stage's output that one reader made here, or waits for that of another rank."""
+        """Return the gradient of a stage's output that one reader made here, or waits for that of another rank."""
         return self._links.wait(need) if need.kind in RECV_KINDS else self._out.pop(need._replace(segment=stage))
 
     def _give_up(self, need: Action, tensors: Tensors) -> None:
-        """Counts gradients as gone."""
+        """Count gradients as gone."""
         if need.kind in RECV_KINDS:
             self._links.release(tensors)
         else:
             self.handed_over.hold(-num_bytes(tensors))
 
     def _drop(self, need: Action) -> None:
-        """Counts one reader of an output as done, and gives it up with the last one."""
+        """Count one reader of an output as done, and gives it up with the last one."""
         self._left[need] -= 1
         if self._left[need]:
             return
@@ -172,7 +172,7 @@ class GraphHanding(Handing):
 
 
 def _sum(parts: Sequence[Tensors]) -> Tensors:
-    """Adds gradients up, tensor by tensor, into memory of its own where there are several."""
+    """Add gradients up, tensor by tensor, into memory of its own where there are several."""
     total = parts[0]
     for more in parts[1:]:
         total = tuple(one + other for one, other in zip(total, more, strict=True))

@@ -29,7 +29,7 @@ class Sums:
     labels: list[Tensor] = field(default_factory=list)
 
     def add(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Gives the loss of a micro-batch, summed over its labels, and counts what it shows."""
+        """Return the loss of a micro-batch, summed over its labels, and counts what it shows."""
         loss = loss_of(logits, labels)
         self.losses.append(loss.detach())
         self.hits.append((logits.detach().argmax(1) == labels).sum())
@@ -37,11 +37,11 @@ class Sums:
         return loss
 
     def scale(self, labels_per_step: int) -> Tensor:
-        """Gives the gradient of a micro-batch's loss: that of the mean over all labels of the step."""
+        """Return the gradient of a micro-batch's loss: that of the mean over all labels of the step."""
         return torch.full_like(self.losses[-1], 1.0 / labels_per_step)
 
     def read(self) -> Score:
-        """Gives the sums as numbers."""
+        """Return the sums as numbers."""
         if not self.losses:
             return Score()
         loss = float(torch.stack(self.losses).double().sum())
@@ -49,6 +49,6 @@ class Sums:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Gives the loss, summed over the labels and in float32 at least."""
+    """Return the loss, summed over the labels and in float32 at least."""
     wide = logits.float() if logits.dtype is torch.bfloat16 else logits
     return functional.cross_entropy(wide, labels, reduction="sum", ignore_index=NO_LABEL)

@@ -11,7 +11,7 @@ from gems.config.schema import TrainConfig
 
 
 def build_optimizer(train: TrainConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Builds SGD with momentum, or Adam, over the parameters that a rank holds.
+    """Build SGD with momentum, or Adam, over the parameters that a rank holds.
 
     The copies of a stage see equal gradients, so their optimizers keep equal states with no message.
     """
@@ -22,7 +22,7 @@ def build_optimizer(train: TrainConfig, parameters: Iterable[nn.Parameter]) -> t
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Gives the bytes of what the optimizer keeps for its parameters."""
+    """Return the bytes of what the optimizer keeps for its parameters."""
     tensors = (
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     )

@@ -77,7 +77,7 @@ class Pipeline:
         ]
 
     def named_layers(self, held: Held) -> list[tuple[str, nn.Module]]:
-        """Gives the layers of a stage on this rank, or the operator of one, with the layers' names, in order."""
+        """Return the layers of a stage on this rank, or the operator of one, with the layers' names, in order."""
         return list(zip(self.contents.names_in(held[1]), self.modules[held], strict=True))
 
     @property
@@ -90,7 +90,7 @@ class Pipeline:
         return self.schedule.placement.rank_of(0, stage) == self.rank
 
     def set_training(self, is_training: bool) -> None:
-        """Switches layers such as batch norm between batch and running statistics."""
+        """Switch layers such as batch norm between batch and running statistics."""
         for modules in self.modules.values():
             modules.train(is_training)
 
@@ -105,7 +105,7 @@ def build_pipeline(
     cuts: tuple[int, ...] | None = None,
     plan: MemoryPlan | None = None,
 ) -> Pipeline:
-    """Builds the share of one rank; collective over `comm`, whose size is partitions x replicas.
+    """Build the share of one rank; collective over `comm`, whose size is partitions x replicas.
 
     `schedule` is the lowered list of the run folder and `cuts` its boundaries; without them they are made anew. `plan`
     is the memory plan that the list's segments are from; None where stages run whole. Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    """Runs one rank. Whatever goes wrong is said in one line, kept in a file, and ends all ranks.
+    """Run one rank. Whatever goes wrong is said in one line, kept in a file, and ends all ranks.
 
     Without the abort the others would wait for this rank in MPI_Finalize until the job's time is over.
     """
@@ -76,7 +76,7 @@ def _emulate(spec: RunSpec, folder: RunFolder, stop: StopWatch) -> None:
 
 
 def _watchdog(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat) -> Watchdog:
-    """Gives this rank's watchdog, with the ranks of its node; collective."""
+    """Return this rank's watchdog, with the ranks of its node; collective."""
     from gems.engine.supervision.local_peer import Neighbour
     from gems.engine.supervision.watchdog import Watchdog
     from gems.engine.transport.mpi import gather_here

@@ -49,7 +49,7 @@ class Stage:
         self._layers: SplitLayers | None = None
 
     def split_layers(self) -> SplitLayers:
-        """Prepares the layers for a split backward; more calls change nothing."""
+        """Prepare the layers for a split backward; more calls change nothing."""
         if self._layers is None:
             self._layers = SplitLayers(self.modules)
         return self._layers
@@ -57,7 +57,7 @@ class Stage:
     def forward(
         self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
     ) -> tuple[Tensor, ...]:
-        """Runs the layers and keeps what backward needs.
+        """Run the layers and keeps what backward needs.
 
         Args:
             micro_batch: names the stash.
@@ -83,7 +83,7 @@ class Stage:
         return tuple(tensor.detach() for tensor in outputs)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Adds to the parameters' gradients, and frees what forward kept.
+        """Add to the parameters' gradients, and frees what forward kept.
 
         Args:
             micro_batch: as given to `forward`.
@@ -97,7 +97,7 @@ class Stage:
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Computes the input gradients, and keeps of what forward kept only what the weight gradients need.
+        """Compute the input gradients, and keeps of what forward kept only what the weight gradients need.
 
         The weight gradients of layers that cannot be split are added now.
 
@@ -123,7 +123,7 @@ class Stage:
         return found
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Adds the weight gradients that `backward_input` left, and frees what it kept.
+        """Add the weight gradients that `backward_input` left, and frees what it kept.
 
         Raises:
             RuntimeError: a tensor that is needed was changed in place since `backward_input`.
@@ -131,16 +131,16 @@ class Stage:
         self._later.pop(micro_batch).run(self._poll)
 
     def still_read(self, micro_batch: int) -> set[int]:
-        """Gives the storages that `backward_weight` of a micro-batch will read, by their addresses."""
+        """Return the storages that `backward_weight` of a micro-batch will read, by their addresses."""
         return storages_of(self._later[micro_batch].tensors()) if micro_batch in self._later else set()
 
     def forget(self) -> None:
-        """Drops all micro-batches in flight, after a step that was broken off."""
+        """Drop all micro-batches in flight, after a step that was broken off."""
         self._stash.clear()
         self._later.clear()
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs the layers for evaluation: nothing is kept, running statistics are used."""
+        """Run the layers for evaluation: nothing is kept, running statistics are used."""
         with torch.no_grad():
             values = tuple(inputs)
             for module in self.modules:
@@ -188,14 +188,14 @@ class Stage:
 
 
 def edges_of(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
-    """Gives where the gradients of floating-point outputs enter the graph; None where one needs no gradient."""
+    """Return where the gradients of floating-point outputs enter the graph; None where one needs no gradient."""
     return tuple(
         get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs if tensor.is_floating_point()
     )
 
 
 def run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
-    """Runs the backward of a graph from its edges.
+    """Run the backward of a graph from its edges.
 
     A gradient also comes for what needs none (images handed on, a first stage without parameters), and None for an
     output that nothing has used.

@@ -30,23 +30,23 @@ class Contents:
         return not self.operators
 
     def layers_in(self, stage: int) -> Sequence[int]:
-        """Gives the numbers of the layers that a stage has, or has a part of."""
+        """Return the numbers of the layers that a stage has, or has a part of."""
         if self.operators:
             return (self.operators[stage].layer,)
         return range(self.cuts[stage], self.cuts[stage + 1])
 
     def names_in(self, stage: int) -> list[str]:
-        """Gives the names of the layers that a stage has, or has a part of."""
+        """Return the names of the layers that a stage has, or has a part of."""
         return [self.layers[index].name for index in self.layers_in(stage)]
 
     def parts_in(self, stage: int) -> list[str]:
-        """Gives the names of what a stage has, which no other stage has: layers, or an operator."""
+        """Return the names of what a stage has, which no other stage has: layers, or an operator."""
         return [self.operators[stage].name] if self.operators else self.names_in(stage)
 
     def build(
         self, stages: Iterable[int], seed: int, dtype: torch.dtype, device: torch.device | str
     ) -> dict[int, nn.ModuleList]:
-        """Builds the modules of stages. The values of a parameter depend on seed and layer alone, wherever it lies."""
+        """Build the modules of stages. The values of a parameter depend on seed and layer alone, wherever it lies."""
         if not self.operators:
             return {
                 stage: nn.ModuleList(
@@ -66,7 +66,7 @@ class Contents:
         return built
 
     def boundaries(self, spec: RunSpec, dtype: torch.dtype) -> list[tuple[TensorSpec, ...]]:
-        """Gives the tensors that each stage but the last hands on, of one micro-batch."""
+        """Return the tensors that each stage but the last hands on, of one micro-batch."""
         given = input_spec(spec.data, spec.parallel.micro_batch_size, dtype)
         if not self.operators:
             shapes = boundary_shapes(self.layers, given.shape, dtype, given.dtype)
@@ -88,6 +88,6 @@ class Contents:
 
 
 def contents_of(spec: RunSpec, placement: Placement, cuts: tuple[int, ...]) -> Contents:
-    """Gives the contents of a run's stages: operators where they form a graph, the layers between `cuts` otherwise."""
+    """Return the contents of a run's stages: operators where they form a graph, the layers between `cuts` otherwise."""
     layers = layers_of(spec.model, spec.data)
     return Contents(layers, cuts, () if placement.feeders is None else operators_of(layers))

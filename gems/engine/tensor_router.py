@@ -48,7 +48,7 @@ class Handing:
         return action in self._stays
 
     def take(self, action: Action) -> tuple[Tensor, ...] | None:
-        """Gives what an action takes from others, once it has come; None where it takes nothing.
+        """Return what an action takes from others, once it has come; None where it takes nothing.
 
         Raises:
             StalledError: nothing came within the stall limit.
@@ -59,18 +59,18 @@ class Handing:
         return self._links.wait(source) if source.kind in RECV_KINDS else self._out.pop(source)
 
     def take_out(self, send: Action) -> tuple[Tensor, ...]:
-        """Gives what a send is to carry."""
+        """Return what a send is to carry."""
         return self._out.pop(send)
 
     def hand_on(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
-        """Keeps what an action made until its send posts it, its neighbour on this rank or the next segment takes it."""
+        """Keep what an action made until its send posts it, its neighbour on this rank or the next segment takes it."""
         taker = self._takers[action]
         self._out[taker] = tensors
         if taker is action and action not in self._stays:
             self.handed_over.hold(num_bytes(tensors))
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Gives back what came for `action`: receive buffers, or tensors of a neighbour on this rank."""
+        """Return back what came for `action`: receive buffers, or tensors of a neighbour on this rank."""
         source = self._sources[action]
         if source is None or not tensors or source in self._stays:
             return
@@ -80,12 +80,12 @@ class Handing:
             self.handed_over.hold(-num_bytes(tensors))
 
     def lend(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Notes what came for `action` and the weight gradients of its stage may still read."""
+        """Record what came for `action` and the weight gradients of its stage may still read."""
         if tensors and self._sources[action] not in self._stays:
             self._lent.setdefault(place_of(action), []).append((list(tensors), action))
 
     def give_back_lent(self, action: Action, read: set[int]) -> None:
-        """Gives back what was lent to a stage and micro-batch, but for the storages at the addresses `read`.
+        """Return back what was lent to a stage and micro-batch, but for the storages at the addresses `read`.
 
         A buffer that is still read must not be filled again.
         """
@@ -97,7 +97,7 @@ class Handing:
             self._lent[place_of(action)] = left
 
     def count_in_flight(self, is_counted: Callable[[Place, Tensor], bool]) -> None:
-        """Counts what is handed on inside of stages, but for memory that is counted elsewhere."""
+        """Count what is handed on inside of stages, but for memory that is counted elsewhere."""
         found: dict[int, int] = {}
         for action in self._out.keys() & self._stays:
             for tensor in self._out[action]:
@@ -106,14 +106,14 @@ class Handing:
         self.in_flight.hold(sum(found.values()) - self.in_flight.held_bytes)
 
     def forget(self) -> None:
-        """Lets all go, after a step that was broken off."""
+        """Let all go, after a step that was broken off."""
         self._out.clear()
         self._lent.clear()
         for share in (self.handed_over, self.in_flight):
             share.hold(-share.held_bytes)
 
     def _source_of(self, action: Action) -> Action | None:
-        """Gives the action whose data it takes: a receive, a neighbour on this rank, or the segment beside it."""
+        """Return the action whose data it takes: a receive, a neighbour on this rank, or the segment beside it."""
         if action.kind not in (Kind.F, Kind.B, Kind.I):
             return None
         own = (action.stage, action.segment)
@@ -127,13 +127,13 @@ class Handing:
         )
 
     def _taker_of(self, action: Action) -> Action:
-        """Gives the send that takes what a compute action makes; itself where it stays on this rank."""
+        """Return the send that takes what a compute action makes; itself where it stays on this rank."""
         transfer = transfer_after(action, self._schedule)
         return action if transfer is None else transfer[0]
 
 
 def place_of(action: Action) -> Place:
-    """Gives direction, stage and micro-batch of an action."""
+    """Return direction, stage and micro-batch of an action."""
     assert action.micro_batch is not None
     return action.direction, action.stage, action.micro_batch
 
@@ -143,12 +143,12 @@ def _address(tensor: Tensor) -> int:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Gives the bytes of tensors, each counted for itself."""
+    """Return the bytes of tensors, each counted for itself."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def unshared(made: tuple[Tensor, ...], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copies what lies in the memory of a receive buffer, which is about to be filled again.
+    """Copy what lies in the memory of a receive buffer, which is about to be filled again.
 
     A layer may hand a view of its input on (flatten, identity), and autograd a view of the gradient.
     """

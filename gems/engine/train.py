@@ -54,7 +54,7 @@ class Accuracy:
 def train(
     spec: RunSpec, folder: RunFolder, comm: Comm, device: torch.device, heartbeat: Heartbeat, stop: Asks | None = None
 ) -> None:
-    """Runs a whole training on one rank: set-up, steps, evaluation, weights, trace part; collective.
+    """Run a whole training on one rank: set-up, steps, evaluation, weights, trace part; collective.
 
     It begins where an earlier attempt saved its state. When `stop` of any rank has a reason, all save theirs behind the same
     step and end, with neither evaluation nor result.
@@ -138,7 +138,7 @@ def _steps(
     first_step: int,
     losses: list[float],
 ) -> bool:
-    """Runs the steps from `first_step` on and appends each loss to `losses`, on rank 0; gives whether the run stops early."""
+    """Run the steps from `first_step` on and appends each loss to `losses`, on rank 0; gives whether the run stops early."""
     comm, recorder, num_steps = pipeline.comm, pipeline.recorder, spec.train.steps
     images, labels = global_batch(spec), labels_per_step(spec)
     progress = Progress(spec.name, num_steps, images, progress_json, first_step) if comm.rank == 0 else None
@@ -186,7 +186,7 @@ def _steps(
 
 
 def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> Accuracy:
-    """Runs the validation images forward through direction 0 of every replica; collective, the same on all ranks.
+    """Run the validation images forward through direction 0 of every replica; collective, the same on all ranks.
 
     `class_counts` are the numbers of validation labels of each class.
     """
@@ -217,7 +217,7 @@ def evaluate(pipeline: Pipeline, feed: Feed, class_counts: tuple[int, ...]) -> A
 
 
 def _allocator_peaks(device: torch.device) -> dict[str, int]:
-    """Gives the most bytes that torch's allocator had in use and had taken from the GPU, within actions too."""
+    """Return the most bytes that torch's allocator had in use and had taken from the GPU, within actions too."""
     if device.type != "cuda":
         return {}
     return {

@@ -21,7 +21,7 @@ PROGRAM = "import sys, time\nsys.stdin.buffer.read()\nopen(sys.argv[1], 'w').wri
 
 
 def main(argv: list[str]) -> None:
-    """Starts the witness of this process, if it is a rank of hydra's, and becomes the program."""
+    """Start the witness of this process, if it is a rank of hydra's, and becomes the program."""
     run_folder, *program = argv
     rank = os.environ.get("PMI_RANK")
     if rank is not None and rank.isdecimal():
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
 
 
 def start(note: Path) -> None:
-    """Starts a process that writes the time into `note` when this process, whatever it becomes, has ended."""
+    """Start a process that writes the time into `note` when this process, whatever it becomes, has ended."""
     read_end, write_end = os.pipe()
     subprocess.Popen([sys.executable, "-IS", "-c", PROGRAM, str(note)], stdin=read_end, close_fds=False)
     os.close(read_end)
@@ -40,7 +40,7 @@ def start(note: Path) -> None:
 
 
 def read_notes(run_folder: Path) -> dict[int, int]:
-    """Gives the time in ns at which each rank's process ended, of those that have."""
+    """Return the time in ns at which each rank's process ended, of those that have."""
     notes = {}
     for path in (run_folder / FOLDER).glob("rank*"):
         text = path.read_text()

@@ -61,7 +61,7 @@ class Ended:
 
 
 def mpiexec_argv(num_ranks: int, program: Sequence[str]) -> list[str]:
-    """Gives the command line that starts `num_ranks` ranks of `program` on this machine.
+    """Return the command line that starts `num_ranks` ranks of `program` on this machine.
 
     The mpiexec beside the interpreter (the mpich wheel's) goes before the one on PATH.
 
@@ -87,7 +87,7 @@ def _find_mpiexec() -> str:
 
 @functools.cache
 def _flags(mpiexec: str) -> tuple[str, ...]:
-    """Gives what this flavour needs to start more ranks than cores, also as root, and to name the dead."""
+    """Return what this flavour needs to start more ranks than cores, also as root, and to name the dead."""
     family = _family(mpiexec)
     if family == "mpich":
         return ("-print-all-exitcodes",)
@@ -98,7 +98,7 @@ def _flags(mpiexec: str) -> tuple[str, ...]:
 
 
 def mpi_family() -> str | None:
-    """Gives the family of the mpiexec that ranks here would start by, mpich or openmpi; None for others, or for none."""
+    """Return the family of the mpiexec that ranks here would start by, mpich or openmpi; None for others, or for none."""
     try:
         return _family(_find_mpiexec())
     except ConfigError:
@@ -123,7 +123,7 @@ def _version(mpiexec: str) -> str:
 
 
 def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Gives the environment without what an enclosing allocation or MPI process left in it.
+    """Return the environment without what an enclosing allocation or MPI process left in it.
 
     mpiexec takes SLURM_* as an order to start ranks by srun, sbatch takes SBATCH_* before the script's own
     lines, and PMI_* makes a process believe that it is a rank of another world. SLURM_CONF stays.
@@ -134,7 +134,7 @@ def without_leftovers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(threads_per_rank: int, *, keep_slurm: bool = False) -> dict[str, str]:
-    """Gives the environment of ranks: this process's, with thread counts and switches that ranks rely on.
+    """Return the environment of ranks: this process's, with thread counts and switches that ranks rely on.
 
     `keep_slurm` is for srun, which must see its allocation. mpiexec must not: its ranks belong on this
     machine, also when it is called inside an allocation.
@@ -162,7 +162,7 @@ def run_ranks(
     echo: bool = True,
     grace_s: float = GRACE_S,
 ) -> Ended:
-    """Runs a launcher to its end; what it says goes to our stderr (`echo`), to `log` and to `on_line`.
+    """Run a launcher to its end; what it says goes to our stderr (`echo`), to `log` and to `on_line`.
 
     On time-out, SIGTERM, KeyboardInterrupt or when `give_up` says so (it is asked all the time), the launcher
     and every process under it end, by SIGTERM and after `grace_s` by SIGKILL; KeyboardInterrupt is raised again.
@@ -222,7 +222,7 @@ class _Pump:
         return tuple(self._lines)
 
     def finish(self) -> None:
-        """Waits until all is read; an orphan that holds the pipe open is not waited for."""
+        """Wait until all is read; an orphan that holds the pipe open is not waited for."""
         self._thread.join(timeout=2.0)
         if not self._thread.is_alive():
             self._source.close()
@@ -261,7 +261,7 @@ class _Pump:
 
 @contextlib.contextmanager
 def _noting_sigterm() -> Iterator[list[str]]:
-    """Collects SIGTERM in a list while the block runs (in the main thread, where Python allows it)."""
+    """Collect SIGTERM in a list while the block runs (in the main thread, where Python allows it)."""
     noted: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield noted

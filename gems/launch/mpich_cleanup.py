@@ -13,7 +13,7 @@ MIN_AGE_S = 2.0
 
 
 def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE_S) -> list[Path]:
-    """Removes MPICH's shared-memory files of this user that no process maps; gives what it removed.
+    """Remove MPICH's shared-memory files of this user that no process maps; gives what it removed.
 
     MPICH leaves them behind when ranks are killed and names them by SLURM's job and step: a requeued job on
     the same node attaches to the old file and hangs. Files that live processes map, or that may just have
@@ -39,7 +39,7 @@ def remove_stale_shared_memory(folder: Path = FOLDER, min_age_s: float = MIN_AGE
 
 
 def _mapped_by_own_processes() -> set[str]:
-    """Gives every file that a process of this user maps.
+    """Return every file that a process of this user maps.
 
     A process that hides its memory is taken for no rank: to lose the name of a file that it has mapped
     already would not harm it.

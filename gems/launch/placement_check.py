@@ -25,7 +25,7 @@ WRONG_PLACE = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Looks at this rank's place; gives 0, or 2 where it is not the one that was asked for, which it also says."""
+    """Check at this rank's place; gives 0, or 2 where it is not the one that was asked for, which it also says."""
     if len(argv) != 4 or not all(word.isdecimal() for word in argv[1:]):
         print("usage: probe_rank.py RUN_FOLDER RANKS RANKS_PER_NODE GPUS_PER_NODE", file=sys.stderr)
         return WRONG_PLACE
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fault_of(environment: Mapping[str, str], ranks: int, per_node: int, gpus: int) -> str | None:
-    """Says what is wrong with the place that these variables tell of; None where nothing is.
+    """Report what is wrong with the place that these variables tell of; None where nothing is.
 
     Args:
         environment: The variables of one rank.
@@ -65,7 +65,7 @@ def fault_of(environment: Mapping[str, str], ranks: int, per_node: int, gpus: in
 
 
 def _fault_of_gpus(environment: Mapping[str, str], gpus: int) -> str | None:
-    """Says what is wrong with the GPUs; without a list of the visible ones a rank sees all of its node."""
+    """Report what is wrong with the GPUs; without a list of the visible ones a rank sees all of its node."""
     listed = next((environment[name] for name in VISIBLE if name in environment), None)
     if listed is not None:
         count = len([word for word in listed.split(",") if word])
@@ -110,7 +110,7 @@ def _write_failure(folder: str, rank: int, fault: str) -> None:
 
 
 def _write(path: str, document: dict[str, Any]) -> None:
-    """Writes a JSON file that appears complete or not at all. Modules that few ranks need are imported by those."""
+    """Write a JSON file that appears complete or not at all. Modules that few ranks need are imported by those."""
     import json
 
     partial = f"{path}.{os.getpid()}.partial"

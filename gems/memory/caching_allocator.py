@@ -38,7 +38,7 @@ class CachingAllocator:
         self._number = 0
 
     def take(self, num_bytes: int) -> Block:
-        """Serves a request; the block is given back with `give`."""
+        """Serve a request; the block is given back with `give`."""
         size = max(BLOCK_BYTES, _rounded(num_bytes, BLOCK_BYTES))
         is_small = size <= SMALL_BYTES
         block = self._best(size, is_small) or self._segment(size, is_small)
@@ -54,7 +54,7 @@ class CachingAllocator:
         return block
 
     def give(self, block: Block) -> None:
-        """Frees a block; it joins free neighbours of its segment."""
+        """Free a block; it joins free neighbours of its segment."""
         self.allocated_bytes -= block.num_bytes
         for other in (block.before, block.behind):
             if other is not None and other.is_free:

@@ -43,18 +43,18 @@ class MemoryCase:
         return self.outcome(MemoryPlan.keeping(self.boundaries))
 
     def lowered(self, plan: MemoryPlan) -> Schedule:
-        """Gives the list that ranks run under a plan."""
+        """Return the list that ranks run under a plan."""
         return lower(add_memory(self.schedule, plan))
 
     def peak_bytes(self, plan: MemoryPlan, ranks: Sequence[int] | None = None) -> Iterator[int]:
-        """Gives the most that each of the ranks, by default of all, holds on its device under a plan."""
+        """Yield the most that each of the ranks, by default of all, holds on its device under a plan."""
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule, optimizer = self.lowered(plan), OPTIMIZERS[self.optimizer]
         for rank in range(schedule.num_ranks) if ranks is None else ranks:
             yield walk(self.profile, plan, schedule, rank, optimizer).peak_bytes
 
     def outcome(self, plan: MemoryPlan) -> Outcome:
-        """Plays a plan: bytes by the order of the list, time by simulation."""
+        """Simulate a plan: bytes by the order of the list, time by simulation."""
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule = self.lowered(plan)
         costs = segment_costs(self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s)
@@ -95,7 +95,7 @@ class Outcome:
         return self.played.span
 
     def to_json(self) -> dict[str, Any]:
-        """Gives what is predicted, an entry a rank, to be set beside what a run measures."""
+        """Return what is predicted, an entry a rank, to be set beside what a run measures."""
         return {
             "step_s": self.step_s,
             "peak_bytes": list(self.peak_bytes),

@@ -29,7 +29,7 @@ class Exposure:
 
 
 def exposures(outcome: Outcome) -> dict[Place, Exposure]:
-    """Gives what each segment of a plan costs in the simulated step."""
+    """Return what each segment of a plan costs in the simulated step."""
     found: dict[Place, Exposure] = {}
     for rank, row in enumerate(outcome.schedule.rows):
         starts, ends = outcome.played.start[rank], outcome.played.end[rank]
@@ -60,7 +60,7 @@ def exposures(outcome: Outcome) -> dict[Place, Exposure]:
 
 
 def _waited(action: Action, free: float, start: float, outcome: Outcome, arrival: dict[Action, float]) -> float:
-    """Gives how long a rank stood still for a copy before an action, from `free` on."""
+    """Return how long a rank stood still for a copy before an action, from `free` on."""
     if action.kind is Kind.FREE:
         return max(0.0, start - free)
     copies = [arrival[need] for need in dependencies(action, outcome.schedule) if need in arrival]

@@ -48,7 +48,7 @@ class Storage:
 
 
 def made_storages(profile: ModelProfile, first: int, end: int, least_bytes: int) -> tuple[Storage, ...]:
-    """Gives what the layers `first` up to `end` make and save, keep for a cheap second run or hand on, in that order.
+    """Return what the layers `first` up to `end` make and save, keep for a cheap second run or hand on, in that order.
 
     What a stage is given by another is in its receive buffer whatever the plan, and not among them. Storages below
     `least_bytes` stay.
@@ -70,5 +70,5 @@ def made_storages(profile: ModelProfile, first: int, end: int, least_bytes: int)
 
 
 def saved_storages(profile: ModelProfile, first: int, end: int, least_bytes: int = 0) -> tuple[Storage, ...]:
-    """Gives those of them that a backward of the stage reads."""
+    """Return those of them that a backward of the stage reads."""
     return tuple(one for one in made_storages(profile, first, end, least_bytes) if one.savers)

@@ -14,7 +14,7 @@ _BACKWARD = (Kind.B, Kind.I)
 
 
 def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
-    """Cuts the compute actions of a compute-only schedule into segments, and adds what the plan asks of each.
+    """Cut the compute actions of a compute-only schedule into segments, and adds what the plan asks of each.
 
     An offloaded segment gets OFFLOAD behind its forward, FREE and PREFETCH at the plan's distances, and AWAIT where the
     plan says so; one that is run again gets R before its backward. Copies that are posted at one place come back in the
@@ -67,6 +67,6 @@ class _Row:
 
 
 def _parts(action: Action, segments: tuple[Segment, ...]) -> list[Action]:
-    """Gives an action's segments, in the order in which they run."""
+    """Return an action's segments, in the order in which they run."""
     parts = [action._replace(segment=segment) for segment in range(len(segments))]
     return parts if action.kind is Kind.F else parts[::-1]

@@ -50,7 +50,7 @@ class MicroBatch:
         self._moved_bytes = 0
 
     def play(self) -> tuple[State, ...]:
-        """Gives the state at each action of the script."""
+        """Return the state at each action of the script."""
         return tuple(self._act(kind, segment) for kind, segment in self._script)
 
     def _act(self, kind: Kind, segment: int) -> State:
@@ -92,7 +92,7 @@ class MicroBatch:
         return self._activation_bytes + passing + self._gradient_bytes - used_up
 
     def _used_up_bytes(self, segment: int) -> int:
-        """Gives what was kept for a second run only, which has been: the store counts it until the backward."""
+        """Return what was kept for a second run only, which has been: the store counts it until the backward."""
         return sum(
             self._storages.num_bytes[group]
             for group in self._used_up[segment]
@@ -125,7 +125,7 @@ class MicroBatch:
             self.holdings.save(group, self._storages.num_bytes[group], segment, group.is_movable)
 
     def _save_again(self, segment: int) -> None:
-        """Saves what a second run makes anew, though W of a later segment may still hold the first of it."""
+        """Save what a second run makes anew, though W of a later segment may still hold the first of it."""
         storages = self._storages
         for group in storages.saves[segment]:
             is_kept = group.maker < segment or (storages.is_cheap[segment] and group.is_product)
@@ -141,7 +141,7 @@ class MicroBatch:
         return [group for group in storages.makes[segment] if group.is_product and storages.is_cheap[segment]]
 
     def _backward(self, kind: Kind, segment: int) -> int:
-        """Runs the backward of a segment and gives what is held meanwhile."""
+        """Run the backward of a segment and gives what is held meanwhile."""
         storages, spans = self._storages, self._spans
         span = storages.spans_of[segment]
         self._moved_bytes = storages.total(self.holdings.prefetch(segment))
@@ -173,12 +173,12 @@ class MicroBatch:
 
 @lru_cache(maxsize=MOST_STAGES)
 def played(storages: StageStorages, script: Script) -> tuple[State, ...]:
-    """Gives the state at each action of a micro-batch on a stage; micro-batches whose actions are alike are played once."""
+    """Return the state at each action of a micro-batch on a stage; micro-batches whose actions are alike are played once."""
     return MicroBatch(storages, script).play()
 
 
 def scripts_of(row: Iterable[Action]) -> dict[Place, Script]:
-    """Gives the actions of each micro-batch on each stage of a rank's list, in their order."""
+    """Return the actions of each micro-batch on each stage of a rank's list, in their order."""
     found: dict[Place, list[tuple[Kind, int]]] = {}
     for kind, stage, micro_batch, direction, segment in row:
         if kind in OWN_KINDS:

@@ -49,7 +49,7 @@ class MemoryModel:
         self._static = optimizer.copies * spans.params + MESSAGE_COPIES * spans.buffers
 
     def rank_costs(self, schedule: Schedule) -> tuple[RankCosts, ...]:
-        """Gives the costs in bytes of each rank of a lowered schedule, as tables over where its stages lie."""
+        """Return the costs in bytes of each rank of a lowered schedule, as tables over where its stages lie."""
         made: dict[object, RankCosts] = {}
         listed = []
         for rank in range(schedule.num_ranks):
@@ -61,7 +61,7 @@ class MemoryModel:
         return tuple(listed)
 
     def peak_bytes(self, schedule: Schedule, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Gives each rank's peak under one cut, in bytes, without a table over all the others."""
+        """Return each rank's peak under one cut, in bytes, without a table over all the others."""
         spans = tuple(pairwise(boundaries))
         found = []
         for rank in range(schedule.num_ranks):
@@ -79,11 +79,11 @@ class MemoryModel:
         return RankCosts(stages, tables)
 
     def _table(self, moment: Moment, stage: int) -> Table:
-        """Gives what one stage of the rank holds at a moment, wherever it lies."""
+        """Return what one stage of the rank holds at a moment, wherever it lies."""
         return np.asarray(self._of_stage(moment, stage, ...))
 
     def _of_stage(self, moment: Moment, stage: int, where: Where) -> Any:
-        """Gives what one stage of the rank holds at a moment, in all directions that the rank holds it in."""
+        """Return what one stage of the rank holds at a moment, in all directions that the rank holds it in."""
         total: Any = 0.0
         for held, counts in moment.counts:
             if held[1] == stage:
@@ -113,7 +113,7 @@ class MemoryModel:
 
 
 def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
-    """Gives each rank's costs in seconds of compute of one step: forward and backward of all its micro-batches."""
+    """Return each rank's costs in seconds of compute of one step: forward and backward of all its micro-batches."""
     directions = list(schedule.directions().values())
     listed: dict[tuple[tuple[int, int], ...], RankCosts] = {}
     for rank in range(schedule.num_ranks):
@@ -127,7 +127,7 @@ def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
 
 
 def _kept(make: Callable[[], Table]) -> Callable[[], Table]:
-    """Makes a table at the first call and keeps it."""
+    """Make a table at the first call and keeps it."""
     found: list[Table] = []
 
     def table() -> Table:
@@ -139,7 +139,7 @@ def _kept(make: Callable[[], Table]) -> Callable[[], Table]:
 
 
 def _largest(tables: Sequence[Sequence[Callable[[], Table]]]) -> Table:
-    """Folds the moments of a rank of one stage into one."""
+    """Fold the moments of a rank of one stage into one."""
     largest = tables[0][0]()
     for (table,) in tables[1:]:
         largest = np.maximum(largest, table())

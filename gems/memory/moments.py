@@ -48,7 +48,7 @@ class Moment:
 
 
 def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
-    """Gives the moments of a rank's lowered list that may be its peak: none is covered by another one.
+    """Return the moments of a rank's lowered list that may be its peak: none is covered by another one.
 
     Of copies to host memory, what leaves is counted as gone when its copy is posted.
     """
@@ -76,17 +76,17 @@ class Crossings:
                 self.counts[direction, 0]["images"] = sum(d == direction for d in directions.values())
 
     def post(self, action: Action) -> None:
-        """Counts what a receive allocates, or a send still holds."""
+        """Count what a receive allocates, or a send still holds."""
         self.counts[action.direction, action.stage][_CROSSING[action.kind]] += 1
 
     def begin(self, action: Action) -> None:
-        """Takes the gradient that a backward was given into what that backward needs."""
+        """Take the gradient that a backward was given into what that backward needs."""
         if action.kind in (Kind.B, Kind.I) and self._is_at_end(action):
             mine = self.counts[action.direction, action.stage]
             mine["gradients"] -= action.stage < self._schedule.num_stages - 1
 
     def end(self, action: Action) -> None:
-        """Counts what an action leaves to its neighbours, and what it has read for the last time."""
+        """Count what an action leaves to its neighbours, and what it has read for the last time."""
         self.settle()
         kind, stage, _, direction, segment = action
         mine = self.counts[direction, stage]
@@ -103,12 +103,12 @@ class Crossings:
                 mine["inputs"] -= stage > 0
 
     def settle(self) -> None:
-        """Counts what was sent before the last action as gone."""
+        """Count what was sent before the last action as gone."""
         for counts in self.counts.values():
             counts["outputs"] = counts["input_gradients"] = 0
 
     def _hand(self, held: Held, what: str) -> None:
-        """Counts what a neighbour on this rank takes without a message."""
+        """Count what a neighbour on this rank takes without a message."""
         if held in self.counts:
             self.counts[held][what] += 1
 

@@ -65,12 +65,12 @@ class MemoryPlan:
 
     @classmethod
     def keeping(cls, boundaries: tuple[int, ...]) -> MemoryPlan:
-        """Gives the plan that keeps everything, each stage one segment."""
+        """Return the plan that keeps everything, each stage one segment."""
         return cls.by_layer("keep", boundaries, {}).joined()
 
     @classmethod
     def by_layer(cls, policy: str, boundaries: tuple[int, ...], layers: Mapping[int, Segment]) -> MemoryPlan:
-        """Gives the plan in which each layer is a segment of its own, kept unless `layers` says otherwise."""
+        """Return the plan in which each layer is a segment of its own, kept unless `layers` says otherwise."""
         stages = tuple(
             tuple(layers.get(layer, Segment(layer, layer + 1)) for layer in range(first, end))
             for first, end in pairwise(boundaries)
@@ -83,7 +83,7 @@ class MemoryPlan:
         return (*(stage[0].first for stage in self.stages), self.stages[-1][-1].end)
 
     def joined(self) -> MemoryPlan:
-        """Gives the plan with neighbouring kept segments in one: fewer actions, and the same memory."""
+        """Return the plan with neighbouring kept segments in one: fewer actions, and the same memory."""
         stages = []
         for stage in self.stages:
             joined: list[Segment] = []
@@ -95,12 +95,12 @@ class MemoryPlan:
         return replace(self, stages=tuple(stages))
 
     def to_json(self) -> dict[str, Any]:
-        """Gives the document that the run folder keeps."""
+        """Return the document that the run folder keeps."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MemoryPlan:
-        """Reads what `to_json` gave.
+        """Read what `to_json` gave.
 
         Raises:
             ConfigError: another schema, or no whole plan.

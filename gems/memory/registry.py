@@ -23,7 +23,7 @@ Maker = Callable[[MemoryConfig, MemoryCase], MemoryPlan]
 
 
 def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Gives the plan of the configured policy.
+    """Return the plan of the configured policy.
 
     Raises:
         ConfigError: a policy that needs a limit and has none.
@@ -33,7 +33,7 @@ def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 
 
 def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Gives the plan of the configured policy; where that runs segments again, no work is put in one that misses the limit.
+    """Return the plan of the configured policy; where that runs segments again, no work is put in one that misses the limit.
 
     Raises:
         ConfigError: as `plan_of`.
@@ -53,7 +53,7 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 
 
 def rivals_of(case: MemoryCase) -> list[MemoryPlan]:
-    """Gives the plans of the published policies that can be had under the case's limit."""
+    """Return the plans of the published policies that can be had under the case's limit."""
     makers: list[Callable[[], MemoryPlan]] = [
         partial(vdnn_dyn, case), partial(vdnn_dyn, case, asynchronous=True), partial(lms, case), partial(lms_limit, case),
         *(partial(recompute, case, how) for how in RECOMPUTES),
@@ -66,7 +66,7 @@ def rivals_of(case: MemoryCase) -> list[MemoryPlan]:
 
 
 def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Gives the optimal plan under the limit, or under that of the saving, whichever is less."""
+    """Return the optimal plan under the limit, or under that of the saving, whichever is less."""
     limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
     if memory.saving is not None:
         limit = min(limit, limit_of_saving(case, memory.saving))

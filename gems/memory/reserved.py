@@ -29,7 +29,7 @@ class _Kept:
 def reserved_bytes(
     profile: ModelProfile, schedule: Schedule, rank: int, boundaries: Sequence[int], optimizer: Optimizer
 ) -> int:
-    """Gives the bytes that the allocator of a rank has taken from the device after two steps.
+    """Return the bytes that the allocator of a rank has taken from the device after two steps.
 
     A layer's requests are those that its profile tells apart: what it keeps, what others keep of it, its output, and
     its workspace; so fragmentation is seen between layers and micro-batches and not within a layer.
@@ -112,7 +112,7 @@ class _Play:
 
 
 def _backward_requests(layer: LayerProfile) -> tuple[int, int]:
-    """Gives the gradient that a layer hands back and the rest of what its backward needs, in bytes."""
+    """Return the gradient that a layer hands back and the rest of what its backward needs, in bytes."""
     made = max(0, layer.backward_peak_bytes - layer.output_grad_bytes)
     given_back = min(made, layer.output_grad_bytes)
     return max(1, given_back), made - given_back

@@ -67,7 +67,7 @@ class Holdings:
         return held is not None and held.on_device
 
     def save(self, key: Key, num_bytes: int, segment: int, is_movable: bool = True) -> bool:
-        """Notes that a segment saves a storage, which is on the device; says whether it was not there before.
+        """Record that a segment saves a storage, which is on the device; says whether it was not there before.
 
         One that has left the device, and is saved again while a value is still in use, stays where it is, unless a
         segment saves it that is not offloaded.
@@ -95,7 +95,7 @@ class Holdings:
         return is_new
 
     def offload(self, segment: int, outputs: Collection[Key] = ()) -> list[Key]:
-        """Gives what the copy of a segment takes: what it and segments before it saved, each storage once.
+        """Return what the copy of a segment takes: what it and segments before it saved, each storage once.
 
         Its `outputs` are left to the next segment, unless that one is offloaded too and so may share the copy.
         """
@@ -115,7 +115,7 @@ class Holdings:
         return taken
 
     def free(self, segment: int) -> list[Key]:
-        """Gives what leaves the device when the copy of a segment has ended."""
+        """Return what leaves the device when the copy of a segment has ended."""
         gone = []
         for key in self._taken_with.pop(segment, ()):
             held = self._held.get(key)
@@ -126,7 +126,7 @@ class Holdings:
         return gone
 
     def prefetch(self, segment: int) -> list[Key]:
-        """Gives what comes back for the backward of a segment: all that it saved and that is not on the device.
+        """Return what comes back for the backward of a segment: all that it saved and that is not on the device.
 
         What has not left yet, because the copy that it shares is still out, stays.
         """
@@ -141,12 +141,12 @@ class Holdings:
         return back
 
     def fetch(self, key: Key) -> None:
-        """Notes that one storage was brought back because it was read before its copy back was posted."""
+        """Record that one storage was brought back because it was read before its copy back was posted."""
         if not self._held[key].on_device:
             self._bring(self._held[key])
 
     def done(self, segment: int) -> list[Key]:
-        """Gives what nobody needs any more once the backward of a segment has run.
+        """Return what nobody needs any more once the backward of a segment has run.
 
         What only weight gradients have still to read is on the device, and its copy is let go.
         """

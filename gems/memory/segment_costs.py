@@ -19,7 +19,7 @@ _LEAVING = (Kind.OFFLOAD, Kind.R)
 
 
 def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
-    """Gives the costs of the stages of a cut, in seconds and bytes.
+    """Return the costs of the stages of a cut, in seconds and bytes.
 
     An input of a stage counts among its activations: it is held as long.
     """
@@ -47,7 +47,7 @@ def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
 def segment_costs(
     profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, d2h_bytes_per_s: float, h2d_bytes_per_s: float
 ) -> StageCosts:
-    """Gives the costs of the stages and segments of a plan, in seconds and bytes.
+    """Return the costs of the stages and segments of a plan, in seconds and bytes.
 
     What segments keep and move is that of the micro-batch of which most is moved or run again. A storage that several
     segments save counts in the first of them, which lets it go; the stage's input counts in its first segment.
@@ -118,7 +118,7 @@ def _segment(
 
 
 def _fullest_scripts(schedule: Schedule) -> dict[int, Script]:
-    """Gives for each stage the actions of the micro-batch of which most segments are moved or run again."""
+    """Return for each stage the actions of the micro-batch of which most segments are moved or run again."""
     found: dict[int, Script] = {}
     most: dict[int, int] = {}
     for row in schedule.rows:

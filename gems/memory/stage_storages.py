@@ -46,11 +46,11 @@ class Layers:
         self._stages = lru_cache(MOST_STAGES)(partial(StageStorages, self))
 
     def stage(self, segments: tuple[Segment, ...], least_bytes: int) -> StageStorages:
-        """Gives the storages of a stage by its segments; the last ones asked for are kept, for plans differ in few stages."""
+        """Return the storages of a stage by its segments; the last ones asked for are kept, for plans differ in few stages."""
         return self._stages(segments, least_bytes)
 
     def first_run_peak_bytes(self, first: int, end: int, is_cheap: bool) -> int:
-        """Gives the most bytes in use during a forward of layers first up to end that will be run again, without its inputs.
+        """Return the most bytes in use during a forward of layers first up to end that will be run again, without its inputs.
 
         Nothing is kept of it, or with `is_cheap` what convolutions and matrix products gave.
         """
@@ -60,7 +60,7 @@ class Layers:
         return self._first_runs[key]
 
     def cheap_again_peak_bytes(self, first: int, end: int) -> int:
-        """Gives the most bytes that a cheap second run makes at once, beyond its inputs and what the first one kept.
+        """Return the most bytes that a cheap second run makes at once, beyond its inputs and what the first one kept.
 
         What products gave is let go where it is used, unless it is saved or handed on.
         """
@@ -89,7 +89,7 @@ class Layers:
         return most
 
     def _unsaved_within(self, first: int, index: int) -> int:
-        """Gives what a layer is given that was made from `first` on and not saved by an earlier layer."""
+        """Return what a layer is given that was made from `first` on and not saved by an earlier layer."""
         layer = self.profile.layers[index]
         if index == first:
             return 0
@@ -134,7 +134,7 @@ class StageStorages:
         return len(self.spans_of)
 
     def held_for_weights_bytes(self, segment: int) -> int:
-        """Gives what a segment keeps between I and W but its inputs; the gradient of the stage's output is not among it."""
+        """Return what a segment keeps between I and W but its inputs; the gradient of the stage's output is not among it."""
         first, end = self.spans_of[segment]
         held = as_bytes(self.layers.spans.held_for_weights[first, end]) - self._inputs_further_on[segment]
         if segment == self.num_segments - 1:
@@ -142,7 +142,7 @@ class StageStorages:
         return held + self.layers.profile.layers[end - 1].held_output_grad_bytes
 
     def total(self, groups: Iterable[Key]) -> int:
-        """Gives the bytes of groups."""
+        """Return the bytes of groups."""
         return sum(self.num_bytes[group] for group in groups)
 
     def _groups(self, least_bytes: int) -> Iterator[tuple[Group, int]]:
@@ -169,7 +169,7 @@ class StageStorages:
 
 
 def segments_of(plan: MemoryPlan, schedule: Schedule, stage: int) -> tuple[Segment, ...]:
-    """Gives the segments in which a stage runs: one where the schedule has it whole."""
+    """Return the segments in which a stage runs: one where the schedule has it whole."""
     segments = plan.stages[stage]
     if schedule.num_segments[stage] is None and len(segments) > 1:
         return (replace(segments[0], end=segments[-1].end),)
@@ -177,7 +177,7 @@ def segments_of(plan: MemoryPlan, schedule: Schedule, stage: int) -> tuple[Segme
 
 
 def layers_of_profile(profile: ModelProfile) -> Layers:
-    """Gives the layers of a profile; those of the last few profiles are kept."""
+    """Return the layers of a profile; those of the last few profiles are kept."""
     return _layers(_Same(profile))
 
 
@@ -200,7 +200,7 @@ def _layers(same: _Same) -> Layers:
 
 
 def _told_apart(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
-    """Gives what a layer makes that is saved or handed on.
+    """Return what a layer makes that is saved or handed on.
 
     A profile that only knows sums does not say what of its output a layer saves itself, nor what nobody saves: the sums
     of the next layer tell, for tensors that are not carried further.
@@ -226,5 +226,5 @@ def _told_apart(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
 
 
 def as_bytes(value: float | np.floating[Any]) -> int:
-    """Gives an entry of a table as whole bytes."""
+    """Return an entry of a table as whole bytes."""
     return round(float(value))

@@ -60,7 +60,7 @@ class Walked:
 
 
 def walk(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer) -> Walked:
-    """Plays the lowered list of a rank with `Holdings`, the rules that the engine's store follows.
+    """Simulate the lowered list of a rank with `Holdings`, the rules that the engine's store follows.
 
     Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors that cross between
     stages, saved storages, values and gradients between segments, and the transients of each action. Where a copy out is
@@ -102,7 +102,7 @@ class _Walk:
         return self._point(action, self._outside_bytes + self._device_bytes)
 
     def _play_own(self, action: Action, place: Place) -> Point:
-        """Plays an action on a micro-batch that is here; the tensors between stages change with a compute action."""
+        """Simulate an action on a micro-batch that is here; the tensors between stages change with a compute action."""
         is_compute = action.kind in COMPUTE_KINDS
         if is_compute:
             self._crossings.begin(action)
@@ -131,7 +131,7 @@ class _Walk:
 
 
 def _states(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int) -> dict[Place, Iterator[State]]:
-    """Gives the states of each micro-batch on each stage of a rank; micro-batches whose actions are alike are played once."""
+    """Return the states of each micro-batch on each stage of a rank; micro-batches whose actions are alike are played once."""
     layers = layers_of_profile(profile)
     storages = {
         stage: layers.stage(segments_of(plan, schedule, stage), plan.least_bytes)

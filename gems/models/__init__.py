@@ -42,13 +42,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def register(name: str, family: Family) -> None:
-    """Adds a family under `name`; raises ValueError when the name is taken by another one."""
+    """Add a family under `name`; raises ValueError when the name is taken by another one."""
     if FAMILIES.setdefault(name, family) is not family:
         raise ValueError(f"a model family named {name!r} is registered already")
 
 
 def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives the layers of the configured network, first to last.
+    """Return the layers of the configured network, first to last.
 
     Raises ConfigError for an unknown `model.name`, for whatever the family refuses (a depth, a block, ...) and for
     a network of the user's own that cannot be cut into layers.
@@ -59,12 +59,12 @@ def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def takes_of(model: ModelConfig) -> str:
-    """Gives what the first layer reads: images, tokens or token_pairs; images for a user's own network."""
+    """Return what the first layer reads: images, tokens or token_pairs; images for a user's own network."""
     return "images" if model.target is not None else _family(model).takes
 
 
 def stride_of(model: ModelConfig) -> int:
-    """Gives how many source pixels a side one pixel of the network's last feature map stands for.
+    """Return how many source pixels a side one pixel of the network's last feature map stands for.
 
     Of a user's own network, which may have no such map, it gives 1.
     """
@@ -74,7 +74,7 @@ def stride_of(model: ModelConfig) -> int:
 
 
 def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | None = None) -> None:
-    """Raises ConfigError when a side of the image is smaller than the network can take.
+    """Raise ConfigError when a side of the image is smaller than the network can take.
 
     With `micro_batch_size` also when batch norm would see a single value a channel in the last feature map,
     whose variance does not exist. A user's own network is run on the image without computing. A model that reads no
@@ -107,7 +107,7 @@ def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
 
 
 def title_of(model: ModelConfig) -> str:
-    """Gives what a resolved model is called in tables: family and what it varies in, or the user's own class."""
+    """Return what a resolved model is called in tables: family and what it varies in, or the user's own class."""
     if model.target is not None:
         return model.name
     return _family(model).title.format(name=model.name, depth=model.depth, version=model.version)
@@ -121,7 +121,7 @@ def _normed_px(model: ModelConfig, side_px: int) -> int:
 
 
 def _least_side(model: ModelConfig, map_px: int) -> int:
-    """Gives the smallest side of an image, in pixels, whose last normed map has `map_px` a side."""
+    """Return the smallest side of an image, in pixels, whose last normed map has `map_px` a side."""
     return next(side_px for side_px in count(1) if _normed_px(model, side_px) >= map_px)
 
 

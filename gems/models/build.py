@@ -34,7 +34,7 @@ class TensorSpec:
 def build_layer(
     layer: Layer, index: int, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """Builds the module of `layer`, the `index`-th of its model, in `dtype` on `device`.
+    """Build the module of `layer`, the `index`-th of its model, in `dtype` on `device`.
 
     Its parameters depend on (seed, index) alone, of a part of a whole on the seed: any cut of the model, any rank
     and both directions get the same values, and no dtype or device changes them but by rounding, for they are drawn
@@ -59,14 +59,14 @@ def build_layers(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> list[nn.Module]:
-    """Builds layers[first:last], each as `build_layer` with its index in the whole model."""
+    """Build layers[first:last], each as `build_layer` with its index in the whole model."""
     built = [build_layer(layers[index], index, seed, dtype, device) for index in range(first, last)]
     release()
     return built
 
 
 def input_spec(data: DataConfig, micro_batch_size: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
-    """Gives what the first layer takes of a micro-batch: images (N, C, H, W) in `dtype`, or int64 tokens (N, ...)."""
+    """Return what the first layer takes of a micro-batch: images (N, C, H, W) in `dtype`, or int64 tokens (N, ...)."""
     is_image = kind_of(data) == IMAGES
     name, kept = ("image", dtype) if is_image else ("tokens", torch.int64)
     return TensorSpec(name, (micro_batch_size, *sample_shape(data)), kept)
@@ -78,7 +78,7 @@ def boundary_shapes(
     dtype: torch.dtype = torch.float32,
     input_dtype: torch.dtype | None = None,
 ) -> list[tuple[TensorSpec, ...]]:
-    """Gives, for each layer, the tensors it hands on when the model takes a batch, such as images (N, C, H, W).
+    """Return, for each layer, the tensors it hands on when the model takes a batch, such as images (N, C, H, W).
 
     `dtype` is that of the parameters, and of the input too unless `input_dtype` says another (tokens: int64).
 
@@ -99,7 +99,7 @@ def boundary_shapes(
 
 
 def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Gives what a layer returned as a tuple of tensors."""
+    """Return what a layer returned as a tuple of tensors."""
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 

@@ -34,7 +34,7 @@ class Operator:
 
 
 def operators_of(layers: Sequence[Layer]) -> tuple[Operator, ...]:
-    """Gives the operators of a model, each behind those that it reads."""
+    """Return the operators of a model, each behind those that it reads."""
     found: list[Operator] = []
     for index, layer in enumerate(layers):
         last = len(found) - 1
@@ -48,12 +48,12 @@ def operators_of(layers: Sequence[Layer]) -> tuple[Operator, ...]:
 
 
 def num_branching(operators: Sequence[Operator]) -> int:
-    """Gives how many layers fork."""
+    """Return how many layers fork."""
     return sum(any(each.is_join for each in some) for _, some in groupby(operators, lambda each: each.layer))
 
 
 def _add_steps(found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int) -> int:
-    """Adds steps that run one after the other, behind operator `last`, and gives the number of the last of them."""
+    """Add steps that run one after the other, behind operator `last`, and gives the number of the last of them."""
     for number, step in enumerate(steps):
         here = f"{path}.{number}"
         if not isinstance(step, Fork):

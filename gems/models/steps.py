@@ -48,31 +48,31 @@ Step = Conv | Pool | LocalNorm | Fork
 
 
 def conv(channels: int, kernel: int | tuple[int, int] = 1, stride: int = 1, is_padded: bool = True) -> Conv:
-    """Gives a convolution; padded, it has ceil(side / stride) pixels a side for an odd kernel."""
+    """Return a convolution; padded, it has ceil(side / stride) pixels a side for an odd kernel."""
     sizes = (kernel, kernel) if isinstance(kernel, int) else kernel
     padding = (sizes[0] // 2, sizes[1] // 2) if is_padded else (0, 0)
     return Conv(channels, sizes, stride, padding)
 
 
 def max_pool(kernel: int = 3, stride: int = 2, padding: int = 0) -> Pool:
-    """Gives a max pooling."""
+    """Return a max pooling."""
     return Pool("max", kernel, stride, padding)
 
 
 def average_pool(kernel: int = 3, stride: int = 1, padding: int = 1) -> Pool:
-    """Gives an average pooling; without arguments one that keeps the size."""
+    """Return an average pooling; without arguments one that keeps the size."""
     return Pool("average", kernel, stride, padding)
 
 
 def fork(*branches: tuple[Step, ...]) -> Fork:
-    """Gives branches over one input."""
+    """Return branches over one input."""
     return Fork(branches)
 
 
 def chain_layer(
     name: str, kind: str, in_channels: int, steps: tuple[Step, ...], norm: str, carried: tuple[str, ...] = ()
 ) -> Layer:
-    """Gives the layer that runs `steps`, and hands on, beside its output, the tensors named in `carried`."""
+    """Return the layer that runs `steps`, and hands on, beside its output, the tensors named in `carried`."""
     options = (("in_channels", in_channels), ("steps", steps), ("norm", norm), ("carried", carried))
     return Layer(name, kind, _CHAIN, options)
 
@@ -83,7 +83,7 @@ def is_chain(layer: Layer) -> bool:
 
 
 def channels_after(in_channels: int, steps: Sequence[Step]) -> int:
-    """Gives the channels of the feature map after `steps`."""
+    """Return the channels of the feature map after `steps`."""
     for step in steps:
         if isinstance(step, Conv):
             in_channels = step.channels
@@ -93,7 +93,7 @@ def channels_after(in_channels: int, steps: Sequence[Step]) -> int:
 
 
 def side_after(side_px: int, steps: Iterable[Step]) -> int:
-    """Gives the height of the feature map after `steps`, 0 when a window does not fit; so too for the width.
+    """Return the height of the feature map after `steps`, 0 when a window does not fit; so too for the width.
 
     Kernels that are no squares are padded, so that either side sees the same.
     """
@@ -108,7 +108,7 @@ def side_after(side_px: int, steps: Iterable[Step]) -> int:
 
 
 def normed_side(side_px: int, steps: Iterable[Step]) -> int:
-    """Gives a side of the last map that a convolution makes, and its norm sees; 0 when the image is too small."""
+    """Return a side of the last map that a convolution makes, and its norm sees; 0 when the image is too small."""
     normed_px = side_px
     for step in steps:
         side_px = side_after(side_px, (step,))
@@ -118,7 +118,7 @@ def normed_side(side_px: int, steps: Iterable[Step]) -> int:
 
 
 def stride_after(steps: Iterable[Step]) -> int:
-    """Gives how many source pixels a side one pixel after `steps` stands for."""
+    """Return how many source pixels a side one pixel after `steps` stands for."""
     stride = 1
     for step in steps:
         if isinstance(step, Fork):
@@ -129,12 +129,12 @@ def stride_after(steps: Iterable[Step]) -> int:
 
 
 def scaled(steps: tuple[Step, ...], width: int, published: int) -> tuple[Step, ...]:
-    """Gives the steps with width / published times the channels, rounded down, at least one."""
+    """Return the steps with width / published times the channels, rounded down, at least one."""
     return tuple(_scaled(step, width, published) for step in steps)
 
 
 def scaled_channels(channels: int, width: int, published: int) -> int:
-    """Gives width / published times the channels, rounded down, at least one."""
+    """Return width / published times the channels, rounded down, at least one."""
     return max(1, channels * width // published)
 
 

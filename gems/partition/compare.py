@@ -33,13 +33,13 @@ class Judged:
 
 
 def judge(case: Case, cut: Cut, network: Network = FREE) -> Judged:
-    """Predicts the peaks and the step time of a cut, with links as the network says, in seconds."""
+    """Predict the peaks and the step time of a cut, with links as the network says, in seconds."""
     played = simulate(case.schedule, case.stage_costs(cut.boundaries), network)
     return Judged(cut, case.peak_bytes(cut.boundaries), played.span)
 
 
 def plain_cut(case: Case, budget_s: float) -> Cut:
-    """Gives the least peak of a plain pipeline, which knows of no other stage on its rank.
+    """Return the least peak of a plain pipeline, which knows of no other stage on its rank.
 
     It stands beside the cut for ranks that hold several stages: what is lost without looking at them together.
     """
@@ -51,7 +51,7 @@ def plain_cut(case: Case, budget_s: float) -> Cut:
 
 
 def compare(case: Case, objective: str, budget_s: float, network: Network = FREE) -> list[Judged]:
-    """Cuts by every method and judges each; the exact one first.
+    """Cut by every method and judges each; the exact one first.
 
     The exact one also takes the others' cuts for candidates, so that it is never above any, proven or not.
     """
@@ -63,7 +63,7 @@ def compare(case: Case, objective: str, budget_s: float, network: Network = FREE
 
 
 def at_most(ours: Cut, others: Sequence[Cut]) -> Cut:
-    """Gives our cut, or the boundaries of another one that costs less."""
+    """Return our cut, or the boundaries of another one that costs less."""
     best = min(others, key=lambda cut: cut.cost, default=ours)
     if best.cost >= ours.cost:
         return ours

@@ -8,7 +8,7 @@ from gems.errors import ConfigError
 
 
 def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Gives boundaries of stages whose numbers of layers differ by one at most, the longer ones in the middle.
+    """Return boundaries of stages whose numbers of layers differ by one at most, the longer ones in the middle.
 
     Stage s holds layers boundaries[s] up to boundaries[s + 1]. The first stage has the largest images and the last
     one the loss, so they are not the ones that take the odd layers.
@@ -23,7 +23,7 @@ def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def check_boundaries(boundaries: tuple[int, ...], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Gives `boundaries` back when they cut `num_layers` layers into `num_stages` stages of one layer or more.
+    """Return `boundaries` back when they cut `num_layers` layers into `num_stages` stages of one layer or more.
 
     Raises:
         ConfigError: they do not.

@@ -17,7 +17,7 @@ METHOD = "exact"
 
 
 def solve(problem: Problem, budget_s: float = 10.0) -> Cut:
-    """Gives the cut of the least cost and, among those, of the fewest bytes that cross.
+    """Return the cut of the least cost and, among those, of the fewest bytes that cross.
 
     Chains are always solved to the end. Of pairs and other placements the answer is the best cut found in `budget_s`
     seconds; `bound`, `gap` and `is_optimal` say how far from the least it may be. Tables are built once, whatever time
@@ -73,7 +73,7 @@ def _of_limits(problem: Problem) -> Problem:
 
 
 def _within_limits(problem: Problem, deadline: float) -> tuple[int, ...]:
-    """Gives a cut that keeps the limits, in half the time that is left."""
+    """Return a cut that keeps the limits, in half the time that is left."""
     now = time.perf_counter()
     answer = _search(_of_limits(problem), now + (deadline - now) / 2, enough=problem.limit)
     if answer.boundaries is None or answer.cost > problem.limit:

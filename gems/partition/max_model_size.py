@@ -29,7 +29,7 @@ class Largest:
 
 
 def largest(spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], Case]) -> list[Largest]:
-    """Searches for each method the largest `axis` whose cut keeps every rank within machine.device_bytes.
+    """Search for each method the largest `axis` whose cut keeps every rank within machine.device_bytes.
 
     Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the next values above
     the answer are tried as well. Value 0 where not even the smallest one trains.
@@ -76,7 +76,7 @@ def largest(spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callabl
 
 
 def least_bytes(case: Case) -> int:
-    """Gives what some rank holds at least, wherever the cuts are: an equal share of all states and one stash of each layer.
+    """Return what some rank holds at least, wherever the cuts are: an equal share of all states and one stash of each layer.
 
     It needs no table, so that a model far too large is told at once.
     """
@@ -89,7 +89,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
-    """Gives the run with another depth, resolution (both sides) or micro-batch size."""
+    """Return the run with another depth, resolution (both sides) or micro-batch size."""
     if axis == "depth":
         return replace(spec, model=replace(spec.model, depth=value))
     if axis == "resolution":
@@ -98,7 +98,7 @@ def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
 
 
 def _of_one_kind(spec: RunSpec) -> RunSpec:
-    """Keeps the block that a ResNet has at its own depth, which "auto" would change from one depth to another."""
+    """Keep the block that a ResNet has at its own depth, which "auto" would change from one depth to another."""
     if spec.model.target is not None or spec.model.name != "resnet":
         return spec
     return replace(spec, model=replace(spec.model, block=block_of(spec.model)))
@@ -134,14 +134,14 @@ def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
 
 
 def _start(spec: RunSpec, axis: str) -> int:
-    """Gives the smallest value worth trying."""
+    """Return the smallest value worth trying."""
     if axis == "depth":
         return 1
     return stride_of(spec.model) if axis == "resolution" else 1
 
 
 def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
-    """Gives the smallest value from `value` on that the model can have; None where there is none near."""
+    """Return the smallest value from `value` on that the model can have; None where there is none near."""
     if axis == "resolution":
         stride = stride_of(spec.model)
         return -(-value // stride) * stride

@@ -21,7 +21,7 @@ ROUNDING = 1e-12
 
 
 def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
-    """Gives the boundaries that mCAP recommends; `measure` gives the peak bytes of each stage of a run with some.
+    """Return the boundaries that mCAP recommends; `measure` gives the peak bytes of each stage of a run with some.
 
     (Dreuning, Bal and van Nieuwpoort 2022, "mCAP: Memory-Centric Partitioning for Large-Scale Pipeline-Parallel DNN
     Training", Euro-Par.) Brute force where there are not too many cuts, else the search of CAPSlog (Dreuning, Verstoep,
@@ -34,14 +34,14 @@ def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
 
 
 def predict(isolated: Sequence[float], added: Sequence[float], boundaries: Sequence[int]) -> list[float]:
-    """Gives the predicted peak of each stage: its first layer's isolated bytes and what the others add."""
+    """Return the predicted peak of each stage: its first layer's isolated bytes and what the others add."""
     return [
         float(isolated[first]) + float(sum(added[first + 1 : end])) for first, end in itertools.pairwise(boundaries)
     ]
 
 
 def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[float], list[float]]:
-    """Gives for each layer the bytes of a stage that holds it alone, and those that it adds behind others.
+    """Return for each layer the bytes of a stage that holds it alone, and those that it adds behind others.
 
     Both are means over the runs of `profiling_runs`: `isolated` of stages of one layer, `added` of the differences
     between stages that begin alike and end one layer apart. With two stages an inner layer is never alone, and with
@@ -76,7 +76,7 @@ def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[fl
 
 
 def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
-    """Gives the cuts to run: for every layer one in which it is alone, with growing stages before it.
+    """Return the cuts to run: for every layer one in which it is alone, with growing stages before it.
 
     The stages before the layer are filled with q = (L - 2) div (S - 2) + 1 layers each, so that neighbouring runs
     differ by one layer in a stage; the layers behind it are spread evenly. Where too few are left for that, and where
@@ -102,7 +102,7 @@ def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
 
 
 def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundaries | None:
-    """Gives a cut with a stage of layers `first` up to `end` and the others even; None where there is none."""
+    """Return a cut with a stage of layers `first` up to `end` and the others even; None where there is none."""
     others, behind = num_stages - 1, num_layers - end
     least, most = max(min(1, first), others - behind), min(first, others - min(1, behind))
     if least > most:
@@ -112,7 +112,7 @@ def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundarie
 
 
 def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
-    """Gives the best of all cuts: the one whose predicted peaks, highest first, are lexicographically least.
+    """Return the best of all cuts: the one whose predicted peaks, highest first, are lexicographically least.
 
     Cuts with a stage above the least highest peak are left out as soon as it is placed, which changes no answer.
     """
@@ -139,7 +139,7 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
 
 
 def recommend(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
-    """Gives the cut of CAPSlog: the least peak for which filling stage after stage comes to the end.
+    """Return the cut of CAPSlog: the least peak for which filling stage after stage comes to the end.
 
     The stage of the highest peak stays; what is left and right of it is cut in the same way again. The peak is found
     by halves, to a byte.
@@ -148,7 +148,7 @@ def recommend(isolated: Sequence[float], added: Sequence[float], num_stages: int
 
 
 def _recommend(table: Table, first: int, end: int, num_stages: int) -> list[int]:
-    """Gives the ends of the stages of layers `first` up to `end`."""
+    """Return the ends of the stages of layers `first` up to `end`."""
     if num_stages == 0:
         return []
     low, high = 0.0, float(max(table[first, last] for last in range(first + 1, end + 1)))
@@ -170,7 +170,7 @@ def _recommend(table: Table, first: int, end: int, num_stages: int) -> list[int]
 
 
 def _fill(table: Table, first: int, end: int, num_stages: int, most: float) -> list[int] | None:
-    """Gives the ends of stages that each take as many layers as `most` allows and the others leave."""
+    """Return the ends of stages that each take as many layers as `most` allows and the others leave."""
     ends: list[int] = []
     for stage in range(num_stages):
         last = end - (num_stages - stage - 1)
@@ -195,5 +195,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _evenly(first: int, end: int, num_stages: int) -> list[int]:
-    """Gives where equal stages begin."""
+    """Return where equal stages begin."""
     return [first + (end - first) * stage // num_stages for stage in range(num_stages)]

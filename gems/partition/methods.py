@@ -52,7 +52,7 @@ class Case:
 
     @cached_property
     def spans(self) -> Spans:
-        """Tables over all runs of layers."""
+        """Table over all runs of layers."""
         return Spans(self.profile)
 
     @cached_property
@@ -61,7 +61,7 @@ class Case:
         return MemoryModel(self.spans, OPTIMIZERS[self.optimizer]).rank_costs(self.schedule)
 
     def problem(self, objective: str) -> Problem:
-        """Gives what is to be made least: peak_bytes, or time among the cuts that fit the device."""
+        """Return what is to be made least: peak_bytes, or time among the cuts that fit the device."""
         num_layers, crossing = self.profile.num_layers, self.spans.boundary_bytes()
         memory = tuple({id(costs): costs for costs in self.memory}.values())
         if objective == "peak_bytes":
@@ -73,11 +73,11 @@ class Case:
         )  # fmt: skip
 
     def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Gives each rank's peak under a cut."""
+        """Return each rank's peak under a cut."""
         return tuple(round(costs.under(boundaries)) for costs in self.memory)
 
     def reserved_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Gives what torch's allocator would reserve on each rank's GPU under a cut."""
+        """Return what torch's allocator would reserve on each rank's GPU under a cut."""
         optimizer = OPTIMIZERS[self.optimizer]
         return tuple(
             reserved_bytes(self.profile, self.schedule, rank, boundaries, optimizer)
@@ -85,12 +85,12 @@ class Case:
         )
 
     def stage_costs(self, boundaries: Sequence[int]) -> StageCosts:
-        """Gives the costs of the stages of a cut, in seconds and bytes."""
+        """Return the costs of the stages of a cut, in seconds and bytes."""
         return stage_costs(self.spans, boundaries)
 
 
 def case_of(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None) -> Case:
-    """Gives the case of a resolved run and its lowered schedule; its profile comes from where the run says.
+    """Return the case of a resolved run and its lowered schedule; its profile comes from where the run says.
 
     Raises:
         ConfigError: more stages than layers, or a profile that cannot be had.
@@ -103,13 +103,13 @@ def case_of(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = No
 
 
 def optimizer_of(spec: RunSpec) -> str:
-    """Gives the name under which the memory model knows a run's optimizer: one without momentum keeps no state."""
+    """Return the name under which the memory model knows a run's optimizer: one without momentum keeps no state."""
     optimizer = spec.train.optimizer
     return "sgd_plain" if optimizer == "sgd" and not spec.train.momentum else optimizer
 
 
 def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:
-    """Gives the profile that the cut of a run stands on, or None where it needs none.
+    """Return the profile that the cut of a run stands on, or None where it needs none.
 
     Raises:
         ConfigError: a profile that cannot be had.
@@ -125,7 +125,7 @@ def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
 
 
 def cut(spec: RunSpec, schedule: Schedule) -> Cut:
-    """Gives the cut of a resolved run: as given in parallel.boundaries, or by the configured method.
+    """Return the cut of a resolved run: as given in parallel.boundaries, or by the configured method.
 
     Raises:
         ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or a profile that
@@ -149,7 +149,7 @@ def cut(spec: RunSpec, schedule: Schedule) -> Cut:
 
 
 def _kept_cut(spec: RunSpec, case: Case) -> Cut:
-    """Gives the configured method's cut, from the cache where it has been made for the same profile and schedule."""
+    """Return the configured method's cut, from the cache where it has been made for the same profile and schedule."""
     method = spec.partition.name
     objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
     facts = (method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, spec.partition.budget_s)
@@ -163,7 +163,7 @@ def _kept_cut(spec: RunSpec, case: Case) -> Cut:
 
 
 def cut_by(method: str, case: Case, objective: str = "peak_bytes", budget_s: float = 30.0) -> Cut:
-    """Cuts by the name of a method; `cost` and `bound` are of the objective, in seconds or bytes.
+    """Cut by the name of a method; `cost` and `bound` are of the objective, in seconds or bytes.
 
     Raises:
         DoesNotFitError: no cut keeps every rank within the limit (exact method, objective time).
@@ -182,7 +182,7 @@ def cut_by(method: str, case: Case, objective: str = "peak_bytes", budget_s: flo
 
 
 def check_fits(case: Case, found: Cut) -> None:
-    """Checks the peaks of a cut against the device.
+    """Check the peaks of a cut against the device.
 
     Raises:
         DoesNotFitError: a rank, or a single layer, is larger.
@@ -202,7 +202,7 @@ def check_fits(case: Case, found: Cut) -> None:
 
 
 def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
-    """Checks that there is a layer for every stage.
+    """Check that there is a layer for every stage.
 
     Raises:
         ConfigError: there is not.
@@ -223,7 +223,7 @@ def _num_layers(spec: RunSpec) -> int:
 
 
 def _check_layers(case: Case) -> None:
-    """Refuses a layer that no cut can make fit: alone on its stage it is above the limit already."""
+    """Refuse a layer that no cut can make fit: alone on its stage it is above the limit already."""
     limit = case.limit_bytes
     assert limit is not None
     for index, layer in enumerate(case.profile.layers):
@@ -233,7 +233,7 @@ def _check_layers(case: Case) -> None:
 
 
 def _alone(costs: RankCosts, layer: int) -> float:
-    """Gives the least that a rank holds whose largest stage is one layer."""
+    """Return the least that a rank holds whose largest stage is one layer."""
     return min(
         max(float(tables[place]()[layer, layer + 1]) for tables in costs.moments) for place in range(len(costs.stages))
     )

@@ -19,7 +19,7 @@ from gems.utils.cache import cached
 
 
 def placement_of(spec: RunSpec, num_devices: int, network: Network, method: str = "auto") -> Placement:
-    """Places the operators of a resolved run's model, one micro-batch of a step, within partition.budget_s.
+    """Place the operators of a resolved run's model, one micro-batch of a step, within partition.budget_s.
 
     `network` is that of the machine, in seconds.
 
@@ -32,7 +32,7 @@ def placement_of(spec: RunSpec, num_devices: int, network: Network, method: str 
 
 
 def graph_of(spec: RunSpec) -> OpGraph:
-    """Gives the operators of a resolved run's model, with the roofline's times on its machine.
+    """Return the operators of a resolved run's model, with the roofline's times on its machine.
 
     Raises:
         ConfigError: another profile than profile=fake, or one that could not be taken.
@@ -46,13 +46,13 @@ def graph_of(spec: RunSpec) -> OpGraph:
 
 
 def devices_of(spec: RunSpec, num: int, network: Network) -> Devices:
-    """Gives equal devices with the machine's links: those of neighbours, as ranks 0 and 1 are."""
+    """Return equal devices with the machine's links: those of neighbours, as ranks 0 and 1 are."""
     latency_s, s_per_byte = network.parts(0, 1, 1.0)
     return Devices(num, latency_s, s_per_byte, spec.machine.device_bytes, network.has_contention)
 
 
 def placed_on(spec: RunSpec, network: Network) -> Schedule:
-    """Gives the compute-only schedule of schedule=placed: a stage an operator, on the ranks of the placement.
+    """Return the compute-only schedule of schedule=placed: a stage an operator, on the ranks of the placement.
 
     The placement is kept in the cache, so that all who ask get the same one.
 
@@ -83,7 +83,7 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
 
 
 def stage_costs_of(spec: RunSpec) -> StageCosts:
-    """Gives the costs of the stages of schedule=placed, in units: the operators' times, bytes kept for backward and handed on."""
+    """Return the costs of the stages of schedule=placed, in units: the operators' times, bytes kept for backward and handed on."""
     graph, unit_s = graph_of(spec), spec.cost.unit_s
     backward = tuple(op.backward_s / unit_s for op in graph.ops)
     return StageCosts(

@@ -12,7 +12,7 @@ MESSAGES = 2  # activations one way, as many bytes of gradients back
 def pipedream(
     times_s: Sequence[float], boundary_bytes: Sequence[int], num_stages: int, link_bytes_per_s: float | None = None
 ) -> tuple[int, ...]:
-    """Gives the boundaries of the fastest pipeline of stages without copies.
+    """Return the boundaries of the fastest pipeline of stages without copies.
 
     (Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", section 3.1, with one worker
     a stage.) A(j, s), the time between two mini-batches of layers up to j in s stages, is the least over i of the

@@ -43,17 +43,17 @@ class RankCosts:
     moments: tuple[tuple[Callable[[], Table], ...], ...]
 
     def at(self, spans: Sequence[tuple[int, int]]) -> float:
-        """Gives the cost with `spans[k]` = (first layer, end) of its k-th stage."""
+        """Return the cost with `spans[k]` = (first layer, end) of its k-th stage."""
         return max(
             sum(float(table()[span]) for table, span in zip(tables, spans, strict=True)) for tables in self.moments
         )
 
     def spans(self, boundaries: Sequence[int]) -> list[tuple[int, int]]:
-        """Gives the layers of each of its stages: stage s is layers boundaries[s] up to boundaries[s + 1]."""
+        """Return the layers of each of its stages: stage s is layers boundaries[s] up to boundaries[s + 1]."""
         return [(boundaries[stage], boundaries[stage + 1]) for stage in self.stages]
 
     def under(self, boundaries: Sequence[int]) -> float:
-        """Gives the cost under a cut."""
+        """Return the cost under a cut."""
         return self.at(self.spans(boundaries))
 
 
@@ -74,13 +74,13 @@ class Problem:
     limit: float = float("inf")
 
     def cost(self, boundaries: Sequence[int]) -> float:
-        """Gives the cost of the most expensive rank; infinite where a limit is broken."""
+        """Return the cost of the most expensive rank; infinite where a limit is broken."""
         if any(rank.under(boundaries) > self.limit for rank in self.limits):
             return float("inf")
         return max(rank.under(boundaries) for rank in self.ranks)
 
     def crossing_bytes(self, boundaries: Sequence[int]) -> int:
-        """Gives the bytes of all boundaries together."""
+        """Return the bytes of all boundaries together."""
         return sum(self.boundary_bytes[cut - 1] for cut in boundaries[1:-1])
 
     @cached_property

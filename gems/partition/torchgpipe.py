@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def block_partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Gives the boundaries that torchgpipe's balance_by_time or balance_by_size would take for these costs.
+    """Return the boundaries that torchgpipe's balance_by_time or balance_by_size would take for these costs.
 
     (Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models".) Costs are mapped onto
     0 to 1, the cheapest layer to 0 and the dearest to 1. Then, after Barany and Grinberg 2015, "Block partitions of

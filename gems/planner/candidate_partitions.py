@@ -38,7 +38,7 @@ class Cuts:
         self._by_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def by_time(self, one: Candidate) -> TimeCut:
-        """Gives the cut whose heaviest rank computes least: exact where ranks hold one stage or a pair of them.
+        """Return the cut whose heaviest rank computes least: exact where ranks hold one stage or a pair of them.
 
         Where they hold several in a row of chunks, each stage is weighed by itself.
         """
@@ -49,7 +49,7 @@ class Cuts:
         return found
 
     def by_bytes(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Gives the cut whose stages hold alike: of each what one micro-batch keeps, as often as `counts` says."""
+        """Return the cut whose stages hold alike: of each what one micro-batch keeps, as often as `counts` says."""
         if counts not in self._by_bytes:
             ranks = tuple(
                 RankCosts((stage,), ((partial(np.multiply, float(count), self.spans.stash),),))
@@ -59,7 +59,7 @@ class Cuts:
         return self._by_bytes[counts]
 
     def within(self, schedule: Schedule, optimizer: str, limit_bytes: int) -> tuple[int, ...] | None:
-        """Gives the exact cut of a lowered schedule, of the least time within the bytes; None where its tables are too large."""
+        """Return the exact cut of a lowered schedule, of the least time within the bytes; None where its tables are too large."""
         case = Case(self.spans.profile, schedule, optimizer, limit_bytes)
         case.__dict__["spans"] = self.spans
         num_tables = sum(len(rank.moments) * len(rank.stages) for rank in dict.fromkeys(case.memory))
@@ -89,7 +89,7 @@ class Cuts:
 
 
 def stashes(schedule: Schedule) -> tuple[int, ...]:
-    """Gives for each stage of a list the most micro-batches that a rank holds of it at once."""
+    """Return for each stage of a list the most micro-batches that a rank holds of it at once."""
     counts = [1] * schedule.num_stages
     for row in schedule.rows:
         now = [0] * schedule.num_stages
@@ -103,7 +103,7 @@ def stashes(schedule: Schedule) -> tuple[int, ...]:
 
 
 def placement_of(one: Candidate) -> Placement:
-    """Gives where a candidate's stages lie; of a searched schedule, which chooses that itself, a chain."""
+    """Return where a candidate's stages lie; of a searched schedule, which chooses that itself, a chain."""
     if one.schedule in BOTH_WAYS:
         return bidirectional(one.partitions)
     if one.schedule in TWO_STAGES:
@@ -112,5 +112,5 @@ def placement_of(one: Candidate) -> Placement:
 
 
 def with_stages(one: Candidate, num_stages: int) -> Candidate:
-    """Gives a searched schedule's candidate as a chain of the stages that were found."""
+    """Return a searched schedule's candidate as a chain of the stages that were found."""
     return replace(one, schedule="1f1b", partitions=num_stages)

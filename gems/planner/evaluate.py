@@ -67,7 +67,7 @@ class Planner:
         return (self.spec.parallel.micro_batch_size,) if given else PROFILED_SIZES
 
     def rules(self) -> Rules[Candidate, Choice]:
-        """Gives how the search judges candidates: by seconds of a step, or to the target."""
+        """Return how the search judges candidates: by seconds of a step, or to the target."""
         return Rules(
             lambda one: self._scored(one, least_step_s(one, self.load(one.micro_batch_size))),
             lambda one: self._scored(one, self._refined_s(one)),
@@ -77,11 +77,11 @@ class Planner:
         )
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
-        """Gives bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
+        """Return bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
         return least_bytes(one, self.load(one.micro_batch_size), self._copies, MESSAGE_COPIES, held)
 
     def guess_bytes(self, one: Candidate) -> float:
-        """Gives about what a candidate's fullest rank holds."""
+        """Return about what a candidate's fullest rank holds."""
         return guess_bytes(one, self.load(one.micro_batch_size), self._copies, MESSAGE_COPIES)
 
     @property
@@ -90,7 +90,7 @@ class Planner:
         return OPTIMIZERS[optimizer_of(self.spec)].copies
 
     def _turn(self, one: Candidate) -> int:
-        """Gives the candidate's turn; of those that take long, what is likely too large comes behind the others."""
+        """Return the candidate's turn; of those that take long, what is likely too large comes behind the others."""
         return 2 * one.turn + (one.turn > 1 and self.is_unlikely(one))
 
     def is_unlikely(self, one: Candidate) -> bool:
@@ -101,7 +101,7 @@ class Planner:
         return on_host > 0 and not has_room(self.run_of(one), [round(on_host / GUESSED)] * one.partitions)
 
     def profile(self, size: int) -> ModelProfile:
-        """Gives the profile of a micro-batch size; beyond two images it follows from those of one and two.
+        """Return the profile of a micro-batch size; beyond two images it follows from those of one and two.
 
         Raises:
             ConfigError: a profile that cannot be had.
@@ -120,7 +120,7 @@ class Planner:
         return found
 
     def load(self, size: int) -> Load:
-        """Gives the load of a micro-batch size, for the bounds."""
+        """Return the load of a micro-batch size, for the bounds."""
         made = self._made
         if ("load", size) not in made:
             made["load", size] = load_of(self.profile(size))
@@ -129,7 +129,7 @@ class Planner:
         return found
 
     def cuts(self, size: int) -> Cuts:
-        """Gives the cuts of a micro-batch size."""
+        """Return the cuts of a micro-batch size."""
         made = self._made
         if ("cuts", size) not in made:
             made["cuts", size] = Cuts(self.profile(size))
@@ -138,7 +138,7 @@ class Planner:
         return found
 
     def run_of(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> RunSpec:
-        """Gives the resolved run of a candidate, with its cut; its costs are still to be taken from its profile."""
+        """Return the resolved run of a candidate, with its cut; its costs are still to be taken from its profile."""
         spec, on_node = self.spec, self.spec.cluster.gpus_per_node or self.spec.machine.ranks_per_node
         parallel = replace(
             spec.parallel, partitions=one.partitions, replicas=one.replicas, micro_batches=one.micro_batches,
@@ -159,7 +159,7 @@ class Planner:
         return replace(spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster)
 
     def evaluate(self, one: Candidate) -> Choice | TooLarge | None:
-        """Cuts, schedules and simulates a candidate; None where its counts, or a policy where keeping fits, make no sense."""
+        """Cut, schedules and simulates a candidate; None where its counts, or a policy where keeping fits, make no sense."""
         if one.memory == KEEP:
             found = self._kept(one)
             self._fits[one] = isinstance(found, Choice)
@@ -206,7 +206,7 @@ class Planner:
         return model.peak_bytes(lower(made.compute), made.boundaries)
 
     def _faster(self, one: Candidate, made: _Made, peaks: tuple[int, ...]) -> tuple[_Made, tuple[int, ...]]:
-        """Gives the exact cut within the bytes in the place of the one by bytes, where it can be had and keeps them."""
+        """Return the exact cut within the bytes in the place of the one by bytes, where it can be had and keeps them."""
         assert self.limit_bytes is not None
         cuts = self.cuts(one.micro_batch_size)
         boundaries = cuts.within(lower(made.compute), optimizer_of(self.spec), self.limit_bytes)
@@ -247,7 +247,7 @@ class Planner:
         return TooLarge(least)
 
     def _scheduled(self, one: Candidate) -> Iterator[_Made]:
-        """Gives the candidate by its cut of least time, and as long as another one is asked for, by that of least bytes."""
+        """Yield the candidate by its cut of least time, and as long as another one is asked for, by that of least bytes."""
         cuts, profile = self.cuts(one.micro_batch_size), self.profile(one.micro_batch_size)
         if one.schedule == CAPPED:
             run = self.run_of(one)
@@ -275,7 +275,7 @@ class Planner:
         return _Made(boundaries, run, compute_schedule_of(run))
 
     def _costs(self, run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> StageCosts:
-        """Gives what the list is simulated with: the profile's seconds, or on a machine without real layers its own costs."""
+        """Return what the list is simulated with: the profile's seconds, or on a machine without real layers its own costs."""
         if run.machine.kind != "real":
             return costs_of(run, schedule.placement)
         spans = self.cuts(run.parallel.micro_batch_size).spans
@@ -298,7 +298,7 @@ class Planner:
         )  # fmt: skip
 
     def _scored(self, one: Candidate, step_s: float) -> float:
-        """Gives what a candidate is ranked by: seconds of a step, or of all steps to the target."""
+        """Return what a candidate is ranked by: seconds of a step, or of all steps to the target."""
         if self.epochs is None:
             return step_s
         return step_s * self.epochs(one.global_batch) * self.spec.data.train_images / one.global_batch
@@ -310,7 +310,7 @@ class Planner:
         return least_step_s(one, load, self._by_time(one).bottleneck_s)
 
     def _by_time(self, one: Candidate) -> TimeCut:
-        """Gives the cut by time, which is that of the smallest micro-batch for all: layers' times grow nearly alike.
+        """Return the cut by time, which is that of the smallest micro-batch for all: layers' times grow nearly alike.
 
         For another size the heaviest rank's seconds are bounded by the layer that grows least.
         """

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int, end: float) -> NoReturn:
-    """Refuses a plan that cannot fit, with the bytes needed and what would make it fit, found until `end`.
+    """Refuse a plan that cannot fit, with the bytes needed and what would make it fit, found until `end`.
 
     Half of the time is for the memory, the rest for the GPUs.
 
@@ -54,7 +54,7 @@ def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], n
 
 
 def _least_memory(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> tuple[int, Choice] | None:
-    """Gives the smallest device memory that works, to within 5 %, with what fits there; None where none was found in time."""
+    """Return the smallest device memory that works, to within 5 %, with what fits there; None where none was found in time."""
     low = high = limit
     best = None
     while best is None and time.perf_counter() < end:
@@ -74,7 +74,7 @@ def _least_memory(planner: Planner, asked: Sequence[Candidate], limit: int, end:
 
 
 def _more_gpus(planner: Planner, asked: Sequence[Candidate], num_gpus: int, end: float) -> tuple[int, Choice] | None:
-    """Gives the least of two, four and eight times the GPUs that fits, with what fits there."""
+    """Return the least of two, four and eight times the GPUs that fits, with what fits there."""
     assert planner.limit_bytes is not None
     batch, num_layers = asked[0].global_batch, planner.profile(planner.sizes[0]).num_layers
     has_policies = planner.spec.machine.kind == "real"
@@ -88,7 +88,7 @@ def _more_gpus(planner: Planner, asked: Sequence[Candidate], num_gpus: int, end:
 
 
 def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> Choice | None:
-    """Gives the first configuration that is found to fit a limit in the time, the leanest being tried first.
+    """Return the first configuration that is found to fit a limit in the time, the leanest being tried first.
 
     Schedules that are searched, and memory=plan, take too long.
     """

@@ -28,7 +28,7 @@ class Step:
 
 
 def with_ways(spec: RunSpec, ways: int) -> RunSpec:
-    """Gives a resolved run with one pipeline of `ways` partitions and the same mini-batch of a worker.
+    """Return a resolved run with one pipeline of `ways` partitions and the same mini-batch of a worker.
 
     On one device the layers run one after another. A real machine has the costs of its profile where none are given. Those
     of cost=uniform are of equal parts, so that more parts are smaller ones.
@@ -58,7 +58,7 @@ def with_ways(spec: RunSpec, ways: int) -> RunSpec:
 
 
 def step_of(spec: RunSpec, ways: int) -> Step:
-    """Simulates one step of a worker of `ways` devices; what does not fit machine.device_bytes, without that limit.
+    """Simulate one step of a worker of `ways` devices; what does not fit machine.device_bytes, without that limit.
 
     Raises:
         ConfigError: counts that the schedule cannot serve, or more stages than layers.
@@ -77,7 +77,7 @@ def step_of(spec: RunSpec, ways: int) -> Step:
 
 
 def _simulated(spec: RunSpec) -> tuple[float, int | None]:
-    """Gives the seconds of a step, and the bytes of the fullest rank: of its cut, or under a policy of its plan.
+    """Return the seconds of a step, and the bytes of the fullest rank: of its cut, or under a policy of its plan.
 
     Raises:
         DoesNotFitError: a rank would hold more than machine.device_bytes.
@@ -90,7 +90,7 @@ def _simulated(spec: RunSpec) -> tuple[float, int | None]:
 
 
 def steps_of(spec: RunSpec, wanted: Iterable[int]) -> tuple[dict[int, Step], dict[int, str]]:
-    """Simulates a worker for each of the ways; gives the steps, and why others cannot be: too many stages, odd counts.
+    """Simulate a worker for each of the ways; gives the steps, and why others cannot be: too many stages, odd counts.
 
     Raises:
         ConfigError: one device alone cannot be simulated.
@@ -118,7 +118,7 @@ class ModelledEfficiency:
     known: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def of(self, workers: int, ways: int) -> float:
-        """Gives SE_N of workers of `ways` partitions.
+        """Return SE_N of workers of `ways` partitions.
 
         Raises:
             ConfigError: counts that the schedule cannot serve, or more stages than layers.
@@ -141,7 +141,7 @@ class ModelledEfficiency:
         return True
 
     def drawn(self, rng: np.random.Generator) -> ModelledEfficiency:
-        """Gives itself."""
+        """Return itself."""
         return self
 
 

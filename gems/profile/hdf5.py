@@ -50,7 +50,7 @@ ROOT = ("model", "height_px", "width_px", "micro_batch_size", "dtype", "device",
 
 
 def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
-    """Writes a profile into an empty group: attributes of the whole, and columns with an entry a layer.
+    """Write a profile into an empty group: attributes of the whole, and columns with an entry a layer.
 
     Pairs stand in tables of three columns: layer, how many layers away, bytes. Storages do in tables of five, and who
     saves or reads them in one of three.
@@ -74,13 +74,13 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
 
 
 def add_to_trace(path: Path, profile: ModelProfile) -> None:
-    """Writes a profile into a trace file, as /profile."""
+    """Write a profile into a trace file, as /profile."""
     with h5py.File(path, "a") as file:
         write_profile(file.create_group("profile"), profile)
 
 
 def read_profile(group: h5py.Group) -> ModelProfile:
-    """Reads what `write_profile` wrote.
+    """Read what `write_profile` wrote.
 
     Raises:
         ConfigError: a profile of another schema.
@@ -133,7 +133,7 @@ def _write_storages(group: h5py.Group, name: str, long_name: str, layers: Sequen
 
 
 def _read_storages(group: h5py.Group, name: str, num_layers: int) -> list[list[dict[str, Any]]]:
-    """Gives the storages of each layer; none where the file is older than the tables."""
+    """Return the storages of each layer; none where the file is older than the tables."""
     found: list[list[dict[str, Any]]] = [[] for _ in range(num_layers)]
     if name not in group:
         return found

@@ -18,7 +18,7 @@ _UNSEEN = ("name", "path", "field_px", "train_images", "validation_images", "aug
 
 
 def versions() -> dict[str, str]:
-    """Gives the versions that a profile depends on, without importing what they are of."""
+    """Return the versions that a profile depends on, without importing what they are of."""
     found = {"gems": gems.__version__}
     for name in DISTRIBUTIONS:
         try:
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def subject(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str) -> dict[str, Any]:
-    """Gives the model, and of the data and the run all that its layers see, by the keys of the configuration."""
+    """Return the model, and of the data and the run all that its layers see, by the keys of the configuration."""
     seen = {key: value for key, value in asdict(data).items() if key not in _UNSEEN}
     code = {"code of model.target": source_of(model.target, model.path)} if model.target is not None else {}
     return {
@@ -42,12 +42,12 @@ def subject(model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: 
 
 
 def subject_of(spec: RunSpec) -> dict[str, Any]:
-    """Gives the subject of a resolved run's profile."""
+    """Return the subject of a resolved run's profile."""
     return subject(spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype)
 
 
 def key_of(spec: RunSpec) -> dict[str, Any]:
-    """Gives all that the profile of a resolved run depends on: its subject, how and where it is taken, versions."""
+    """Return all that the profile of a resolved run depends on: its subject, how and where it is taken, versions."""
     machine, profile = spec.machine, spec.profile
     if profile.name == "fake" or (profile.name == "incremental" and profile.on == "fake"):
         where: dict[str, Any] = {
@@ -78,7 +78,7 @@ def key_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Gives, for each key in both whose values differ, what stands where, as words."""
+    """Yield, for each key in both whose values differ, what stands where, as words."""
     for key in wanted:
         if key in found and found[key] != wanted[key]:
             yield f"{key}={found[key]} instead of {wanted[key]}"

@@ -120,16 +120,16 @@ class ModelProfile:
         return len(self.layers)
 
     def given_bytes(self, layer: int) -> int:
-        """Gives the bytes that the layer gets from the one before it, or from the data."""
+        """Return the bytes that the layer gets from the one before it, or from the data."""
         return self.layers[layer - 1].output_bytes if layer else self.input_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Gives the profile as the document that `profile.path` reads."""
+        """Return the profile as the document that `profile.path` reads."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], path: object = "document") -> ModelProfile:
-        """Reads what `to_json` gave.
+        """Read what `to_json` gave.
 
         Raises:
             ConfigError: no profile, one of another schema, or one without layers.
@@ -155,7 +155,7 @@ class ModelProfile:
 
 
 def _check_fields(kind: type, values: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError for a field that is not of its type, or a number that is no time and no size."""
+    """Raise TypeError or ValueError for a field that is not of its type, or a number that is no time and no size."""
     takes = {"str": str, "int": int, "float": int | float, "Mapping[str, str]": Mapping, "Mapping[str, Any]": Mapping}
     for each in fields(kind):
         wanted, value = takes.get(str(each.type)), values.get(each.name)

@@ -90,12 +90,12 @@ class OpGraph:
         return self._longest("forward_s") + self._longest("backward_s")
 
     def to_json(self) -> dict[str, Any]:
-        """Gives the dictionary of schema gems.operators/1."""
+        """Return the dictionary of schema gems.operators/1."""
         return {"schema": SCHEMA, "ops": [asdict(op) for op in self.ops], "edges": [list(edge) for edge in self.edges]}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> OpGraph:
-        """Reads what `to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
             ConfigError: another schema, a malformed field, or a graph that cannot be.

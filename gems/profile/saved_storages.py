@@ -38,7 +38,7 @@ class Saved:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Saved:
-        """Reads what `dataclasses.asdict` gave."""
+        """Read what `dataclasses.asdict` gave."""
         return cls(
             int(entry["num_bytes"]),
             tuple(int(saver) for saver in entry["savers"]),
@@ -50,7 +50,7 @@ class Saved:
 
 
 def counted(storages: Iterable[Saved]) -> tuple[Saved, ...]:
-    """Gives storages with equal ones counted, in the order in which each first came."""
+    """Return storages with equal ones counted, in the order in which each first came."""
     numbers: Counter[Saved] = Counter()
     for storage in storages:
         numbers[replace(storage, count=1)] += storage.count
@@ -58,7 +58,7 @@ def counted(storages: Iterable[Saved]) -> tuple[Saved, ...]:
 
 
 def stash_of(saved: Iterable[Saved]) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Gives `stash_bytes` and `saved_later` of a layer: its saved storages, by the layer that is the first to save them."""
+    """Return `stash_bytes` and `saved_later` of a layer: its saved storages, by the layer that is the first to save them."""
     by_first: dict[int, int] = {}
     for storage in saved:
         if storage.savers:
@@ -68,12 +68,12 @@ def stash_of(saved: Iterable[Saved]) -> tuple[int, tuple[tuple[int, int], ...]]:
 
 
 def product_bytes_of(storages: Iterable[Saved]) -> int:
-    """Gives the bytes that a cheap second run keeps."""
+    """Return the bytes that a cheap second run keeps."""
     return sum(storage.total_bytes for storage in storages if storage.is_product)
 
 
 def saved_from(stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0) -> tuple[Saved, ...]:
-    """Gives storages that a stash may be made of, for a profile that does not tell them apart: one for each first saver."""
+    """Return storages that a stash may be made of, for a profile that does not tell them apart: one for each first saver."""
     cheap = min(cheap_bytes, stash_bytes)
     own = (Saved(cheap, is_product=True), Saved(stash_bytes - cheap))
     later = (Saved(num_bytes, (ahead,), ahead) for ahead, num_bytes in saved_later)

@@ -20,7 +20,7 @@ PAIRS = ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
 
 
 def extrapolate(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:
-    """Gives the profile at another shape: every time and size as a + b x pixels of the micro-batch, by least squares.
+    """Return the profile at another shape: every time and size as a + b x pixels of the micro-batch, by least squares.
 
     Of a convolutional network that is what times and sizes are, but for rounding where a side is no multiple of the
     network's stride. `facts["error"]` has the largest relative error of the whole's time and stash when one point
@@ -65,7 +65,7 @@ def _fit(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_ba
         return replace(base, **(fitted | storages(index, fitted)))  # type: ignore[arg-type]
 
     def storages(index: int, fitted: dict[str, object]) -> dict[str, object]:
-        """Gives the storages, and the sums that follow from them; only the sums where points do not agree on them."""
+        """Return the storages, and the sums that follow from them; only the sums where points do not agree on them."""
         if not all(_structure(point.layers[index]) == _structure(first.layers[index]) for point in points):
             return {"saved": (), "passing": ()}
         found = {
@@ -95,14 +95,14 @@ def _fit(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_ba
 
 
 def _line(at: Sequence[int], wanted: float) -> tuple[float, ...]:
-    """Gives what each point counts for in the value at `wanted` of the line nearest to them."""
+    """Return what each point counts for in the value at `wanted` of the line nearest to them."""
     mean = sum(at) / len(at)
     spread = sum((one - mean) ** 2 for one in at)
     return tuple(1 / len(at) + (wanted - mean) * (one - mean) / spread for one in at)
 
 
 def _at(weights: Sequence[float], values: Sequence[float]) -> float:
-    """Gives the value on the line; never below 0."""
+    """Return the value on the line; never below 0."""
     return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
 
 
@@ -140,7 +140,7 @@ def _pixels(profile: ModelProfile) -> int:
 
 
 def _whole(profile: ModelProfile, name: str) -> float:
-    """Gives the sum over layers of a time or of what they save."""
+    """Return the sum over layers of a time or of what they save."""
     if name == "time_s":
         return sum(layer.time_s for layer in profile.layers)
     return float(sum(layer.stash_bytes + sum(size for _, size in layer.saved_later) for layer in profile.layers))

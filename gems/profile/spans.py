@@ -90,7 +90,7 @@ class Spans:
         return np.where(table > 0, np.maximum(table, self.handed_back + self.given_back), 0.0)
 
     def _ends_of_their_own(self) -> dict[int, dict[int, int]]:
-        """Gives, for each end of a stage at which layers before its last have a backward peak of their own, those."""
+        """Return, for each end of a stage at which layers before its last have a backward peak of their own, those."""
         found: dict[int, dict[int, int]] = {}
         for index, layer in enumerate(self.profile.layers):
             for ahead, num_bytes in layer.backward_peak_at:
@@ -160,7 +160,7 @@ class Spans:
         return np.repeat(np.array(column)[:, None], self.num_layers + 1, axis=1)
 
     def boundary_bytes(self) -> tuple[int, ...]:
-        """Gives the bytes between layers b and b + 1."""
+        """Return the bytes between layers b and b + 1."""
         return tuple(layer.output_bytes for layer in self.profile.layers[:-1])
 
     def _sums(self, values: list[float]) -> Table:

@@ -22,7 +22,7 @@ TAKER, OPERATORS_TAKER = "gems.profile.profilers.take", "gems.profile.profilers.
 
 
 def profile_of(spec: RunSpec) -> ModelProfile:
-    """Gives the profile of a resolved run: of its file `profile.path`, from the cache, or taken in a child process.
+    """Return the profile of a resolved run: of its file `profile.path`, from the cache, or taken in a child process.
 
     Raises:
         ConfigError: a file without a profile, or with one of another model, shape, dtype or version; or a profile that
@@ -35,7 +35,7 @@ def profile_of(spec: RunSpec) -> ModelProfile:
 
 
 def read_file(spec: RunSpec, path: Path) -> ModelProfile:
-    """Reads a profile from a file, when it is of this run's layers.
+    """Read a profile from a file, when it is of this run's layers.
 
     Raises:
         ConfigError: it is not, or no such file.
@@ -46,7 +46,7 @@ def read_file(spec: RunSpec, path: Path) -> ModelProfile:
 
 
 def read_document(path: Path) -> ModelProfile:
-    """Reads what `gems profile --json` printed, or (.h5) what `gems profile --hdf5` wrote.
+    """Read what `gems profile --json` printed, or (.h5) what `gems profile --hdf5` wrote.
 
     Raises:
         ConfigError: no such file, or no profile in it.
@@ -73,7 +73,7 @@ def _read_hdf5(path: Path) -> ModelProfile:
 
 
 def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
-    """Checks that a profile is of the run's layers at the run's shape and dtype, and of these versions.
+    """Check that a profile is of the run's layers at the run's shape and dtype, and of these versions.
 
     Raises:
         ConfigError: what differs, in one line.
@@ -102,7 +102,7 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
 
 
 def operators_taken(spec: RunSpec) -> dict[str, Any]:
-    """Gives the operators of a resolved run's model with their roofline times, from the cache or a child process.
+    """Return the operators of a resolved run's model with their roofline times, from the cache or a child process.
 
     The document is of schema gems.operators/1.
 
@@ -115,7 +115,7 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
 
 
 def taken_in_child(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
-    """Takes the profile (by TAKER unless told) in a child process, which loads torch, and gives its document with `wanted`.
+    """Take the profile (by TAKER unless told) in a child process, which loads torch, and gives its document with `wanted`.
 
     Raises:
         ConfigError: what the child refused, or how it failed.

@@ -31,17 +31,17 @@ MODE = 0o644
 
 
 def code_root() -> Path:
-    """Gives the folder that holds our packages, or the archive that this process runs from."""
+    """Return the folder that holds our packages, or the archive that this process runs from."""
     return Path(gems.__file__).resolve().parents[1]
 
 
 def from_snapshot(code_zip: Path, module: str) -> list[str]:
-    """Gives the words that, behind an interpreter's, run a module from a snapshot."""
+    """Return the words that, behind an interpreter's, run a module from a snapshot."""
     return [str(code_zip), module]
 
 
 def take_snapshot(target: Path, cache_dir: str | None = None) -> str:
-    """Puts an archive of this code at `target` and gives its BLAKE2b hash.
+    """Put an archive of this code at `target` and gives its BLAKE2b hash.
 
     An archive of the same code that is in the cache is linked to, or copied where the file system cannot link.
 
@@ -65,7 +65,7 @@ def take_snapshot(target: Path, cache_dir: str | None = None) -> str:
 
 
 def hash_of(path: Path) -> str:
-    """Gives the BLAKE2b hash of a file's bytes, 64 hexadecimal digits; `b2sum --length=256` gives the same."""
+    """Return the BLAKE2b hash of a file's bytes, 64 hexadecimal digits; `b2sum --length=256` gives the same."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
@@ -86,7 +86,7 @@ def _key(sources: Sequence[tuple[str, bytes]]) -> str:
 
 
 def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
-    """Gives the bytes of the archive. Stored, not packed: packed bytes would differ with the version of zlib."""
+    """Return the bytes of the archive. Stored, not packed: packed bytes would differ with the version of zlib."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sources:
@@ -108,7 +108,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 
 def _byte_code(name: str, source: bytes) -> bytes:
-    """Gives a module's byte-code file. Its file name is within the archive: no file in a job's folder is taken for it."""
+    """Return a module's byte-code file. Its file name is within the archive: no file in a job's folder is taken for it."""
     code = compile(source, f"{CODE_ZIP}/{name}", "exec", dont_inherit=True, optimize=0)
     header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(source)
     return header + marshal.dumps(code, WITHOUT_REFERENCES)

@@ -15,7 +15,7 @@ import zipimport
 
 
 def main() -> None:
-    """Runs the module that the command line names."""
+    """Run the module that the command line names."""
     if len(sys.argv) < 2:
         sys.exit("usage: python code.zip MODULE WORD...")
     archive = os.path.abspath(sys.path[0])
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _show_lines_of(module: str, archive: str) -> None:
-    """Lets tracebacks show the lines of the module that runs: by its name, `__main__`, they would find this file's."""
+    """Let tracebacks show the lines of the module that runs: by its name, `__main__`, they would find this file's."""
     for name in (module, f"{module}.__main__"):
         path = f"{name.replace('.', '/')}.py"
         linecache.cache[f"code.zip/{path}"] = (functools.partial(_source, archive, path),)

@@ -35,7 +35,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, spec: RunSpec) -> RunFolder:
-        """Gives the folder of a resolved run, whether or not it is there."""
+        """Return the folder of a resolved run, whether or not it is there."""
         return cls(Path(spec.runs_dir).resolve() / f"{spec.name}-{signature(spec)}")
 
     @property
@@ -166,7 +166,7 @@ class RunFolder:
         return self.path / "stacks" / f"rank{rank:04d}.txt"
 
     def read_spec(self) -> RunSpec:
-        """Reads run.yaml.
+        """Read run.yaml.
 
         Raises:
             ConfigError: there is none, or it is not a run's configuration.
@@ -182,7 +182,7 @@ class RunFolder:
         return RunSpec.from_dict(values)
 
     def read_schedule(self) -> Schedule:
-        """Reads schedule.json.
+        """Read schedule.json.
 
         Raises:
             ConfigError: there is none, or it is not a schedule.
@@ -195,11 +195,11 @@ class RunFolder:
             ) from error
 
     def write_schedule(self, schedule: Schedule) -> None:
-        """Writes schedule.json."""
+        """Write schedule.json."""
         write_json(self.schedule_json, to_json(schedule), indent=None)
 
     def read_boundaries(self) -> tuple[int, ...]:
-        """Reads where the model is cut from partition.json; nothing for a run on paper.
+        """Read where the model is cut from partition.json; nothing for a run on paper.
 
         Raises:
             ConfigError: there is none, or it holds no boundaries.
@@ -212,11 +212,11 @@ class RunFolder:
             ) from error
 
     def write_boundaries(self, boundaries: tuple[int, ...]) -> None:
-        """Writes partition.json."""
+        """Write partition.json."""
         write_json(self.partition_json, {"boundaries": list(boundaries)}, indent=None)
 
     def read_memory_plan(self) -> MemoryPlan | None:
-        """Reads memory.json; None where there is none, since activations are kept then.
+        """Read memory.json; None where there is none, since activations are kept then.
 
         Raises:
             ConfigError: it holds no plan.
@@ -230,7 +230,7 @@ class RunFolder:
         return MemoryPlan.from_json(document) if document else None
 
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
-        """Moves what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
+        """Move what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
 
         Entries named in `keep` stay; files in `also` go with the rest. A folder that was only prepared stays as it is.
         """
@@ -247,12 +247,12 @@ class RunFolder:
             entry.rename(target / entry.name)
 
     def write_status(self, state: str, **more: Any) -> None:
-        """Writes status.json at once and whole; `jobs.status.run_status` words the states."""
+        """Write status.json at once and whole; `jobs.status.run_status` words the states."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(self.status_json, {"state": state, "updated_utc": now, **more})
 
     def read_status(self) -> dict[str, Any]:
-        """Reads status.json, or nothing where there is none.
+        """Read status.json, or nothing where there is none.
 
         Raises:
             ConfigError: it is no JSON.
@@ -266,5 +266,5 @@ class RunFolder:
 
 
 def _is_record(entry: Path) -> bool:
-    """Tells whether a run, not its preparation alone, has left `entry`."""
+    """Return whether a run, not its preparation alone, has left `entry`."""
     return entry.name not in OF_PREPARATION and (entry.is_file() or any(entry.iterdir()))

@@ -40,11 +40,11 @@ class Heartbeat:
         self._map[MARK_BYTES:] = text.encode(errors="replace")[:size].ljust(size)
 
     def last(self) -> Beat | None:
-        """Gives this rank's own last mark; None where it did not fit."""
+        """Return this rank's own last mark; None where it did not fit."""
         return _parse(self._map[:])
 
     def close(self) -> None:
-        """Marks a clean end and releases the file."""
+        """Mark a clean end and releases the file."""
         self.beat(-1, "finished")
         self._map.close()
 
@@ -68,7 +68,7 @@ class Beat:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Reads the last mark of a rank; None where there is none yet."""
+    """Read the last mark of a rank; None where there is none yet."""
     try:
         return _parse(path.read_bytes())
     except FileNotFoundError:

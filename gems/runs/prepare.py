@@ -18,7 +18,7 @@ from gems.utils.atomic_io import write_json
 
 
 def prepare(spec: RunSpec) -> RunFolder:
-    """Makes the folder of a resolved run and writes what its ranks read: configuration, schedule, cut, memory plan.
+    """Make the folder of a resolved run and writes what its ranks read: configuration, schedule, cut, memory plan.
 
     A folder that already holds this configuration is used again: what the earlier attempt left moves to
     attempts/<number>/, so nothing recorded is lost.

@@ -33,7 +33,7 @@ PRIVATE = re.compile(r"JWT|TOKEN|SECRET|PASS|KEY|CRED|AUTH|_USER$|_UID$|_GID$|MA
 
 
 def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
-    """Writes what is known of a run when it is prepared to `folder`, and gives the summary.
+    """Write what is known of a run when it is prepared to `folder`, and gives the summary.
 
     That are `code.zip`, the code itself; `code.diff`, what it differs by from its commit (none outside of a checkout);
     `packages.txt`; and `environment.json`. A user's own network is not in the archive: the hash of its files is noted.
@@ -60,7 +60,7 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
 
 
 def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
-    """Compares the archive in a bundle with its summary; gives what is wrong, or None."""
+    """Compare the archive in a bundle with its summary; gives what is wrong, or None."""
     expected = summary.get("code_blake2b")
     try:
         found = hash_of(folder / CODE_ZIP)
@@ -72,13 +72,13 @@ def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
 
 
 def commit(root: Path) -> str:
-    """Gives the commit of a checkout, with "-dirty" where files differ from it; "unknown" where it is none."""
+    """Return the commit of a checkout, with "-dirty" where files differ from it; "unknown" where it is none."""
     said = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return said.decode(errors="replace").strip() if said else "unknown"
 
 
 def code_diff(root: Path) -> bytes | None:
-    """Gives what our packages in a checkout differ by from its commit, new files too; None where it is no checkout.
+    """Return what our packages in a checkout differ by from its commit, new files too; None where it is no checkout.
 
     `git apply` takes it, unless it was longer than MAX_DIFF_BYTES: then its last line says so.
     """
@@ -97,7 +97,7 @@ def code_diff(root: Path) -> bytes | None:
 
 
 def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
-    """Gives what git says of a checkout at `root`, not of one around it; None where it has nothing to say."""
+    """Return what git says of a checkout at `root`, not of one around it; None where it has nothing to say."""
     if not (root / ".git").exists():
         return None
     try:
@@ -111,7 +111,7 @@ def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
 
 @functools.cache
 def packages() -> str:
-    """Gives the installed packages with their versions, one a line, as a requirements file."""
+    """Return the installed packages with their versions, one a line, as a requirements file."""
     found = set()
     for package in importlib.metadata.distributions():
         name, version = package.metadata["Name"], package.metadata["Version"]
@@ -121,7 +121,7 @@ def packages() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Gives this process's interpreter, node, loaded modules and the variables that bear on a run, without secrets."""
+    """Return this process's interpreter, node, loaded modules and the variables that bear on a run, without secrets."""
     modules = os.environ.get("LOADEDMODULES", "")
     return {
         "hostname": os.uname().nodename,

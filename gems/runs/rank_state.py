@@ -44,7 +44,7 @@ class Standing:
 
     @property
     def place(self) -> str:
-        """Words step and action."""
+        """Describe step and action."""
         if self.step < 0 or self.state is State.FINISHED:
             return f"outside of the steps ({self.action})"
         return f"in step {self.step}, action {self.action}"
@@ -61,7 +61,7 @@ class World:
         self._index: dict[int, dict[Action, int]] = {}
 
     def standing(self, rank: int) -> Standing:
-        """Gives where a rank stands.
+        """Return where a rank stands.
 
         Raises:
             KeyError: it has left no mark.
@@ -74,7 +74,7 @@ class World:
         return Standing(rank, beat.node, beat.pid, beat.step, beat.action, since_s, state, what, of_ranks)
 
     def held_up_by(self, rank: int) -> Iterator[Beat]:
-        """Gives the marks of all ranks that `rank` waits for, directly or through others."""
+        """Yield the marks of all ranks that `rank` waits for, directly or through others."""
         seen, queue = {rank}, [rank]
         for at in queue:
             if at not in self._beats:
@@ -99,7 +99,7 @@ class World:
         return beat.alive_ns > 0 and self._now_ns - max(beat.alive_ns, beat.time_ns) > self._silent_ns
 
     def _guess(self, rank: int) -> str:
-        """Says what a rank must be waiting for that does not tell itself; nothing where it need not wait."""
+        """Report what a rank must be waiting for that does not tell itself; nothing where it need not wait."""
         action, row = self._action(rank), self._row(rank)
         if action is None or action not in row:
             return ""
@@ -111,7 +111,7 @@ class World:
         return ""
 
     def _awaited(self, rank: int) -> tuple[int, ...]:
-        """Gives the ranks that a waiting one waits for."""
+        """Return the ranks that a waiting one waits for."""
         what = self._beats[rank].waits_for or self._guess(rank)
         receive = action_of(what)
         if receive is not None and receive.kind in RECV_KINDS:
@@ -121,7 +121,7 @@ class World:
         return self._late(rank, *self._meeting(rank))
 
     def _meeting(self, rank: int) -> tuple[Kind | None, Iterable[int]]:
-        """Gives the operation of several ranks that this one is in, and who takes part."""
+        """Return the operation of several ranks that this one is in, and who takes part."""
         action, placement = self._action(rank), self._schedule.placement
         if action is not None and action.kind is Kind.REDUCE_GRAD:
             replicas = -(-len(self._beats) // self._schedule.num_ranks)
@@ -129,7 +129,7 @@ class World:
         return None, self._beats
 
     def _late(self, rank: int, kind: Kind | None, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Gives those who have not come to the operation that `rank` waits in, or are there and do not wait."""
+        """Return those who have not come to the operation that `rank` waits in, or are there and do not wait."""
         step, index = self._point(rank)
         late = []
         for other in ranks:
@@ -146,7 +146,7 @@ class World:
         return tuple(late)
 
     def _deaf(self, rank: int) -> tuple[int, ...]:
-        """Gives the ranks that have yet to post a receive of this rank's messages, or move none."""
+        """Return the ranks that have yet to post a receive of this rank's messages, or move none."""
         deaf = []
         for action in self._row(rank):
             if action.kind not in SEND_KINDS:
@@ -170,7 +170,7 @@ class World:
         return index is not None and self._point(other) < (self._beats[rank].step, index)
 
     def _peer(self, rank: int, transfer: Action) -> int:
-        """Gives the rank of the world at the other end of a transfer."""
+        """Return the rank of the world at the other end of a transfer."""
         first = rank - rank % self._schedule.num_ranks
         ranks = self._schedule.placement.ranks[transfer.direction]
         return first + ranks[other_stage(transfer)]
@@ -192,7 +192,7 @@ class World:
 
 
 def action_of(mark: str) -> Action | None:
-    """Gives the action of the schedule that a mark names; None for a phase outside of it, such as a checkpoint."""
+    """Return the action of the schedule that a mark names; None for a phase outside of it, such as a checkpoint."""
     try:
         return Action.parse(mark)
     except ConfigError:

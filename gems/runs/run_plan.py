@@ -47,7 +47,7 @@ class RunPlan:
 
 
 def planned(spec: RunSpec) -> RunPlan:
-    """Gives the plan of a resolved run that is about to start.
+    """Return the plan of a resolved run that is about to start.
 
     A search of the schedule is kept to as many stages as the model has layers. Cut and memory plan are kept in the
     cache, so that all who ask get the same ones.
@@ -77,7 +77,7 @@ def planned(spec: RunSpec) -> RunPlan:
 
 
 def case_of_run(spec: RunSpec) -> MemoryCase:
-    """Gives the case that any memory policy of a resolved run would plan for: the device does not bound its cut.
+    """Return the case that any memory policy of a resolved run would plan for: the device does not bound its cut.
 
     Raises:
         ConfigError: counts that the schedule cannot serve, more stages than layers, or a profile that cannot be had.
@@ -91,7 +91,7 @@ def case_of_run(spec: RunSpec) -> MemoryCase:
 def memory_case(
     spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...], profile: ModelProfile | None = None
 ) -> MemoryCase:
-    """Gives what the memory policies of a resolved run plan for; `schedule` is the compute-only one.
+    """Return what the memory policies of a resolved run plan for; `schedule` is the compute-only one.
 
     The profile comes from where the run says, unless it is given.
 
@@ -107,7 +107,7 @@ def memory_case(
 
 
 def check_fits(spec: RunSpec, outcome: Outcome) -> None:
-    """Checks what a memory plan leaves on the devices and takes of host memory.
+    """Check what a memory plan leaves on the devices and takes of host memory.
 
     Raises:
         DoesNotFitError: a rank would hold more than its device, or the ranks of a node more than machine.host_bytes.
@@ -127,7 +127,7 @@ def check_fits(spec: RunSpec, outcome: Outcome) -> None:
 
 
 def has_room(spec: RunSpec, on_host: Sequence[int]) -> bool:
-    """Tells whether a node's host memory holds what its ranks keep there, given in bytes for each rank of a pipeline."""
+    """Return whether a node's host memory holds what its ranks keep there, given in bytes for each rank of a pipeline."""
     limit = spec.machine.host_bytes
     return limit is None or max(on_host) * _on_a_node(spec, on_host) <= limit
 
@@ -137,7 +137,7 @@ def _on_a_node(spec: RunSpec, on_host: Sequence[int]) -> int:
 
 
 def _within_layers(spec: RunSpec) -> RunSpec:
-    """Keeps the search of a schedule that will run to as many stages as the model has layers."""
+    """Keep the search of a schedule that will run to as many stages as the model has layers."""
     if spec.machine.kind != "real" or spec.schedule.name not in SEARCHED:
         return spec
     most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
@@ -145,7 +145,7 @@ def _within_layers(spec: RunSpec) -> RunSpec:
 
 
 def _kept_plan(spec: RunSpec, case: MemoryCase) -> MemoryPlan:
-    """Gives the policy's plan, from the cache where it has been made for the same case."""
+    """Return the policy's plan, from the cache where it has been made for the same case."""
     key = repr((
         spec.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer, case.limit_bytes,
         case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas,

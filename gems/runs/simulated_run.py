@@ -39,7 +39,7 @@ _INPUT = KINDS.index("INPUT")
 
 
 def main(argv: list[str]) -> int:
-    """Simulates a prepared run; an error of ours is one line on stderr."""
+    """Simulate a prepared run; an error of ours is one line on stderr."""
     if len(argv) != 1:
         print("usage: python -m gems.runs.simulated_run RUN_FOLDER", file=sys.stderr)
         return 2
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
-    """Builds the trace of a run on paper: one step is simulated, and the others are the same one later.
+    """Build the trace of a run on paper: one step is simulated, and the others are the same one later.
 
     With machine.noise steps differ: `MAX_NOISY_STEPS` of them are drawn, and come round again after that. Replicas are
     alike, so that the events are those of replica 0 alone; the root attribute `identical_replicas` says how many stand
@@ -114,7 +114,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
 
 
 def _credentials(spec: RunSpec) -> dict[str, object]:
-    """Gives what a machine is known from, and how far predictions with it were off, where it says so."""
+    """Return what a machine is known from, and how far predictions with it were off, where it says so."""
     machine = spec.machine
     found = {
         "calibrated_from": machine.calibrated_from, "held_out_error": machine.held_out_error, "noise": machine.noise or None,
@@ -125,7 +125,7 @@ def _credentials(spec: RunSpec) -> dict[str, object]:
 def _events(
     spec: RunSpec, schedule: Schedule, costs: StageCosts, played: Simulation, memory: tuple[RankMemory, ...]
 ) -> np.ndarray:
-    """Gives the events of one step of replica 0, sorted by (rank, start_ns)."""
+    """Return the events of one step of replica 0, sorted by (rank, start_ns)."""
     unit_ns, activation_bytes = spec.cost.unit_s * 1e9, spec.cost.activation_bytes
     rows = []
     pace = pace_of(spec, 0)
@@ -153,14 +153,14 @@ def _events(
 
 
 def _moved_bytes(action: Action, costs: StageCosts, activation_bytes: int) -> float:
-    """Gives the bytes that a transfer or a copy carries."""
+    """Return the bytes that a transfer or a copy carries."""
     if action.kind in SEND_KINDS | RECV_KINDS:
         return costs.boundary_bytes[boundary_of(action)]
     return costs.activation[action.stage] * activation_bytes if action.kind in COPY_KINDS else 0.0
 
 
 def _all_steps(events: list[np.ndarray], starts_ns: list[int]) -> np.ndarray:
-    """Gives the events of all steps, sorted by (rank, start_ns); drawn steps come round again."""
+    """Return the events of all steps, sorted by (rank, start_ns); drawn steps come round again."""
     lengths = [len(events[k % len(events)]) for k in range(len(starts_ns))]
     made = np.concatenate([events[k % len(events)] for k in range(len(starts_ns))])
     starts = np.repeat(np.array(starts_ns), lengths)
@@ -172,7 +172,7 @@ def _all_steps(events: list[np.ndarray], starts_ns: list[int]) -> np.ndarray:
 
 
 def _result(trace: Trace) -> dict[str, object]:
-    """Gives what rank 0 of a real run would know, and the median time of a step."""
+    """Return what rank 0 of a real run would know, and the median time of a step."""
     counted = trace.steps[trace.steps["is_warmup"] == 0]
     step_s = float(np.median(counted["end_ns"] - counted["start_ns"])) * 1e-9
     return {

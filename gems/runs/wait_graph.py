@@ -27,7 +27,7 @@ class WaitingChain:
     cycle: tuple[int, ...] = ()
 
     def path(self, rank: int) -> tuple[int, ...]:
-        """Gives the ranks from `rank` to a root, each waiting for the next; a ring ends where it began."""
+        """Return the ranks from `rank` to a root, each waiting for the next; a ring ends where it began."""
         goals = [root.rank for root in self.roots]
         ways: dict[int, tuple[int, ...]] = {rank: (rank,)}
         queue = [rank]
@@ -45,7 +45,7 @@ class WaitingChain:
         return max(ways.values(), key=len)
 
     def text(self, rank: int | None = None) -> str:
-        """Words in one line for whom `rank` waits, and that one, to the root; without a rank, who has waited longest."""
+        """Describe in one line for whom `rank` waits, and that one, to the root; without a rank, who has waited longest."""
         if rank is None or rank not in self.standings:
             waiting = [one for one in self.standings.values() if one.state is State.WAITS]
             if not waiting:
@@ -66,7 +66,7 @@ class WaitingChain:
 def waiting_chain(
     schedule: Schedule, beats: Mapping[int, Beat], now_ns: int | None = None, silent_after_s: float = SILENT_AFTER_S
 ) -> WaitingChain:
-    """Finds who waits for whom, from each rank's last mark.
+    """Find who waits for whom, from each rank's last mark.
 
     Args:
         schedule: the lowered one that every pipeline runs.
@@ -99,7 +99,7 @@ def _now(beats: Iterable[Beat]) -> int:
 
 
 def _cycle(standings: Mapping[int, Standing]) -> tuple[int, ...]:
-    """Gives ranks that wait for each other in a ring; nothing where there is none."""
+    """Return ranks that wait for each other in a ring; nothing where there is none."""
     for start in standings:
         path = [start]
         while (after := next((r for r in standings[path[-1]].of_ranks if r in standings), None)) is not None:

@@ -43,12 +43,12 @@ class Family:
     stages_per_rank: int | None = 1
 
     def stages(self, chunks: int) -> int:
-        """Gives the stages that a rank holds in one direction, 0 where that is known only once it is built."""
+        """Return the stages that a rank holds in one direction, 0 where that is known only once it is built."""
         return chunks if self.stages_per_rank is None else self.stages_per_rank
 
 
 def _with_costs(build: Callable[[int, int, StageCosts], Schedule], stages_per_rank: int) -> Family:
-    """Makes the family of a schedule that looks at stage times."""
+    """Make the family of a schedule that looks at stage times."""
     return Family(
         lambda r: build(r.num_ranks, r.num_micro_batches, r.costs.stages(stages_per_rank * r.num_ranks)),
         stages_per_rank=stages_per_rank,
@@ -83,7 +83,7 @@ PUBLISHED = tuple(name for name in FAMILIES if name not in SEARCHED)
 
 
 def generate(name: str, num_ranks: int, num_micro_batches: int, num_parts: int = 1, **more: object) -> Schedule:
-    """Builds the compute-only schedule of a family in `FAMILIES`; `more` are further fields of `Request`.
+    """Build the compute-only schedule of a family in `FAMILIES`; `more` are further fields of `Request`.
 
     Raises:
         ConfigError: counts or a cap that the family cannot serve.

@@ -70,7 +70,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads the text form.
+        """Read the text form.
 
         Raises:
             ConfigError: the text is no action, or its kind is unknown.
@@ -92,20 +92,20 @@ class Action(NamedTuple):
 
 
 def forward(stage: int, micro_batch: int, direction: int = 0) -> Action:
-    """Builds the forward of one stage and micro-batch."""
+    """Build the forward of one stage and micro-batch."""
     return Action(Kind.F, stage, micro_batch, direction)
 
 
 def backward(stage: int, micro_batch: int, direction: int = 0) -> Action:
-    """Builds the full backward of one stage and micro-batch."""
+    """Build the full backward of one stage and micro-batch."""
     return Action(Kind.B, stage, micro_batch, direction)
 
 
 def input_gradient(stage: int, micro_batch: int, direction: int = 0) -> Action:
-    """Builds the first half of a split backward: the gradient of the stage's input."""
+    """Build the first half of a split backward: the gradient of the stage's input."""
     return Action(Kind.I, stage, micro_batch, direction)
 
 
 def weight_gradient(stage: int, micro_batch: int, direction: int = 0) -> Action:
-    """Builds the second half of a split backward: the gradient of the stage's weights."""
+    """Build the second half of a split backward: the gradient of the stage's weights."""
     return Action(Kind.W, stage, micro_batch, direction)

@@ -45,7 +45,7 @@ def step_units(
     chunks: int = 2,
     cap: float | None = None,
 ) -> float | None:
-    """Gives the time of one step with equal stages and free links, in the unit of `forward` and `backward`.
+    """Return the time of one step with equal stages and free links, in the unit of `forward` and `backward`.
 
     With f, b = i + w for the forward and backward of a rank's part of the model and W = N (f + b):
 
@@ -78,7 +78,7 @@ def step_units(
 def peak_units(
     name: str, num_ranks: int, num_micro_batches: int, parts: int = 1, *, chunks: int = 2, cap: float | None = None
 ) -> float | None:
-    """Gives the most activations that a rank holds, in micro-batches on one of P equal parts of the model.
+    """Return the most activations that a rank holds, in micro-batches on one of P equal parts of the model.
 
     layer_parallel and gems_zb 1; GEMS its parts; gpipe and looped_bfs N; 1f1b min(P, N), or the cap's integer part
     where that is less; zb_h1, zb_v and chimera min(P, N); zb_h2 min(2 P - 1, N); v_half min((P + 2) div 2, N) and v_min
@@ -110,7 +110,7 @@ def peak_units(
 def bubble(
     name: str, num_ranks: int, num_micro_batches: int, forward: float, backward: float, parts: int = 1
 ) -> float | None:
-    """Gives the share of a step in which a rank idles, by the closed form."""
+    """Return the share of a step in which a rank idles, by the closed form."""
     span = step_units(name, num_ranks, num_micro_batches, forward, backward, parts)
     return None if not span else 1.0 - num_micro_batches * (forward + backward) / span
 

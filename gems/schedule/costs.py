@@ -30,7 +30,7 @@ class SegmentCosts:
     copy_in: float = 0.0
 
     def time(self, kind: Kind) -> float:
-        """Gives the time of an action on its rank or copy engine."""
+        """Return the time of an action on its rank or copy engine."""
         if kind is Kind.B:
             return self.input_grad + self.weight_grad
         return float(getattr(self, _TIME_OF[kind])) if kind in _TIME_OF else 0.0
@@ -82,7 +82,7 @@ class StageCosts:
         return len(self.forward)
 
     def in_segments(self, counts: Sequence[int]) -> StageCosts:
-        """Gives the same with each stage in so many equal segments."""
+        """Return the same with each stage in so many equal segments."""
         return replace(self, segments=tuple((self._part(stage, count),) * count for stage, count in enumerate(counts)))
 
     def _part(self, stage: int, count: int) -> SegmentCosts:
@@ -99,7 +99,7 @@ class StageCosts:
         )
 
     def time(self, action: Action) -> float:
-        """Gives the time of an action on its rank or copy engine; transfers take none here."""
+        """Return the time of an action on its rank or copy engine; transfers take none here."""
         kind, stage = action.kind, action.stage
         if action.segment is not None:
             is_transfer = kind in SEND_KINDS or kind in RECV_KINDS
@@ -121,13 +121,13 @@ class StageCosts:
         return self.step[stage] if kind is Kind.STEP else 0.0
 
     def held(self, what: str, action: Action) -> float:
-        """Gives `activation`, `held_for_weights` or `boundary` of an action's stage or segment."""
+        """Return `activation`, `held_for_weights` or `boundary` of an action's stage or segment."""
         if action.segment is not None:
             return float(getattr(self.segments[action.stage][action.segment], what))
         return float(getattr(self, what)[action.stage])
 
     def moved(self, action: Action) -> float:
-        """Gives the size that a copy carries: of a whole stage all its activations."""
+        """Return the size that a copy carries: of a whole stage all its activations."""
         return self.held("activation" if action.segment is None else "moved", action)
 
 
@@ -149,27 +149,27 @@ class Network:
     first_rank: int = 0
 
     def node_of(self, rank: int) -> int:
-        """Gives the node of a rank of the pipeline; where `ranks_per_node` is not given each rank has its own."""
+        """Return the node of a rank of the pipeline; where `ranks_per_node` is not given each rank has its own."""
         return (self.first_rank + rank) // (self.ranks_per_node or 1)
 
     def parts(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
-        """Gives latency and transmission time of a message from one rank to another."""
+        """Return latency and transmission time of a message from one rank to another."""
         if self.ranks_per_node and self.node_of(sender) == self.node_of(receiver):
             return self.node_latency, num_bytes * self.node_per_byte
         return self.latency, num_bytes * self.per_byte
 
     def lanes(self, sender: int, receiver: int) -> tuple[int, int]:
-        """Gives who competes for the way out and for the way in: ranks, or between nodes all ranks of a node."""
+        """Return who competes for the way out and for the way in: ranks, or between nodes all ranks of a node."""
         if self.ranks_per_node and self.node_of(sender) == self.node_of(receiver):
             return sender, receiver
         return self.outer_lane(sender), self.outer_lane(receiver)
 
     def outer_lane(self, rank: int) -> int:
-        """Gives the lane of a rank to other nodes: -1 - node, or the rank itself where nodes are not told apart."""
+        """Return the lane of a rank to other nodes: -1 - node, or the rank itself where nodes are not told apart."""
         return -1 - self.node_of(rank) if self.ranks_per_node else rank
 
     def delay(self, sender: int, receiver: int, num_bytes: float) -> float:
-        """Gives the time from posting to arrival, without contention."""
+        """Return the time from posting to arrival, without contention."""
         latency, transmission = self.parts(sender, receiver, num_bytes)
         return latency + transmission
 
@@ -199,7 +199,7 @@ class DepthCosts:
     activations: tuple[float, ...] = (1.0,)
 
     def stages(self, num_stages: int) -> StageCosts:
-        """Gives the costs of the model cut into `num_stages` stages of equal depth.
+        """Return the costs of the model cut into `num_stages` stages of equal depth.
 
         `boundary` and `boundary_bytes` are those of one tensor between stages, wherever the cut is.
         """
@@ -225,7 +225,7 @@ class DepthCosts:
 
 
 def _cut(density: Sequence[float], num_stages: int) -> list[Fraction]:
-    """Integrates a step function over [0, 1], given by equal pieces, over `num_stages` equal parts; exact."""
+    """Integrate a step function over [0, 1], given by equal pieces, over `num_stages` equal parts; exact."""
     pieces = len(density)
     parts = []
     for stage in range(num_stages):
@@ -239,5 +239,5 @@ def _cut(density: Sequence[float], num_stages: int) -> list[Fraction]:
 def uniform(
     num_ranks: int, num_stages: int, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0
 ) -> StageCosts:
-    """Gives equal costs: times of whole-rank work, activations of 1 for a rank's part of the model."""
+    """Return equal costs: times of whole-rank work, activations of 1 for a rank's part of the model."""
     return DepthCosts(num_ranks, forward, input_grad, weight_grad).stages(num_stages)

@@ -13,7 +13,7 @@ _SAME = {
 
 
 def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
-    """Gives the actions whose data `action` needs.
+    """Return the actions whose data `action` needs.
 
     A receive needs the send that it pairs with, whose data the message carries. REDUCE_GRAD needs every backward
     of its own rank, which precedes it in the list, so only those of other ranks would be named: there are none.
@@ -60,12 +60,12 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _named(kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None) -> Action:
-    """Builds an action; the constructor of a named tuple takes three times as long."""
+    """Build an action; the constructor of a named tuple takes three times as long."""
     return tuple.__new__(Action, (kind, stage, micro_batch, direction, segment))
 
 
 def _source_of_activations(action: Action, schedule: Schedule) -> Kind:
-    """Gives what last brought the stash that a backward reads: forward, recomputation or the copy back."""
+    """Return what last brought the stash that a backward reads: forward, recomputation or the copy back."""
     _, stage, micro_batch, direction, segment = action
     for kind in (Kind.R, Kind.PREFETCH):
         if schedule.has_any(kind) and schedule.has(kind, stage, micro_batch, direction, segment):
@@ -74,7 +74,7 @@ def _source_of_activations(action: Action, schedule: Schedule) -> Kind:
 
 
 def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedule: Schedule) -> Action:
-    """Names the neighbour's compute, or the receive of its data where transfers are in the list."""
+    """Name the neighbour's compute, or the receive of its data where transfers are in the list."""
     _, stage, micro_batch, direction, _ = action
     ranks = schedule.placement.ranks[direction]
     if schedule.has_transfers and ranks[other] != ranks[stage]:
@@ -85,7 +85,7 @@ def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedu
 
 
 def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, Action, int], ...]:
-    """Gives, for each transfer that carries what a compute action makes, its send, its receive and the receiving rank.
+    """Return, for each transfer that carries what a compute action makes, its send, its receive and the receiving rank.
 
     In a chain there is one at most; in a graph of stages one for each rank that reads it.
     """
@@ -102,7 +102,7 @@ def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, A
 
 
 def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
-    """Gives the send and the receive that carry what a compute action of a chain makes, and the receiving rank.
+    """Return the send and the receive that carry what a compute action of a chain makes, and the receiving rank.
 
     None where the data stays on its rank or nothing follows.
     """

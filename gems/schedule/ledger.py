@@ -35,7 +35,7 @@ class Ledger:
         self.peak = 0.0
 
     def take(self, rank: int, action: Action, now: float) -> float:
-        """Counts what an action brings and gives the time, `now` or later, at which there is room for it.
+        """Count what an action brings and gives the time, `now` or later, at which there is room for it.
 
         Raises:
             ScheduleError: there will never be room.
@@ -62,19 +62,19 @@ class Ledger:
         return now
 
     def give(self, action: Action) -> None:
-        """Counts what the end of an action lets go."""
+        """Count what the end of an action lets go."""
         left = self.leaves(action)
         if left:
             self.held -= left
             self.peak = max(self.peak, self.held)
 
     def give_at(self, action: Action, time: float) -> None:
-        """Counts what a copy to host memory lets go when it ends."""
+        """Count what a copy to host memory lets go when it ends."""
         if not self._waits_for(action):
             heapq.heappush(self._leaving, (time, self._costs.moved(action)))
 
     def brings(self, action: Action) -> float:
-        """Gives the size that must be free before an action starts."""
+        """Return the size that must be free before an action starts."""
         kind, stage, micro_batch, direction, segment = action
         costs = self._costs
         if kind is Kind.F:
@@ -88,7 +88,7 @@ class Ledger:
         return costs.moved(action) if kind is Kind.PREFETCH else 0.0
 
     def leaves(self, action: Action) -> float:
-        """Gives the size that is free once an action of the rank has ended."""
+        """Return the size that is free once an action of the rank has ended."""
         costs = self._costs
         if action.kind is Kind.B:
             return costs.held("activation", action)
@@ -105,14 +105,14 @@ class Ledger:
         )
 
     def leaves_at_once(self, action: Action) -> float:
-        """Gives what is counted as gone behind an action, in the order of the list alone."""
+        """Return what is counted as gone behind an action, in the order of the list alone."""
         if action.kind is Kind.OFFLOAD:
             return 0.0 if self._waits_for(action) else self._costs.moved(action)
         return self.leaves(action)
 
 
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """Gives the most activations that each rank holds, from the order of its list alone.
+    """Return the most activations that each rank holds, from the order of its list alone.
 
     Exact where each copy out is waited for (FREE), or there is none; one that is not counts as gone when it is posted.
     """

@@ -14,7 +14,7 @@ MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 
 
 def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Schedule:
-    """Inserts sends behind the compute whose data they carry, and receives ahead of the compute that needs it.
+    """Insert sends behind the compute whose data they carry, and receives ahead of the compute that needs it.
 
     A receive only posts a buffer, so it stands `receives_ahead` compute actions early: a message then finds its
     buffer while the rank still computes. More would only hold more buffers. Without a number it is 1 in a chain, 8 in
@@ -40,7 +40,7 @@ def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Sche
 
 
 def _first_of_each(receives: list[list[Action]]) -> list[list[Action]]:
-    """Keeps of a receive that several actions need the first place."""
+    """Keep of a receive that several actions need the first place."""
     seen: set[Action] = set()
     kept = []
     for some in receives:
@@ -50,12 +50,12 @@ def _first_of_each(receives: list[list[Action]]) -> list[list[Action]]:
 
 
 def add_reduce(schedule: Schedule) -> Schedule:
-    """Appends to every rank the one fused reduction of the gradients that it holds."""
+    """Append to every rank the one fused reduction of the gradients that it holds."""
     return _append(schedule, Kind.REDUCE_GRAD, "add_reduce")
 
 
 def add_step(schedule: Schedule) -> Schedule:
-    """Appends to every rank the optimizer step."""
+    """Append to every rank the optimizer step."""
     return _append(schedule, Kind.STEP, "add_step")
 
 
@@ -65,19 +65,19 @@ def _append(schedule: Schedule, kind: Kind, name: str) -> Schedule:
 
 
 def _more(schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]) -> Schedule:
-    """Gives the schedule with rows that hold more; what its actions need is the same, and not looked for again."""
+    """Return the schedule with rows that hold more; what its actions need is the same, and not looked for again."""
     more = replace(schedule, rows=rows, passes=passes)
     more.needs.update(schedule.needs)
     return more
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Runs all passes: transfers, and for training the gradient reduction and the step."""
+    """Run all passes: transfers, and for training the gradient reduction and the step."""
     lowered = add_transfers(schedule)
     return lowered if schedule.forward_only else add_step(add_reduce(lowered))
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """Takes out again what lowering put in: all but the compute actions and what copies to host memory."""
+    """Take out again what lowering put in: all but the compute actions and what copies to host memory."""
     rows = tuple(tuple(a for a in row if a.kind in MADE_KINDS) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=())

@@ -48,7 +48,7 @@ class RankMemory:
         return self.parameters + max((held.device for held in self.held), default=0.0)
 
     def at(self, time: float) -> Held:
-        """Gives what is held just after `time`."""
+        """Return what is held just after `time`."""
         place = bisect.bisect_right(self.held, time + TOLERANCE, key=lambda held: held.time)
         return self.held[place - 1] if place else Held(0.0, 0.0, 0.0, 0.0)
 
@@ -56,7 +56,7 @@ class RankMemory:
 def memory_over_time(
     schedule: Schedule, costs: StageCosts, played: Simulation, activation_bytes: float = 1.0, param_bytes: float = 0.0
 ) -> tuple[RankMemory, ...]:
-    """Gives each rank's memory over a simulated step.
+    """Return each rank's memory over a simulated step.
 
     An action's activations come when it starts and go when it ends, those of a copy to host memory when the copy
     ends. A send's buffer is held until the message has arrived, a receive's from its posting until the compute that
@@ -115,7 +115,7 @@ def _changes(
 
 
 def _summed(changes: list[Change]) -> tuple[Held, ...]:
-    """Adds the changes up, one point for all that happens at one time; what goes then makes room for what comes."""
+    """Add the changes up, one point for all that happens at one time; what goes then makes room for what comes."""
     held: list[Held] = []
     sums = [0.0, 0.0, 0.0]
     at = 0.0

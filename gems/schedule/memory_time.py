@@ -26,7 +26,7 @@ def memory_time_bound(
     network: Network = FREE,
     allow: tuple[str, ...] = (),
 ) -> float:
-    """Gives an efficiency that no schedule of this placement exceeds while it keeps the cap.
+    """Return an efficiency that no schedule of this placement exceeds while it keeps the cap.
 
     A stage's activations stay from its forward until the gradient has come back through all later stages, so a
     micro-batch takes at least size x that time of a rank's cap x step time. The step is at least as long as all
@@ -73,7 +73,7 @@ def memory_time_bound(
 def _times_held(
     costs: StageCosts, placement: Placement, direction: int, is_split: bool, network: Network
 ) -> tuple[float, ...]:
-    """Gives for each stage the least time from the begin of F to the end of B or I."""
+    """Return for each stage the least time from the begin of F to the end of B or I."""
     ranks = placement.ranks[direction]
     held = [0.0] * costs.num_stages
     for stage in reversed(range(costs.num_stages)):
@@ -91,7 +91,7 @@ def _times_held(
 
 
 def _period(busy: float, product: float, cap: float | None, allowed: list[list[_Saving]]) -> float:
-    """Gives the least time a micro-batch takes of a rank; each list of savings has a time budget of its own."""
+    """Return the least time a micro-batch takes of a rank; each list of savings has a time budget of its own."""
     if cap is None or product <= cap * busy:
         return busy
     low, high = busy, product / cap
@@ -109,7 +109,7 @@ def _period(busy: float, product: float, cap: float | None, allowed: list[list[_
 
 
 def _most_saved(savings: list[_Saving], budget: float) -> float:
-    """Fills a budget of time with the savings that give most for it, the last one in part."""
+    """Fill a budget of time with the savings that give most for it, the last one in part."""
     total = 0.0
     for saving in sorted(savings, key=lambda item: -item.saved / item.cost if item.cost else float("-inf")):
         part = min(1.0, budget / saving.cost) if saving.cost else 1.0

@@ -26,12 +26,12 @@ class Pace:
     late: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def factor(self, rank: int, action: Action) -> float:
-        """Gives how many times longer than its cost an action takes on `rank`."""
+        """Return how many times longer than its cost an action takes on `rank`."""
         usual = self.slowdowns[rank] if self.slowdowns else 1.0
         return usual * self.slowdown if rank == self.slow_rank and action.kind in COMPUTE_KINDS else usual
 
     def inputs_ready(self, schedule: Schedule, rank: int) -> dict[Action, float]:
-        """Gives when the input of each forward that reads one is ready, in units from the beginning of the step."""
+        """Return when the input of each forward that reads one is ready, in units from the beginning of the step."""
         if not self.input:
             return {}
         first = schedule.first_segment(0)

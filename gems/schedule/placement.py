@@ -47,31 +47,31 @@ class Placement:
         return len(self.ranks)
 
     def rank_of(self, direction: int, stage: int) -> int:
-        """Gives the rank that runs `stage` in `direction`."""
+        """Return the rank that runs `stage` in `direction`."""
         return self.ranks[direction][stage]
 
     def stages_on(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Gives the (direction, stage) pairs that `rank` holds, by stage and then direction."""
+        """Return the (direction, stage) pairs that `rank` holds, by stage and then direction."""
         return self._held[rank]
 
     def feeders_of(self, stage: int) -> tuple[int, ...]:
-        """Gives the stages whose outputs a stage reads, ascending."""
+        """Return the stages whose outputs a stage reads, ascending."""
         if self.feeders is None:
             return (stage - 1,) if stage else ()
         return self.feeders[stage]
 
     def users_of(self, stage: int) -> tuple[int, ...]:
-        """Gives the stages that read what a stage makes, ascending."""
+        """Return the stages that read what a stage makes, ascending."""
         if self.feeders is None:
             return (stage + 1,) if stage + 1 < self.num_stages else ()
         return self._users[stage]
 
     def lowest_stage(self, rank: int) -> int:
-        """Gives the lowest stage on `rank`, which names its gradient reduction."""
+        """Return the lowest stage on `rank`, which names its gradient reduction."""
         return min(stage for _, stage in self.stages_on(rank))
 
     def peers_of(self, rank: int) -> tuple[int, ...]:
-        """Gives the ranks of the pipeline, `rank` among them, that hold copies of the same stages.
+        """Return the ranks of the pipeline, `rank` among them, that hold copies of the same stages.
 
         For two directions that is the pair {r, P-1-r} (GEMS, section "layout"): the same two ranks hold both
         stages, so one fused all-reduce serves the two.
@@ -80,7 +80,7 @@ class Placement:
         return tuple(sorted({row[stage] for row in self.ranks for stage in mine}))
 
     def reduce_group(self, rank: int, num_replicas: int) -> tuple[int, ...]:
-        """Gives the world ranks whose gradients are summed with those of `rank`, in every replica."""
+        """Return the world ranks whose gradients are summed with those of `rank`, in every replica."""
         return tuple(replica * self.num_ranks + peer for replica in range(num_replicas) for peer in self.peers_of(rank))
 
 
@@ -102,23 +102,23 @@ def _users_of(feeders: tuple[tuple[int, ...], ...], num_stages: int) -> tuple[tu
 
 
 def linear(num_ranks: int) -> Placement:
-    """Places stage s on rank s."""
+    """Place stage s on rank s."""
     return Placement(num_ranks, (tuple(range(num_ranks)),))
 
 
 def bidirectional(num_ranks: int) -> Placement:
-    """Places stage s on rank s in direction 0 (down) and on rank P-1-s in direction 1 (up)."""
+    """Place stage s on rank s in direction 0 (down) and on rank P-1-s in direction 1 (up)."""
     down = tuple(range(num_ranks))
     return Placement(num_ranks, (down, down[::-1]))
 
 
 def looped(num_ranks: int, chunks: int) -> Placement:
-    """Places stage s on rank s mod P: every rank holds `chunks` stages (Narayanan et al. 2021, section 2.2)."""
+    """Place stage s on rank s mod P: every rank holds `chunks` stages (Narayanan et al. 2021, section 2.2)."""
     return Placement(num_ranks, (tuple(range(num_ranks)) * chunks,))
 
 
 def wave(num_ranks: int, chunks: int) -> Placement:
-    """Places stages in a zig-zag, down the ranks and up again, `chunks` times (Hanayo: Liu et al. 2023, section 3).
+    """Place stages in a zig-zag, down the ranks and up again, `chunks` times (Hanayo: Liu et al. 2023, section 3).
 
     Two stages in sequence at a turn lie on one rank, where no transfer is needed.
     """
@@ -127,5 +127,5 @@ def wave(num_ranks: int, chunks: int) -> Placement:
 
 
 def v(num_ranks: int) -> Placement:
-    """Places stage s on rank s and stage 2P-1-s beside it: a wave of two (Qi et al. 2024, section 3)."""
+    """Place stage s on rank s and stage 2P-1-s beside it: a wave of two (Qi et al. 2024, section 3)."""
     return wave(num_ranks, 2)

@@ -64,21 +64,21 @@ class Schedule:
         return bool(self._marks[kind])
 
     def backward_kind(self, stage: int, micro_batch: int | None, direction: int) -> Kind:
-        """Gives the kind that makes the input gradient: I where the backward is split, otherwise B."""
+        """Return the kind that makes the input gradient: I where the backward is split, otherwise B."""
         segment = self.first_segment(stage)
         return Kind.I if (stage, micro_batch, direction, segment) in self._marks[Kind.I] else Kind.B
 
     def first_segment(self, stage: int) -> int | None:
-        """Gives the segment that reads what a stage is given; None where the stage runs whole."""
+        """Return the segment that reads what a stage is given; None where the stage runs whole."""
         return None if self.num_segments[stage] is None else 0
 
     def last_segment(self, stage: int) -> int | None:
-        """Gives the segment that makes what a stage hands on; None where the stage runs whole."""
+        """Return the segment that makes what a stage hands on; None where the stage runs whole."""
         count = self.num_segments[stage]
         return None if count is None else count - 1
 
     def segments_of(self, stage: int) -> tuple[int | None, ...]:
-        """Gives the segments of a stage in order; the one None where it runs whole."""
+        """Return the segments of a stage in order; the one None where it runs whole."""
         count = self.num_segments[stage]
         return (None,) if count is None else tuple(range(count))
 
@@ -103,17 +103,17 @@ class Schedule:
         return self.placement.num_directions
 
     def actions(self) -> Iterator[tuple[int, Action]]:
-        """Gives every (rank, action), rank by rank in the order of the list."""
+        """Yield every (rank, action), rank by rank in the order of the list."""
         for rank, row in enumerate(self.rows):
             for action in row:
                 yield rank, action
 
     def rank_of(self, action: Action) -> int:
-        """Gives the rank that must run `action`, for actions that belong to one stage."""
+        """Return the rank that must run `action`, for actions that belong to one stage."""
         return self.placement.rank_of(action.direction, action.stage)
 
     def directions(self) -> dict[int, int]:
-        """Gives the direction of each micro-batch."""
+        """Return the direction of each micro-batch."""
         return {
             action.micro_batch: action.direction
             for _, action in self.actions()
@@ -121,6 +121,6 @@ class Schedule:
         }
 
     def digest(self) -> str:
-        """Gives the SHA-256 of the text of all rows, which ranks compare before the first step."""
+        """Return the SHA-256 of the text of all rows, which ranks compare before the first step."""
         text = "\n".join(" ".join(map(str, row)) for row in self.rows)
         return hashlib.sha256(text.encode()).hexdigest()

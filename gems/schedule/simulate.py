@@ -39,7 +39,7 @@ class Simulation:
 def simulate(
     schedule: Schedule, costs: StageCosts, network: Network = FREE, cap: float | None = None, pace: Pace = EVEN
 ) -> Simulation:
-    """Plays all ranks forward at once. Transfers and copies post; who needs the data waits.
+    """Simulate all ranks forward at once. Transfers and copies post; who needs the data waits.
 
     Args:
         schedule: compute-only or lowered. Without transfers in the list, data still takes the network's time.
@@ -97,7 +97,7 @@ class _Player:
         return Simulation(tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), span, tuple(self.busy), peak)
 
     def advance(self, rank: int, action: Action) -> bool:
-        """Runs one action when it can run; otherwise remembers who must wake this rank."""
+        """Run one action when it can run; otherwise remembers who must wake this rank."""
         kind = action.kind
         needs = dependencies(action, self.schedule)
         if kind in RECV_KINDS:
@@ -138,7 +138,7 @@ class _Player:
         return True
 
     def flight(self, need: Action, action: Action) -> float:
-        """Gives the network's time where data comes from another rank and no transfer in the list carries it."""
+        """Return the network's time where data comes from another rank and no transfer in the list carries it."""
         here, there = self.schedule.rank_of(need), self.schedule.rank_of(action)
         if here == there:
             return 0.0
@@ -148,7 +148,7 @@ class _Player:
         return self.costs.boundary_bytes[min(sender, receiver)]
 
     def post(self, rank: int, action: Action, send: Action, receive: Action) -> None:
-        """Posts one side of a transfer; the data sets out when both sides are posted and the way is free."""
+        """Post one side of a transfer; the data sets out when both sides are posted and the way is free."""
         now = self.clock[rank]
         other = self.posted.pop(receive if action is send else send, None)
         mine = (rank, len(self.start[rank]), now)
@@ -172,7 +172,7 @@ class _Player:
         self.finish(receive, arrival)
 
     def copy(self, rank: int, action: Action, begin: float) -> None:
-        """Starts a copy on its engine, one of each direction a rank; the rank goes on."""
+        """Start a copy on its engine, one of each direction a rank; the rank goes on."""
         engine = (rank, action.kind)
         begin = max(begin, self.engines.get(engine, 0.0))
         if action.kind is Kind.PREFETCH:
@@ -185,7 +185,7 @@ class _Player:
         self.finish(action, finish)
 
     def reduce(self, rank: int, action: Action) -> bool:
-        """Joins a collective; the last peer to come lets all of them go on."""
+        """Join a collective; the last peer to come lets all of them go on."""
         group = self.arrived.setdefault(action.stage, {})
         peers = self.schedule.placement.peers_of(rank)
         if rank not in group:
@@ -210,7 +210,7 @@ class _Player:
         return True
 
     def pass_through(self, ways: Sequence[tuple[int, Kind]], begin: float, time: float) -> float:
-        """Takes ways that pass one thing at a time, as soon as all of them are free; gives when that is."""
+        """Take ways that pass one thing at a time, as soon as all of them are free; gives when that is."""
         begin = max(begin, *(self.engines.get(way, 0.0) for way in ways))
         self.engines.update(dict.fromkeys(ways, begin + time))
         return begin
@@ -226,7 +226,7 @@ class _Player:
                 heapq.heappush(self.ready, (max(time, self.clock[rank]), rank))
 
     def refuse_stuck(self) -> None:
-        """Names an action of a circle of ranks that wait for each other, or the one that waits for nothing to come."""
+        """Name an action of a circle of ranks that wait for each other, or the one that waits for nothing to come."""
         rows = self.schedule.rows
         stuck = {rank: row[self.next[rank]] for rank, row in enumerate(rows) if self.next[rank] < len(row)}
         path: list[int] = []
@@ -243,7 +243,7 @@ class _Player:
         raise ScheduleError(rank, action, f"{what}, which never comes")
 
     def awaited(self, rank: int, action: Action) -> Iterator[int]:
-        """Gives the ranks that a stuck action waits for."""
+        """Yield the ranks that a stuck action waits for."""
         if action.kind is Kind.REDUCE_GRAD:
             here = self.arrived.get(action.stage, {})
             yield from (peer for peer in self.schedule.placement.peers_of(rank) if peer not in here)

@@ -13,7 +13,7 @@ from gems.schedule.transfers import partner_of
 
 
 def needs(action: Action, placement: Placement, has_transfers: bool) -> tuple[Action, ...]:
-    """Gives the actions whose data `action` needs; see `gems.schedule.dependencies`."""
+    """Return the actions whose data `action` needs; see `gems.schedule.dependencies`."""
     kind, stage, micro_batch, direction, _ = action
     here = placement.rank_of(direction, stage)
 
@@ -43,7 +43,7 @@ def needs(action: Action, placement: Placement, has_transfers: bool) -> tuple[Ac
 
 
 def sends_after(action: Action, placement: Placement) -> tuple[Action, ...]:
-    """Gives the sends that carry what a compute action makes to other ranks."""
+    """Return the sends that carry what a compute action makes to other ranks."""
     kind, stage, micro_batch, direction, _ = action
     here = placement.rank_of(direction, stage)
     if kind is Kind.F:
@@ -62,12 +62,12 @@ def sends_after(action: Action, placement: Placement) -> tuple[Action, ...]:
 
 
 def first_reader(placement: Placement, direction: int, stage: int, rank: int) -> int:
-    """Gives the lowest stage on `rank` that reads what `stage` makes."""
+    """Return the lowest stage on `rank` that reads what `stage` makes."""
     return readers_by_rank(placement, direction, stage)[rank][0]
 
 
 def readers_by_rank(placement: Placement, direction: int, stage: int) -> dict[int, list[int]]:
-    """Gives the stages that read what `stage` makes, ascending, by their ranks."""
+    """Return the stages that read what `stage` makes, ascending, by their ranks."""
     found: dict[int, list[int]] = {}
     for reader in placement.users_of(stage):
         found.setdefault(placement.rank_of(direction, reader), []).append(reader)

@@ -15,22 +15,22 @@ _PARTNER = {
 
 
 def other_stage(transfer: Action) -> int:
-    """Gives the stage at the other end of a transfer."""
+    """Return the stage at the other end of a transfer."""
     return transfer.stage + _TO_STAGE[transfer.kind] if transfer.segment is None else transfer.segment
 
 
 def partner_of(transfer: Action) -> Action:
-    """Gives the other half of a transfer: the receive of a send, the send of a receive."""
+    """Return the other half of a transfer: the receive of a send, the send of a receive."""
     kind, stage, micro_batch, direction, other = transfer
     mine = None if other is None else stage
     return Action(_PARTNER[kind], other_stage(transfer), micro_batch, direction, mine)
 
 
 def sender_of(transfer: Action) -> int:
-    """Gives the stage that sends, of a send or of its receive."""
+    """Return the stage that sends, of a send or of its receive."""
     return transfer.stage if transfer.kind in SEND_KINDS else other_stage(transfer)
 
 
 def boundary_of(transfer: Action) -> int:
-    """Gives the stage whose output a transfer carries, or whose output's gradient: the lower one of its ends."""
+    """Return the stage whose output a transfer carries, or whose output's gradient: the lower one of its ends."""
     return min(transfer.stage, other_stage(transfer))

@@ -26,7 +26,7 @@ _GRAPH_KINDS = _TRANSFER_KINDS | RANK_KINDS | {Kind.F, Kind.B}
 
 
 def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | None = None) -> Schedule:
-    """Checks a compute-only or lowered schedule and gives it back.
+    """Check a compute-only or lowered schedule and gives it back.
 
     Held: every stage of every micro-batch runs forward and backward once (whole, or its two halves), on the rank
     that holds it and in one direction, so that all activations are let go; what is recomputed or copied to host
@@ -49,7 +49,7 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
 
 
 def _equal_costs(schedule: Schedule) -> StageCosts:
-    """Gives equal costs of the stages, and of the segments of each."""
+    """Return equal costs of the stages, and of the segments of each."""
     stages = uniform(schedule.num_ranks, schedule.num_stages)
     return stages.in_segments([count or 1 for count in schedule.num_segments])
 
@@ -130,7 +130,7 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
 def _kinds_of(
     schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
 ) -> tuple[Kind, ...]:
-    """Gives the actions that one stage (or segment) and micro-batch needs, seen from those that are there."""
+    """Return the actions that one stage (or segment) and micro-batch needs, seen from those that are there."""
     if schedule.forward_only:
         return (Kind.F,)
     kind = schedule.backward_kind(stage, micro_batch, direction)

@@ -36,7 +36,7 @@ class RankTime:
 def rank_times(
     schedule: Schedule, costs: StageCosts, played: Simulation, network: Network = FREE, pace: Pace = EVEN
 ) -> tuple[RankTime, ...]:
-    """Splits each rank's step into its parts; `network` and `pace` are those that `played` was simulated with."""
+    """Split each rank's step into its parts; `network` and `pace` are those that `played` was simulated with."""
     spans = {
         action: (start, end)
         for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True)
@@ -66,7 +66,7 @@ def rank_times(
 
 
 def _flight(action: Action, schedule: Schedule, costs: StageCosts, network: Network, spans: dict[Action, Span]) -> Span:
-    """Gives when the last message that an action needs set out and arrived."""
+    """Return when the last message that an action needs set out and arrived."""
     last = (0.0, 0.0)
     for need in dependencies(action, schedule):
         if need.kind in RECV_KINDS:

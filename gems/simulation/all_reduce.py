@@ -26,7 +26,7 @@ NONE = AllReduce("none", 0.0, 0.0)
 
 
 def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
-    """Gives the faster of the two rings over the ranks of `group`, as communication libraries choose by size.
+    """Return the faster of the two rings over the ranks of `group`, as communication libraries choose by size.
 
     Args:
         network: with both levels of links; `group` has ranks as it counts them.
@@ -39,7 +39,7 @@ def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllR
 
 
 def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
-    """Gives one ring through all n ranks (Patarasuk and Yuan, JPDC 2009): 2 (n - 1) steps of 1 / n of the bytes.
+    """Return one ring through all n ranks (Patarasuk and Yuan, JPDC 2009): 2 (n - 1) steps of 1 / n of the bytes.
 
     The ranks of a node stand beside each other in it, so that each node's link carries one message a step. Each step
     takes as long as the slowest link of the ring.
@@ -53,7 +53,7 @@ def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
 
 
 def hierarchical(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
-    """Gives a ring in each node, rings between the nodes, and the ring in each node again.
+    """Return a ring in each node, rings between the nodes, and the ring in each node again.
 
     A node of k ranks scatters its sums in k - 1 steps, so that each rank holds 1 / k of them; the k rings between the
     m nodes take 2 (m - 1) steps and share the node's link, or have a link each where there is no contention; then
@@ -78,6 +78,6 @@ def hierarchical(network: Network, group: Sequence[int], num_bytes: float) -> Al
 
 
 def _farthest(network: Network, group: Sequence[int]) -> int:
-    """Gives a rank of the group on another node than its first one, where there is one."""
+    """Return a rank of the group on another node than its first one, where there is one."""
     first = network.node_of(group[0])
     return next((rank for rank in group if network.node_of(rank) != first), group[-1])

@@ -29,7 +29,7 @@ from gems.utils.cache import cached
 
 
 def compute_schedule_of(spec: RunSpec) -> Schedule:
-    """Gives the compute-only schedule of a resolved run: generated, found by search (or in the cache), or read.
+    """Return the compute-only schedule of a resolved run: generated, found by search (or in the cache), or read.
 
     Raises:
         ConfigError: counts or a cap that the family cannot serve, or a file that holds no such schedule.
@@ -46,7 +46,7 @@ def compute_schedule_of(spec: RunSpec) -> Schedule:
 
 
 def found_of(spec: RunSpec) -> dict[str, Any]:
-    """Gives what the search of schedule=capped found, from the cache where it has been done.
+    """Return what the search of schedule=capped found, from the cache where it has been done.
 
     The dictionary holds `schedule` (as JSON), `bound` (the efficiency that no schedule exceeds under the cap),
     `placement`, `method` and `candidates`.
@@ -67,7 +67,7 @@ def found_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def schedule_of(spec: RunSpec) -> Schedule:
-    """Gives the lowered, validated schedule of a resolved run: the one list that ranks run.
+    """Return the lowered, validated schedule of a resolved run: the one list that ranks run.
 
     Raises:
         ConfigError: as `compute_schedule_of`, or a cap that the schedule does not keep.
@@ -78,7 +78,7 @@ def schedule_of(spec: RunSpec) -> Schedule:
 
 
 def request_of(spec: RunSpec) -> Request:
-    """Gives what the generator is asked for."""
+    """Return what the generator is asked for."""
     parallel, schedule = spec.parallel, spec.schedule
     return Request(
         num_ranks=parallel.partitions,
@@ -97,7 +97,7 @@ def request_of(spec: RunSpec) -> Request:
 
 
 def cap_of(spec: RunSpec) -> float | None:
-    """Gives the cap in units of one micro-batch's activations on the heaviest of P equal parts, None without one."""
+    """Return the cap in units of one micro-batch's activations on the heaviest of P equal parts, None without one."""
     schedule = spec.schedule
     if schedule.activation_cap_bytes is None:
         return schedule.activation_cap
@@ -105,7 +105,7 @@ def cap_of(spec: RunSpec) -> float | None:
 
 
 def depth_costs_of(spec: RunSpec) -> DepthCosts:
-    """Gives the costs of the model over its depth, in units."""
+    """Return the costs of the model over its depth, in units."""
     cost = spec.cost
     return DepthCosts(
         num_ranks=spec.parallel.partitions,
@@ -121,7 +121,7 @@ def depth_costs_of(spec: RunSpec) -> DepthCosts:
 
 
 def costs_of(spec: RunSpec, placement: Placement) -> StageCosts:
-    """Gives the costs of a schedule's stages in units, the gradients' all-reduce among them."""
+    """Return the costs of a schedule's stages in units, the gradients' all-reduce among them."""
     if placement.feeders is None:
         stages = depth_costs_of(spec).stages(placement.num_stages)
     else:
@@ -135,7 +135,7 @@ def costs_of(spec: RunSpec, placement: Placement) -> StageCosts:
 
 
 def reduction_of(spec: RunSpec, placement: Placement, rank: int) -> AllReduce:
-    """Gives the all-reduce, in units, of the gradients that a rank of the first replica holds.
+    """Return the all-reduce, in units, of the gradients that a rank of the first replica holds.
 
     It takes no time without `cost.param_bytes`, so that abstract costs are those of the pipeline alone.
     """
@@ -145,13 +145,13 @@ def reduction_of(spec: RunSpec, placement: Placement, rank: int) -> AllReduce:
 
 
 def reduced_bytes(spec: RunSpec, placement: Placement, rank: int) -> int:
-    """Gives the bytes of gradients that a rank reduces: those of its share of the model, twice that in two directions."""
+    """Return the bytes of gradients that a rank reduces: those of its share of the model, twice that in two directions."""
     stages = {stage for _, stage in placement.stages_on(rank)}
     return spec.cost.param_bytes * len(stages) * placement.num_ranks // placement.num_stages
 
 
 def network_of(spec: RunSpec) -> Network:
-    """Gives the links of the configured machine, in units of time."""
+    """Return the links of the configured machine, in units of time."""
     machine, unit_s = spec.machine, spec.cost.unit_s
 
     def per_byte(bytes_per_s: float | None) -> float:
@@ -168,12 +168,12 @@ def network_of(spec: RunSpec) -> Network:
 
 
 def network_in_seconds(spec: RunSpec) -> Network:
-    """Gives the links of the configured machine in seconds, whatever the unit of the costs is."""
+    """Return the links of the configured machine in seconds, whatever the unit of the costs is."""
     return network_of(replace(spec, cost=replace(spec.cost, unit_s=1.0, link=0.0)))
 
 
 def pace_of(spec: RunSpec, replica: int) -> Pace:
-    """Gives what disturbs one replica of the pipeline: its slow rank, if it has it, and the time that inputs take."""
+    """Return what disturbs one replica of the pipeline: its slow rank, if it has it, and the time that inputs take."""
     machine, num_ranks = spec.machine, spec.parallel.partitions
     slow = machine.slow_rank
     has_slow_rank = slow is not None and slow // num_ranks == replica
@@ -181,7 +181,7 @@ def pace_of(spec: RunSpec, replica: int) -> Pace:
 
 
 def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
-    """Simulates one step of a resolved run's schedule without noise, and gives with it the network it was played on.
+    """Simulate one step of a resolved run's schedule without noise, and gives with it the network it was played on.
 
     Replicas are alike, but for how their ranks lie over the nodes and for a slow rank: of those that differ the slowest
     is given, for which the others wait at the reduction.
@@ -194,7 +194,7 @@ def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:
 
 
 def layouts(network: Network, num_ranks: int, num_replicas: int) -> list[Network]:
-    """Gives the network of each replica of `num_ranks` ranks, as these lie over the nodes; alike for those that lie alike."""
+    """Return the network of each replica of `num_ranks` ranks, as these lie over the nodes; alike for those that lie alike."""
     per_node = network.ranks_per_node
     if per_node is None:
         return [network] * num_replicas
@@ -208,7 +208,7 @@ def layouts(network: Network, num_ranks: int, num_replicas: int) -> list[Network
 
 
 def _read(spec: RunSpec) -> Schedule:
-    """Reads the file of schedule=file: what `gems schedule --json` gave, or torch's CSV, valid as it stands."""
+    """Read the file of schedule=file: what `gems schedule --json` gave, or torch's CSV, valid as it stands."""
     path = Path(spec.schedule.path or "")
     try:
         text = path.read_text()

@@ -28,7 +28,7 @@ class LinkFit:
     error: float
 
     def time_s(self, num_bytes: float) -> float:
-        """Gives the time of a message."""
+        """Return the time of a message."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -52,7 +52,7 @@ class Calibration:
     ranks_per_node: int | None = None
 
     def machine(self) -> dict[str, float | int]:
-        """Gives the keys of `machine` that this calibration settles."""
+        """Return the keys of `machine` that this calibration settles."""
         found: dict[str, float | int] = {}
         for level, fit in self.links.items():
             found |= {f"{level}_latency_s": fit.latency_s, f"{level}_bytes_per_s": fit.bytes_per_s}
@@ -74,7 +74,7 @@ class Calibration:
 
 
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
-    """Fits latency and bandwidth by least squares of relative errors, so that small messages count as large ones do.
+    """Fit latency and bandwidth by least squares of relative errors, so that small messages count as large ones do.
 
     Where the best line would have a negative latency or rate, that one is 0 (or as good as free) and the other alone is fitted.
 
@@ -102,7 +102,7 @@ def _alone(column: np.ndarray) -> float:
 
 
 def noise_of(times_s: np.ndarray) -> float:
-    """Gives the relative standard deviation of computes that should take equally long: an array of repetitions x ranks.
+    """Return the relative standard deviation of computes that should take equally long: an array of repetitions x ranks.
 
     By the middle half of each rank's times, so that a few interruptions do not count as noise; the median over ranks.
 
@@ -116,7 +116,7 @@ def noise_of(times_s: np.ndarray) -> float:
 
 
 def calibration_of(probe: Mapping[str, Any]) -> Calibration:
-    """Gives the calibration of what `gems.engine.transport.speed_probe` wrote.
+    """Return the calibration of what `gems.engine.transport.speed_probe` wrote.
 
     Of one node alone its links stand for all links. Emulated compute is a timed wait, which has no noise.
 
@@ -140,14 +140,14 @@ def calibration_of(probe: Mapping[str, Any]) -> Calibration:
 
 
 def merged(found: Calibration, noises: Sequence[float]) -> Calibration:
-    """Gives the calibration with the noise that runs showed, where they are given: the median of them."""
+    """Return the calibration with the noise that runs showed, where they are given: the median of them."""
     if not noises:
         return found
     return replace(found, noise=float(np.median(noises)))
 
 
 def _checked(found: Calibration, sums: Mapping[str, Any]) -> Calibration:
-    """Adds how far the links are off for all-reduces."""
+    """Add how far the links are off for all-reduces."""
     if not sums:
         return found
     group = range(int(sums["ranks"]))
@@ -168,7 +168,7 @@ def machine_yaml(
     base: str | None = None,
     held_out_error: float | None = None,
 ) -> str:
-    """Gives the text of a machine's file, for conf/machine/ or the folder machine/ of one that --config-dir names.
+    """Return the text of a machine's file, for conf/machine/ or the folder machine/ of one that --config-dir names.
 
     `origin` says what it was measured on; `comments` are lines more that head it. With `base` the rest is that machine's.
     A noise above what predictions take, on a machine that others use too, is cut to that.

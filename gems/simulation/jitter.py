@@ -34,7 +34,7 @@ class Arrivals:
     root: np.ndarray
 
     def last(self, num_replicas: int, rng: np.random.Generator) -> Mapping[int, float]:
-        """Draws one step of `num_replicas` replicas and gives when the last of them is ready, by reduction."""
+        """Draw one step of `num_replicas` replicas and gives when the last of them is ready, by reduction."""
         if num_replicas < 1 or not self.stages:
             return {}
         normal = rng.standard_normal((num_replicas, len(self.stages)))
@@ -43,7 +43,7 @@ class Arrivals:
 
 
 def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws how many times as long compute takes: an array of draws x ranks, of mean 1 and standard deviation `noise`.
+    """Draw how many times as long compute takes: an array of draws x ranks, of mean 1 and standard deviation `noise`.
 
     More than a few draws have these moments exactly, and no correlation between ranks: what depends on them in
     proportion is then without sampling error.
@@ -66,7 +66,7 @@ def arrivals_of(
     rng: np.random.Generator,
     pace: Pace = EVEN,
 ) -> Arrivals:
-    """Simulates one replica under noise, often enough to know when its reductions could begin.
+    """Simulate one replica under noise, often enough to know when its reductions could begin.
 
     Reductions take no time in this, so that the answer is the same for any number of replicas.
 
@@ -110,7 +110,7 @@ def noisy_steps(
     arrivals: Arrivals | None = None,
     pace: Pace = EVEN,
 ) -> list[Simulation]:
-    """Draws steps of `num_replicas` replicas that are alike but for their noise; each is given as replica 0 sees it.
+    """Draw steps of `num_replicas` replicas that are alike but for their noise; each is given as replica 0 sees it.
 
     Each rank of each replica computes a step faster or slower by its own draw. One replica is simulated some times,
     which gives the distribution of when it is ready for its reductions. A step then is a simulation of replica 0 in
@@ -136,11 +136,11 @@ def noisy_steps(
 
 
 def median_of(steps: list[Simulation]) -> Simulation:
-    """Gives the step of median time among drawn ones."""
+    """Return the step of median time among drawn ones."""
     return sorted(steps, key=lambda step: step.span)[len(steps) // 2]
 
 
 def interval_of(steps: list[Simulation], level: float = LEVEL) -> tuple[float, float]:
-    """Gives the times between which a share `level` of drawn steps lies, as much above as below."""
+    """Return the times between which a share `level` of drawn steps lies, as much above as below."""
     low, high = np.quantile([step.span for step in steps], [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

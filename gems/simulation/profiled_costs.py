@@ -20,7 +20,7 @@ LEAST_S = 1e-9  # times are above 0
 
 
 def costed(spec: RunSpec) -> RunSpec:
-    """Gives the run with the costs of its profile where it asks for them (cost=profile), and any other one as it is.
+    """Return the run with the costs of its profile where it asks for them (cost=profile), and any other one as it is.
 
     The unit of time is the second, that of activations what the heaviest of P equal parts keeps of one micro-batch. A
     named schedule has the stages of its cut; a searched one, whose number of stages is not known before, the layers
@@ -45,7 +45,7 @@ def costed(spec: RunSpec) -> RunSpec:
 def costs_from(
     spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], kept: list[float] | None = None
 ) -> CostConfig:
-    """Gives the costs of pieces of the depth, each the layers between two boundaries, in seconds and bytes.
+    """Return the costs of pieces of the depth, each the layers between two boundaries, in seconds and bytes.
 
     `kept` is what each piece keeps of one micro-batch, where it is not the sum over its layers.
     """

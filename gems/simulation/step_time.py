@@ -21,7 +21,7 @@ from gems.simulation.build import layouts, network_in_seconds
 def with_reduction(
     run: RunSpec, costs: StageCosts, placement: Placement, boundaries: tuple[int, ...], spans: Spans
 ) -> StageCosts:
-    """Gives costs in seconds with the gradients' all-reduce among them, of the parameters that a cut puts on each rank."""
+    """Return costs in seconds with the gradients' all-reduce among them, of the parameters that a cut puts on each rank."""
     network = network_in_seconds(run)
     time, link_time = [0.0] * placement.num_stages, [0.0] * placement.num_stages
     for rank in range(placement.num_ranks):
@@ -34,7 +34,7 @@ def with_reduction(
 
 
 def parts_s(schedule: Schedule, costs: StageCosts, played: Simulation, network: Network) -> dict[str, float]:
-    """Gives the seconds of a simulated step by what a rank does, means over the ranks, which add up to the step."""
+    """Return the seconds of a simulated step by what a rank does, means over the ranks, which add up to the step."""
     times = rank_times(schedule, costs, played, network)
     return {
         "compute": fmean(time.useful for time in times),
@@ -46,14 +46,14 @@ def parts_s(schedule: Schedule, costs: StageCosts, played: Simulation, network: 
 
 
 def slowest(run: RunSpec, schedule: Schedule, costs: StageCosts) -> tuple[Network, Simulation]:
-    """Simulates a pipeline as it lies over the nodes, the slowest way of its replicas, which are alike but for that."""
+    """Simulate a pipeline as it lies over the nodes, the slowest way of its replicas, which are alike but for that."""
     lying = layouts(network_in_seconds(run), schedule.num_ranks, run.parallel.replicas)
     networks = dict.fromkeys(lying)
     return max(((each, simulate(schedule, costs, each)) for each in networks), key=lambda pair: pair[1].span)
 
 
 def in_run(run: RunSpec, case: MemoryCase, outcome: Outcome) -> Outcome:
-    """Gives what a memory plan does as the run meets it: policies plan for one replica, which reduces nothing."""
+    """Return what a memory plan does as the run meets it: policies plan for one replica, which reduces nothing."""
     schedule, spans = outcome.schedule, layers_of_profile(case.profile).spans
     costs = with_reduction(run, outcome.costs, schedule.placement, case.boundaries, spans)
     return replace(outcome, costs=costs, played=slowest(run, schedule, costs)[1])

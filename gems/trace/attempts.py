@@ -17,7 +17,7 @@ GAP_NS = 1_000_000
 
 
 def join_attempts(traces: Sequence[Trace]) -> Trace:
-    """Joins the traces of attempts, given in their order, on the clock of the first that counts.
+    """Join the traces of attempts, given in their order, on the clock of the first that counts.
 
     An attempt that went on from a checkpoint takes up the steps of those before it. What they did of the steps that it
     repeats was lost, and is left out, so each step stands once. An attempt that began at the first step, or from another
@@ -52,7 +52,7 @@ def join_attempts(traces: Sequence[Trace]) -> Trace:
 
 
 def _chain(traces: Sequence[Trace]) -> list[Trace]:
-    """Gives the attempts at the end of which each goes on from a state that one before it has left."""
+    """Return the attempts at the end of which each goes on from a state that one before it has left."""
     start = len(traces) - 1
     while start and traces[start].attributes.get("continues"):
         start -= 1
@@ -64,12 +64,12 @@ def _first_step(trace: Trace) -> int:
 
 
 def _clock_ns(trace: Trace) -> int:
-    """Gives the time of day at which the attempt's clock said zero."""
+    """Return the time of day at which the attempt's clock said zero."""
     return int(trace.attributes.get("utc_ns", 0)) - int(trace.attributes.get("utc_at_ns", 0))
 
 
 def _span_ns(trace: Trace) -> tuple[int, int] | None:
-    """Gives the first and the last time in a trace; None where it holds no row."""
+    """Return the first and the last time in a trace; None where it holds no row."""
     firsts, lasts = [], []
     for name, (start, end) in TABLES.items():
         table = getattr(trace, name)
@@ -80,7 +80,7 @@ def _span_ns(trace: Trace) -> tuple[int, int] | None:
 
 
 def _moved(table: np.ndarray, times: set[str], shift_ns: int, repeated: int | None) -> np.ndarray:
-    """Gives a table later by `shift_ns`, without the steps from `repeated` on."""
+    """Return a table later by `shift_ns`, without the steps from `repeated` on."""
     moved = table.copy()
     for column in times:
         moved[column] += shift_ns

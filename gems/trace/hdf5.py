@@ -19,7 +19,7 @@ from gems.trace.layout import SCHEMA_VERSION
 
 @contextlib.contextmanager
 def open_trace(path: Path) -> Iterator[h5py.File]:
-    """Opens a trace file or a part to read, when it is one of a version known here.
+    """Open a trace file or a part to read, when it is one of a version known here.
 
     Raises:
         ConfigError: the file is missing, unreadable, of another layout, or of a newer major schema.
@@ -44,7 +44,7 @@ def _check_version(path: Path, file: h5py.File) -> None:
 
 
 def set_attributes(file: h5py.File, attributes: Mapping[str, Any]) -> None:
-    """Writes root attributes: numbers, texts, and lists of one of these."""
+    """Write root attributes: numbers, texts, and lists of one of these."""
     for name, value in attributes.items():
         if isinstance(value, (list, tuple)) and value and all(isinstance(item, str) for item in value):
             file.attrs[name] = np.array(value, dtype=h5py.string_dtype())
@@ -53,7 +53,7 @@ def set_attributes(file: h5py.File, attributes: Mapping[str, Any]) -> None:
 
 
 def get_attributes(file: h5py.File) -> dict[str, Any]:
-    """Reads root attributes as plain Python values."""
+    """Read root attributes as plain Python values."""
     return {name: _plain(value) for name, value in file.attrs.items()}
 
 

@@ -107,7 +107,7 @@ class Trace:
 
 
 def root_attributes(source: str, signature: str, world_size: int, **more: Any) -> dict[str, Any]:
-    """Gives the root attributes that every trace has, and `more`."""
+    """Return the root attributes that every trace has, and `more`."""
     return {
         "schema_version": SCHEMA_VERSION,
         "source": source,

@@ -37,15 +37,15 @@ class TracePart:
         self._file.flush()
 
     def add(self, table: str, row: tuple[Any, ...]) -> None:
-        """Keeps one row (all columns of `COLUMNS[table]`, in order) for the next flush."""
+        """Keep one row (all columns of `COLUMNS[table]`, in order) for the next flush."""
         self._rows[table].append(row)
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Writes root attributes that are known only later (the clock's offset, say)."""
+        """Write root attributes that are known only later (the clock's offset, say)."""
         set_attributes(self._file, attributes)
 
     def flush(self) -> None:
-        """Appends the kept rows and hands them to the operating system."""
+        """Append the kept rows and hands them to the operating system."""
         for name, rows in self._rows.items():
             if rows:
                 table, start = self._tables[name], len(self._tables[name])
@@ -55,19 +55,19 @@ class TracePart:
         self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes the file."""
+        """Flush and closes the file."""
         if self._file:
             self.flush()
             self._file.close()
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """Gives the path of a rank's part below the run folder."""
+    """Return the path of a rank's part below the run folder."""
     return folder / "trace" / f"rank{rank:04d}.h5"
 
 
 def read_part(path: Path) -> Trace:
-    """Reads one rank's part, on its own clock; also that of a run that was killed.
+    """Read one rank's part, on its own clock; also that of a run that was killed.
 
     Raises:
         ConfigError: the file is missing, unreadable, or of a newer schema.
@@ -78,7 +78,7 @@ def read_part(path: Path) -> Trace:
 
 
 def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
-    """Joins parts on rank 0's clock, events sorted by (rank, start_ns); `attributes` are added to the root.
+    """Join parts on rank 0's clock, events sorted by (rank, start_ns); `attributes` are added to the root.
 
     A step counts as done when every rank has it; later rows of a rank that got further stay in `rank_steps`.
     """
@@ -114,7 +114,7 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
 
 
 def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarray:
-    """Gives how far a rank's clock was ahead of rank 0's at some of its times.
+    """Return how far a rank's clock was ahead of rank 0's at some of its times.
 
     Between the measurement at the start and the one at the end (which a killed run lacks) clocks drift evenly.
     """
@@ -127,7 +127,7 @@ def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarra
 
 
 def _by_rank(parts: Sequence[Trace], world_size: int, name: str, unknown: Any) -> list[Any]:
-    """Gives an attribute of every rank; `unknown` for a rank whose part is missing."""
+    """Return an attribute of every rank; `unknown` for a rank whose part is missing."""
     known = {int(part.attributes["rank"]): part.attributes.get(name, unknown) for part in parts}
     return [known.get(rank, unknown) for rank in range(world_size)]
 

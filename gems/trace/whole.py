@@ -13,7 +13,7 @@ from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, SCHEMA_VERSION, 
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Writes a whole trace, each column with its `units` and `long_name`; the file appears complete or not at all."""
+    """Write a whole trace, each column with its `units` and `long_name`; the file appears complete or not at all."""
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(partial, "w") as file:
@@ -48,7 +48,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def read_column(file: h5py.File, table: str, column: str) -> Any:
-    """Reads a column of an open trace, or what it stands for in an older one that lacks it.
+    """Read a column of an open trace, or what it stands for in an older one that lacks it.
 
     Raises:
         KeyError: the trace has no such column, and never had to.
@@ -60,7 +60,7 @@ def read_column(file: h5py.File, table: str, column: str) -> Any:
 
 
 def _layer_times(file: h5py.File) -> LayerTimes | None:
-    """Reads what the profile in a trace says of the layers' times; None without a profile."""
+    """Read what the profile in a trace says of the layers' times; None without a profile."""
     if "profile" not in file:
         return None
     group = file["profile"]
@@ -69,7 +69,7 @@ def _layer_times(file: h5py.File) -> LayerTimes | None:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a whole trace.
+    """Read a whole trace.
 
     Raises:
         ConfigError: the file is missing, unreadable, or of a newer major schema.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
-    """Writes a JSON file that appears complete or not at all."""
+    """Write a JSON file that appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(document, indent=indent) + "\n")
@@ -17,7 +17,7 @@ def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, or gives an empty one where the file is missing."""
+    """Read a JSON object, or gives an empty one where the file is missing."""
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError:

@@ -14,7 +14,7 @@ import gems
 
 
 def cache_folder(configured: str | None = None) -> Path:
-    """Gives the folder of the cache: as configured, $GEMS_CACHE_DIR, or the user's own cache folder."""
+    """Return the folder of the cache: as configured, $GEMS_CACHE_DIR, or the user's own cache folder."""
     if configured:
         return Path(configured)
     if "GEMS_CACHE_DIR" in os.environ:
@@ -23,7 +23,7 @@ def cache_folder(configured: str | None = None) -> Path:
 
 
 def cached(configured: str | None, kind: str, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Gives the kept result of `make` for this key and version of the toolkit, or makes and keeps it.
+    """Return the kept result of `make` for this key and version of the toolkit, or makes and keeps it.
 
     A cache that cannot be written or read is passed over.
     """
@@ -36,7 +36,7 @@ def cached(configured: str | None, kind: str, key: str, make: Callable[[], dict[
 
 
 def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] | None:
-    """Gives what is kept for this key and version of the toolkit; None where nothing can be read."""
+    """Return what is kept for this key and version of the toolkit; None where nothing can be read."""
     with contextlib.suppress(OSError, ValueError):
         document = json.loads(_path(configured, kind, key).read_text())
         if isinstance(document, dict):
@@ -45,7 +45,7 @@ def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] |
 
 
 def keep_cached(configured: str | None, kind: str, key: str, document: dict[str, Any]) -> None:
-    """Keeps a result for this key and version of the toolkit, whole or not at all; where that cannot be, nothing happens."""
+    """Keep a result for this key and version of the toolkit, whole or not at all; where that cannot be, nothing happens."""
     path = _path(configured, kind, key)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with contextlib.suppress(OSError):

@@ -13,13 +13,13 @@ KEPT_BYTES = 1 << 30
 
 
 def rss_bytes() -> int:
-    """Gives the resident memory of this process."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def keep_freed_memory() -> bool:
-    """Lets glibc keep freed blocks of up to 32 MB for the next tensor; gives whether it could be told.
+    """Let glibc keep freed blocks of up to 32 MB for the next tensor; gives whether it could be told.
 
     By default it returns each to the kernel at once, and every activation and gradient of a step then costs a page
     fault for each 4 KiB: on a processor a third of a ResNet stage's backward. The process's memory stays at its peak.

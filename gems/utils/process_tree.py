@@ -15,7 +15,7 @@ POLL_S = 0.1
 
 
 def end_family(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Ends a process that leads its session and all under it, also those that went into sessions of their own.
+    """End a process that leads its session and all under it, also those that went into sessions of their own.
 
     SIGTERM goes to its process group; what lives after `grace_s` gets SIGKILL.
     """
@@ -34,7 +34,7 @@ def end_family(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def end_stranger(pid: int, started: str, grace_s: float, has_ended: Callable[[], bool] = lambda: False) -> bool:
-    """Ends what a process that is not our child does; tells whether that has come to its end.
+    """End what a process that is not our child does; tells whether that has come to its end.
 
     SIGTERM goes to the process alone, which ends its own, and may go on with something else when `has_ended` says that
     this is over. After `grace_s` it and all under it get SIGKILL. A process of the same number that did not start at
@@ -65,13 +65,13 @@ def _wait_gone(pid: int, started: str, limit_s: float, has_ended: Callable[[], b
 
 
 def is_alive(pid: int, started: str) -> bool:
-    """Tells whether the process that started at `started` (see `start_time`) is there and has not ended."""
+    """Return whether the process that started at `started` (see `start_time`) is there and has not ended."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X") and fields[19] == started
 
 
 def start_time(pid: int) -> str:
-    """Gives when a process started, in clock ticks since the machine's start; nothing when there is none."""
+    """Return when a process started, in clock ticks since the machine's start; nothing when there is none."""
     fields = _stat(pid)
     return fields[19] if fields else ""
 
@@ -84,7 +84,7 @@ def _kill_all(family: dict[int, str]) -> None:
 
 
 def _descendants(root: int) -> dict[int, str]:
-    """Gives the processes under `root` with their start times, as numbers come again."""
+    """Return the processes under `root` with their start times, as numbers come again."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(path.name))
@@ -99,7 +99,7 @@ def _descendants(root: int) -> dict[int, str]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Gives the fields of /proc/PID/stat from the state on; none when there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; none when there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

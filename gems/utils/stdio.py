@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Sends to stderr what the process writes to file descriptor 1 meanwhile, also what C's buffers still hold at the end.
+    """Send to stderr what the process writes to file descriptor 1 meanwhile, also what C's buffers still hold at the end.
 
     HiGHS prints lines of its own for some mixed-integer programmes, whatever its options say.
     """

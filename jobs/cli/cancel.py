@@ -37,12 +37,12 @@ class Outcome:
     why: str
 
     def line(self) -> str:
-        """Words the outcome."""
+        """Describe the outcome."""
         return plain(f"{self.folder.path.name}: {self.outcome}, {self.why}")
 
 
 def cancel(words: Sequence[str], options: Options) -> int:
-    """Runs `python -m jobs cancel RUN_OR_STUDY ...`; gives 1 where something was refused or has not ended yet.
+    """Run `python -m jobs cancel RUN_OR_STUDY ...`; gives 1 where something was refused or has not ended yet.
 
     A cancelled study starts no more points: its command looks for the mark before each.
 
@@ -74,7 +74,7 @@ def cancel(words: Sequence[str], options: Options) -> int:
 
 
 def _says_yes(seen: Overview) -> bool:
-    """Shows what would end, and asks."""
+    """Show what would end, and asks."""
     of_studies = [found for study in seen.studies for _, found in study.points if found is not None]
     active = list({run.folder.path: run for run in (*seen.runs, *of_studies) if run.is_active}.values())
     if not sys.stdin.isatty():
@@ -89,7 +89,7 @@ def _says_yes(seen: Overview) -> bool:
 
 
 def _stop_study(study: StudyRecord) -> str | None:
-    """Marks a study as cancelled, and waits until its command starts no more; says so where one cannot know."""
+    """Mark a study as cancelled, and waits until its command starts no more; says so where one cannot know."""
     study.mark_cancelled()
     pause, deadline_s = threading.Event(), time.monotonic() + COMMAND_LIMIT_S
     while study.runs_here() and not _is_running_itself(study):
@@ -102,14 +102,14 @@ def _stop_study(study: StudyRecord) -> str | None:
 
 
 def _is_running_itself(study: StudyRecord) -> bool:
-    """Tells whether the study's own process is the launching one of a point."""
+    """Return whether the study's own process is the launching one of a point."""
     pid = study.read().get("pid")
     statuses = [read_facts(folder).status for _, folder in study.points() if folder.path.is_dir()]
     return any(status.get("state") == "running" and status.get("pid") == pid for status in statuses)
 
 
 def _cancel_runs(found: Catalogue) -> list[Outcome]:
-    """Cancels what is active, and says what became of each run."""
+    """Cancel what is active, and says what became of each run."""
     seen = conditions(found.folders())
     outcomes: list[Outcome] = []
     jobs: list[Condition] = []
@@ -131,7 +131,7 @@ def _cancel_runs(found: Catalogue) -> list[Outcome]:
 
 
 def _mark(folder: RunFolder) -> str | None:
-    """Leaves the mark by which a run that is stopped knows why; says why it cannot."""
+    """Leave the mark by which a run that is stopped knows why; says why it cannot."""
     try:
         write_json(folder.cancelled_json, asked_by())
     except OSError as error:
@@ -140,7 +140,7 @@ def _mark(folder: RunFolder) -> str | None:
 
 
 def _refusal(run: Condition) -> str | None:
-    """Says why an active run cannot be cancelled from here."""
+    """Report why an active run cannot be cancelled from here."""
     facts = run.facts
     if facts.job_id is not None:
         ours = run_name(facts.folder.path).strip()
@@ -159,7 +159,7 @@ def _refusal(run: Condition) -> str | None:
 
 
 def _end_here(run: Condition) -> Outcome:
-    """Ends a run of this machine by its launching process, which ends the ranks and says so in status.json."""
+    """End a run of this machine by its launching process, which ends the ranks and says so in status.json."""
     pid, started = run.facts.status["pid"], str(run.facts.status["pid_started"])
     try:
         has_ended = end_stranger(pid, started, GRACE_S, lambda: run.folder.read_status().get("state") != "running")
@@ -170,7 +170,7 @@ def _end_here(run: Condition) -> Outcome:
 
 
 def _await_jobs(jobs: Sequence[Condition], trouble: str | None) -> list[Outcome]:
-    """Waits until SLURM has let go of the jobs, or the runs have said how they ended."""
+    """Wait until SLURM has let go of the jobs, or the runs have said how they ended."""
     pause, deadline_s = threading.Event(), time.monotonic() + END_LIMIT_S
     waiting = {run.folder.path: run for run in jobs}
     outcomes = []
@@ -193,7 +193,7 @@ def _await_jobs(jobs: Sequence[Condition], trouble: str | None) -> list[Outcome]
 
 
 def _closed(run: Condition, what: str) -> Outcome:
-    """Writes the end of a run that has not said it itself: its process was killed, or its job never started."""
+    """Write the end of a run that has not said it itself: its process was killed, or its job never started."""
     status = run.folder.read_status()
     if status.get("state") in GOING_ON or status == run.facts.status:
         more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}

@@ -17,7 +17,7 @@ from jobs.slurm.resources import PROBE
 
 
 def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False) -> int:
-    """Merges what the ranks left and prints the summary; gives the exit code of `python -m analysis collect`.
+    """Merge what the ranks left and prints the summary; gives the exit code of `python -m analysis collect`.
 
     `is_quiet` puts the summary in logs/summary.txt. Plotting and HDF5 are loaded by the child alone.
     """
@@ -33,7 +33,7 @@ def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool =
 
 
 def _show_probe(folder: RunFolder, *, table_on_stderr: bool, as_json: bool, is_quiet: bool) -> int:
-    """Says what a probe found; there is no trace of it. Without an answer of its first rank it has failed."""
+    """Report what a probe found; there is no trace of it. Without an answer of its first rank it has failed."""
     found = read_json(folder.result_json)
     if not found:
         print(f"jobs: no rank of the probe {folder.path} has answered", file=sys.stderr)
@@ -54,7 +54,7 @@ def _show_probe(folder: RunFolder, *, table_on_stderr: bool, as_json: bool, is_q
 
 
 def collect_verb(words: Sequence[str], options: Options) -> int:
-    """Runs `python -m jobs collect RUN_FOLDER`.
+    """Run `python -m jobs collect RUN_FOLDER`.
 
     Raises:
         ConfigError: not one folder, or one that holds no run.

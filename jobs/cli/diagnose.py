@@ -26,7 +26,7 @@ NOT_TOLD = 1
 
 
 def diagnose(words: Sequence[str], options: Options) -> int:
-    """Runs `python -m jobs diagnose RUN_OR_STUDY ...`, or with --forget NODE takes a node off the list of bad ones.
+    """Run `python -m jobs diagnose RUN_OR_STUDY ...`, or with --forget NODE takes a node off the list of bad ones.
 
     What is found goes to diagnosis.json in the run folder, where that can be written. Gives 0 where the cause is known, 1
     where one is not.
@@ -53,7 +53,7 @@ def diagnose(words: Sequence[str], options: Options) -> int:
 
 
 def remember(told: Diagnosis) -> None:
-    """Keeps a diagnosis of a run that has ended in its folder, and the node that is to blame in the list of bad ones.
+    """Keep a diagnosis of a run that has ended in its folder, and the node that is to blame in the list of bad ones.
 
     Where that cannot be written it is said on stderr, and nothing is lost but the file.
     """
@@ -87,7 +87,7 @@ def _diagnosed(folder: RunFolder, *, with_trace: bool) -> Diagnosis:
 
 
 def _points(study: StudyRecord) -> list[tuple[str, Diagnosis]]:
-    """Gives the points of a study that have failed, those of one cause together."""
+    """Return the points of a study that have failed, those of one cause together."""
     told = [(label, diagnose_run(folder, with_trace=False)) for label, folder in study.points() if folder.path.is_dir()]
     failed = [(label, one) for label, one in told if one.has_failed]
     for _, one in failed:
@@ -147,7 +147,7 @@ def _forget(words: Sequence[str], node: str, options: Options) -> int:
 
 
 def _attempt(folder: RunFolder) -> str:
-    """Names the attempt that the folder holds: one failure counts once, however often it is looked at."""
+    """Name the attempt that the folder holds: one failure counts once, however often it is looked at."""
     attempts = folder.path / "attempts"
     number = 1 + sum(1 for _ in attempts.iterdir()) if attempts.is_dir() else 1
     return f"{folder.path.name} attempt {number}"

@@ -48,7 +48,7 @@ class Site:
 
 
 def discover(words: Sequence[str], options: Options) -> int:
-    """Prints a draft of this site's preset, as YAML, or with --json as an object.
+    """Print a draft of this site's preset, as YAML, or with --json as an object.
 
     Raises:
         ConfigError: words that are not understood, no SLURM here, or one that does not answer.
@@ -64,7 +64,7 @@ def discover(words: Sequence[str], options: Options) -> int:
 
 
 def ask() -> Site:
-    """Asks this machine's SLURM.
+    """Ask this machine's SLURM.
 
     Raises:
         ConfigError: there is none, or it does not answer.
@@ -88,7 +88,7 @@ def ask() -> Site:
 
 
 def preset_of(site: Site) -> dict[str, Any]:
-    """Gives the draft as a mapping, with the keys of `gems.config.cluster.ClusterConfig`."""
+    """Return the draft as a mapping, with the keys of `gems.config.cluster.ClusterConfig`."""
     kind = main_kind(site.kinds)
     return {
         "name": preset_name(site.config.get("ClusterName", "")),
@@ -108,7 +108,7 @@ def preset_of(site: Site) -> dict[str, Any]:
 
 
 def draft(site: Site) -> str:
-    """Gives the draft as the text of a preset's file, with what to look at beside each line."""
+    """Return the draft as the text of a preset's file, with what to look at beside each line."""
     notes = _notes(site)
     lines = [
         f"# Drafted by `python -m jobs discover` on {site.hosts[0]}, SLURM {site.config.get('SLURM_VERSION', 'unknown')}.",
@@ -139,23 +139,23 @@ def _notes(site: Site) -> dict[str, str]:
 
 
 def main_kind(kinds: Sequence[NodeKind]) -> NodeKind:
-    """Gives the nodes to draft for: those with GPUs before others, the default partition's, then the most."""
+    """Return the nodes to draft for: those with GPUs before others, the default partition's, then the most."""
     return max(kinds, key=lambda kind: (kind.gpus > 0, kind.is_default, kind.nodes * max(1, kind.gpus)))
 
 
 def preset_name(cluster_name: str) -> str:
-    """Gives a name that a file and an override can bear."""
+    """Return a name that a file and an override can bear."""
     return re.sub(r"[^a-z0-9_]+", "_", cluster_name.lower()).strip("_") or "site"
 
 
 def host_pattern(hosts: Sequence[str]) -> str:
-    """Gives a pattern for this login node and those numbered like it, with the domain where it is known."""
+    """Return a pattern for this login node and those numbered like it, with the domain where it is known."""
     label, dot, domain = max(hosts, key=len, default="localhost").partition(".")
     return re.sub(r"\d+", "*", label) + dot + domain
 
 
 def mpi_type(site: Site) -> str | None:
-    """Gives srun's word for MPI: the site's default, else that of the mpiexec at hand; None where neither is known."""
+    """Return srun's word for MPI: the site's default, else that of the mpiexec at hand; None where neither is known."""
     default = site.config.get("MpiDefault", "none")
     if default not in ("none", "(null)"):
         return default
@@ -164,14 +164,14 @@ def mpi_type(site: Site) -> str | None:
 
 
 def gpu_request(gpus: int, select_type: str) -> str:
-    """Gives the option that asks for GPUs: SLURM has --gpus-per-node only with the plug-in cons_tres."""
+    """Return the option that asks for GPUs: SLURM has --gpus-per-node only with the plug-in cons_tres."""
     if not gpus:
         return "none"
     return "gpus-per-node" if "cons_tres" in select_type else "gres"
 
 
 def limit_of(partition: dict[str, str]) -> dict[str, Any] | None:
-    """Gives a partition's row of `limits`; None where it says no name."""
+    """Return a partition's row of `limits`; None where it says no name."""
     if "PartitionName" not in partition:
         return None
     total, most = _count(partition.get("TotalNodes", "")), _count(partition.get("MaxNodes", ""))
@@ -189,7 +189,7 @@ def limit_of(partition: dict[str, str]) -> dict[str, Any] | None:
 
 
 def read_kinds(said: str) -> list[NodeKind]:
-    """Reads sinfo's lines of partition, nodes, CPUs, memory in MiB and generic resources."""
+    """Read sinfo's lines of partition, nodes, CPUs, memory in MiB and generic resources."""
     kinds = []
     for line in said.splitlines():
         found = re.fullmatch(r"([^|]+)\|(\d+)\|(\d+)\+?\|(\d+)\+?\|(.*)", line.strip())
@@ -203,23 +203,23 @@ def read_kinds(said: str) -> list[NodeKind]:
 
 
 def read_partitions(said: str) -> list[dict[str, str]]:
-    """Reads `scontrol --oneliner show partition`."""
+    """Read `scontrol --oneliner show partition`."""
     return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in said.splitlines() if line.strip()]
 
 
 def read_config(said: str) -> dict[str, str]:
-    """Reads `scontrol show config`."""
+    """Read `scontrol show config`."""
     return {key: value.strip() for key, value in re.findall(r"^(\w+)\s*=[ \t]*(.*)$", said, re.MULTILINE)}
 
 
 def read_mpi_types(said: str) -> tuple[str, ...]:
-    """Reads `srun --mpi=list`: a heading, then words, a line each; newer releases name versions on a line of their own."""
+    """Read `srun --mpi=list`: a heading, then words, a line each; newer releases name versions on a line of their own."""
     words = [line.removeprefix("srun:").strip() for line in said.splitlines()]
     return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
 
 
 def read_minutes(text: str) -> int | None:
-    """Reads SLURM's durations (1-00:00:00, 12:00:00, 30:00, 30) in whole minutes; None for one without end."""
+    """Read SLURM's durations (1-00:00:00, 12:00:00, 30:00, 30) in whole minutes; None for one without end."""
     if text.upper() in ENDLESS:
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
@@ -237,7 +237,7 @@ def _count(text: str) -> int | None:
 
 
 def _said(*words: str) -> str:
-    """Gives what a command of SLURM's said, on either stream."""
+    """Return what a command of SLURM's said, on either stream."""
     try:
         return ask_slurm(words)
     except (UnansweredError, RefusedError) as error:

@@ -30,7 +30,7 @@ BY_SRUN = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
 
 
 def logs(words: Sequence[str], options: Options) -> int:
-    """Runs `python -m jobs logs RUN [-f] [--rank K] [--lines N]`.
+    """Run `python -m jobs logs RUN [-f] [--rank K] [--lines N]`.
 
     -f goes on until the run has ended and all is printed; its state and its end are said on stderr.
 
@@ -57,7 +57,7 @@ def logs(words: Sequence[str], options: Options) -> int:
 
 
 def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> None:
-    """Prints what comes to a log until the run has ended; a run that starts again has a new log."""
+    """Print what comes to a log until the run has ended; a run that starts again has a new log."""
     pause = threading.Event()
     while True:
         has_ended = watch.has_ended()  # asked before the log is read, so that nothing comes behind the last look
@@ -74,7 +74,7 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
 
 
 def log_of(folder: RunFolder) -> Path:
-    """Gives the log of a run's ranks; where they never started, the newest of its batch script's."""
+    """Return the log of a run's ranks; where they never started, the newest of its batch script's."""
     log = folder.logs / "ranks.log"
     if log.exists() or read_status(folder).get("state") in ("prepared", "submitted", "requeued", "running"):
         return log
@@ -98,7 +98,7 @@ class Tail:
             self._file.close()
 
     def read(self) -> bytes:
-        """Gives what has come since the last call; nothing at the end."""
+        """Return what has come since the last call; nothing at the end."""
         chunk = self._file.read(CHUNK_BYTES) if self._file is not None else b""
         if not chunk and self._is_other():
             self._open()
@@ -130,7 +130,7 @@ class _Printer:
         self._rest = b""
 
     def last(self, chunks: Iterable[bytes], num_lines: int | None) -> None:
-        """Prints the last lines of what is there already."""
+        """Print the last lines of what is there already."""
         if num_lines is None:
             for chunk in chunks:
                 self.write(chunk)
@@ -142,11 +142,11 @@ class _Printer:
         _show(b"".join(lines) + rest)
 
     def write(self, chunk: bytes) -> None:
-        """Prints what has come; of one rank, the lines that have become whole."""
+        """Print what has come; of one rank, the lines that have become whole."""
         _show(chunk if self._rank is None else b"".join(self._lines(chunk)))
 
     def flush(self) -> None:
-        """Prints what stands behind the last line's end."""
+        """Print what stands behind the last line's end."""
         rest, self._rest = self._rest, b""
         if rest and self._is_wanted(rest):
             _show(rest)
@@ -173,7 +173,7 @@ class _Watch:
         self._seen = self._ask()
 
     def has_ended(self) -> bool:
-        """Tells whether the run has ended; says on stderr when it waits, and why."""
+        """Return whether the run has ended; says on stderr when it waits, and why."""
         status = read_status(self._folder)
         if status != self._status or time.monotonic() - self._asked_s > ASK_EVERY_S:
             self._seen = self._ask()
@@ -185,7 +185,7 @@ class _Watch:
         return not self._seen.is_active and self._seen.state != "prepared"
 
     def line(self) -> str:
-        """Words the state of the run."""
+        """Describe the state of the run."""
         start = self._seen.start_utc
         notes = [self._seen.note, f"starts about {when(start)}" if start is not None else ""]
         return plain(

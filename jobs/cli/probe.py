@@ -45,7 +45,7 @@ SEEN_LIMIT_S = 20.0  # for what the job wrote to come through a shared file syst
 
 
 def probe(words: Sequence[str], options: Options) -> int:
-    """Probes MPI and device memory of `python -m jobs probe [cluster=NAME key=value ...]`, and prints what was found.
+    """Probe MPI and device memory of `python -m jobs probe [cluster=NAME key=value ...]`, and prints what was found.
 
     The answer is kept for 30 days. One that is kept already is not used: the probe runs again. On SLURM it waits in the queue, for --limit minutes at most.
 
@@ -74,7 +74,7 @@ def probe(words: Sequence[str], options: Options) -> int:
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """Gives what a probe found, a line each."""
+    """Return what a probe found, a line each."""
     rows = [
         ("cluster", found["cluster"]), ("MPI", " ".join(found["mpi"].split())), ("threads", found["threads"]),
         ("world size", found["world_size"]), ("nodes", ", ".join(rank["node"] for rank in found["ranks"])),
@@ -107,7 +107,7 @@ def _minutes(options: Options) -> float:
 
 
 def _folder(spec: RunSpec, job: JobSpec) -> RunFolder:
-    """Makes the folder of a probe, beside the runs, where all nodes look for theirs."""
+    """Make the folder of a probe, beside the runs, where all nodes look for theirs."""
     folder = RunFolder(Path(spec.runs_dir).resolve() / f"probe-{spec.cluster.name}-{digest_of(spec, job)}")
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def _here(spec: RunSpec, job: JobSpec) -> dict[str, Any]:
 
 
 def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> tuple[dict[str, Any], int]:
-    """Submits a job of two ranks and waits for its end; gives what was found, and on how many nodes.
+    """Submit a job of two ranks and waits for its end; gives what was found, and on how many nodes.
 
     Its script is that of a run but for its last line, and its job is cancelled when the wait is over.
     """
@@ -181,7 +181,7 @@ def _submit(spec: RunSpec, script: Path) -> str:
 
 
 def _wait(job_id: str, limit_min: float) -> None:
-    """Waits for a job's end; cancels it when the time is over, or when the user wants no more."""
+    """Wait for a job's end; cancels it when the time is over, or when the user wants no more."""
     deadline_s = time.monotonic() + 60 * limit_min
     state = "unknown"
     try:

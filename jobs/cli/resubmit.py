@@ -45,11 +45,11 @@ class Outcome:
     job_id: str | None = None
 
     def line(self) -> str:
-        """Words the outcome."""
+        """Describe the outcome."""
         return plain(f"{self.folder.path.name}: {self.outcome}, {self.why}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the outcome for a program."""
+        """Return the outcome for a program."""
         return {
             "run": self.folder.path.name, "run_folder": str(self.folder.path), "outcome": self.outcome, "why": self.why,
             "exit_code": self.exit_code, "job_id": self.job_id,
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def resubmit(words: Sequence[str], options: Options) -> int:
-    """Runs `python -m jobs resubmit RUN_OR_STUDY ... [key=value ...]`; of a study all points that have failed.
+    """Run `python -m jobs resubmit RUN_OR_STUDY ... [key=value ...]`; of a study all points that have failed.
 
     Refused are runs that go on, finished ones unless --again, and those whose cause needs a change first unless
     --yes. Gives the worst of the exit codes, 1 for a refusal.
@@ -94,7 +94,7 @@ def resubmit(words: Sequence[str], options: Options) -> int:
 
 
 def excluded(spec: RunSpec, nodes: BadNodes) -> list[str]:
-    """Gives the nodes that a run shall not use: its own, and those of its cluster that have failed lately."""
+    """Return the nodes that a run shall not use: its own, and those of its cluster that have failed lately."""
     bad = [entry.node for entry in nodes.of_cluster(spec.cluster.name)]
     return list(dict.fromkeys([*spec.cluster.exclude, *bad]))
 
@@ -120,7 +120,7 @@ def _sent(folder: RunFolder, overrides: Sequence[str], options: Options) -> Outc
 
 
 def _refusal(told: Diagnosis, overrides: Sequence[str], options: Options) -> str | None:
-    """Says why a run is not sent again; None where it may be."""
+    """Report why a run is not sent again; None where it may be."""
     if told.cause in (Cause.RUNNING, Cause.WAITING) and told.state != "prepared":
         return f"it is {told.state}: {told.text}"
     if told.cause is Cause.FINISHED and AGAIN not in options.flags:
@@ -132,7 +132,7 @@ def _refusal(told: Diagnosis, overrides: Sequence[str], options: Options) -> str
 
 
 def _spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
-    """Gives the run to submit, and what is to be said of it.
+    """Return the run to submit, and what is to be said of it.
 
     Raises:
         ConfigError: a damaged run.yaml, or a value that cannot be.

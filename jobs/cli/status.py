@@ -54,7 +54,7 @@ class StudyCondition:
         return next((state for state in ("failed", "lost", "cancelled") if counts[state]), "incomplete")
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the study and its points for a program."""
+        """Return the study and its points for a program."""
         rows = [
             {"point": label, **(found.to_dict() if found is not None else {"state": MISSING})}
             for label, found in self.points
@@ -76,7 +76,7 @@ class Overview:
         return any(run.is_active for run in self.runs) or any(study.is_active for study in self.studies)
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the whole for a program."""
+        """Return the whole for a program."""
         return {
             "runs": [run.to_dict() for run in self.runs],
             "studies": [study.to_dict() for study in self.studies],
@@ -85,7 +85,7 @@ class Overview:
 
 
 def status(words: Sequence[str], options: Options) -> int:
-    """Runs `python -m jobs status [RUN_OR_STUDY ...]`; --watch S shows the table again every S s until all have ended.
+    """Run `python -m jobs status [RUN_OR_STUDY ...]`; --watch S shows the table again every S s until all have ended.
 
     Raises:
         ConfigError: no such run or study, or an interval that is none.
@@ -108,7 +108,7 @@ def status(words: Sequence[str], options: Options) -> int:
 
 
 def look(found: Catalogue) -> Overview:
-    """Looks at the runs and studies of a catalogue, with one question to SLURM for all of them."""
+    """Check at the runs and studies of a catalogue, with one question to SLURM for all of them."""
     seen = conditions(found.folders())
     by_path = {run.folder.path: run for run in seen.runs}
     studies = [
@@ -119,7 +119,7 @@ def look(found: Catalogue) -> Overview:
 
 
 def table(seen: Overview, *, with_points: bool = False, width: int = 0) -> str:
-    """Gives the table; lines are cut at `width` characters where it is given, and say below what is guessed."""
+    """Return the table; lines are cut at `width` characters where it is given, and say below what is guessed."""
     rows: list[tuple[str, ...]] = [HEAD]
     rows += [_row(run, run.folder.path.name) for run in seen.runs]
     for study in seen.studies:
@@ -134,13 +134,13 @@ def table(seen: Overview, *, with_points: bool = False, width: int = 0) -> str:
 
 
 def when(start: datetime) -> str:
-    """Words an estimated start in this machine's time, without the date on the same day."""
+    """Describe an estimated start in this machine's time, without the date on the same day."""
     local, today = start.astimezone(), datetime.now(UTC).astimezone().date()
     return f"{local:%H:%M}" if local.date() == today else f"{local:%Y-%m-%d %H:%M}"
 
 
 def plain(text: str) -> str:
-    """Gives text on one line, without what a terminal would take for an order."""
+    """Return text on one line, without what a terminal would take for an order."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -173,7 +173,7 @@ def _line(row: Sequence[str], widths: Sequence[int], *, is_cut: bool) -> str:
 
 
 def _footnotes(seen: Overview) -> list[str]:
-    """Says where a column comes from that was guessed, and why."""
+    """Report where a column comes from that was guessed, and why."""
     runs = [*seen.runs, *(found for study in seen.studies for _, found in study.points if found is not None)]
     notes = [f"no answer: {trouble}" for trouble in seen.troubles]
     guessed = sorted({run.source for run in runs if run.is_guess})

@@ -30,7 +30,7 @@ WAIT, STOP = "--wait", "--stop"
 
 
 def study(words: Sequence[str], options: Options) -> int:
-    """Runs `python -m jobs study study=NAME [key=value ...]`; the overrides go to every point.
+    """Run `python -m jobs study study=NAME [key=value ...]`; the overrides go to every point.
 
     Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the next call submits
     the others; with --wait the command stays until all have ended. Gives the worst of the exit codes: of the points that
@@ -88,7 +88,7 @@ def study(words: Sequence[str], options: Options) -> int:
 
 
 def _read(words: Sequence[str]) -> tuple[str, list[Point]]:
-    """Gives the study that the words choose by its name, and its points."""
+    """Return the study that the words choose by its name, and its points."""
     chosen = [word for word in words if word.startswith(f"{GROUP}=")]
     if len(chosen) != 1:
         raise ConfigError(
@@ -100,12 +100,12 @@ def _read(words: Sequence[str]) -> tuple[str, list[Point]]:
 
 
 def look(points: Sequence[Point]) -> tuple[Condition, ...]:
-    """Gives the conditions of points by their run folders, and one squeue for all of their jobs."""
+    """Return the conditions of points by their run folders, and one squeue for all of their jobs."""
     return conditions([point.folder for point in points]).runs
 
 
 def state_of(found: Condition) -> str:
-    """Gives the state of a point: that of its run; one whose job or process has gone without a word has failed.
+    """Return the state of a point: that of its run; one whose job or process has gone without a word has failed.
 
     So has a run on another host that is no job and gives no sign of life.
     """
@@ -116,12 +116,12 @@ def state_of(found: Condition) -> str:
 
 
 def is_due(state: str) -> bool:
-    """Tells whether a point of this state is to run."""
+    """Return whether a point of this state is to run."""
     return state != FINISHED and state not in ACTIVE
 
 
 def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
-    """Draws the scaling of finished runs into the folder `out`, in a process of its own that loads plotting.
+    """Draw the scaling of finished runs into the folder `out`, in a process of its own that loads plotting.
 
     Gives its exit code, and with `as_json` the object that it printed.
     """
@@ -141,7 +141,7 @@ def _counts(states: Sequence[str]) -> str:
 def _show(
     points: Sequence[Point], states: Sequence[str], seen: Sequence[Condition], options: Options, **more: Any
 ) -> None:
-    """Prints the points with their states, the jobs that they had last, and their run folders."""
+    """Print the points with their states, the jobs that they had last, and their run folders."""
     jobs = [found.facts.job_id for found in seen]
     if options.json:
         rows = [

@@ -24,7 +24,7 @@ DRY_RUN = "--dry-run"
 
 
 def prepare_run(spec: RunSpec, options: Options) -> int:
-    """Prepares the run folder and prints its path, for those who start the ranks themselves.
+    """Prepare the run folder and prints its path, for those who start the ranks themselves.
 
     Raises:
         ConfigError: as `gems.runs.folder.prepare`.
@@ -40,7 +40,7 @@ def prepare_run(spec: RunSpec, options: Options) -> int:
 
 
 def submit(spec: RunSpec, options: Options) -> int:
-    """Starts a run and gives its exit code; on SLURM, submits it and gives 0.
+    """Start a run and gives its exit code; on SLURM, submits it and gives 0.
 
     A job goes through `jobs.preflight.checks` before it is queued, and an expensive one is asked about on the terminal (--yes
     answers); who says no gets exit code 1. With --dry-run nothing starts and no folder is made: the batch script
@@ -66,7 +66,7 @@ def submit(spec: RunSpec, options: Options) -> int:
 
 
 def start(spec: RunSpec, options: Options = Options()) -> int:  # noqa: B008 (it is frozen)
-    """Starts a run without a word on stdout, and gives its exit code; on SLURM, submits it and gives 0.
+    """Start a run without a word on stdout, and gives its exit code; on SLURM, submits it and gives 0.
 
     Raises:
         ConfigError: as `submit`.
@@ -120,7 +120,7 @@ def _script(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
 
 
 def _send(spec: RunSpec, job: JobSpec, options: Options) -> tuple[RunFolder, str, list[Check]] | None:
-    """Submits a run to SLURM after its preflight; gives its folder, the job's number and the checks, or None after a no."""
+    """Submit a run to SLURM after its preflight; gives its folder, the job's number and the checks, or None after a no."""
     from jobs.slurm.executor import need_sbatch, submit_job
 
     folder = RunFolder.of(spec)

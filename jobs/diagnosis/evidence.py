@@ -71,7 +71,7 @@ class Evidence:
 
 
 def gather(folder: RunFolder, *, with_trace: bool = True) -> Evidence:
-    """Reads all that there is, and asks SLURM about the job; every question has a limit of time.
+    """Read all that there is, and asks SLURM about the job; every question has a limit of time.
 
     `with_trace` opens the trace too, in a process of its own.
     """
@@ -109,27 +109,27 @@ def gather(folder: RunFolder, *, with_trace: bool = True) -> Evidence:
 
 
 def logs_of(folder: RunFolder) -> list[Path]:
-    """Gives the log of the ranks and the newest of SLURM's own, those that are there."""
+    """Return the log of the ranks and the newest of SLURM's own, those that are there."""
     batch = sorted(folder.logs.glob(BATCH_LOGS), key=_time_of)
     return [path for path in (folder.logs / "ranks.log", *batch[-1:]) if path.is_file()]
 
 
 def read_spec(folder: RunFolder) -> RunSpec | None:
-    """Reads the run's configuration; None where it is damaged."""
+    """Read the run's configuration; None where it is damaged."""
     with contextlib.suppress(ConfigError, TypeError):
         return folder.read_spec()
     return None
 
 
 def read_schedule(folder: RunFolder) -> Schedule | None:
-    """Reads the run's schedule; None where there is none, or a damaged one."""
+    """Read the run's schedule; None where there is none, or a damaged one."""
     with contextlib.suppress(ConfigError, KeyError, TypeError, IndexError):
         return folder.read_schedule()
     return None
 
 
 def newest_checkpoint(folder: RunFolder) -> int | None:
-    """Gives the step before which the newest whole checkpoint stands; one without a manifest is none."""
+    """Return the step before which the newest whole checkpoint stands; one without a manifest is none."""
     steps = []
     for manifest in (folder.path / "checkpoints").glob("step*/manifest.json"):
         found = re.fullmatch(r"step(\d+)", manifest.parent.name)
@@ -139,7 +139,7 @@ def newest_checkpoint(folder: RunFolder) -> int | None:
 
 
 def trace_steps(folder: RunFolder) -> int | None:
-    """Gives the number of steps that every rank finished by the run's trace; None where none is readable."""
+    """Return the number of steps that every rank finished by the run's trace; None where none is readable."""
     if not folder.trace_h5.exists() and not any((folder.path / "trace").glob("rank*.h5")):
         return None
     words = [sys.executable, "-m", "analysis", "summary", str(folder.path), "--json"]
@@ -152,14 +152,14 @@ def trace_steps(folder: RunFolder) -> int | None:
 
 
 def utc_ns(value: object) -> int | None:
-    """Reads a time from a file, in ns; None where it is none."""
+    """Read a time from a file, in ns; None where it is none."""
     with contextlib.suppress(ValueError, OverflowError):
         return int(datetime.fromisoformat(str(value)).timestamp() * 1e9)
     return None
 
 
 def whole(value: object) -> int | None:
-    """Gives a whole number from a file; None where it is none."""
+    """Return a whole number from a file; None where it is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -62,7 +62,7 @@ class Finding:
 
 
 def judge(findings: Iterable[Finding]) -> Finding | None:
-    """Gives the finding that tells the cause; None where there is none.
+    """Return the finding that tells the cause; None where there is none.
 
     What may follow from something else counts only where nothing else was found: a rank that the kernel killed for
     memory also reads as killed by signal 9, and then the words about memory win. Among the rest the earliest goes first; where a

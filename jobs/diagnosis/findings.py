@@ -27,7 +27,7 @@ MPI_KEY = "cluster.mpi="
 
 
 def findings_of(evidence: Evidence) -> list[Finding]:
-    """Gives what each source says of the end of a run that has ended."""
+    """Return what each source says of the end of a run that has ended."""
     found = [
         *_of_records(evidence),
         *_of_job(evidence),
@@ -48,7 +48,7 @@ def findings_of(evidence: Evidence) -> list[Finding]:
 
 
 def cause_of_record(record: Mapping[str, Any]) -> Cause:
-    """Gives the class of what a failing rank recorded."""
+    """Return the class of what a failing rank recorded."""
     code, text = record.get("exit_code"), str(record.get("cause", ""))
     told = record.get("cause_class")
     if told in tuple(Cause) and told != Cause.EXCEPTION:
@@ -116,7 +116,7 @@ def _of_orders(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_failure(evidence: Evidence) -> Iterator[Finding]:
-    """Gives what the launcher's words and the heartbeats say of the first rank that ended."""
+    """Yield what the launcher's words and the heartbeats say of the first rank that ended."""
     failure = evidence.failure
     if failure.rank is None and failure.node is None:
         return
@@ -141,7 +141,7 @@ def _of_failure(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_silence(evidence: Evidence) -> Iterator[Finding]:
-    """Gives the node all of whose ranks ended without a word, where the others only tell that their messages failed."""
+    """Yield the node all of whose ranks ended without a word, where the others only tell that their messages failed."""
     records = evidence.records
     if not evidence.is_batch or not records or evidence.failure.signal is not None:
         return
@@ -163,7 +163,7 @@ def _of_silence(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _of_status(evidence: Evidence) -> Iterator[Finding]:
-    """Gives what the launching process noted; of a failed rank the other sources tell more."""
+    """Yield what the launching process noted; of a failed rank the other sources tell more."""
     condition, status = evidence.condition, evidence.status
     code, text = status.get("exit_code"), condition.facts.cause
     if condition.state == "failed" and text and status.get("rank") is None:

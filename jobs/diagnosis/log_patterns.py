@@ -76,7 +76,7 @@ FOLLOWS = re.compile(
 
 
 def findings_in(lines: Iterable[str], source: str) -> list[Finding]:
-    """Finds the signs in a log's lines, a few of each class at most, in their order."""
+    """Find the signs in a log's lines, a few of each class at most, in their order."""
     found: list[Finding] = []
     seen: dict[tuple[Cause, bool], int] = {}
     for line in lines:
@@ -91,7 +91,7 @@ def findings_in(lines: Iterable[str], source: str) -> list[Finding]:
 
 
 def of_line(line: str, source: str) -> Finding | None:
-    """Gives what one line of a log tells; None where it tells nothing."""
+    """Return what one line of a log tells; None where it tells nothing."""
     label = LABEL.match(line)
     text = line[label.end() :].strip() if label else line.strip()
     for sign in SIGNS:
@@ -112,13 +112,13 @@ def of_line(line: str, source: str) -> Finding | None:
 
 
 def cause_of_words(text: str) -> Cause | None:
-    """Gives the class that the words of an exception tell; None where they are of no class of their own."""
+    """Return the class that the words of an exception tell; None where they are of no class of their own."""
     finding = of_line(text, "")
     return None if finding is None or finding.may_follow or finding.cause is Cause.EXCEPTION else finding.cause
 
 
 def time_ns_of(text: str) -> int | None:
-    """Gives the time, in ns, of SLURM's words about a cancelled job or step; its clock is the node's local one."""
+    """Return the time, in ns, of SLURM's words about a cancelled job or step; its clock is the node's local one."""
     found = CANCELLED_AT.search(text)
     if found is not None:
         with contextlib.suppress(ValueError):
@@ -127,7 +127,7 @@ def time_ns_of(text: str) -> int | None:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Gives the lines of a log, of a long one the first and the last; none where it cannot be read."""
+    """Yield the lines of a log, of a long one the first and the last; none where it cannot be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         size = path.stat().st_size
         head = file.read(HEAD_BYTES if size > HEAD_BYTES + TAIL_BYTES else -1)

@@ -12,14 +12,14 @@ KEEP = "keep"
 
 
 def blames_node(cause: Cause, text: str) -> bool:
-    """Tells whether a failure is a node's own, so that another node would not have it."""
+    """Return whether a failure is a node's own, so that another node would not have it."""
     if cause is Cause.FILE_SYSTEM:
         return any(words in text for words in OF_A_NODE)
     return cause in (Cause.NODE, Cause.DEVICE)
 
 
 def advice_of(cause: Cause, text: str, node: str | None, evidence: Evidence) -> tuple[str, ...]:
-    """Gives what to change, most promising first; nothing for a run that has not failed."""
+    """Return what to change, most promising first; nothing for a run that has not failed."""
     run = evidence.folder.path.name
     again = RESUBMIT.format(run=run)
     if evidence.resume_step is not None:
@@ -98,7 +98,7 @@ def _time_limit(evidence: Evidence, again: str) -> tuple[str, ...]:
 
 
 def _checkpoints(evidence: Evidence) -> tuple[str, ...]:
-    """Advises checkpoints to a run that has none to go on from."""
+    """Advise checkpoints to a run that has none to go on from."""
     return () if evidence.resume_step is not None else ("train.checkpoint_s: so that less is lost the next time",)
 
 

@@ -58,7 +58,7 @@ class Diagnosis:
         return self.cause not in NOT_FAILED
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives all fields for a program, and the paragraph."""
+        """Return all fields for a program, and the paragraph."""
         return {
             "schema": SCHEMA, "run": self.folder.path.name, "run_folder": str(self.folder.path), "state": self.state,
             "cause": str(self.cause), "text": self.text, "source": self.source, "rank": self.rank, "node": self.node,
@@ -71,7 +71,7 @@ class Diagnosis:
         }  # fmt: skip
 
     def where(self) -> str:
-        """Words rank, node and stages: rank 3 on node n2, stage 3."""
+        """Describe rank, node and stages: rank 3 on node n2, stage 3."""
         words = f"rank {self.rank}" if self.rank is not None else ""
         if self.node is not None:
             words += f"{' on ' if words else ''}node {self.node}"
@@ -80,12 +80,12 @@ class Diagnosis:
         return words
 
     def line(self) -> str:
-        """Words the diagnosis in one short line, without the run's name."""
+        """Describe the diagnosis in one short line, without the run's name."""
         where = f", {self.where()}" if self.where() else ""
         return plain(f"{self.cause}{where}: {self.text}")
 
     def paragraph(self) -> str:
-        """Words the whole in one paragraph."""
+        """Describe the whole in one paragraph."""
         parts = [f"{self.folder.path.name}: {self.cause}."]
         if where := self.where():
             parts.append(f"{where[0].upper()}{where[1:]}{self._when()}: {self._quoted()}.")
@@ -127,12 +127,12 @@ class Diagnosis:
 
 
 def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
-    """Finds out why a run ended, from all that is there; never raises for what is missing or damaged."""
+    """Find out why a run ended, from all that is there; never raises for what is missing or damaged."""
     return conclude(gather(folder, with_trace=with_trace))
 
 
 def conclude(evidence: Evidence) -> Diagnosis:
-    """Judges the evidence."""
+    """Judge the evidence."""
     state = evidence.condition.state
     found = findings_of(evidence)
     cause = _standing(evidence)
@@ -155,7 +155,7 @@ def conclude(evidence: Evidence) -> Diagnosis:
 
 
 def _standing(evidence: Evidence) -> Cause | None:
-    """Gives the class of a run that has not failed; None for one that has."""
+    """Return the class of a run that has not failed; None for one that has."""
     condition = evidence.condition
     if condition.state in ("running", "stalled"):
         return Cause.RUNNING
@@ -204,7 +204,7 @@ def _diagnosis(evidence: Evidence, told: Finding, found: tuple[Finding, ...]) ->
 
 
 def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None) -> tuple[int, ...]:
-    """Gives the stage that the rank was in, else all that it holds."""
+    """Return the stage that the rank was in, else all that it holds."""
     if rank is None:
         return ()
     named = STAGE.match(action or "")
@@ -219,13 +219,13 @@ def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], act
 
 
 def _waits(evidence: Evidence) -> str | None:
-    """Gives who waited for whom, in the words of the first rank that knew."""
+    """Return who waited for whom, in the words of the first rank that knew."""
     first = (evidence.stall, *(each for each in evidence.records if each.get("exit_code") == StalledError.exit_code))
     return next((words for each in first if (words := _text(each.get("waits_for")))), None)
 
 
 def _evidence(evidence: Evidence, told: Finding, found: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Gives what was found, the telling one first, and SLURM's record as it is."""
+    """Return what was found, the telling one first, and SLURM's record as it is."""
     rows = [told, *found]
     if evidence.job is not None:
         rows.append(Finding(Cause.UNKNOWN, evidence.job.source, evidence.job.line()))

@@ -26,7 +26,7 @@ class BatchJob:
     run_folder: str
 
     def __call__(self) -> None:
-        """Runs the job.
+        """Run the job.
 
         Raises:
             SystemExit: with the run's exit code unless it is 0. submitit keeps other exceptions in a pickle
@@ -54,7 +54,7 @@ class BatchJob:
 
 
 def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -> None:
-    """Waits until the submitting process has noted this job, lest it write "submitted" over a later state."""
+    """Wait until the submitting process has noted this job, lest it write "submitted" over a later state."""
     job_id = os.environ.get("SLURM_JOB_ID")
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s

@@ -15,7 +15,7 @@ PYXIS = "pyxis"
 
 
 def in_container(job: JobSpec, program: Sequence[str], folder: Path | None = None) -> list[str]:
-    """Gives the words that run `program`, through `apptainer exec` or its like where the job's container needs that.
+    """Return the words that run `program`, through `apptainer exec` or its like where the job's container needs that.
 
     Raises:
         ConfigError: a path that the runtime would read as something else.
@@ -29,7 +29,7 @@ def in_container(job: JobSpec, program: Sequence[str], folder: Path | None = Non
 
 
 def srun_options(job: JobSpec, folder: Path | None = None) -> list[str]:
-    """Gives what srun itself is told: pyxis is a plug-in of it.
+    """Return what srun itself is told: pyxis is a plug-in of it.
 
     Raises:
         ConfigError: a path that the runtime would read as something else.
@@ -47,7 +47,7 @@ def srun_options(job: JobSpec, folder: Path | None = None) -> list[str]:
 
 
 def _home(job: JobSpec, folder: Path | None) -> list[Path]:
-    """Gives where a program starts inside: a snapshot is in the run folder, so nothing else need be there."""
+    """Return where a program starts inside: a snapshot is in the run folder, so nothing else need be there."""
     if job.snapshot:
         return [folder] if folder is not None else []
     return [CODE] if CHECKOUT.exists() else []

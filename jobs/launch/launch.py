@@ -45,7 +45,7 @@ def launch(
     is_quiet: bool = False,
     request: StopRequest | None = None,
 ) -> int:
-    """Runs all ranks of a prepared run and gives the run's exit code.
+    """Run all ranks of a prepared run and gives the run's exit code.
 
     `echo` shows the ranks' output on stderr beside logs/ranks.log. `is_quiet` keeps the closing table in logs/ too, and
     makes neither table nor pictures of a simulated run. `request` notes SIGUSR2, which makes the ranks save and stop.
@@ -89,7 +89,7 @@ def _close(
     folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], words: LauncherWords, ended: Ended,
     table_on_stderr: bool, is_quiet: bool,
 ) -> int:  # fmt: skip
-    """Judges how the ranks have ended, says it, and gives the exit code."""
+    """Judge how the ranks have ended, says it, and gives the exit code."""
     stopped = read_stopped(folder)
     if stopped is not None:
         state = go_on(folder, spec, job, facts, stopped, ended.stopped_by is not None)
@@ -132,7 +132,7 @@ class _AbortWatch:
         self._failed_s: float | None = None
 
     def is_overdue(self) -> bool:
-        """Tells whether a rank's failure has been known for long: ABORT_LIMIT_S, or DEATH_LIMIT_S where srun told it."""
+        """Return whether a rank's failure has been known for long: ABORT_LIMIT_S, or DEATH_LIMIT_S where srun told it."""
         self._asked.pass_on(self._folder)
         now_s = time.monotonic()
         if self._failed_s is not None:
@@ -175,7 +175,7 @@ def _facts(job: JobSpec, argv: list[str], folder: RunFolder) -> dict[str, Any]:
 
 
 def _sweep(job: JobSpec, environment: dict[str, str], folder: RunFolder) -> None:
-    """Removes stale shared memory here, and on all nodes when SLURM restarts a job under its old number."""
+    """Remove stale shared memory here, and on all nodes when SLURM restarts a job under its old number."""
     remove_stale_shared_memory()
     if job.launcher == "srun" and "SLURM_RESTART_COUNT" in os.environ:
         run_ranks(sweep_by_srun(job, folder), environment, timeout_s=SWEEP_LIMIT_S)

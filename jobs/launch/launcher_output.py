@@ -55,13 +55,13 @@ class LauncherWords:
         return [death for death in self._deaths if death.is_known]
 
     def death_of(self, rank: int) -> Death:
-        """Gives what hydra's table of wait statuses says about a rank."""
+        """Return what hydra's table of wait statuses says about a rank."""
         status = self._statuses[rank] if rank < len(self._statuses) else 0
         number = status & 0x7F
         return Death(rank, signal=number or None, exit_code=None if number else status >> 8 or None)
 
     def hear(self, line: str) -> None:
-        """Takes one line of output."""
+        """Take one line of output."""
         line = line.strip()
         for pattern, take in (
             (SRUN_TASK, self._srun_task),
@@ -112,7 +112,7 @@ class LauncherWords:
             self._deaths[-1] = replace(death, signal=number, exit_code=code)
 
     def _hydra_table(self, found: re.Match[str]) -> None:
-        """Takes wait statuses in rank order. Hydra kills the others, so who left by exit() did so before."""
+        """Take wait statuses in rank order. Hydra kills the others, so who left by exit() did so before."""
         table = re.sub(r"\[[^\]]*\]", " ", found["table"])
         self._statuses = [int(word) for word in re.findall(r"\d+", table)]
         deaths = [self.death_of(rank) for rank in range(len(self._statuses))]
@@ -138,7 +138,7 @@ class LauncherWords:
 
 
 def _numbers(text: str) -> list[int]:
-    """Reads SLURM's lists of numbers: 0-2,5."""
+    """Read SLURM's lists of numbers: 0-2,5."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

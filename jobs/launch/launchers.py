@@ -18,7 +18,7 @@ Launcher = Callable[[JobSpec, RunFolder], list[str]]
 
 
 def command(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the command line that runs all ranks of a job.
+    """Return the command line that runs all ranks of a job.
 
     Raises:
         ConfigError: the launcher is not there.
@@ -27,7 +27,7 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
-    """Gives the command line of one rank, in its container where there is one; its argument is the run folder unless told.
+    """Return the command line of one rank, in its container where there is one; its argument is the run folder unless told.
 
     Raises:
         ConfigError: a path that the container's runtime would read as something else.
@@ -40,7 +40,7 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
 
 
 def _probe(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the words that start a probing rank in some ms: outside of a container without site packages, by its file."""
+    """Return the words that start a probing rank in some ms: outside of a container without site packages, by its file."""
     bare = ["-I", "-S"] if job.container is None else []
     if job.snapshot:
         return [*bare, *from_snapshot(folder.code_zip, probe_rank.__name__)]
@@ -50,7 +50,7 @@ def _probe(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the command line for ranks on this machine, each with a witness of its end.
+    """Return the command line for ranks on this machine, each with a witness of its end.
 
     Raises:
         ConfigError: there is no mpiexec.
@@ -60,7 +60,7 @@ def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
-    """Gives the command line for one step of all ranks, or of another program, inside a SLURM allocation.
+    """Return the command line for one step of all ranks, or of another program, inside a SLURM allocation.
 
     Tasks a node are said because a block distribution would fill the first nodes, CPUs a task because srun
     does not take sbatch's since 22.05. Unless the preset says otherwise, all GPUs of a node are visible to each
@@ -87,17 +87,17 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
 
 
 def by_ibrun(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the command line for all tasks of a SLURM allocation where the site's own ibrun starts them."""
+    """Return the command line for all tasks of a SLURM allocation where the site's own ibrun starts them."""
     return ["ibrun", *rank_program(job, folder)]
 
 
 def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the command line of the one process that simulates all ranks."""
+    """Return the command line of the one process that simulates all ranks."""
     return [*job.python, "-m", "gems.runs.simulated_run", str(folder.path)]
 
 
 def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the command line that removes stale shared-memory files on every node of an allocation.
+    """Return the command line that removes stale shared-memory files on every node of an allocation.
 
     Raises:
         ConfigError: a path that the container's runtime would read as something else.
@@ -114,7 +114,7 @@ def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
-    """Gives the words that run one of our modules: from the run's snapshot in a job, else the code as it is."""
+    """Return the words that run one of our modules: from the run's snapshot in a job, else the code as it is."""
     return [*job.python, *(from_snapshot(folder.code_zip, name) if job.snapshot else ["-m", name])]
 
 

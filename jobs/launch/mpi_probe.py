@@ -39,7 +39,7 @@ MPI_HELP = "MPICH takes cluster.mpi=pmi2, Open MPI pmix, Cray MPICH cray_shasta 
 
 
 def key_of(spec: RunSpec, job: JobSpec) -> str:
-    """Gives what an answer depends on: cluster, interpreter, launcher, MPI type, modules, environment, container.
+    """Return what an answer depends on: cluster, interpreter, launcher, MPI type, modules, environment, container.
 
     Modules that were loaded by hand count where the preset loads none.
     """
@@ -52,12 +52,12 @@ def key_of(spec: RunSpec, job: JobSpec) -> str:
 
 
 def digest_of(spec: RunSpec, job: JobSpec) -> str:
-    """Gives 8 hexadecimal digits of the key."""
+    """Return 8 hexadecimal digits of the key."""
     return hashlib.sha256(key_of(spec, job).encode()).hexdigest()[:8]
 
 
 def known_probe(spec: RunSpec, job: JobSpec) -> dict[str, Any] | None:
-    """Gives the answer that is kept for this cluster and environment; None where it is old, or of fewer nodes."""
+    """Return the answer that is kept for this cluster and environment; None where it is old, or of fewer nodes."""
     found = read_cached(spec.cache_dir, KIND, key_of(spec, job))
     if found is None:
         return None
@@ -71,12 +71,12 @@ def known_probe(spec: RunSpec, job: JobSpec) -> dict[str, Any] | None:
 
 
 def needs_probe(spec: RunSpec, job: JobSpec) -> bool:
-    """Tells whether a job's ranks speak MPI to each other, and nothing is known of how they do."""
+    """Return whether a job's ranks speak MPI to each other, and nothing is known of how they do."""
     return job.is_batch and job.tasks >= RANKS and spec.machine.kind in OF_MPI and known_probe(spec, job) is None
 
 
 def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> None:
-    """Probes as the first step of a job, before its ranks, where nothing is known of its cluster and environment.
+    """Probe as the first step of a job, before its ranks, where nothing is known of its cluster and environment.
 
     What the ranks of the probe find is left in logs/probe.json, and kept for later jobs.
 
@@ -97,13 +97,13 @@ def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Ma
 
 
 def pair_of(job: JobSpec) -> JobSpec:
-    """Gives the resources of two ranks of a job, on two nodes where it has them."""
+    """Return the resources of two ranks of a job, on two nodes where it has them."""
     nodes = min(job.nodes, RANKS)
     return replace(job, nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes)
 
 
 def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
-    """Gives the command line of the probe, by the launcher that the job's ranks start by; its result is probe_json's.
+    """Return the command line of the probe, by the launcher that the job's ranks start by; its result is probe_json's.
 
     Raises:
         ConfigError: there is no mpiexec, or a path that the container's runtime would read as something else.
@@ -119,12 +119,12 @@ def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def probe_json(folder: RunFolder) -> Path:
-    """Gives the file of what a probe found."""
+    """Return the file of what a probe found."""
     return folder.logs / "probe.json"
 
 
 def judge(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
-    """Gives what the probe found; a probe that found nothing is worded by what its ranks left, and how they ended.
+    """Return what the probe found; a probe that found nothing is worded by what its ranks left, and how they ended.
 
     Raises:
         ConfigError: MPI does not start as configured, or device memory is not to be given to it.
@@ -168,7 +168,7 @@ def judge(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """Gives what a probe found in one line."""
+    """Return what a probe found in one line."""
     nodes = sorted({rank["node"] for rank in found["ranks"]})
     host = found["host"]
     words = [

@@ -74,7 +74,7 @@ class OwnJob:
 
 
 def own_job() -> OwnJob | None:
-    """Asks SLURM for the job that this process is in; None outside of one, or when SLURM does not answer."""
+    """Ask SLURM for the job that this process is in; None outside of one, or when SLURM does not answer."""
     job_id = os.environ.get("SLURM_JOB_ID")
     if not is_job_number(job_id):
         return None
@@ -96,7 +96,7 @@ def own_job() -> OwnJob | None:
 
 
 def why_killed(log: Path | None = None) -> str | None:
-    """Reads from the job's own output why SLURM ends it; None where it says nothing of this job.
+    """Read from the job's own output why SLURM ends it; None where it says nothing of this job.
 
     `log` is what this process has added to its stderr unless told: in a batch script SLURM writes its words there before
     it sends SIGTERM.
@@ -122,12 +122,12 @@ def why_killed(log: Path | None = None) -> str | None:
 
 
 def failed_node(lines: tuple[str, ...]) -> str | None:
-    """Gives the node that srun says has failed."""
+    """Return the node that srun says has failed."""
     return next((found["node"] for line in lines if (found := NODE_FAILURE.search(line))), None)
 
 
 def why_stopped(job: OwnJob | None, cluster: ClusterConfig, reason: str) -> str | None:
-    """Tells why SLURM made a run save and stop, preempted or time limit; None where a person did, or nobody knows.
+    """Report why SLURM made a run save and stop, preempted or time limit; None where a person did, or nobody knows.
 
     `reason` is what the ranks agreed on: SIGTERM reaches ranks alone at a preemption.
     """
@@ -140,7 +140,7 @@ def why_stopped(job: OwnJob | None, cluster: ClusterConfig, reason: str) -> str 
 
 
 def requeues(folder: RunFolder) -> list[dict[str, Any]]:
-    """Gives how often the run's job was put back into the queue, the earliest first: utc, why, by, job_id, step."""
+    """Return how often the run's job was put back into the queue, the earliest first: utc, why, by, job_id, step."""
     with contextlib.suppress(OSError, ValueError):
         rows = read_json(folder.path / REQUEUES_JSON).get("requeues", [])
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -148,7 +148,7 @@ def requeues(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def note_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:
-    """Adds to requeues.json, which all attempts share; gives how many there are now."""
+    """Add to requeues.json, which all attempts share; gives how many there are now."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     row = {"utc": now, "why": why, "by": by, "job_id": os.environ.get("SLURM_JOB_ID"), "step": step}
     rows = [*requeues(folder), row]
@@ -157,7 +157,7 @@ def note_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:
 
 
 def refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str | None:
-    """Says why a saved run is not to start again by itself; None where it is.
+    """Report why a saved run is not to start again by itself; None where it is.
 
     The bound is on attempts that used up their time. Preemption is SLURM's own, and costs the run no attempt.
     """
@@ -175,7 +175,7 @@ def refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str | None:
 def put_back(
     folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], why: str, step: int | None
 ) -> str | None:
-    """Puts this process's job back into the queue, or submits the run as a new job where SLURM refuses; says why neither.
+    """Put this process's job back into the queue, or submits the run as a new job where SLURM refuses; says why neither.
 
     requeues.json and status.json, which `facts` go to, say "requeued" before SLURM knows: it may end this process at
     once, and ends the command that asked before that has its answer. A new job waits until status.json has its number,
@@ -200,7 +200,7 @@ def put_back(
 
 
 def successor(folder: RunFolder) -> str | None:
-    """Gives the job that the run has gone on as, where SLURM starts this one again all the same; None where there is none."""
+    """Return the job that the run has gone on as, where SLURM starts this one again all the same; None where there is none."""
     own, noted = os.environ.get("SLURM_JOB_ID"), folder.read_status().get("job_id")
     if _own_restarts() and is_job_number(own) and is_job_number(noted) and int(str(noted)) > int(str(own)):
         return str(noted)

@@ -40,12 +40,12 @@ class Failure:
     signal: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the fields that are known; there is always a cause."""
+        """Return the fields that are known; there is always a cause."""
         fields = {name: value for name, value in asdict(self).items() if value is not None and name != "what"}
         return {**fields, "cause": self.cause or self.what}
 
     def line(self) -> str:
-        """Words the failure in one line."""
+        """Describe the failure in one line."""
         who = f"rank {self.rank}" if self.rank is not None else "a rank" if self.node else "the run"
         node = f" on node {self.node}" if self.node else ""
         cause = f": {self.cause}" if self.cause else ""
@@ -62,7 +62,7 @@ class Failure:
 
 
 def blame(folder: RunFolder, words: LauncherWords, ended: Ended) -> Failure:
-    """Finds the rank that ended the run.
+    """Find the rank that ended the run.
 
     A death that a witness saw before any rank complained goes first; then what a rank wrote itself, unless it
     only tells that another rank was gone; then the first death that the launcher reported, with the heartbeat's
@@ -99,7 +99,7 @@ def blame(folder: RunFolder, words: LauncherWords, ended: Ended) -> Failure:
 
 
 def first_witnessed(folder: RunFolder, beats: dict[int, Beat]) -> tuple[int, int] | None:
-    """Gives the rank whose process ended first without having finished, and when in ns."""
+    """Return the rank whose process ended first without having finished, and when in ns."""
     notes = [
         (time_ns, rank)
         for rank, time_ns in read_notes(folder.path).items()
@@ -109,12 +109,12 @@ def first_witnessed(folder: RunFolder, beats: dict[int, Beat]) -> tuple[int, int
 
 
 def has_failed_rank(folder: RunFolder) -> bool:
-    """Tells whether a rank left a record or ended without having finished."""
+    """Return whether a rank left a record or ended without having finished."""
     return bool(read_records(folder)) or first_witnessed(folder, read_beats(folder)) is not None
 
 
 def read_records(folder: RunFolder) -> list[dict[str, Any]]:
-    """Reads what failing ranks left, the earliest first."""
+    """Read what failing ranks left, the earliest first."""
     records = []
     for path in folder.path.glob("FAILED.rank*.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -125,14 +125,14 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def read_stall(folder: RunFolder) -> dict[str, Any]:
-    """Reads what the first rank that found a stall left; nothing where there is none."""
+    """Read what the first rank that found a stall left; nothing where there is none."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(folder.path / STALLED_JSON)
     return {}
 
 
 def silent_rank(records: list[dict[str, Any]], beats: dict[int, Beat]) -> int | None:
-    """Gives the rank that a stalled run waited for; None where heartbeats do not tell.
+    """Return the rank that a stalled run waited for; None where heartbeats do not tell.
 
     A rank that could not even record its own end goes first: it was stopped, or its node has gone. Else it is one in
     the middle of a compute action. Of several it is the one that has been silent for longest.
@@ -147,7 +147,7 @@ def silent_rank(records: list[dict[str, Any]], beats: dict[int, Beat]) -> int | 
 
 
 def is_consequence(record: dict[str, Any]) -> bool:
-    """Tells whether a rank failed because another one had: it stalled, or its messages failed."""
+    """Return whether a rank failed because another one had: it stalled, or its messages failed."""
     cause = str(record.get("cause", ""))
     return (
         record.get("exit_code") == StalledError.exit_code or re.search(r"^Exception: .*MPI|MPI_ERR", cause) is not None
@@ -155,7 +155,7 @@ def is_consequence(record: dict[str, Any]) -> bool:
 
 
 def read_beats(folder: RunFolder) -> dict[int, Beat]:
-    """Reads the last mark of every rank that left one."""
+    """Read the last mark of every rank that left one."""
     beats = {}
     for path in sorted(folder.heartbeat(0).parent.glob("rank*")):
         with contextlib.suppress(OSError, ValueError):
@@ -177,7 +177,7 @@ def _of_record(record: dict[str, Any]) -> Failure:
 
 
 def _of_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: dict[int, Beat]) -> Failure:
-    """Words a stall: who was silent, and who waited. Who found it may have told; else the heartbeats do."""
+    """Describe a stall: who was silent, and who waited. Who found it may have told; else the heartbeats do."""
     first = next((record for record in records if record.get("exit_code") == StalledError.exit_code), {})
     found = stall or first
     root = _root(stall)
@@ -199,7 +199,7 @@ def _of_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: dict[
 
 
 def _root(stall: dict[str, Any]) -> dict[str, Any]:
-    """Gives the likeliest of the ranks that held all others up, where the one that found the stall could tell."""
+    """Return the likeliest of the ranks that held all others up, where the one that found the stall could tell."""
     roots = stall.get("roots")
     first = roots[0] if isinstance(roots, list) and roots else None
     if not isinstance(first, dict) or not isinstance(first.get("rank"), int):
@@ -230,21 +230,21 @@ def _of_death(death: Death, beats: dict[int, Beat], ended: Ended) -> Failure:
 
 
 def _of_output(words: LauncherWords, ended: Ended) -> Failure:
-    """Words the end of a run in which neither a rank nor the launcher named anyone."""
+    """Describe the end of a run in which neither a rank nor the launcher named anyone."""
     code = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
     said = _error_line(ended) or (ended.tail[-1] if ended.tail else "no rank and no launcher said why")
     return Failure(RankFailedError.exit_code, f"ended with {code}", words.why_cancelled or said)
 
 
 def _error_line(ended: Ended) -> str | None:
-    """Gives the last line of the ranks' output that tells of an error."""
+    """Return the last line of the ranks' output that tells of an error."""
     telling = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
     lines = [line for line in ended.tail if telling.search(line) and not OF_LAUNCHERS.match(line)]
     return lines[-1] if lines else None
 
 
 def _time_ns(record: dict[str, Any]) -> int:
-    """Gives when a rank wrote its record; 0 where it does not say."""
+    """Return when a rank wrote its record; 0 where it does not say."""
     try:
         return int(datetime.fromisoformat(record["utc"]).timestamp() * 1e9)
     except (KeyError, TypeError, ValueError):
@@ -252,7 +252,7 @@ def _time_ns(record: dict[str, Any]) -> int:
 
 
 def _with_rank(death: Death, beats: dict[int, Beat]) -> Death:
-    """Finds the rank of a death that is known by its process, through the heartbeats."""
+    """Find the rank of a death that is known by its process, through the heartbeats."""
     if death.rank is not None or death.pid is None:
         return death
     same = [rank for rank, beat in beats.items() if beat.pid == death.pid]

@@ -45,7 +45,7 @@ class StopRequest:
         return self._is_noted
 
     def pass_on(self, folder: RunFolder) -> None:
-        """Writes stop.json once a request is there; the ranks stop at the end of a step."""
+        """Write stop.json once a request is there; the ranks stop at the end of a step."""
         if not self._is_noted or self._is_passed_on:
             return
         with contextlib.suppress(OSError):  # the file system may be back at the next look

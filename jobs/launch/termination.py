@@ -26,7 +26,7 @@ WHAT = {
 
 
 def read_stopped(folder: RunFolder) -> dict[str, Any] | None:
-    """Gives what rank 0 wrote when all had saved and stopped; None where they have not."""
+    """Return what rank 0 wrote when all had saved and stopped; None where they have not."""
     if read_records(folder):
         return None
     try:
@@ -38,7 +38,7 @@ def read_stopped(folder: RunFolder) -> dict[str, Any] | None:
 def go_on(
     folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], stopped: dict[str, Any], is_killed: bool
 ) -> str:
-    """Puts the job of a saved run back into the queue where SLURM made it stop; writes status.json and says it.
+    """Put the job of a saved run back into the queue where SLURM made it stop; writes status.json and says it.
 
     Gives the state: requeued, stopped where a user asked or the run is not to start again, cancelled. A job that is
     being ended (`is_killed`: SIGTERM came to this process too) goes on only where SLURM says that no user ended it.
@@ -75,7 +75,7 @@ def go_on(
 
 
 def of_killed(folder: RunFolder, job: JobSpec, failure: Failure, ended: Ended) -> tuple[str, Failure]:
-    """Tells by whom and why a run was ended that has not saved: the state, and the failure in words."""
+    """Report by whom and why a run was ended that has not saved: the state, and the failure in words."""
     if folder.cancelled_json.exists():
         return "cancelled", replace(failure, what=WHAT[CANCELLED])
     if not job.is_batch:

@@ -43,11 +43,11 @@ class Check:
     refusal: GemsError | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives what --json shows."""
+        """Return what --json shows."""
         return {"check": self.name, "ok": self.ok, "said": self.said}
 
     def line(self) -> str:
-        """Gives the line of the table."""
+        """Return the line of the table."""
         mark = {True: "ok", None: "--", False: "warn"}[self.ok]
         return f"jobs: {mark:<4} {self.name:<13} {self.said}"
 
@@ -56,7 +56,7 @@ Outcome = tuple[bool | None, str]
 
 
 def preflight(spec: RunSpec, job: JobSpec, script: str | None, *, here: bool = True) -> Iterator[Check]:
-    """Checks a costed run, one thing after another, those first that take no time.
+    """Check a costed run, one thing after another, those first that take no time.
 
     `script` is the batch script, None for a run on this machine. With `here` the SLURM of this machine is asked, which must be
     the one that the preset is of.
@@ -79,7 +79,7 @@ def preflight(spec: RunSpec, job: JobSpec, script: str | None, *, here: bool = T
 
 
 def passed(checks: Iterable[Check]) -> list[Check]:
-    """Gives the checks, up to the last or the first that forbids the job.
+    """Return the checks, up to the last or the first that forbids the job.
 
     Raises:
         ConfigError: a check that forbids the job.
@@ -95,13 +95,13 @@ def passed(checks: Iterable[Check]) -> list[Check]:
 
 
 def show(checks: Iterable[Check]) -> None:
-    """Prints checks on stderr, a line each."""
+    """Print checks on stderr, a line each."""
     for check in checks:
         print(check.line(), file=sys.stderr)
 
 
 def is_at_home(spec: RunSpec) -> bool:
-    """Tells whether the SLURM of this machine is the preset's: a preset that names no hosts is of any."""
+    """Return whether the SLURM of this machine is the preset's: a preset that names no hosts is of any."""
     patterns = [pattern.lower() for pattern in spec.cluster.hosts]
     return not patterns or any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
 

@@ -14,7 +14,7 @@ KEY = "cluster.ask_above_gpu_hours"
 
 
 def cost_words(jobs: Sequence[JobSpec]) -> str:
-    """Gives the GPU-hours of jobs when they take all their minutes, and with a known rate what the site takes for them."""
+    """Return the GPU-hours of jobs when they take all their minutes, and with a known rate what the site takes for them."""
     hours = sum(job.gpu_hours for job in jobs)
     charges: dict[str, float] = {}
     for job in jobs:
@@ -29,7 +29,7 @@ def cost_words(jobs: Sequence[JobSpec]) -> str:
 
 
 def is_agreed(jobs: Sequence[JobSpec], limit: float | None, options: Options) -> bool:
-    """Asks on the terminal before jobs of more than `limit` GPU-hours together; None never asks, --yes answers.
+    """Ask on the terminal before jobs of more than `limit` GPU-hours together; None never asks, --yes answers.
 
     Raises:
         ConfigError: nobody is there to ask.

@@ -26,7 +26,7 @@ class Peak:
 
 
 def peak_of(spec: RunSpec, made: RunPlan) -> Peak | None:
-    """Gives the predicted peak of a planned run; None where it has no profile."""
+    """Return the predicted peak of a planned run; None where it has no profile."""
     if made.memory is not None:
         outcome = made.memory
         together = min(spec.cluster.ranks_per_node or len(outcome.host_bytes), spec.world_size)
@@ -40,7 +40,7 @@ def peak_of(spec: RunSpec, made: RunPlan) -> Peak | None:
 
 
 def check_host(spec: RunSpec, peak: Peak) -> None:
-    """Checks what a run keeps in host memory against a node's.
+    """Check what a run keeps in host memory against a node's.
 
     Raises:
         DoesNotFitError: the ranks of a node hold more than it has.
@@ -54,7 +54,7 @@ def check_host(spec: RunSpec, peak: Peak) -> None:
 
 
 def steps_s(spec: RunSpec, made: RunPlan) -> float | None:
-    """Gives the predicted seconds of all steps of a planned run; None where its costs are not known.
+    """Return the predicted seconds of all steps of a planned run; None where its costs are not known.
 
     Those are known of a run with timed waits, and where a profile measured them or a machine has rates.
     """

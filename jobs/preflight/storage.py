@@ -53,7 +53,7 @@ class Place:
 
 
 def place_of(spec: RunSpec) -> Place:
-    """Looks at the place of a run's folder.
+    """Check at the place of a run's folder.
 
     Raises:
         ConfigError: one cannot write there.
@@ -70,7 +70,7 @@ def place_of(spec: RunSpec) -> Place:
 
 
 def check_room(spec: RunSpec, place: Place, needed_bytes: int = 0) -> str:
-    """Checks what is free against what a run leaves, and says both. A quota is not seen.
+    """Check what is free against what a run leaves, and says both. A quota is not seen.
 
     Raises:
         ConfigError: it does not fit.
@@ -89,7 +89,7 @@ def check_room(spec: RunSpec, place: Place, needed_bytes: int = 0) -> str:
 
 
 def _kind(path: Path) -> str:
-    """Gives the type of the file system that holds a path, by the longest mount point above it."""
+    """Return the type of the file system that holds a path, by the longest mount point above it."""
     best, kind = "", "unknown"
     try:
         lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()

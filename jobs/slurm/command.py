@@ -29,7 +29,7 @@ class RefusedError(Exception):
 
 
 def ask(argv: Sequence[str], text: str = "", limit_s: float = ASK_LIMIT_S) -> str:
-    """Gives what a command says on stdout, then on stderr; `text` is what it reads.
+    """Return what a command says on stdout, then on stderr; `text` is what it reads.
 
     Raises:
         UnansweredError: it is not there, does not answer in time, or reaches nobody.
@@ -53,7 +53,7 @@ class Said:
 
 
 def hear(argv: Sequence[str], limit_s: float | None = None) -> Said:
-    """Gives what a command prints, for those who can do without; HEAR_LIMIT_S unless told."""
+    """Return what a command prints, for those who can do without; HEAR_LIMIT_S unless told."""
     try:
         asked = _run(argv, "", HEAR_LIMIT_S if limit_s is None else limit_s)
     except UnansweredError as error:

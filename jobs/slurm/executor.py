@@ -65,12 +65,12 @@ class Executor(SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        """Gives the name under which submitit's batch side knows its environment."""
+        """Return the name under which submitit's batch side knows its environment."""
         return "slurm"
 
     @classmethod
     def affinity(cls) -> int:
-        """Says that SLURM can be used: a script is shown also where there is none."""
+        """Report that SLURM can be used: a script is shown also where there is none."""
         return 2
 
     @property
@@ -85,12 +85,12 @@ class Executor(SlurmExecutor):
         return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(SIGNAL_LINE))
 
     def script(self, command: str | None = None) -> str:
-        """Gives the batch script that a submission would use, or the same one with another last line."""
+        """Return the batch script that a submission would use, or the same one with another last line."""
         return self._make_submission_file_text(command or self._submitit_command_str, "")
 
 
 def executor(spec: RunSpec, job: JobSpec, folder: RunFolder) -> Executor:
-    """Builds the executor of a run; its `script()` and its submission are the same text.
+    """Build the executor of a run; its `script()` and its submission are the same text.
 
     Raises:
         ConfigError: a name, path or option that SLURM would read as something else.
@@ -117,7 +117,7 @@ def executor(spec: RunSpec, job: JobSpec, folder: RunFolder) -> Executor:
 
 
 def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[], None] | None = None) -> str:
-    """Submits a prepared run and gives the job's number; `work` is what the job does if not that run alone.
+    """Submit a prepared run and gives the job's number; `work` is what the job does if not that run alone.
 
     Raises:
         ConfigError: sbatch refuses it.
@@ -148,7 +148,7 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[]
 
 @contextlib.contextmanager
 def without_enclosing_job() -> Iterator[None]:
-    """Hides what an enclosing allocation left in the environment, so that it does not change the new job."""
+    """Hide what an enclosing allocation left in the environment, so that it does not change the new job."""
     before = dict(os.environ)
     kept = without_leftovers(before)
     for name in before.keys() - kept.keys():
@@ -160,7 +160,7 @@ def without_enclosing_job() -> Iterator[None]:
 
 
 def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Checks the free `cluster.sbatch` map: true gives a bare flag, false and null leave the option out.
+    """Check the free `cluster.sbatch` map: true gives a bare flag, false and null leave the option out.
 
     Raises:
         ConfigError: an option that a key of its own sets, or text that would leave its line.
@@ -183,7 +183,7 @@ def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
-    """Gives the options that submitit has no parameter for, or that sites ask for in ways of their own."""
+    """Return the options that submitit has no parameter for, or that sites ask for in ways of their own."""
     free = sbatch_options(cluster.sbatch)
     memory = [name for name in free if name in MEMORY]
     if cluster.no_mem and memory:
@@ -204,7 +204,7 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
 
 
 def _ends(cluster: ClusterConfig, free: dict[str, Any]) -> dict[str, Any]:
-    """Gives what makes a run save before its time is over, and lets SLURM start it again.
+    """Return what makes a run save before its time is over, and lets SLURM start it again.
 
     The signal goes to the batch process alone, which asks the ranks. SLURM sends it up to half a minute early.
     """
@@ -222,12 +222,12 @@ def is_warned(cluster: ClusterConfig) -> bool:
 
 
 def _modules(names: list[str]) -> list[str]:
-    """Gives the line that loads the site's modules, in their order. Without them a run would fail in other words."""
+    """Return the line that loads the site's modules, in their order. Without them a run would fail in other words."""
     return [f"module load {shlex.join(names)} || exit {ConfigError.exit_code}"] if names else []
 
 
 def need_sbatch(job: JobSpec) -> None:
-    """Makes sure that there is a SLURM to submit to.
+    """Make sure that there is a SLURM to submit to.
 
     Raises:
         ConfigError: sbatch is not on PATH.

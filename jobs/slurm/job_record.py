@@ -30,7 +30,7 @@ class JobRecord:
     step_states: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """Words the record in one line, without what is not known."""
+        """Describe the record in one line, without what is not known."""
         words = [f"state {self.state}"]
         words += [
             f"{name} {value}"
@@ -44,7 +44,7 @@ class JobRecord:
 
 
 def ask_record(job_id: str) -> tuple[JobRecord | None, tuple[str, ...]]:
-    """Asks sacct, and scontrol where that has no answer; gives the record, and what could not be asked.
+    """Ask sacct, and scontrol where that has no answer; gives the record, and what could not be asked.
 
     Each is asked for `jobs.slurm.command.HEAR_LIMIT_S` at most.
     """
@@ -62,7 +62,7 @@ def ask_record(job_id: str) -> tuple[JobRecord | None, tuple[str, ...]]:
 
 
 def of_sacct(job_id: str, lines: tuple[str, ...]) -> JobRecord | None:
-    """Reads sacct's rows of a job and its steps; of a job that was started again the last start counts."""
+    """Read sacct's rows of a job and its steps; of a job that was started again the last start counts."""
     rows = [line.split("|") for line in lines]
     rows = [row for row in rows if len(row) == len(FIELDS.split(","))]
     jobs = [row for row in rows if row[0] == job_id]
@@ -78,7 +78,7 @@ def of_sacct(job_id: str, lines: tuple[str, ...]) -> JobRecord | None:
 
 
 def of_scontrol(line: str) -> JobRecord:
-    """Reads the line of `scontrol --oneliner show job`."""
+    """Read the line of `scontrol --oneliner show job`."""
     values = fields_of(line)
     return JobRecord(
         "scontrol",
@@ -93,12 +93,12 @@ def of_scontrol(line: str) -> JobRecord:
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """Reads `NAME=value NAME=value` as scontrol prints them; a value may hold spaces."""
+    """Read `NAME=value NAME=value` as scontrol prints them; a value may hold spaces."""
     return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", line.strip()))
 
 
 def _first(state: str) -> str:
-    """Gives a state without who brought it about: CANCELLED by 1000."""
+    """Return a state without who brought it about: CANCELLED by 1000."""
     return state.split()[0] if state.split() else "UNKNOWN"
 
 

@@ -41,12 +41,12 @@ class Answer:
 
 
 def is_job_number(value: object) -> bool:
-    """Tells whether a value from a file is a job's number, and nothing that a command could take for an option."""
+    """Return whether a value from a file is a job's number, and nothing that a command could take for an option."""
     return isinstance(value, str | int) and re.fullmatch(r"[0-9]{1,18}", str(value)) is not None
 
 
 def ask_queue(job_ids: Iterable[str]) -> Answer:
-    """Asks squeue once; it also tells of jobs that ended some minutes ago."""
+    """Ask squeue once; it also tells of jobs that ended some minutes ago."""
     numbers = sorted({number for number in job_ids if is_job_number(number)}, key=int)
     if not numbers:
         return Answer()
@@ -60,7 +60,7 @@ def ask_queue(job_ids: Iterable[str]) -> Answer:
 
 
 def ask_accounting(job_ids: Iterable[str]) -> Answer:
-    """Asks sacct once; of a job that SLURM started again it tells the last start."""
+    """Ask sacct once; of a job that SLURM started again it tells the last start."""
     numbers = sorted({number for number in job_ids if is_job_number(number)}, key=int)
     if not numbers:
         return Answer()
@@ -77,19 +77,19 @@ def ask_accounting(job_ids: Iterable[str]) -> Answer:
 
 
 def num_queued(partition: str | None = None, qos: str | None = None) -> int | None:
-    """Gives how many jobs this user has waiting or running, in a partition and a qos; None where SLURM cannot be asked."""
+    """Return how many jobs this user has waiting or running, in a partition and a qos; None where SLURM cannot be asked."""
     chosen = [f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value]
     said = hear(["squeue", "--noheader", "--format=%i", f"--user={os.getuid()}", *chosen])
     return None if said.trouble is not None else len(said.lines)
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
-    """Cancels jobs by one scancel; gives what it said when it refused any of them."""
+    """Cancel jobs by one scancel; gives what it said when it refused any of them."""
     return hear(["scancel", *filter(is_job_number, job_ids)]).trouble
 
 
 def _rows(lines: Iterable[str], num_fields: int) -> Iterable[list[str]]:
-    """Splits lines at the bars; the last field may hold some."""
+    """Split lines at the bars; the last field may hold some."""
     for line in lines:
         fields = [text.strip() for text in line.split("|", num_fields - 1)]
         if len(fields) == num_fields and is_job_number(fields[0]) and fields[1]:
@@ -97,7 +97,7 @@ def _rows(lines: Iterable[str], num_fields: int) -> Iterable[list[str]]:
 
 
 def _utc(text: str) -> datetime | None:
-    """Reads SLURM's local time; None for its N/A and Unknown."""
+    """Read SLURM's local time; None for its N/A and Unknown."""
     with contextlib.suppress(ValueError):
         return datetime.fromisoformat(text).astimezone(UTC)
     return None

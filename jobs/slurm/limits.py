@@ -13,7 +13,7 @@ IF_CHANGED = "where the site has changed it, set cluster.limits=[]"
 
 
 def check_limits(spec: RunSpec, job: JobSpec) -> None:
-    """Checks a job of SLURM's against its preset.
+    """Check a job of SLURM's against its preset.
 
     Raises:
         ConfigError: more than the site allows, with the limit.
@@ -32,7 +32,7 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
 
 
 def check_queue(spec: RunSpec, job: JobSpec) -> None:
-    """Checks that the site takes one more job of this user's; where the queue cannot be asked, SLURM will.
+    """Check that the site takes one more job of this user's; where the queue cannot be asked, SLURM will.
 
     Raises:
         ConfigError: as many as it allows are queued.
@@ -50,7 +50,7 @@ def check_queue(spec: RunSpec, job: JobSpec) -> None:
 
 
 def limit_of(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
-    """Gives the first limit that fits a job on so many nodes; None where the preset knows none of its partition and qos.
+    """Return the first limit that fits a job on so many nodes; None where the preset knows none of its partition and qos.
 
     Raises:
         ConfigError: limits of its partition and qos are known, and none allows so many nodes.
@@ -96,7 +96,7 @@ def _check_binding(job: JobSpec) -> None:
 
 
 def _scope(limit: QueueLimit) -> str:
-    """Words the jobs that a limit is for: 3 to 512 nodes of partition normal."""
+    """Describe the jobs that a limit is for: 3 to 512 nodes of partition normal."""
     nodes = f"{limit.min_nodes} " + ("or more" if limit.max_nodes is None else f"to {limit.max_nodes}")
     where = [f"{word} {name}" for word, name in (("partition", limit.partition), ("qos", limit.qos)) if name]
     return f"{nodes} nodes" + (f" of {', '.join(where)}" if where else "")

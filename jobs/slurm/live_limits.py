@@ -13,7 +13,7 @@ CLOSED = ("DRAIN", "INACTIVE")  # partitions that take no job
 
 
 def check_partitions(spec: RunSpec, job: JobSpec, found: Sequence[Partition]) -> str:
-    """Checks a job against the partitions that it may run in, and says what they have.
+    """Check a job against the partitions that it may run in, and says what they have.
 
     A quality of service may lift a partition's limits of minutes and nodes, so that under one these are left to SLURM.
 
@@ -30,7 +30,7 @@ def check_partitions(spec: RunSpec, job: JobSpec, found: Sequence[Partition]) ->
 
 
 def check_account(spec: RunSpec, accounts: Accounts) -> str:
-    """Checks the account and the quality of service of a run, where SLURM insists on them, and says which they are.
+    """Check the account and the quality of service of a run, where SLURM insists on them, and says which they are.
 
     Raises:
         ConfigError: the user does not belong to that account, or may not use that quality of service.
@@ -55,7 +55,7 @@ def check_account(spec: RunSpec, accounts: Accounts) -> str:
 
 
 def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigError]:
-    """Gives what speaks against a job in a partition, the plainest first."""
+    """Yield what speaks against a job in a partition, the plainest first."""
     cluster, where = spec.cluster, f"partition {found.name}"
     qos = cluster.sbatch.get("qos")
     other = "or choose another cluster.partition"

@@ -34,7 +34,7 @@ class BadNode:
         return len(self.runs)
 
     def line(self) -> str:
-        """Words the entry."""
+        """Describe the entry."""
         times = "once" if self.count == 1 else f"{self.count} times"
         return f"node {self.node} of {self.cluster} has failed {times}, last {self.run} at {self.utc}: {self.reason}"
 
@@ -51,7 +51,7 @@ class BadNodes:
         return self.runs_dir / FILE
 
     def entries(self, now: datetime | None = None) -> tuple[BadNode, ...]:
-        """Gives the entries that still count; damaged ones, and a damaged file, count as none."""
+        """Return the entries that still count; damaged ones, and a damaged file, count as none."""
         now = now or datetime.now(UTC)
         rows: Any = None
         with contextlib.suppress(OSError, ValueError):
@@ -60,11 +60,11 @@ class BadNodes:
         return tuple(entry for entry in found if entry is not None and _age(entry, now) < LIFE)
 
     def of_cluster(self, cluster: str) -> tuple[BadNode, ...]:
-        """Gives the entries of one cluster; another's nodes may have the same names."""
+        """Return the entries of one cluster; another's nodes may have the same names."""
         return tuple(entry for entry in self.entries() if entry.cluster == cluster)
 
     def add(self, cluster: str, node: str, reason: str, run: str, utc: str) -> BadNode | None:
-        """Notes a failure of a node and gives its entry; a failure that is known is not counted again.
+        """Record a failure of a node and gives its entry; a failure that is known is not counted again.
 
         Names that are no host names are left out: they would be handed to SLURM.
 
@@ -83,7 +83,7 @@ class BadNodes:
         return entry
 
     def forget(self, node: str) -> tuple[BadNode, ...]:
-        """Takes a node out, of whatever cluster, and gives its entries.
+        """Take a node out, of whatever cluster, and gives its entries.
 
         Raises:
             OSError: the folder cannot be written.
@@ -95,7 +95,7 @@ class BadNodes:
         return gone
 
     def note(self, cluster: str) -> str | None:
-        """Tells in one line which nodes of a cluster are known to be bad; None where there is none."""
+        """Report in one line which nodes of a cluster are known to be bad; None where there is none."""
         names = [entry.node for entry in self.of_cluster(cluster)]
         if not names:
             return None
@@ -110,7 +110,7 @@ class BadNodes:
 
 
 def exclude_option(names: Iterable[str]) -> dict[str, str]:
-    """Gives sbatch's option that leaves nodes out; nothing where there are none."""
+    """Return sbatch's option that leaves nodes out; nothing where there are none."""
     joined = ",".join(dict.fromkeys(names))
     return {"exclude": joined} if joined else {}
 

@@ -8,7 +8,7 @@ from jobs.slurm.jobs import ask_queue
 
 
 def is_queued(job_id: str) -> bool | None:
-    """Tells whether SLURM has the job waiting or running; None where it cannot be asked."""
+    """Return whether SLURM has the job waiting or running; None where it cannot be asked."""
     answer = ask_queue([job_id])
     if answer.trouble is not None:
         return None
@@ -16,7 +16,7 @@ def is_queued(job_id: str) -> bool | None:
 
 
 def release(folder: RunFolder) -> None:
-    """Lets go of a run folder whose job has ended without a word, and refuses one whose job is still there.
+    """Let go of a run folder whose job has ended without a word, and refuses one whose job is still there.
 
     A job whose run has failed may be there too: SLURM can start it again.
 

@@ -84,7 +84,7 @@ class JobSpec:
         return hours * self.charge_rate
 
     def summary(self) -> str:
-        """Gives the resources in one line."""
+        """Return the resources in one line."""
         charge = "" if self.charge is None else f", charge {self.charge:g} {self.charge_unit or ''}".rstrip()
         return (
             f"nodes {self.nodes}, tasks {self.tasks}, tasks per node {self.tasks_per_node}, "
@@ -94,7 +94,7 @@ class JobSpec:
 
 
 def job_spec(spec: RunSpec) -> JobSpec:
-    """Derives the resources of a resolved run.
+    """Derive the resources of a resolved run.
 
     Raises:
         ConfigError: more than one node for mpiexec, or a cluster.python that is not a command line.

@@ -23,7 +23,7 @@ class Estimate:
     nodes: str | None
 
     def words(self, now: datetime) -> str:
-        """Says it in one line."""
+        """Report it in one line."""
         if self.start is None:
             return "sbatch takes it, and says no start"
         wait_min = max(0.0, (self.start - now).total_seconds() / 60)
@@ -32,7 +32,7 @@ class Estimate:
 
 
 def try_script(cluster: str, script: str) -> Estimate:
-    """Asks sbatch whether it would take a script; nothing is queued.
+    """Ask sbatch whether it would take a script; nothing is queued.
 
     Raises:
         ConfigError: it would not.
@@ -49,7 +49,7 @@ def try_script(cluster: str, script: str) -> Estimate:
 
 
 def read_estimate(said: str) -> Estimate:
-    """Reads sbatch's line: Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n[1-2] in partition debug."""
+    """Read sbatch's line: Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n[1-2] in partition debug."""
     found = SEEN.search(said)
     if found is None:
         return Estimate(None, None)
@@ -61,7 +61,7 @@ def read_estimate(said: str) -> Estimate:
 
 
 def _plain(said: str) -> str:
-    """Gives the reason without sbatch's own name before it."""
+    """Return the reason without sbatch's own name before it."""
     return re.sub(r"(sbatch: )?(error: |fatal: )|allocation failure: ", "", said)
 
 

@@ -46,7 +46,7 @@ class Accounts:
 
 
 def ask_partitions(names: str | None) -> tuple[Partition, ...]:
-    """Gives the partitions of a list like sbatch's, or the default one.
+    """Return the partitions of a list like sbatch's, or the default one.
 
     Raises:
         ConfigError: SLURM has no such partition.
@@ -73,7 +73,7 @@ def ask_partitions(names: str | None) -> tuple[Partition, ...]:
 
 
 def most_nodes(names: str | None) -> int | None:
-    """Gives how many nodes a job of a partition may have; None where SLURM does not say."""
+    """Return how many nodes a job of a partition may have; None where SLURM does not say."""
     try:
         found = ask_partitions(names)
     except (ConfigError, UnansweredError):
@@ -82,7 +82,7 @@ def most_nodes(names: str | None) -> int | None:
 
 
 def ask_accounts() -> Accounts:
-    """Gives the accounts of this user.
+    """Return the accounts of this user.
 
     Raises:
         UnansweredError: this SLURM keeps none, or does not tell.

@@ -23,7 +23,7 @@ OF_PEOPLE = ("UserId", "GroupId", "MailUser")
 
 
 def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
-    """Notes the job's environment and SLURM's record of it, and checks that the code is what was prepared.
+    """Record the job's environment and SLURM's record of it, and checks that the code is what was prepared.
 
     Outside of SLURM it does nothing. A job that SLURM started again keeps the notes of its earlier starts. Notes that
     cannot be taken end no run.
@@ -49,7 +49,7 @@ def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
 
 
 def record_end(folder: RunFolder) -> None:
-    """Notes SLURM's record of the job once its ranks have ended, with the steps where the site has accounting."""
+    """Record SLURM's record of the job once its ranks have ended, with the steps where the site has accounting."""
     job_id = os.environ.get("SLURM_JOB_ID")
     if job_id is None:
         return
@@ -69,7 +69,7 @@ def _noting() -> Iterator[None]:
 
 
 def ask_job(job_id: str) -> dict[str, str] | None:
-    """Gives the fields of `scontrol show job` but those of people; None where SLURM does not answer."""
+    """Return the fields of `scontrol show job` but those of people; None where SLURM does not answer."""
     said = hear(["scontrol", "--oneliner", "show", "job", job_id])
     if said.trouble is not None:
         return None
@@ -78,7 +78,7 @@ def ask_job(job_id: str) -> dict[str, str] | None:
 
 
 def ask_steps(job_id: str) -> list[dict[str, str]] | None:
-    """Gives sacct's rows of the job and its steps so far; None where there is no accounting."""
+    """Return sacct's rows of the job and its steps so far; None where there is no accounting."""
     said = hear(["sacct", "--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"])
     if said.trouble is not None or not said.lines:
         return None

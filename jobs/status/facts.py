@@ -69,17 +69,17 @@ class Facts:
         return self.job_id is not None and (self.state in GOING_ON or is_stopped)
 
     def age_s(self, now_ns: int) -> float | None:
-        """Gives the seconds since the last sign of life; clocks of nodes differ, so never less than 0."""
+        """Return the seconds since the last sign of life; clocks of nodes differ, so never less than 0."""
         return None if self.sign_ns is None else max(0.0, (now_ns - self.sign_ns) / 1e9)
 
     def is_stalled(self, now_ns: int) -> bool:
-        """Tells whether the run has been still for too long: ranks in an action, or all of it before and behind."""
+        """Return whether the run has been still for too long: ranks in an action, or all of it before and behind."""
         age_s = self.age_s(now_ns)
         return age_s is not None and not self.are_ranks_done and age_s > self.stall_limit_s
 
 
 def read_facts(folder: RunFolder) -> Facts:
-    """Reads what a run folder tells; a damaged file is a fact too, and raises nothing."""
+    """Read what a run folder tells; a damaged file is a fact too, and raises nothing."""
     status = read_status(folder)
     if status.get("state") == UNREADABLE:
         return Facts(folder, status)
@@ -120,7 +120,7 @@ def read_facts(folder: RunFolder) -> Facts:
 
 
 def read_status(folder: RunFolder) -> Mapping[str, Any]:
-    """Reads status.json, which also may be damaged or forbidden."""
+    """Read status.json, which also may be damaged or forbidden."""
     try:
         return folder.read_status()
     except (ConfigError, OSError) as error:
@@ -128,7 +128,7 @@ def read_status(folder: RunFolder) -> Mapping[str, Any]:
 
 
 def lives_here(status: Mapping[str, Any]) -> bool | None:
-    """Tells whether the process that a file names by pid, its start and host is there; None on another host."""
+    """Return whether the process that a file names by pid, its start and host is there; None on another host."""
     if status.get("host") != os.uname().nodename:
         return None
     pid, started = status.get("pid"), status.get("pid_started")
@@ -138,7 +138,7 @@ def lives_here(status: Mapping[str, Any]) -> bool | None:
 
 
 def now_ns() -> int:
-    """Gives the time that heartbeats are stamped with, in ns."""
+    """Return the time that heartbeats are stamped with, in ns."""
     return time.time_ns()
 
 

@@ -23,13 +23,13 @@ class Catalogue:
     studies: tuple[StudyRecord, ...]
 
     def folders(self) -> tuple[RunFolder, ...]:
-        """Gives the run folders of everything that are there, each once."""
+        """Return the run folders of everything that are there, each once."""
         of_studies = [folder for study in self.studies for _, folder in study.points() if os.path.isdir(folder.path)]
         return tuple({folder.path: folder for folder in (*self.runs, *of_studies)}.values())
 
 
 def catalogue(words: Sequence[str], *, allows_several: bool = True) -> Catalogue:
-    """Finds the runs and studies that `words` name: paths, or names below `runs_dir=` (runs); all where none is named.
+    """Find the runs and studies that `words` name: paths, or names below `runs_dir=` (runs); all where none is named.
 
     A run's name without its signature stands for all runs of that name, or for the only one.
 
@@ -55,7 +55,7 @@ def catalogue(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
 
 
 def one_run(words: Sequence[str], verb: str) -> RunFolder:
-    """Finds the one run that `words` name.
+    """Find the one run that `words` name.
 
     Raises:
         ConfigError: none, or more than one.
@@ -95,7 +95,7 @@ def _named(name: str, runs_dir: Path, allows_several: bool) -> StudyRecord | lis
 
 
 def _entries(runs_dir: Path) -> Iterator[Path]:
-    """Gives the folders below `runs_dir`; others' that are closed to us count as none (as os.path sees them)."""
+    """Yield the folders below `runs_dir`; others' that are closed to us count as none (as os.path sees them)."""
     try:
         yield from (path for path in runs_dir.iterdir() if os.path.isdir(path))
     except FileNotFoundError:
@@ -113,6 +113,6 @@ def _is_study(path: Path) -> bool:
 
 
 def run_name(path: Path) -> str:
-    """Gives the name of a run by its folder, whose name ends with the signature."""
+    """Return the name of a run by its folder, whose name ends with the signature."""
     name, _, end = path.name.rpartition("-")
     return name if len(end) == SIGNATURE_CHARS else path.name

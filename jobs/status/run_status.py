@@ -43,7 +43,7 @@ class Condition:
         return self.state in ACTIVE
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives the fields of the condition for a program."""
+        """Return the fields of the condition for a program."""
         facts = self.facts
         return {
             "name": facts.folder.path.name, "run_folder": str(facts.folder.path), "state": self.state,
@@ -63,7 +63,7 @@ class Conditions:
 
 
 def conditions(folders: Sequence[RunFolder]) -> Conditions:
-    """Finds the condition of runs with one squeue for all of them, and one sacct for the jobs that it does not know.
+    """Find the condition of runs with one squeue for all of them, and one sacct for the jobs that it does not know.
 
     A folder whose job seems to have gone is read again: the run may have ended between the two looks.
     """
@@ -111,7 +111,7 @@ def _named(condition: Condition, job: Job) -> Condition:
 
 
 def _of_job(facts: Facts, job: Job, source: str, now: int) -> Condition:
-    """Judges by a job that SLURM knows; what the run itself wrote about its end stands, unless it is to start again."""
+    """Judge by a job that SLURM knows; what the run itself wrote about its end stands, unless it is to start again."""
     if job.state in PENDING:
         again = "" if facts.state == "submitted" else " (to start again)"
         return Condition(facts, "pending", source, note=f"{job.reason}{again}".strip())
@@ -134,7 +134,7 @@ def _of_job(facts: Facts, job: Job, source: str, now: int) -> Condition:
 
 
 def _without_job(facts: Facts, trouble: str | None, now: int) -> Condition:
-    """Judges where SLURM does not know the job, or cannot be asked."""
+    """Judge where SLURM does not know the job, or cannot be asked."""
     if trouble is None:
         return _gone(facts, QUEUE, "SLURM does not know the job any more")
     if facts.state in WAITING:
@@ -143,7 +143,7 @@ def _without_job(facts: Facts, trouble: str | None, now: int) -> Condition:
 
 
 def _of_process(facts: Facts, now: int) -> Condition:
-    """Judges a run that is no job by its process, or from another host by its heartbeats."""
+    """Judge a run that is no job by its process, or from another host by its heartbeats."""
     is_here = lives_here(facts.status)
     if is_here:
         return _alive(facts, PROCESS, now)
@@ -153,7 +153,7 @@ def _of_process(facts: Facts, now: int) -> Condition:
 
 
 def _of_ranks(facts: Facts, now: int, note: str) -> Condition:
-    """Judges by the heartbeats alone."""
+    """Judge by the heartbeats alone."""
     if facts.are_ranks_done and facts.state == "prepared":
         return Condition(facts, "finished", BEATS, is_guess=True, note=note)
     return replace(_alive(facts, BEATS, now, note), is_guess=True)

@@ -46,7 +46,7 @@ class StudyRecord:
         return self.cancelled_json.exists()
 
     def begin(self, points: Sequence[tuple[str, Path]]) -> None:
-        """Notes that this process runs `points`, labels and run folders, and that nobody has cancelled them.
+        """Record that this process runs `points`, labels and run folders, and that nobody has cancelled them.
 
         Points of earlier calls, which had other overrides, stay as long as their folders are there.
 
@@ -69,7 +69,7 @@ class StudyRecord:
             raise ConfigError("runs_dir", self.path.parent, f"cannot write there ({error.strerror})") from error
 
     def points(self) -> tuple[tuple[str, RunFolder], ...]:
-        """Gives the labels and run folders of the points, whether or not they are there yet."""
+        """Return the labels and run folders of the points, whether or not they are there yet."""
         rows = self.read().get("points")
         found = []
         for row in rows if isinstance(rows, list) else []:
@@ -79,18 +79,18 @@ class StudyRecord:
         return tuple(found)
 
     def read(self) -> dict[str, Any]:
-        """Reads study.json; a damaged one is as good as none."""
+        """Read study.json; a damaged one is as good as none."""
         with contextlib.suppress(OSError, ValueError):
             return read_json(self.study_json)
         return {}
 
     def runs_here(self) -> bool | None:
-        """Tells whether the study's command is still there; None where it was called on another host."""
+        """Return whether the study's command is still there; None where it was called on another host."""
         record = self.read()
         return lives_here(record) if "pid" in record else False
 
     def mark_cancelled(self) -> None:
-        """Asks the study's command to start no more points.
+        """Ask the study's command to start no more points.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -102,5 +102,5 @@ class StudyRecord:
 
 
 def asked_by() -> dict[str, Any]:
-    """Gives who wants an end of something, and when."""
+    """Return who wants an end of something, and when."""
     return {"uid": os.getuid(), "host": os.uname().nodename, "utc": datetime.now(UTC).isoformat(timespec="seconds")}

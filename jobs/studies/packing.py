@@ -35,7 +35,7 @@ class PackedJob:
     run_folders: tuple[str, ...]
 
     def __call__(self) -> None:
-        """Runs the job; started again by SLURM, it passes over what it has finished.
+        """Run the job; started again by SLURM, it passes over what it has finished.
 
         Raises:
             SystemExit: with the worst of the runs' exit codes unless it is 0.
@@ -62,7 +62,7 @@ class PackedJob:
 
 
 def packs_of(points: Sequence[Point]) -> list[tuple[Point, ...]]:
-    """Puts points of one node and of the same cluster settings together, as many as go into a job; keeps their order.
+    """Put points of one node and of the same cluster settings together, as many as go into a job; keeps their order.
 
     A pack stands where its first point did. Its minutes stay within what the site allows to one job.
     """
@@ -81,7 +81,7 @@ def packs_of(points: Sequence[Point]) -> list[tuple[Point, ...]]:
 
 
 def packed(points: Sequence[Point]) -> JobSpec:
-    """Gives the resources that serve each of the points of a pack in its turn."""
+    """Return the resources that serve each of the points of a pack in its turn."""
     jobs = [job_spec(point.spec) for point in points]
     tasks = max(job.tasks_per_node for job in jobs)
     cpus = max(job.tasks_per_node * job.cpus_per_task for job in jobs)
@@ -96,7 +96,7 @@ def packed(points: Sequence[Point]) -> JobSpec:
 
 
 def submit_pack(points: Sequence[Point]) -> str:
-    """Submits the points of a pack as one job and gives its number.
+    """Submit the points of a pack as one job and gives its number.
 
     Raises:
         ConfigError: as `jobs.cli.submit.submit`.
@@ -118,7 +118,7 @@ def submit_pack(points: Sequence[Point]) -> str:
 
 
 def _site(point: Point) -> str | None:
-    """Gives what points of one job must share; None for a point that has a job of its own."""
+    """Return what points of one job must share; None for a point that has a job of its own."""
     spec = point.spec
     job = job_spec(spec)
     if spec.cluster.points_per_job == 1 or job.nodes > 1 or not job.is_batch:

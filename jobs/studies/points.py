@@ -42,12 +42,12 @@ class Point:
 
 
 def study_name(study: str) -> str:
-    """Gives the name of a study that is given by name or by its file."""
+    """Return the name of a study that is given by name or by its file."""
     return Path(study).stem if _is_file(study) else study
 
 
 def read_study(study: str) -> StudyConfig:
-    """Reads a study: a name of `conf/study/`, or the path of a .yaml file.
+    """Read a study: a name of `conf/study/`, or the path of a .yaml file.
 
     Raises:
         ConfigError: there is none, or it is not of the form of `StudyConfig`.
@@ -67,7 +67,7 @@ def read_study(study: str) -> StudyConfig:
 
 
 def points_of(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> list[Point]:
-    """Composes every point of a study, each followed by `overrides`; points of one run folder count once.
+    """Compose every point of a study, each followed by `overrides`; points of one run folder count once.
 
     They are in the order in which they shall run: each repetition is a round of all points, so that a machine that
     grows slower over hours slows all of them alike, and not the last ones (Hoefler and Belli, SC 2015, rule 10). The
@@ -85,7 +85,7 @@ def points_of(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> l
 
 
 def _next_round(before: Sequence[Point], repetition: int) -> list[Point]:
-    """Gives another order of the points, whose first is not the last of the round before."""
+    """Return another order of the points, whose first is not the last of the round before."""
     order = list(before)
     random.Random(repetition).shuffle(order)
     if len(order) > 1 and order[0] is before[-1]:
@@ -94,13 +94,13 @@ def _next_round(before: Sequence[Point], repetition: int) -> list[Point]:
 
 
 def _repeated(point: Point, repetition: int) -> Point:
-    """Gives the point with the seed of a repetition, by which its folder is another one."""
+    """Return the point with the seed of a repetition, by which its folder is another one."""
     seed = point.spec.seed + repetition
     return Point((*point.words, f"seed={seed}"), dataclasses.replace(point.spec, seed=seed))
 
 
 def _composed(study: StudyConfig, name: str, overrides: Sequence[str]) -> dict[Path, Point]:
-    """Composes every point once, by run folder, in the file's order."""
+    """Compose every point once, by run folder, in the file's order."""
     points: dict[Path, Point] = {}
     for number, words in enumerate(_products(study), 1):
         try:
@@ -120,7 +120,7 @@ def _products(study: StudyConfig) -> Iterator[tuple[str, ...]]:
 
 
 def _words(key: str, choice: Any) -> list[str]:
-    """Gives the overrides of one choice of an axis."""
+    """Return the overrides of one choice of an axis."""
     if isinstance(choice, list):
         return choice
     return [f"{key}={'null' if choice is None else str(choice).lower() if isinstance(choice, bool) else choice}"]

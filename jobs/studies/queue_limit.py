@@ -32,7 +32,7 @@ class Throttle:
         self._full: set[Scope] = set()
 
     def has_room(self, spec: RunSpec, job: JobSpec) -> bool:
-        """Tells whether the queue takes one more job, as far as one knows.
+        """Return whether the queue takes one more job, as far as one knows.
 
         Raises:
             ConfigError: the preset allows no job of this size.
@@ -43,7 +43,7 @@ class Throttle:
         return room is None or room > 0
 
     def took(self, spec: RunSpec, job: JobSpec) -> None:
-        """Counts a job that was submitted."""
+        """Count a job that was submitted."""
         limit = limit_of(spec.cluster, job.nodes)
         if limit is not None:
             key = (spec.cluster.name, limit.partition, limit.qos)
@@ -51,7 +51,7 @@ class Throttle:
             self._room[key] = None if room is None else room - 1
 
     def refused(self, spec: RunSpec) -> None:
-        """Notes that SLURM takes no more jobs of this account, partition and qos now."""
+        """Record that SLURM takes no more jobs of this account, partition and qos now."""
         self._full.add(_scope(spec))
 
     def _room_of(self, spec: RunSpec, job: JobSpec) -> int | None:
@@ -66,7 +66,7 @@ class Throttle:
 
 
 def is_passing(error: ConfigError) -> bool:
-    """Tells whether a refused submission would be taken once jobs have ended: the queue is full, or the folder in use."""
+    """Return whether a refused submission would be taken once jobs have ended: the queue is full, or the folder in use."""
     text = str(error)
     if OURS.search(text) or SAME_FOLDER.search(text) or PASSING.search(text):
         return True

@@ -36,7 +36,7 @@ class Rounds:
         self.waiting = [point for point, due in zip(points, is_due, strict=True) if due]
 
     def run(self) -> int:
-        """Starts what is due, as far as the queue takes it, and gives the worst exit code of what could not start or failed.
+        """Start what is due, as far as the queue takes it, and gives the worst exit code of what could not start or failed.
 
         Points of this machine run here, one after another. Without an end of the whole, which a signal to a point's run
         and a cancelled study are, only points without room in the queue are left in `waiting`.
@@ -59,7 +59,7 @@ class Rounds:
         return code
 
     def wait(self) -> int:
-        """Stays until every job of the study has ended, and submits what waits as room comes; gives the worst exit code.
+        """Stay until every job of the study has ended, and submits what waits as room comes; gives the worst exit code.
 
         One squeue asks for all points; looks grow rarer while nothing changes.
         """
@@ -83,7 +83,7 @@ class Rounds:
         return max([code, *map(_code_of, conditions(ours).runs)])
 
     def _run_here(self, point: Point) -> int:
-        """Runs one point and gives its exit code; what cannot start is said in one line."""
+        """Run one point and gives its exit code; what cannot start is said in one line."""
         self._say_start(point)
         try:
             code = start(point.spec)
@@ -94,7 +94,7 @@ class Rounds:
         return code
 
     def _submit(self, pack: Sequence[Point], throttle: Throttle) -> int:
-        """Submits the points of one job; those without room wait."""
+        """Submit the points of one job; those without room wait."""
         spec = pack[0].spec
         try:
             job = packed(pack) if len(pack) > 1 else job_spec(spec)
@@ -130,7 +130,7 @@ class Rounds:
 
 
 def _code_of(found: Condition) -> int:
-    """Gives the exit code of a point whose job has ended."""
+    """Return the exit code of a point whose job has ended."""
     if found.state in ("finished", "stopped"):
         return 0
     code = found.facts.status.get("exit_code")
@@ -138,5 +138,5 @@ def _code_of(found: Condition) -> int:
 
 
 def say(text: str) -> None:
-    """Says how the study goes on, on stderr."""
+    """Report how the study goes on, on stderr."""
     print(f"jobs: {text}", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ def spec_of(
     machine: dict[str, object] | None = None,
     **cost: object,
 ) -> RunSpec:
-    """Resolves a simulated run of 2 counted steps, a unit of time being a second."""
+    """Resolve a simulated run of 2 counted steps, a unit of time being a second."""
     return resolve(
         RunSpec(
             schedule=ScheduleConfig(name=name, path=None if path is None else str(path)),
@@ -40,14 +40,14 @@ def spec_of(
 
 
 def trace_of(spec: RunSpec) -> Trace:
-    """Simulates a run as its trace file would hold it."""
+    """Simulate a run as its trace file would hold it."""
     trace = simulated_trace(spec, schedule_of(spec))
     trace.run_yaml = yaml.safe_dump(spec.to_dict())
     return trace
 
 
 def check_sums(found: Attribution) -> None:
-    """Checks that ideal and causes give the step's time, for the run and on every rank."""
+    """Check that ideal and causes give the step's time, for the run and on every rank."""
     assert found.ideal_s + sum(found.run_s.values()) == pytest.approx(found.step_s, rel=1e-9)
     for rank in range(len(found.causes_s["bubble"])):
         lost_s = sum(found.causes_s[cause][rank] for cause in CAUSES)
@@ -61,7 +61,7 @@ def by_hand(
     rank_ms: list[tuple[float, float]] | None = None,
     source: str = "measured",
 ) -> Trace:
-    """Writes a trace of one counted step: events are (rank, kind, stage, micro-batch, begin, end)."""
+    """Write a trace of one counted step: events are (rank, kind, stage, micro-batch, begin, end)."""
     count = len(rows)
     events = [
         (rank, 1, KINDS.index(kind), stage, -1, 0, micro_batch, STREAMS.index("compute"), start * MS, end * MS, 0, 0, 0)

@@ -27,7 +27,7 @@ FLAGS = (
 
 
 def find_browser() -> str:
-    """Gives the path of a Chromium; skips the test where there is none and none is required."""
+    """Return the path of a Chromium; skips the test where there is none and none is required."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         assert not os.environ.get(REQUIRED), f"{REQUIRED} is set, and there is no {NAMES[0]} on the path"
@@ -47,7 +47,7 @@ class Page:
         self.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
 
     def call(self, method: str, **values: Any) -> dict[str, Any]:
-        """Calls a method of the protocol and waits for its answer."""
+        """Call a method of the protocol and waits for its answer."""
         self._last += 1
         self._socket.send(json.dumps({"id": self._last, "method": method, "params": values}))
         end = time.monotonic() + ANSWER_S
@@ -62,13 +62,13 @@ class Page:
         raise AssertionError(f"no answer to {method}")
 
     def evaluate(self, expression: str) -> Any:
-        """Gives the value of an expression of JavaScript; promises are waited for."""
+        """Return the value of an expression of JavaScript; promises are waited for."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Waits until an expression is true, and gives its value."""
+        """Wait until an expression is true, and gives its value."""
         end = time.monotonic() + ANSWER_S
         while time.monotonic() < end:
             value = self.evaluate(expression)
@@ -78,28 +78,28 @@ class Page:
         raise AssertionError(f"never true: {expression}")
 
     def open(self, path: Path, width_px: int = 1280, height_px: int = 900) -> None:
-        """Opens a file and waits until it is loaded."""
+        """Open a file and waits until it is loaded."""
         self.resize(width_px, height_px)
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait_for("document.readyState === 'complete'")
 
     def resize(self, width_px: int, height_px: int) -> None:
-        """Gives the page another size."""
+        """Return the page another size."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width_px, height=height_px, deviceScaleFactor=1, mobile=False
         )
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """Moves the mouse, turns its wheel, presses or releases its button, at a place of the page that is seen."""
+        """Move the mouse, turns its wheel, presses or releases its button, at a place of the page that is seen."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def key(self, key: str) -> None:
-        """Presses a key."""
+        """Press a key."""
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
 
     def screenshot(self, path: Path) -> Path:
-        """Keeps what is seen of the page as a PNG."""
+        """Keep what is seen of the page as a PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
         return path
 
@@ -119,7 +119,7 @@ class Page:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """Starts a browser with a profile of its own in a folder, and gives its page."""
+    """Start a browser with a profile of its own in a folder, and gives its page."""
     from websockets.sync.client import connect
 
     path = find_browser()
@@ -143,7 +143,7 @@ def browser(folder: Path) -> Iterator[Page]:
 
 
 def _address(process: subprocess.Popen[bytes], folder: Path) -> str:
-    """Waits until the browser says where it listens, and gives the address of its page."""
+    """Wait until the browser says where it listens, and gives the address of its page."""
     from urllib.request import ProxyHandler, build_opener
 
     said, end = folder / "profile" / "DevToolsActivePort", time.monotonic() + START_S

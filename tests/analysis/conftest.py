@@ -45,24 +45,24 @@ class Simulated:
     source: str = "simulated"
 
     def spec(self) -> RunSpec:
-        """Gives the configuration of the run."""
+        """Return the configuration of the run."""
         parallel = ParallelConfig(
             partitions=self.partitions, replicas=self.replicas, micro_batches=self.micro_batches, parts=self.parts
         )
         return RunSpec(model=ModelConfig(), parallel=parallel, schedule=ScheduleConfig(name=self.name))
 
     def cost(self, action: Action) -> float:
-        """Gives the time of an action on its rank."""
+        """Return the time of an action on its rank."""
         costs = {Kind.F: self.forward_ns, Kind.B: self.backward_ns, Kind.REDUCE_GRAD: self.reduce_ns}
         return float({**costs, Kind.STEP: self.step_ns}.get(action.kind, 0))
 
     def play(self) -> tuple[Schedule, Simulation]:
-        """Replays one step."""
+        """Replay one step."""
         schedule = lower(generate(self.name, self.partitions, self.micro_batches, self.parts))
         return schedule, play(schedule, self.cost, self.link_ns)
 
     def trace(self) -> Trace:
-        """Builds the trace of all steps, one behind the other."""
+        """Build the trace of all steps, one behind the other."""
         schedule, played = self.play()
         span_ns = round(played.span)
         rows = [row for step in range(self.steps) for row in self.step_rows(step, step * span_ns, schedule, played)]
@@ -80,7 +80,7 @@ class Simulated:
         )
 
     def step_rows(self, step: int, at_ns: int, schedule: Schedule, played: Simulation) -> list[tuple[int, ...]]:
-        """Gives the event rows of one step on every world rank; the ledger holds one stash from F to B."""
+        """Return the event rows of one step on every world rank; the ledger holds one stash from F to B."""
         rows: list[tuple[int, ...]] = []
         for replica in range(self.replicas):
             for rank, actions in enumerate(schedule.rows):
@@ -107,7 +107,7 @@ class Simulated:
 
 
 def held_bytes(actions: Sequence[Action], ends: Sequence[float], now: float) -> int:
-    """Gives what the device holds: weights, and one stash from the end of an F to the end of its B."""
+    """Return what the device holds: weights, and one stash from the end of an F to the end of its B."""
     kinds = [action.kind for action, end in zip(actions, ends, strict=True) if end <= now]
     return WEIGHT_BYTES + STASH_BYTES * (kinds.count(Kind.F) - kinds.count(Kind.B))
 
@@ -117,13 +117,13 @@ Simulate = Callable[..., Trace]
 
 @pytest.fixture
 def simulate() -> Simulate:
-    """Gives the function that builds a simulated trace: fields of `Simulated` by name."""
+    """Return the function that builds a simulated trace: fields of `Simulated` by name."""
     return lambda **fields: Simulated(**fields).trace()
 
 
 @pytest.fixture
 def write_parts() -> Callable[..., Trace]:
-    """Gives the function that writes a run as the parts of its ranks, some of which ended early."""
+    """Return the function that writes a run as the parts of its ranks, some of which ended early."""
     return _write_parts
 
 
@@ -133,7 +133,7 @@ def _write_parts(
     steps_of: dict[int, int] | None = None,
     offsets_ns: dict[int, int] | None = None,
 ) -> Trace:
-    """Writes the parts: rank r has `steps_of[r]` steps (default all), its clock is `offsets_ns[r]` ahead."""
+    """Write the parts: rank r has `steps_of[r]` steps (default all), its clock is `offsets_ns[r]` ahead."""
     simulated = replace(Simulated(), **run)  # type: ignore[arg-type]
     trace = simulated.trace()
     for rank in range(trace.world_size):

@@ -16,7 +16,7 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def point(ranks: int = 4, step_s: Sequence[float] = (1.0,) * 8, **fields: Any) -> Point:
-    """Gives a measured point of weak scaling, 4 images a rank, documented as it should be."""
+    """Return a measured point of weak scaling, 4 images a rank, documented as it should be."""
     values: dict[str, Any] = {
         "line": "1f1b",
         "source": "measured",
@@ -35,7 +35,7 @@ def point(ranks: int = 4, step_s: Sequence[float] = (1.0,) * 8, **fields: Any) -
 
 
 def noisy(step_s: float, count: int = 20, noise: float = 0.01, seed: int = 0) -> tuple[float, ...]:
-    """Gives step times around a median, spread by `noise`."""
+    """Return step times around a median, spread by `noise`."""
     rng = np.random.default_rng([seed, round(step_s * 1e6)])
     return tuple(step_s * np.exp(noise * rng.standard_normal(count)))
 
@@ -47,7 +47,7 @@ def series(
     seed: int = 0,
     ranks: Sequence[int] = RANKS,
 ) -> Series:
-    """Gives a series around planted costs of an image: medians of `num_steps` steps, each off by `noise`."""
+    """Return a series around planted costs of an image: medians of `num_steps` steps, each off by `noise`."""
     rng = np.random.default_rng(seed)
     steps_s = np.asarray(costs_s)[:, None] * np.exp(noise * rng.standard_normal((len(ranks), num_steps)))
     medians_s = np.median(steps_s, axis=1)

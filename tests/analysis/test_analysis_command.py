@@ -26,13 +26,13 @@ WriteParts = Callable[..., Trace]
 
 @pytest.fixture
 def run_folder(simulate: Simulate, tmp_path: Path) -> Path:
-    """Gives the folder of a finished run of 4 ranks."""
+    """Return the folder of a finished run of 4 ranks."""
     write_trace(tmp_path / "trace.h5", simulate())
     return tmp_path
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Runs a command that must end with exit code 2 and one line on stderr, and gives that line."""
+    """Run a command that must end with exit code 2 and one line on stderr, and gives that line."""
     assert main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and shown.err.endswith("\n")

@@ -17,7 +17,7 @@ TWO_RANKS = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
 
 
 def two_replicas() -> Trace:
-    """Joins a run with a slow rank 1 and one without into a measured trace of two replicas; the quick one waits."""
+    """Join a run with a slow rank 1 and one without into a measured trace of two replicas; the quick one waits."""
     quick, slow = (trace_of(spec_of(machine=machine)) for machine in ({}, {"slow_rank": 1, "slowdown": 1.5}))
     span_ns = int(slow.steps["end_ns"][0])
     parts = []

@@ -21,7 +21,7 @@ STEP_NS = 1_000_000
 
 
 def leave_parts(folder: RunFolder, steps_of_rank: list[int]) -> None:
-    """Writes what ranks leave: one forward and one backward a step, `steps_of_rank[r]` steps of rank r."""
+    """Write what ranks leave: one forward and one backward a step, `steps_of_rank[r]` steps of rank r."""
     for rank, num_steps in enumerate(steps_of_rank):
         attributes = root_attributes("measured", "0" * 8, len(steps_of_rank), hostname=f"n{rank}")
         part = TracePart(part_path(folder.path, rank), rank, attributes)

@@ -35,7 +35,7 @@ def written(folder: Path, schedule: Schedule, costs: StageCosts | None = None, n
 
 
 def drawn(folder: Path, schedule: Schedule, costs: StageCosts | None = None) -> str:
-    """Gives the text of the SVG."""
+    """Return the text of the SVG."""
     out = folder / "s.svg"
     draw_schedule(written(folder, schedule, costs), out)
     return out.read_text()

@@ -24,7 +24,7 @@ Simulate = Callable[..., Trace]
 
 @pytest.fixture
 def trace(simulate: Simulate) -> Trace:
-    """Gives a run of four ranks with transfers that overlap."""
+    """Return a run of four ranks with transfers that overlap."""
     made = simulate(link_ns=MS // 5, reduce_ns=MS)
     made.attributes["hostnames"] = ['node"0', "node1", "", "node3"]
     return made
@@ -32,14 +32,14 @@ def trace(simulate: Simulate) -> Trace:
 
 @pytest.fixture
 def run(trace: Trace, tmp_path: Path) -> Path:
-    """Gives its folder."""
+    """Return its folder."""
     write_trace(tmp_path / "trace.h5", trace)
     return tmp_path
 
 
 @pytest.fixture
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Gives the rows of its export for Perfetto."""
+    """Return the rows of its export for Perfetto."""
     document = json.loads(export_runs([run], "perfetto").path.read_text())
     assert document["otherData"]["source"] == "simulated"
     found: list[dict[str, Any]] = document["traceEvents"]

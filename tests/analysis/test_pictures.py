@@ -19,7 +19,7 @@ Simulate = Callable[..., Trace]
 
 
 def num_pixels(path: Path, colour: str) -> int:
-    """Counts the pixels of a PNG that have exactly a colour #rrggbb."""
+    """Count the pixels of a PNG that have exactly a colour #rrggbb."""
     from matplotlib.image import imread
 
     pixels = np.round(imread(path)[..., :3] * 255).astype(int)
@@ -28,23 +28,23 @@ def num_pixels(path: Path, colour: str) -> int:
 
 
 def colour_of(kind: str, direction: int | None = None) -> str:
-    """Gives the colour of a kind and direction."""
+    """Return the colour of a kind and direction."""
     return next(look.colour for look in LOOKS if kind in look.kinds and look.shade == direction)
 
 
 def titles(figure: object) -> str:
-    """Joins all text above the first panel."""
+    """Join all text above the first panel."""
     axes = figure.axes[0]  # type: ignore[attr-defined]
     return " | ".join([text.get_text() for text in axes.texts] + [axes.get_title(loc="left")])
 
 
 def legend_texts(figure: object) -> list[str]:
-    """Gives the texts of the figure's legend."""
+    """Return the texts of the figure's legend."""
     return [text.get_text() for text in figure.legends[0].get_texts()]  # type: ignore[attr-defined]
 
 
 def labels_in_boxes(figure: object) -> list[str]:
-    """Gives the micro-batch numbers that were written."""
+    """Return the micro-batch numbers that were written."""
     axes = figure.axes[0]  # type: ignore[attr-defined]
     return [text.get_text() for text in axes.texts if text.get_text().isdigit()]
 

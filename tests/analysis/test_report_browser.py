@@ -23,13 +23,13 @@ Simulate = Callable[..., Trace]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gives the folder of the page, of the browser's own things and of the screenshot."""
+    """Return the folder of the page, of the browser's own things and of the screenshot."""
     return tmp_path_factory.mktemp("browser")
 
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Iterator[Page]:
-    """Opens the page of two runs, one of which has an evil name."""
+    """Open the page of two runs, one of which has an evil name."""
     find_browser()
     run = Simulated(steps=NUM_STEPS, link_ns=MS // 5, reduce_ns=MS, source="emulated")
     first = write_run(folder / "first", run.trace())
@@ -42,7 +42,7 @@ def page(folder: Path) -> Iterator[Page]:
 
 @pytest.fixture
 def canvas(page: Page) -> dict[str, float]:
-    """Scrolls to the first timeline, shows its first step, and gives the place of its canvas."""
+    """Scroll to the first timeline, shows its first step, and gives the place of its canvas."""
     page.evaluate("gemsReport.load(0)")
     page.evaluate("document.querySelector('canvas.timeline').scrollIntoView({block: 'center'})")
     page.evaluate("for (let i = 0; i < 60; i++) document.querySelector('[data-act=previous]').click()")

@@ -56,7 +56,7 @@ class Reader(HTMLParser):
 
 
 def unpacked(column: dict[str, Any]) -> np.ndarray:
-    """Reads a column as the page's script does."""
+    """Read a column as the page's script does."""
     planes = np.frombuffer(zlib.decompress(base64.b64decode(column["data"])), np.uint8)
     kind = np.dtype(f"<{column['type']}")
     stored = planes.reshape(kind.itemsize, column["count"]).T.copy().view(kind).ravel()
@@ -64,7 +64,7 @@ def unpacked(column: dict[str, Any]) -> np.ndarray:
 
 
 def write_run(folder: Path, trace: Trace, **names: Any) -> Path:
-    """Writes a run folder, with other values in its configuration."""
+    """Write a run folder, with other values in its configuration."""
     document = yaml.safe_load(trace.run_yaml) | names
     trace.run_yaml = yaml.safe_dump(document)
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def write_run(folder: Path, trace: Trace, **names: Any) -> Path:
 
 @pytest.fixture
 def page(simulate: Simulate, tmp_path: Path) -> str:
-    """Gives the text of the page of a simulated run."""
+    """Return the text of the page of a simulated run."""
     folder = write_run(tmp_path / "run", simulate(link_ns=MS // 5, reduce_ns=MS))
     return build_report([folder], tmp_path / "report.html").path.read_text()
 

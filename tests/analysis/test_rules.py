@@ -26,7 +26,7 @@ def rule(number: int, points: Sequence[Point]) -> Rule:
 
 
 def broken(number: int, *points: Point) -> str:
-    """Gives the text of a rule that these points break; it is printed."""
+    """Return the text of a rule that these points break; it is printed."""
     found = rule(number, points)
     assert found.holds is False, found
     assert any(line.startswith(f"rule {number}, ") for line in rule_lines([found]))

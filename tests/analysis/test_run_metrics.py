@@ -66,7 +66,7 @@ def test_busy_time_is_that_of_forward_and_backward(simulate: Callable[..., Trace
 
 
 def by_hand(rows: Sequence[tuple[float, ...]], events: Sequence[tuple[int, ...]] = ()) -> Trace:
-    """Builds a trace of two ranks from step rows, and event rows without the last two columns."""
+    """Build a trace of two ranks from step rows, and event rows without the last two columns."""
     full = [(*event, 0, 0, 0) for event in events]
     return Trace(
         attributes=root_attributes("measured", "x", 2),
@@ -78,7 +78,7 @@ def by_hand(rows: Sequence[tuple[float, ...]], events: Sequence[tuple[int, ...]]
 def event(
     rank: int, step: int, kind: str, start_ms: int, end_ms: int, stage: int = 0, stream: int = 0
 ) -> tuple[int, ...]:
-    """Gives an event row up to end_ns."""
+    """Return an event row up to end_ns."""
     return (rank, step, KINDS.index(kind), stage, -1, 0, 0, stream, start_ms * MS, end_ms * MS)
 
 

@@ -28,7 +28,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Gives the function that writes a run folder with a trace of steps alone; its step times are in ms."""
+    """Return the function that writes a run folder with a trace of steps alone; its step times are in ms."""
 
     def make(
         schedule: str = "1f1b",

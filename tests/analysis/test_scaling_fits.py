@@ -29,7 +29,7 @@ Runs = Callable[..., list[Path]]
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
-    """Gives the function that writes runs of weak scaling, one for each number of replicas of 4 ranks; Amdahl's law."""
+    """Return the function that writes runs of weak scaling, one for each number of replicas of 4 ranks; Amdahl's law."""
 
     def make(*replicas: int, source: str = "measured", count: int = 12, **attributes: object) -> list[Path]:
         folders = []
@@ -113,7 +113,7 @@ def test_the_table_tells_intervals_from_ranges() -> None:
 
 
 def bands(figure: object, panel: int) -> list[tuple[float, float]]:
-    """Gives where the shaded bands of a panel begin and end."""
+    """Return where the shaded bands of a panel begin and end."""
     axes = figure.axes[panel]  # type: ignore[attr-defined]
     found = [
         each for each in axes.collections if isinstance(each, PolyCollection) and each.get_gid() == "extrapolation"

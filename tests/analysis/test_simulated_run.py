@@ -39,7 +39,7 @@ Make = Callable[..., RunSpec]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Gives the function that resolves a simulated run; without a name it is the one with all kinds."""
+    """Return the function that resolves a simulated run; without a name it is the one with all kinds."""
     path = tmp_path / "memory.json"
     path.write_text(json.dumps(MEMORY))
 

@@ -70,7 +70,7 @@ NO_FIT = st.tuples(st.sampled_from(NUMBERS), NO_NUMBER.map("z{}".format) | st.ju
     max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_random_mistakes_are_one_line_and_code_2(gems: Gems, wrong: str, before: bool) -> None:
-    """Keys, options and forms that do not exist: seen before anything is composed."""
+    """Key, options and forms that do not exist: seen before anything is composed."""
     words = [wrong, "seed=1"] if before else ["seed=1", wrong]
     check_refusal(gems("note", *words, verbs=MINE))
     assert not SEEN

@@ -25,7 +25,7 @@ NUM_LAYERS = 11
 
 @pytest.fixture
 def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
-    """Runs commands on ResNet-20 with a made-up profile."""
+    """Run commands on ResNet-20 with a made-up profile."""
 
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(NUM_LAYERS, seed=5, decay=0.9)

@@ -22,7 +22,7 @@ PLAIN_RUN = (*RUN, "schedule=1f1b")
 
 @pytest.fixture
 def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
-    """Runs commands on ResNet-20 with a made-up profile; deeper ones have more of the same."""
+    """Run commands on ResNet-20 with a made-up profile; deeper ones have more of the same."""
 
     def profile_of(spec: object) -> ModelProfile:
         depth = spec.model.depth  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ ASKED = ("plan", *RUN, "parallel.gpus=4", "--global-batch", "4", "--budget", "3"
 
 @pytest.fixture
 def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
-    """Runs commands on a made-up model."""
+    """Run commands on a made-up model."""
     made_up(monkeypatch, 5)
     return runner(capfd, tmp_path, monkeypatch)
 

@@ -21,7 +21,7 @@ ON_MINI = "# @package _global_\ndefaults:\n  - override /cluster: mini\n"
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Gives this machine other host names; what was chosen before is forgotten."""
+    """Yield this machine other host names; what was chosen before is forgotten."""
 
     def become(*names: str) -> None:
         presets._choose.cache_clear()

@@ -64,7 +64,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
 
 @contextlib.contextmanager
 def workplace(here: Path, tools: Path) -> Iterator[Jobs]:
-    """Gives the function that runs `python -m jobs` in this process, in a folder of its own and with a false SLURM.
+    """Return the function that runs `python -m jobs` in this process, in a folder of its own and with a false SLURM.
 
     Words that begin with "analysis" are a command of that program.
     """
@@ -110,7 +110,7 @@ def workplace(here: Path, tools: Path) -> Iterator[Jobs]:
 
 
 def made_up_profile(spec: RunSpec) -> dict[str, Any]:
-    """Stands in for the child process that takes a profile: figures of the right form at once, whatever the model."""
+    """Stand in for the child process that takes a profile: figures of the right form at once, whatever the model."""
     layers = tuple(
         LayerProfile(
             layer.name, layer.kind, 1e-3 * (1 + index % 3), 1e-3, 1e-3, 1e-3, param_bytes=1000 * (index % 5),

@@ -19,7 +19,7 @@ Values = dict[str, Any]
 
 
 def spec_of(**values: Any) -> RunSpec:
-    """Gives synthetic data and the keys given, with `__` for the dot: parallel__partitions=2."""
+    """Return synthetic data and the keys given, with `__` for the dot: parallel__partitions=2."""
     spec = RunSpec()
     for key, value in values.items():
         section, _, name = key.rpartition("__")

@@ -30,7 +30,7 @@ def opened(seed: int = 0, **changes: object) -> TissueDataset:
 
 
 def columns_seen(dataset: TissueDataset, split: Split) -> NDArray[np.bool_]:
-    """Marks each pixel of the slide that any tile of the split shows."""
+    """Mark each pixel of the slide that any tile of the split shows."""
     seen = np.zeros((512, 512), dtype=bool)
     height, width = dataset.field_shape_px
     for index in range(dataset.num_images(split)):

@@ -14,7 +14,7 @@ HOW = {"free": ctypes.CDLL, "holding": ctypes.PyDLL}  # whether other threads of
 
 
 def never_return(libc: ctypes.CDLL) -> None:
-    """Takes a lock twice, from which no signal wakes anybody up."""
+    """Take a lock twice, from which no signal wakes anybody up."""
     lock = ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(lock)
     libc.pthread_mutex_lock(lock)

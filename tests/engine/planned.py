@@ -34,7 +34,7 @@ PLANS: dict[str, tuple[Choice, ...]] = {
 def plan_of(
     num_layers: Sequence[int], choices: Sequence[Choice], size: int = 1, free_after: int = 1, ahead: int = 1
 ) -> MemoryPlan:
-    """Cuts each stage into segments of `size` layers, whose choices come in turn."""
+    """Cut each stage into segments of `size` layers, whose choices come in turn."""
     stages, first = [], 0
     for number in num_layers:
         cuts = range(first, first + number, size)
@@ -57,7 +57,7 @@ def numbered(action: Action, index: int) -> torch.Tensor:
 def rig_of(
     compute: Schedule, rank: int, layers: Callable[[], list[nn.Module]], plan: MemoryPlan | None, **options
 ) -> Rig:
-    """Builds a rank whose stages all have the same layers, with equal weights in every rig."""
+    """Build a rank whose stages all have the same layers, with equal weights in every rig."""
     torch.manual_seed(SEED)
     modules = {held: layers() for held in compute.placement.stages_on(rank)}
     schedule = validate(lower(compute if plan is None else add_memory(compute, plan)))
@@ -66,21 +66,21 @@ def rig_of(
 
 
 def step(rig: Rig, number: int = 0, shape: tuple[int, ...] = (WIDTH,)):
-    """Plays a step with the same random numbers in every rig."""
+    """Simulate a step with the same random numbers in every rig."""
     torch.manual_seed(SEED + number)
     images, labels = images_and_labels(shape=shape)
     return rig.run(Batch(images, labels), number)
 
 
 def state_of(rig: Rig) -> list[torch.Tensor]:
-    """Gives gradients and buffers of all stages."""
+    """Return gradients and buffers of all stages."""
     modules = [stage.modules for _, stage in sorted(rig.stages.items())]
     gradients = [p.grad for kept in modules for p in kept.parameters() if p.grad is not None]
     return gradients + [buffer for kept in modules for buffer in kept.buffers()]
 
 
 def assert_same_bits(ours: Rig, theirs: Rig) -> None:
-    """Gradients, running statistics and what was sent."""
+    """Gradient, running statistics and what was sent."""
     got, wanted = state_of(ours), state_of(theirs)
     assert len(got) == len(wanted) and any(bool(value.abs().max() > 0) for value in wanted)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
@@ -102,7 +102,7 @@ def assert_nothing_left(rig: Rig) -> None:
 
 
 def watch(rig: Rig, see: Callable[[Action], None]) -> None:
-    """Calls `see` behind each action of the row."""
+    """Call `see` behind each action of the row."""
 
     def watched(handler: Callable[[Action], None]) -> Callable[[Action], None]:
         def run(action: Action) -> None:

@@ -156,7 +156,7 @@ def batches(num: int, dtype=torch.float32, layout=torch.contiguous_format) -> li
 
 
 def play(runner, modules, inputs, order=None, is_split=False, needs_gradient=True) -> dict[str, Tensor]:
-    """Runs all forwards, then second run and backward of each in `order`; gives all that came of it, by name."""
+    """Run all forwards, then second run and backward of each in `order`; gives all that came of it, by name."""
     torch.manual_seed(SEED)
     layers = SplitLayers(modules) if is_split else None
     leaves = [(tensor.clone().requires_grad_(needs_gradient),) for tensor in inputs]

@@ -85,7 +85,7 @@ class LateTransport:
         buffer.copy_(self._source(action, index))
 
     def poll(self) -> None:
-        """Moves nothing."""
+        """Move nothing."""
 
     def drain(self) -> None:
         for action in list(self._posted):

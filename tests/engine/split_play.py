@@ -21,7 +21,7 @@ def random_like(tensors, generator) -> tuple[torch.Tensor, ...]:
 
 
 def play(modules, batches, is_split: bool, is_first: bool = False, order=None):
-    """Runs all micro-batches and gives ([outputs, input gradients, parameter gradients], the stage)."""
+    """Run all micro-batches and gives ([outputs, input gradients, parameter gradients], the stage)."""
     torch.manual_seed(SEED)  # for dropout
     stage = make_stage(modules, is_first)
     outputs = [stage.forward(m, batch, None, is_split) for m, batch in enumerate(batches)]

@@ -47,7 +47,7 @@ TWO = "0.0F0 0.0OFFLOAD0 0.1F0 0.1OFFLOAD0 0.0FREE0 0.1FREE0 0.1PREFETCH0 0.1B0 
 
 
 def graph_of(bench: Bench, function, x: torch.Tensor, segment: int = 0) -> torch.Tensor:
-    """Runs a function in the store; its input is not a leaf that would hold memory."""
+    """Run a function in the store; its input is not a leaf that would hold memory."""
     start = torch.zeros((), requires_grad=True)
     bench.start = start
     with bench.store.saving(PLACE, segment):

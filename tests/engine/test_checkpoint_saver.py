@@ -54,7 +54,7 @@ class Rig:
         )  # fmt: skip
 
     def run(self, steps: int) -> bool:
-        """Runs steps; gives whether the last one was where the run stops."""
+        """Run steps; gives whether the last one was where the run stops."""
         stops = False
         for _ in range(steps):
             self.saver.begin()

@@ -139,7 +139,7 @@ def messages_to_itself() -> Schedule:
 
 
 def as_if_apart(monkeypatch, schedule: Schedule) -> None:
-    """Makes dependencies name receives, which between stages on one rank they do not."""
+    """Make dependencies name receives, which between stages on one rank they do not."""
     from gems.engine.emulation import channels as emulated_links
     from gems.engine.emulation import executor as emulated
     from gems.schedule.dependencies import dependencies

@@ -24,7 +24,7 @@ CHANGES = {
 
 
 def launch(folder: RunFolder, tmp_path: Path):
-    """Starts the ranks with a torch that raises when it is imported."""
+    """Start the ranks with a torch that raises when it is imported."""
     poison = tmp_path / "poison"
     (poison / "torch").mkdir(parents=True)
     (poison / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')")

@@ -17,7 +17,7 @@ SMALL = ("data.train_images=64", "data.validation_images=32", "data.height_px=8"
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Keeps such small work off the other cores."""
+    """Keep such small work off the other cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    """Gives an exception with a traceback, as a rank has it in its hands."""
+    """Return an exception with a traceback, as a rank has it in its hands."""
     try:
         raise error from cause
     except BaseException as caught:

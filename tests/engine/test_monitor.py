@@ -24,7 +24,7 @@ class NVMLError(Exception):
 
 
 def driver(asked: list[str], **failing: bool) -> SimpleNamespace:
-    """Stands for pynvml; a call named in `failing` raises."""
+    """Stand for pynvml; a call named in `failing` raises."""
 
     def answer(name, value):
         def call(*arguments):

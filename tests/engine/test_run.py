@@ -77,7 +77,7 @@ class Launched:
         self.ended = launch(self.folder)
 
     def beat(self, rank: int, step: int) -> Beat:
-        """Waits until a rank is in `step` or beyond it."""
+        """Wait until a rank is in `step` or beyond it."""
         deadline = time.monotonic() + LIMIT_S
         look = threading.Event()
         while time.monotonic() < deadline and self.ended is None:

@@ -20,7 +20,7 @@ def make_stage(*modules: nn.Module, is_first: bool = False, poll=lambda: None) -
 
 
 def run_once(stage: Stage, shape: tuple[int, ...]) -> None:
-    """Lets the stage have its metered micro-batch behind it."""
+    """Let the stage have its metered micro-batch behind it."""
     (out,) = stage.forward(99, (torch.rand(shape),), None, True)
     stage.backward_input(99, (torch.ones_like(out),))
     stage.backward_weight(99)

@@ -16,7 +16,7 @@ SPEC = TensorSpec("x", (2, 3), torch.float32)
 
 @pytest.fixture
 def log(monkeypatch):
-    """Stands for a GPU: pinned memory is plain memory, a device copy another tensor, and the stream is written down."""
+    """Stand for a GPU: pinned memory is plain memory, a device copy another tensor, and the stream is written down."""
     calls: list[str] = []
     empty, copy = torch.empty, torch.Tensor.copy_
 

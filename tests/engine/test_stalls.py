@@ -73,7 +73,7 @@ class Run:
 
 
 def check_stall(run: Run, culprit: int, state: str) -> dict:
-    """Checks what every stall leaves, and gives STALLED.json."""
+    """Check what every stall leaves, and gives STALLED.json."""
     stall = read_json(run.folder.stalled_json)
     assert [(root["rank"], root["state"]) for root in stall["roots"]] == [(culprit, state)], stall
     records = run.failures()

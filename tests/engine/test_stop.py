@@ -46,7 +46,7 @@ libc.sleep(600)
 
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the program; it is ready when this returns."""
+    """Start the program; it is ready when this returns."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> subprocess.Popen[str]:
@@ -66,7 +66,7 @@ def rank(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def says(process: subprocess.Popen[str]) -> str:
-    """Gives the next line of the program."""
+    """Return the next line of the program."""
     assert process.stdout is not None
     assert select.select([process.stdout], [], [], LIMIT_S)[0], "it said nothing"
     return process.stdout.readline().strip()

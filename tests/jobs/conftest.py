@@ -23,7 +23,7 @@ from tests.jobs.job_helpers import ROOT
 
 @pytest.fixture(autouse=True)
 def _nothing_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets launches start no probe of MPI before the ranks, which `test_probe.py` tests."""
+    """Let launches start no probe of MPI before the ranks, which `test_probe.py` tests."""
     monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: None)
 
 
@@ -70,7 +70,7 @@ heartbeat.close()
 
 @pytest.fixture(scope="session")
 def resolved() -> Callable[..., RunSpec]:
-    """Composes and resolves a configuration; the same overrides are composed once."""
+    """Compose and resolves a configuration; the same overrides are composed once."""
     known: dict[tuple[str, ...], RunSpec] = {}
 
     def get(*overrides: str) -> RunSpec:
@@ -83,7 +83,7 @@ def resolved() -> Callable[..., RunSpec]:
 
 @pytest.fixture
 def tiny(tmp_path: Path, resolved: Callable[..., RunSpec]) -> Callable[..., tuple[RunFolder, RunSpec]]:
-    """Prepares a run whose ranks are the tiny program; keywords become its environment."""
+    """Prepare a run whose ranks are the tiny program; keywords become its environment."""
     program = tmp_path / "tiny rank.py"
     program.write_text(TINY_RANK.format(root=str(ROOT)))
 
@@ -99,7 +99,7 @@ def tiny(tmp_path: Path, resolved: Callable[..., RunSpec]) -> Callable[..., tupl
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
-    """Puts a note in the place of the collection, whose own tests read real traces."""
+    """Put a note in the place of the collection, whose own tests read real traces."""
     seen: list[RunFolder] = []
 
     def note(folder: RunFolder, **more: Any) -> int:
@@ -112,7 +112,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
 
 @pytest.fixture
 def write_failed() -> Callable[..., None]:
-    """Writes what a failing rank leaves."""
+    """Write what a failing rank leaves."""
 
     def write(folder: RunFolder, rank: int, utc: str, cause: str, exit_code: int = 4, **more: Any) -> None:
         record = {"rank": rank, "node": "n1", "pid": 100 + rank, "step": 3, "action": "0F1", "cause": cause,
@@ -133,7 +133,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def prepared(tmp_path: Path, resolved: Callable[..., RunSpec]) -> Callable[..., RunFolder]:
-    """Prepares runs below runs/ by the code itself, told apart by their names."""
+    """Prepare runs below runs/ by the code itself, told apart by their names."""
 
     def make(name: str = "one", *overrides: str) -> RunFolder:
         spec = resolved("cluster=mini", *overrides)

@@ -21,7 +21,7 @@ class FakeSlurm:
     here: Path
 
     def says(self, name: str, *lines: str, error: str = "", code: int = 0) -> None:
-        """Puts a command there that says these lines."""
+        """Put a command there that says these lines."""
         (self.here / f"{name}.out").write_text("".join(f"{line}\n" for line in lines))
         (self.here / f"{name}.err").write_text(error)
         path = self.here / name
@@ -29,17 +29,17 @@ class FakeSlurm:
         path.chmod(0o755)
 
     def does(self, name: str, script: str) -> None:
-        """Puts a command there that runs a shell script."""
+        """Put a command there that runs a shell script."""
         path = self.here / name
         path.write_text(f'#!/bin/sh\necho "{name} $*" >> {self.here}/asked\n{script}\n')
         path.chmod(0o755)
 
     def hangs(self, name: str) -> None:
-        """Puts a command there that does not answer."""
+        """Put a command there that does not answer."""
         self.says(name)
         (self.here / f"{name}.slow").touch()
 
     def asked(self) -> list[str]:
-        """Gives the command lines so far."""
+        """Return the command lines so far."""
         path = self.here / "asked"
         return path.read_text().splitlines() if path.exists() else []

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    """Waits for a condition; fails the test when it does not come true."""
+    """Wait for a condition; fails the test when it does not come true."""
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
     while not condition():

@@ -32,7 +32,7 @@ def test_the_pickle_holds_a_name_and_a_path() -> None:
 
 
 def run_as_slurm_would(folder: RunFolder, job_id: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """Runs the last line of the batch script."""
+    """Run the last line of the batch script."""
     submission = DelayedSubmission(BatchJob(str(folder.path)))
     submission.set_timeout(10, 0)
     submission.dump(folder.logs / f"{job_id}_submitted.pkl")

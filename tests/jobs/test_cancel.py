@@ -39,7 +39,7 @@ SCANCEL = 'for job in "$@"; do /bin/rm {here}/$job.job || exit 1; done'
 
 @pytest.fixture
 def cancel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Cancel:
-    """Runs the command on runs/ of the test and gives the lines that it printed."""
+    """Run the command on runs/ of the test and gives the lines that it printed."""
 
     def run(*words: str, code: int = 0) -> list[str]:
         capfd.readouterr()
@@ -74,7 +74,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 
 def job(queue: FakeSlurm, folder: RunFolder, number: str, state: str = "PENDING", name: str | None = None) -> None:
-    """Puts a run's job into the queue."""
+    """Put a run's job into the queue."""
     name = folder.path.name.rpartition("-")[0] if name is None else name
     (queue.here / f"{number}.job").write_text(f"{number}|{state}|N/A|None|{name}\n")
     folder.write_status("submitted" if state == "PENDING" else "running", job_id=number)
@@ -293,7 +293,7 @@ class TestStudy:
 
     @pytest.fixture
     def study(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-        """Runs three points; `during` is called while the first one runs, and may give its exit code."""
+        """Run three points; `during` is called while the first one runs, and may give its exit code."""
         path = tmp_path / "mine.yaml"
         base = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
         axes = {"parallel.replicas": [1, 2, 3]}

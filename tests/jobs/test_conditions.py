@@ -29,7 +29,7 @@ def of(folder: RunFolder) -> Condition:
 
 
 def beat(folder: RunFolder, step: int, action: str, age_s: float = 0.0, rank: int = 0) -> None:
-    """Leaves a mark of a rank, as old as it is said to be."""
+    """Leave a mark of a rank, as old as it is said to be."""
     Heartbeat(folder.heartbeat(rank)).beat(step, action)
     path = folder.heartbeat(rank)
     *words, _ = path.read_text().split()

@@ -39,7 +39,7 @@ def local(after_s: float) -> str:
 
 
 def failed(folder: RunFolder, *log: str, batch: str = "", state: str = "failed", **more: Any) -> RunFolder:
-    """Leaves what a job leaves that has failed: its state, its ranks' log and SLURM's own."""
+    """Leave what a job leaves that has failed: its state, its ranks' log and SLURM's own."""
     facts = {"job_id": "41", "started_utc": utc(0), "exit_code": 4, "cause": "the run ended with exit code 1"}
     folder.write_status(state, **{**facts, **more})
     folder.logs.joinpath("ranks.log").write_text("".join(f"{line}\n" for line in log))
@@ -63,7 +63,7 @@ def of(folder: RunFolder) -> Diagnosis:
 
 @pytest.fixture
 def prepared(prepared: Prepared) -> Prepared:
-    """Prepares runs that need no profile."""
+    """Prepare runs that need no profile."""
     return lambda name="one": prepared(name, "partition=even")
 
 
@@ -75,7 +75,7 @@ def no_slurm(slurm: FakeSlurm) -> FakeSlurm:
 
 @pytest.fixture
 def diagnose(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
-    """Runs the command on runs/ of the test and gives what it printed on stdout and stderr."""
+    """Run the command on runs/ of the test and gives what it printed on stdout and stderr."""
 
     def run(*words: str, code: int = 0) -> tuple[str, str]:
         capfd.readouterr()

@@ -28,7 +28,7 @@ PRESETS = [name for name in options_of("cluster") if name != "local"]
 
 
 def shown(spec: RunSpec) -> str:
-    """Gives what `jobs submit --dry-run` shows of a run, with this machine's paths by name."""
+    """Return what `jobs submit --dry-run` shows of a run, with this machine's paths by name."""
     job, folder = job_spec(spec), RunFolder.of(spec)
     check_limits(spec, job)
     script = executor(spec, job, folder).script()

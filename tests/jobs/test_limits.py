@@ -28,7 +28,7 @@ LIMITS = [
 
 
 def on(resolved: Callable[..., RunSpec], **more: Any) -> RunSpec:
-    """Gives a run on one node of 4 ranks, with a preset's values."""
+    """Return a run on one node of 4 ranks, with a preset's values."""
     spec = resolved("cluster=slurm")
     return replace(spec, cluster=replace(spec.cluster, **{"partition": "normal", "limits": LIMITS} | more))
 

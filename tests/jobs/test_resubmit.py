@@ -26,7 +26,7 @@ Resubmit = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def prepared(prepared: Prepared, slurm: FakeSlurm) -> Prepared:
-    """Prepares runs that need no profile, where there is no SLURM; then they fail, unless another state is given."""
+    """Prepare runs that need no profile, where there is no SLURM; then they fail, unless another state is given."""
 
     def make(name: str = "one", state: str = "failed", **more: Any) -> RunFolder:
         folder = prepared(name, "partition=even")
@@ -38,7 +38,7 @@ def prepared(prepared: Prepared, slurm: FakeSlurm) -> Prepared:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    """Puts a note in the place of SLURM: the run is prepared as it would be, and gets a job's number."""
+    """Put a note in the place of SLURM: the run is prepared as it would be, and gets a job's number."""
     seen: list[RunSpec] = []
 
     def note(spec: RunSpec) -> int:
@@ -53,7 +53,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
 
 @pytest.fixture
 def resubmit(tmp_path: Path, capfd: pytest.CaptureFixture[str], sent: list[RunSpec]) -> Resubmit:
-    """Runs the command on runs/ of the test and gives what it printed on stdout and stderr."""
+    """Run the command on runs/ of the test and gives what it printed on stdout and stderr."""
 
     def run(*words: str, code: int = 0) -> tuple[str, str]:
         capfd.readouterr()

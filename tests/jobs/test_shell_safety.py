@@ -80,7 +80,7 @@ def base(resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.M
 
 
 def noting(path: Path, notes: Path) -> Path:
-    """Makes a program that notes its words and its environment."""
+    """Make a program that notes its words and its environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(NOTES.format(python=sys.executable, notes=str(notes)))
     path.chmod(0o755)
@@ -98,7 +98,7 @@ def environment_of(notes: Path) -> dict[str, str]:
 
 
 def directives(script: str) -> dict[str, str]:
-    """Gives the options as sbatch reads them: it takes quotes away, and expands nothing."""
+    """Return the options as sbatch reads them: it takes quotes away, and expands nothing."""
     head = itertools.takewhile(
         lambda line: not line or line.startswith("#"), script.splitlines()
     )  # no further, as sbatch
@@ -115,7 +115,7 @@ def test_a_value_comes_through_or_is_refused(base: RunSpec, slot: str) -> None:
 
 
 def comes_through(spec: RunSpec, slot: str, odd: str) -> bool:
-    """Checks the script and the launcher's words for a value; false where it is refused in one line."""
+    """Check the script and the launcher's words for a value; false where it is refused in one line."""
     try:
         script, argv = written(spec)
     except ConfigError as error:
@@ -135,7 +135,7 @@ def comes_through(spec: RunSpec, slot: str, odd: str) -> bool:
 
 
 def written(spec: RunSpec) -> tuple[str, list[str]]:
-    """Gives a script and the launcher's words after the checks that stand before them."""
+    """Return a script and the launcher's words after the checks that stand before them."""
     check_choices(spec)
     check_cluster(spec.cluster)
     job, folder = job_spec(spec), RunFolder.of(spec)

@@ -34,7 +34,7 @@ CLEAN = Ended(0, ())
 
 
 def shown(left_s: float = 3000, restarts: int = 0, preempted: str = "None", state: str = "RUNNING") -> str:
-    """Gives a line as `scontrol show job --oneliner` does."""
+    """Return a line as `scontrol show job --oneliner` does."""
     end = datetime.now() + timedelta(seconds=left_s)
     return (
         f"JobId=41 JobName=my run=x JobState={state} Reason=None Requeue=1 Restarts={restarts} TimeLimit=01:00:00 "
@@ -44,7 +44,7 @@ def shown(left_s: float = 3000, restarts: int = 0, preempted: str = "None", stat
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """Gives a SLURM in whose job 41 this process is."""
+    """Return a SLURM in whose job 41 this process is."""
     here = tmp_path / "slurm"
     here.mkdir()
     monkeypatch.setenv("PATH", f"{here}{os.pathsep}{os.environ['PATH']}")
@@ -57,7 +57,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def in_job(
     tiny: Tiny, resolved: Callable[..., RunSpec], collected: list[RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, RunFolder]]:
-    """Launches a run of cluster=mini whose ranks end as told, and leave this stopped.json."""
+    """Launch a run of cluster=mini whose ranks end as told, and leave this stopped.json."""
     folder, _ = tiny()
 
     def go(
@@ -78,7 +78,7 @@ def in_job(
 
 
 def scontrol(slurm: FakeSlurm, line: str, refuses: str = "") -> None:
-    """Puts a scontrol there that shows this, and takes or refuses to requeue."""
+    """Put a scontrol there that shows this, and takes or refuses to requeue."""
     answer = f"echo '{refuses}' >&2; exit 1" if refuses else "exit 0"
     slurm.does("scontrol", f"if [ $1 = show ]; then echo '{line}'; else {answer}; fi")
 

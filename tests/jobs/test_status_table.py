@@ -25,7 +25,7 @@ Status = Callable[..., str]
 
 @pytest.fixture
 def status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Status:
-    """Runs the command on runs/ of the test and gives what it printed."""
+    """Run the command on runs/ of the test and gives what it printed."""
 
     def run(*words: str, code: int = 0) -> str:
         capfd.readouterr()

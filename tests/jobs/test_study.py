@@ -73,7 +73,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
 
 @pytest.fixture
 def study(tmp_path: Path) -> Callable[..., int]:
-    """Runs `jobs study` of three points in this process and gives its exit code."""
+    """Run `jobs study` of three points in this process and gives its exit code."""
 
     def run(*words: str, points: tuple[str, ...] = WORDS, base: list[str] = BASE) -> int:
         path = tmp_path / "mine.yaml"

@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 def made(allocator: LmsAllocator, *sizes_mib: float) -> list[Paged]:
-    """Makes storages, unused from now on, the first for longest."""
+    """Make storages, unused from now on, the first for longest."""
     storages = [Paged(int(size * MIB)) for size in sizes_mib]
     for storage in storages:
         allocator.make(storage)

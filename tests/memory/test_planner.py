@@ -47,7 +47,7 @@ def every_plan(case: MemoryCase, allowed: tuple[Choice, ...]) -> Iterator[Memory
 
 
 def random_plan(case: MemoryCase, seed: int) -> MemoryPlan:
-    """Segments, choices and distances at random."""
+    """Segment, choices and distances at random."""
     rng = random.Random(seed)
     stages = []
     for first, end in itertools.pairwise(case.boundaries):

@@ -37,7 +37,7 @@ def network(name: str, num_images: int = 1, depth: int = 16, width: int | None =
 
 
 def vgg_map_floats(more: int) -> int:
-    """Counts images and feature maps of VGG-16 with `more` convolutions a group, by hand."""
+    """Count images and feature maps of VGG-16 with `more` convolutions a group, by hand."""
     convs = (2, 2, 3, 3, 3)
     total = 3 * 224**2
     for (channels, side), count in zip(VGG_GROUPS, convs, strict=True):

@@ -171,7 +171,7 @@ def random_plan(cuts: tuple[int, ...], draw: random.Random) -> MemoryPlan:
 
 
 def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int):
-    """Follows every storage of every micro-batch by itself, by the words of the policies and not by `Holdings`."""
+    """Follow every storage of every micro-batch by itself, by the words of the policies and not by `Holdings`."""
     held: dict[tuple, set[int]] = {}  # storage -> segments whose backward will read it
     away: set[tuple] = set()
     leaving: dict[tuple, list[tuple]] = {}

@@ -39,7 +39,7 @@ def assert_cut_equals_whole(
     labels: Tensor | None = None,
     is_split: bool = False,
 ) -> None:
-    """Runs forward and backward of the model whole and cut into `parts` stages, and compares bit for bit.
+    """Run forward and backward of the model whole and cut into `parts` stages, and compares bit for bit.
 
     Compared are the loss, the input's gradient, all parameters' gradients, all buffers after the step, and the outputs
     without dropout and with running statistics. No layer may change a tensor that it was given. Every parameter must
@@ -79,7 +79,7 @@ def assert_cut_equals_whole(
 
 
 def play_whole(layers: Sequence[Layer], inputs: Tensor, labels: Tensor) -> Played:
-    """Runs all layers under one autograd graph."""
+    """Run all layers under one autograd graph."""
     modules = nn.ModuleList(build_layers(layers, 0, len(layers), 0, DTYPE))
     leaf = inputs.clone().requires_grad_(inputs.is_floating_point())
     values: tuple[Tensor, ...] = (leaf,)
@@ -97,7 +97,7 @@ def play_whole(layers: Sequence[Layer], inputs: Tensor, labels: Tensor) -> Playe
 def play_cut(
     layers: Sequence[Layer], cuts: Sequence[int], inputs: Tensor, labels: Tensor, is_split: bool = False
 ) -> Played:
-    """Runs the layers as stages: tensors are detached at each boundary, and their gradients handed back."""
+    """Run the layers as stages: tensors are detached at each boundary, and their gradients handed back."""
     pieces = [nn.ModuleList(build_layers(layers, first, last, 0, DTYPE)) for first, last in pairwise(cuts)]
     stages = [Stage(piece, is_first=False, poll=lambda: None) for piece in pieces]
     values: tuple[Tensor, ...] = (inputs.clone(),)
@@ -119,7 +119,7 @@ def play_cut(
 
 
 def evaluate(pieces: Sequence[nn.ModuleList], inputs: Tensor) -> Tensor:
-    """Gives the output with running statistics, each piece by `Stage.infer`."""
+    """Return the output with running statistics, each piece by `Stage.infer`."""
     values: tuple[Tensor, ...] = (inputs,)
     for piece in pieces:
         piece.eval()
@@ -129,7 +129,7 @@ def evaluate(pieces: Sequence[nn.ModuleList], inputs: Tensor) -> Tensor:
 
 
 def even_cuts(num_layers: int, parts: int) -> list[int]:
-    """Gives the boundaries of `parts` runs of layers that differ by one layer at most."""
+    """Return the boundaries of `parts` runs of layers that differ by one layer at most."""
     return [num_layers * part // parts for part in range(parts + 1)]
 
 
@@ -140,7 +140,7 @@ def same(left: Tensor | None, right: Tensor | None) -> bool:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps torch to one thread, so that sums have one order."""
+    """Keep torch to one thread, so that sums have one order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -14,5 +14,5 @@ UNET = "tests.models.own_unet:OwnUNet"
 
 
 def own(target: str, **kwargs: object) -> ModelConfig:
-    """Gives the resolved configuration of a user's network."""
+    """Return the resolved configuration of a user's network."""
     return resolve_target(ModelConfig(target=target, kwargs=kwargs))

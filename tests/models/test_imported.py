@@ -78,7 +78,7 @@ class TestLayers:
         assert [layer.name for layer in layers_of(own(target), DATA)] == CUTS[target]
 
     def test_in_a_row_are_the_network(self, target: str) -> None:
-        """Logits, gradients, running statistics, and the logits of evaluation after them."""
+        """Logit, gradients, running statistics, and the logits of evaluation after them."""
         whole, parts = whole_of(own(target)), parts_of(own(target))
         check_equal(dict(whole.named_parameters()) | union([part.state_dict() for part in parts]), whole.state_dict())
         images, labels = batch()

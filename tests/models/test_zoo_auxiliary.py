@@ -27,7 +27,7 @@ def on_one_thread() -> Iterator[None]:
 
 
 def losses(main: Tensor, auxiliary: Tensor, labels: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """Gives the loss through the joined scores, and the sum that it stands for."""
+    """Return the loss through the joined scores, and the sum that it stands for."""
     scores = joined_scores(main, auxiliary, weight)
     separate = functional.cross_entropy(main, labels, reduction="sum")
     separate = separate + weight * functional.cross_entropy(auxiliary, labels, reduction="sum")

@@ -32,13 +32,13 @@ SMALL: dict[str, tuple[ModelConfig, int]] = {
 
 
 def published(preset: str, **changes: object) -> ModelConfig:
-    """Gives the model of conf/model/<preset>.yaml, with changes."""
+    """Return the model of conf/model/<preset>.yaml, with changes."""
     values = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
     return replace(ModelConfig(**values), **changes)
 
 
 def num_parameters(model: ModelConfig, data: DataConfig | None = None) -> int:
-    """Counts the parameters, without memory for any; of 1000 classes and 3 channels without `data`."""
+    """Count the parameters, without memory for any; of 1000 classes and 3 channels without `data`."""
     layers = layers_of(model, data or DataConfig(num_classes=1000))
     modules = build_layers(layers, 0, len(layers), seed=0, device="meta")
     return sum(parameter.numel() for module in modules for parameter in module.parameters())

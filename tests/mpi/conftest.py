@@ -12,7 +12,7 @@ from gems.engine.transport.mpi import Comm, Transport, abort, world
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Ends all ranks at the first failure: the others would wait for this one for ever."""
+    """End all ranks at the first failure: the others would wait for this one for ever."""
     outcome = yield
     report = outcome.get_result()
     if report.failed:
@@ -32,12 +32,12 @@ def control(comm: Comm) -> Transport:
 
 @pytest.fixture(autouse=True)
 def together(control: Transport) -> Iterator[None]:
-    """Keeps ranks in the same test."""
+    """Keep ranks in the same test."""
     yield
     control.barrier()
 
 
 def sub_world(comm: Comm, size: int) -> Comm | None:
-    """Gives the first `size` ranks a world of their own, and the rest None; collective."""
+    """Return the first `size` ranks a world of their own, and the rest None; collective."""
     part = comm.Split(0 if comm.rank < size else 1, comm.rank)
     return part if comm.rank < size else None  # type: ignore[return-value]

@@ -24,7 +24,7 @@ PLANTS = {
 
 
 def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
-    """Runs one configuration and gives its folder and where its time went; collective."""
+    """Run one configuration and gives its folder and where its time went; collective."""
     path = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
     options = {
         "machine__kind": "emulated", "cost__unit_s": 0.002, "parallel__micro_batches": 8, "cost__boundary_bytes": 1000,

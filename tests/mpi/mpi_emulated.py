@@ -23,7 +23,7 @@ PLAIN = ("layer_parallel", "1f1b", "gems_master", "chimera", "zb_h1", "zb_v", "i
 
 
 def run_on(comm, schedule: str, partitions: int, replicas: int = 1, spoil=None, **changes):
-    """Runs one configuration and gives its schedule and each rank's events of the last step by action; collective."""
+    """Run one configuration and gives its schedule and each rank's events of the last step by action; collective."""
     path = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
     options = {"machine__kind": "emulated", "cost__unit_s": 0.0005, "parallel__micro_batches": 8} | changes
     spec = make_spec(schedule, partitions, replicas, runs_dir=path, **options)

@@ -78,7 +78,7 @@ def taken(run: str, micro_batch_size: int) -> ModelProfile:
 
 @pytest.fixture(autouse=True)
 def profiles_of_this_process(monkeypatch):
-    """Takes fake profiles here, where torch is loaded already, and not in a child process."""
+    """Take fake profiles here, where torch is loaded already, and not in a child process."""
 
     def profile_of(spec: RunSpec) -> ModelProfile:
         alike = RunSpec(model=spec.model, data=spec.data)
@@ -99,7 +99,7 @@ def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int =
 
 
 def played(spec: RunSpec, comm, given: RunPlan) -> tuple[Pipeline, list[torch.Tensor]]:
-    """Runs two steps from the same random state, and gives what the rank then has, in the order of its layers."""
+    """Run two steps from the same random state, and gives what the rank then has, in the order of its layers."""
     pipeline = build_pipeline(spec, comm, CPU, schedule=given.schedule, cuts=given.boundaries, plan=given.memory_plan)
     dataset = open_dataset(spec.data, spec.seed)
     feed = Feed(spec, dataset, pipeline.replica, pipeline.images_of, pipeline.labels_of, torch.float32, CPU)
@@ -116,7 +116,7 @@ _last_kept: dict[str, list[torch.Tensor]] = {}
 
 
 def played_keeping(spec: RunSpec, comm) -> list[torch.Tensor]:
-    """Plays a run that keeps its activations, once for the policies of one network and schedule that follow."""
+    """Simulate a run that keeps its activations, once for the policies of one network and schedule that follow."""
     kept = replace(spec, memory=MemoryConfig())
     key = json.dumps(kept.to_dict())
     if key not in _last_kept:  # the same on every rank
@@ -126,7 +126,7 @@ def played_keeping(spec: RunSpec, comm) -> list[torch.Tensor]:
 
 
 def limited(spec: RunSpec, comm) -> RunPlan:
-    """Plans on the first rank, which tells the others, under a limit that a run cannot keep that keeps everything."""
+    """Plan on the first rank, which tells the others, under a limit that a run cannot keep that keeps everything."""
     return comm.bcast(_limited(spec) if comm.rank == 0 else None)
 
 

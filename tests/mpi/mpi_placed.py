@@ -32,7 +32,7 @@ SIDES = {"googlenet": 64, "inception_v3": 107}
 
 
 def make_run(model: str, partitions: int, replicas: int = 1, seed: int = 0):
-    """Gives a run whose operators lie anywhere, and its schedule."""
+    """Return a run whose operators lie anywhere, and its schedule."""
     spec = toys.make_spec(
         "gpipe", partitions, replicas, model=ModelConfig(name=model, width=4, norm="batch"),
         data=DataConfig(height_px=SIDES[model], width_px=SIDES[model], **DATA), partition__name="even", train__dtype="float64",

@@ -76,7 +76,7 @@ class Asked:
 
 
 def attempt(comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), stop=None, seed: int = 0) -> None:
-    """Runs one attempt in a folder, as a process of its own would: random states are those of a fresh one."""
+    """Run one attempt in a folder, as a process of its own would: random states are those of a fresh one."""
     comm.Barrier()  # all have looked at the files that are moved away now
     if comm.rank == 0:
         folder.path.mkdir(parents=True, exist_ok=True)

@@ -234,7 +234,7 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
 
 
 def run_training(comm, spec, path: Path) -> RunFolder:
-    """Trains on all ranks into a folder that they share."""
+    """Train on all ranks into a folder that they share."""
     folder = RunFolder(comm.bcast(path))
     if comm.rank == 0:
         made = planned(spec)

@@ -24,7 +24,7 @@ EXACT = 1e-11  # sums of several tables may come in another order
 
 
 def check(problem: Problem, budget_s: float = 30.0) -> bool:
-    """Solves a problem and compares with every cut; gives whether there was one."""
+    """Solve a problem and compares with every cut; gives whether there was one."""
     cost, crossing = least(problem)
     if cost == float("inf"):
         with pytest.raises(NoCut) as refused:

@@ -41,7 +41,7 @@ def decaying(num_layers: int = 18, seed: int = 0) -> ModelProfile:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> ModelProfile:
-    """Makes the profile of ResNet-20 one of made-up figures."""
+    """Make the profile of ResNet-20 one of made-up figures."""
     made = decaying(11)
     monkeypatch.setattr(gems.partition.methods, "profile_of", lambda spec: made)
     return made

@@ -12,7 +12,7 @@ MADE = random_profile(9, seed=3)
 
 
 def stash_of(layers: tuple[LayerProfile, ...], first: int, end: int) -> int:
-    """Counts the storages that a stage saves, each by the layer that makes it."""
+    """Count the storages that a stage saves, each by the layer that makes it."""
     return sum(
         layers[i].stash_bytes + sum(size for ahead, size in layers[i].saved_later if i + ahead < end)
         for i in range(first, end)

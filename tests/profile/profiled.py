@@ -131,7 +131,7 @@ def viewed() -> tuple[Layer, ...]:
 
 
 def fake_chain(layers: Sequence[Layer], shape: tuple[int, ...] = SHAPE) -> ModelProfile:
-    """Profiles layers on fake tensors, without times and without what kernels use within themselves."""
+    """Profile layers on fake tensors, without times and without what kernels use within themselves."""
     mode = FakeTensorMode()
 
     def forward(probe: Probe) -> tuple[LayerMeter, Times]:
@@ -162,7 +162,7 @@ class Truth:
 
 
 def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int, ...] = SHAPE) -> Truth:
-    """Runs layers first up to end as the engine's stage does, with the gradients of its outputs in hand."""
+    """Run layers first up to end as the engine's stage does, with the gradients of its outputs in hand."""
     specs = boundary_shapes(layers, shape)
     shapes = [spec.shape for spec in specs[first - 1]] if first else [shape]
     loss = training_loss if end == len(layers) else None
@@ -184,7 +184,7 @@ def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int,
 
 
 def saved_by_parts(layers: Sequence[Layer], cuts: Sequence[int], shape: tuple[int, ...] = SHAPE) -> dict[Parts, int]:
-    """Runs the parts of a model one behind the other, each with a graph of its own.
+    """Run the parts of a model one behind the other, each with a graph of its own.
 
     Gives the bytes of storages, but for parameters and images, by where they are seen: the parts that save them, and the
     parts that hand them on.

@@ -41,7 +41,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(archive: Path, *words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a module from an archive, with nothing of this repository in the environment."""
+    """Run a module from an archive, with nothing of this repository in the environment."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
         [sys.executable, *from_snapshot(archive, words[0]), *words[1:]],
@@ -50,7 +50,7 @@ def run(archive: Path, *words: str, cwd: Path, **environment: str) -> subprocess
 
 
 def copy_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> Path:
-    """Makes a small tree of code that snapshots are taken of, of files by their paths."""
+    """Make a small tree of code that snapshots are taken of, of files by their paths."""
     root = tmp_path / "tree"
     for name in (*PACKAGES, "gems/engine", "gems/runs"):
         (root / name).mkdir(parents=True)

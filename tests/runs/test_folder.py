@@ -38,7 +38,7 @@ IS_ROOT = os.geteuid() == 0
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[str]:
-    """Gives the dotted name of every field that holds a value and no section."""
+    """Yield the dotted name of every field that holds a value and no section."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -51,7 +51,7 @@ LEAVES = list(leaves(RunSpec()))
 
 
 def with_another(key: str) -> RunSpec:
-    """Gives the default run with another value of a field, of the field's type."""
+    """Return the default run with another value of a field, of the field's type."""
     spec = RunSpec()
     section, _, name = key.rpartition(".")
     config: Any = getattr(spec, section) if section else spec

@@ -19,7 +19,7 @@ RUN = (
 
 @pytest.fixture
 def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gems:
-    """Runs commands on two blocks of four branches in place of the model's operators."""
+    """Run commands on two blocks of four branches in place of the model's operators."""
     ops, edges = [Op("stem", 1e-3, 2e-3, 100, 30, 10)], []
     for block in range(2):
         entry = 5 * block

@@ -211,7 +211,7 @@ def test_wherever_one_rank_hangs_all_others_lead_to_it(family: str):
 
 
 def stopped_at(schedule: Schedule, hung: int, index: int) -> dict[int, Beat]:
-    """Plays a step until nobody can go on, since rank `hung` never ends its action number `index`."""
+    """Simulate a step until nobody can go on, since rank `hung` never ends its action number `index`."""
     at, done, has_moved = [0] * schedule.num_ranks, set(), True
 
     def awaited(rank: int) -> str:

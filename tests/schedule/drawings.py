@@ -15,17 +15,17 @@ Drawn = list[list[tuple[str, int, int]]]
 
 
 def text_of(schedule: Schedule) -> list[str]:
-    """Gives the rows as words."""
+    """Return the rows as words."""
     return [" ".join(map(str, row)) for row in schedule.rows]
 
 
 def with_rows(schedule: Schedule, texts: list[str]) -> Schedule:
-    """Gives the schedule with other rows, read from words."""
+    """Return the schedule with other rows, read from words."""
     return replace(schedule, rows=tuple(tuple(map(Action.parse, text.split())) for text in texts))
 
 
 def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
-    """Gives the schedule with the words `old` of a rank's row put in the place of `new`; they stand there once."""
+    """Return the schedule with the words `old` of a rank's row put in the place of `new`; they stand there once."""
     texts = [f" {text} " for text in text_of(schedule)]
     assert texts[rank].count(f" {old} ") == 1, (old, texts[rank])
     texts[rank] = texts[rank].replace(f" {old} ", f" {new} ")
@@ -33,12 +33,12 @@ def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
 
 
 def lines(text: str) -> list[str]:
-    """Gives the lines of an indented text, without the empty ones."""
+    """Return the lines of an indented text, without the empty ones."""
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
 def drawn(picture: str, placement: Placement) -> Drawn:
-    """Reads a picture: one line a rank, one word a unit of time, as (action, start, end).
+    """Read a picture: one line a rank, one word a unit of time, as (action, start, end).
 
     `F3` (or `F3-`) begins forward 3 in direction 0 and `f3` in direction 1, `--` goes on, `..` is idle. Where a rank
     holds several stages of a direction a letter says which: `F3b` is of the second.
@@ -68,7 +68,7 @@ def _drawn_row(rank: int, words: list[str], stages: dict[int, list[int]]) -> lis
 
 
 def played_rows(schedule: Schedule, played: Simulation) -> Drawn:
-    """Gives the compute actions of a replay in the same form."""
+    """Return the compute actions of a replay in the same form."""
     return [
         [
             (str(action), round(start), round(end))
@@ -83,7 +83,7 @@ Cost = Callable[[Action], float]
 
 
 def uniform_cost(forward: float, backward: float) -> Cost:
-    """Gives the same cost to every forward and to every backward, and none to the rest."""
+    """Return the same cost to every forward and to every backward, and none to the rest."""
     costs = {Kind.F: forward, Kind.B: backward}
     return lambda action: costs.get(action.kind, 0.0)
 
@@ -99,6 +99,6 @@ class _CostOfEach(StageCosts):
 
 
 def play(schedule: Schedule, cost: Cost, link: float = 0.0) -> Simulation:
-    """Simulates with a function's time for each action and one delay for every message."""
+    """Simulate with a function's time for each action and one delay for every message."""
     each = (1.0,) * schedule.num_stages
     return simulate(schedule, _CostOfEach(each, each, each, each, cost=cost), Network(latency=link))

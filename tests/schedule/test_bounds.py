@@ -32,7 +32,7 @@ def form(name: str, p: int, n: int, cost: Cost, parts: int = 1, **more: object) 
 
 
 def check(name: str, p: int, n: int, cost: Cost, expected: float, parts: int = 1, **more: object) -> None:
-    """Holds a formula written in the test against `step_units` and against the simulation, and the peak too."""
+    """Hold a formula written in the test against `step_units` and against the simulation, and the peak too."""
     played = play(build(name, p, n, cost, parts, **more), cost)
     assert form(name, p, n, cost, parts, **more) == pytest.approx(expected), (p, n, cost)
     assert played.span == pytest.approx(expected), (p, n, cost)
@@ -40,7 +40,7 @@ def check(name: str, p: int, n: int, cost: Cost, expected: float, parts: int = 1
 
 
 def idle_inside(made: Schedule, cost: Cost) -> float:
-    """Gives the most that a rank idles between its first and its last action."""
+    """Return the most that a rank idles between its first and its last action."""
     played = play(made, cost)
     spans = zip(played.start, played.end, played.busy, strict=True)
     return max(max(end) - min(start) - busy for start, end, busy in spans)

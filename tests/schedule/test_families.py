@@ -85,7 +85,7 @@ def test_order_of_torch(name: str, p: int, n: int) -> None:
 
 
 def counts_of(name: str, p: int) -> list[tuple[int, int]]:
-    """Gives some (micro-batches, parts) that the family serves on `p` ranks."""
+    """Return some (micro-batches, parts) that the family serves on `p` ranks."""
     if name == "dualpipe_v":
         return [(2 * p, 1), (3 * p + 1, 1)]
     even = [(2, 1), (8, 4), (6, 3)]

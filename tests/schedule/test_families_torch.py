@@ -24,7 +24,7 @@ def schedules() -> ModuleType:
 
 
 def theirs(schedules: ModuleType, name: str, p: int, n: int) -> list[list[str]]:
-    """Gives torch's own order of compute actions, as words; overlapped pairs one after the other."""
+    """Return torch's own order of compute actions, as words; overlapped pairs one after the other."""
     made = object.__new__(getattr(schedules, name))
     made.pp_group_size = p
     made.n_local_stages = 2

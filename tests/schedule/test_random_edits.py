@@ -52,7 +52,7 @@ Rows = list[list[Action]]
 
 
 def runs_to_its_end(schedule: Schedule) -> bool:
-    """Plays the lists by the rules of the design alone, without the code under test.
+    """Simulate the lists by the rules of the design alone, without the code under test.
 
     Posting is free. A forward or backward waits until its own activations are there (by its forward, or where these
     are in the list by the recomputation or the copy back), and until the neighbour's result is there: in the memory of

@@ -19,7 +19,7 @@ from tests.schedule.drawings import edited, play, uniform_cost
 
 
 def blocking_span(schedule: Schedule, forward: float, backward: float) -> float:
-    """Plays a lowered schedule in which a receive waits where it stands: what an executor must not do."""
+    """Simulate a lowered schedule in which a receive waits where it stands: what an executor must not do."""
     done: dict[Action, float] = {}
     clock = [0.0] * schedule.num_ranks
     left = [list(row) for row in schedule.rows]
@@ -38,7 +38,7 @@ def blocking_span(schedule: Schedule, forward: float, backward: float) -> float:
 
 
 def received_when_sent(made: Schedule) -> Schedule:
-    """Inserts transfers as torch.distributed.pipelining does: rank by rank in turn, the receive with its send."""
+    """Insert transfers as torch.distributed.pipelining does: rank by rank in turn, the receive with its send."""
     rows: list[list[Action]] = [[] for _ in made.rows]
     left = [list(row) for row in made.rows]
     done: set[Action] = set()

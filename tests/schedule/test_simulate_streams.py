@@ -21,7 +21,7 @@ Times = dict[str, tuple[float, float]]
 
 
 def times_of(schedule: Schedule, played: Simulation) -> Times:
-    """Gives (start, end) by the action's words."""
+    """Return (start, end) by the action's words."""
     return {
         str(action): (start, end)
         for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True)
@@ -63,7 +63,7 @@ def test_ranks_of_one_node_have_links_of_their_own(first_rank: int, slow: tuple[
 
 
 def fan(rows: list[str], num_stages: int, ranks: tuple[int, ...], num_ranks: int) -> Schedule:
-    """Builds a forward-only list of lowered rows."""
+    """Build a forward-only list of lowered rows."""
     bare = Schedule("fan", 2, Placement(num_ranks, (ranks,)), ((),) * num_ranks, ("add_transfers",), True)
     assert num_stages == len(ranks)
     return with_rows(bare, rows)
@@ -193,7 +193,7 @@ def test_what_is_held_between_the_two_halves_of_a_backward() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "gems_master", "interleaved_1f1b", "zb_h1", "zb_v", "chimera"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])
 def test_rendezvous_never_deadlocks_a_lowered_list(name: str, num_ranks: int) -> None:
-    """Sends complete only against posted receives, and no receive is matched by its place: tags tell them apart.
+    """Send complete only against posted receives, and no receive is matched by its place: tags tell them apart.
 
     Whatever the receives' lead, the validator's play comes to its end, and takes no longer with an earlier posting.
     """

@@ -35,7 +35,7 @@ PLAIN = [
 
 
 def as_torch_reads(text: str) -> dict[int, list[Any]]:
-    """Gives the actions as torch's `_load_csv` makes them."""
+    """Return the actions as torch's `_load_csv` makes them."""
     cells = csv.reader(io.StringIO(text, newline=""))
     return {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(cells)}
 
@@ -77,7 +77,7 @@ def test_our_exports_come_back(name: str) -> None:
 
 
 def order_of(cls: str, placement: Any, num_micro_batches: int, **more: int) -> str:
-    """Gives the CSV of one of torch's own schedules, made without its runtime."""
+    """Return the CSV of one of torch's own schedules, made without its runtime."""
     made = object.__new__(getattr(schedules, cls))
     num_ranks, chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
     known = {"pp_group_size": num_ranks, "n_local_stages": chunks, "_num_stages": placement.num_stages,

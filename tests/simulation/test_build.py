@@ -117,7 +117,7 @@ class TestCut:
 
 class TestSearch:
     def test_a_search_is_kept_to_the_layers_of_the_model(self) -> None:
-        """ResNet-20 has 11 layers, so of 4 ranks none holds three stages; on paper it may hold any number."""
+        """ReNet-20 has 11 layers, so of 4 ranks none holds three stages; on paper it may hold any number."""
         spec = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5), 4, 8)
         assert planned(spec).schedule.num_stages <= 11
         assert schedule_of(spec).num_stages > 11

@@ -22,7 +22,7 @@ MAX_TMP_CHARS = 30  # the cluster's sockets lie below, and a socket's path has 1
 
 
 def clean_environment() -> dict[str, str]:
-    """Gives this process's environment without what an outer SLURM job or user left in it."""
+    """Return this process's environment without what an outer SLURM job or user left in it."""
     prefixes = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_")
     return {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
 
@@ -35,13 +35,13 @@ class MiniSlurm:
 
     @property
     def conf(self) -> Path:
-        """Gives the path of its slurm.conf."""
+        """The path of its slurm.conf."""
         return self.folder / "slurm.conf"
 
     def script(
         self, verb: str, *options: str, env: dict[str, str] | None = None, timeout_s: float = 150
     ) -> subprocess.CompletedProcess[str]:
-        """Runs `mini_slurm.sh verb --dir FOLDER options`; raises TimeoutExpired, never for an exit code."""
+        """Run `mini_slurm.sh verb --dir FOLDER options`; raises TimeoutExpired, never for an exit code."""
         return subprocess.run(
             [str(SCRIPTS / "mini_slurm.sh"), verb, "--dir", str(self.folder), *options],
             env=env or clean_environment(),
@@ -54,7 +54,7 @@ class MiniSlurm:
     def run(
         self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a SLURM command on this cluster; raises TimeoutExpired, never for an exit code."""
+        """Run a SLURM command on this cluster; raises TimeoutExpired, never for an exit code."""
         return subprocess.run(
             command,
             cwd=cwd,
@@ -66,22 +66,22 @@ class MiniSlurm:
         )
 
     def settings(self) -> dict[str, str]:
-        """Gives what `up` chose: nodes, cpus, gpus, port, auth, host_names (uts, userns or shared)."""
+        """Return what `up` chose: nodes, cpus, gpus, port, auth, host_names (uts, userns or shared)."""
         lines = (self.folder / ".mini_slurm").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines)
 
     def has_own_host_names(self) -> bool:
-        """Tells whether every node has a host name of its own; the kernel may forbid it."""
+        """Return whether every node has a host name of its own; the kernel may forbid it."""
         return self.settings()["host_names"] != "shared"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker of this folder."""
+    """Register the marker of this folder."""
     config.addinivalue_line("markers", "slurm: needs slurm-wlm and munge; starts a real SLURM here")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints what became of the runs that faults befell."""
+    """Print what became of the runs that faults befell."""
     if ROWS:
         terminalreporter.section("faults")
         for line in table():
@@ -90,7 +90,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def slurm_installed() -> None:
-    """Skips where slurm-wlm is not installed; GEMS_REQUIRE_SLURM=1 makes that a failure."""
+    """Skip where slurm-wlm is not installed; GEMS_REQUIRE_SLURM=1 makes that a failure."""
     if shutil.which("slurmctld", path=SLURM_PATH) is None:
         reason = "slurm-wlm is not installed: apt-get install -y --no-install-recommends slurm-wlm munge"
         if os.environ.get("GEMS_REQUIRE_SLURM") == "1":
@@ -100,7 +100,7 @@ def slurm_installed() -> None:
 
 @pytest.fixture(scope="session")
 def short_tmp() -> Iterator[Path]:
-    """Gives a folder whose path is short enough for the cluster's sockets."""
+    """Yield a folder whose path is short enough for the cluster's sockets."""
     base = tempfile.gettempdir()
     if len(base) > MAX_TMP_CHARS:
         base = "/tmp"
@@ -110,7 +110,7 @@ def short_tmp() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def mini_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
-    """Gives a cluster of 2 nodes x 4 CPUs that is up; a test that takes it finds SLURM_CONF set."""
+    """Yield a cluster of 2 nodes x 4 CPUs that is up; a test that takes it finds SLURM_CONF set."""
     cluster = MiniSlurm(short_tmp / "session")
     try:
         up = cluster.script("up", "--nodes", "2", "--cpus", "4")
@@ -123,7 +123,7 @@ def mini_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
 
 @pytest.fixture(scope="session")
 def preempt_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
-    """Gives a cluster of 2 nodes x 4 CPUs with a partition whose jobs are preempted; its daemons may be ended."""
+    """Yield a cluster of 2 nodes x 4 CPUs with a partition whose jobs are preempted; its daemons may be ended."""
     cluster = MiniSlurm(short_tmp / "preempt")
     try:
         up = cluster.script("up", "--nodes", "2", "--cpus", "4", "--preempt", "20")
@@ -136,13 +136,13 @@ def preempt_slurm(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]
 
 @pytest.fixture
 def cluster_in() -> Callable[[Path], MiniSlurm]:
-    """Gives the class, for a test that wants a cluster in a folder of its own choice and cleans up itself."""
+    """Return the class, for a test that wants a cluster in a folder of its own choice and cleans up itself."""
     return MiniSlurm
 
 
 @pytest.fixture
 def other_cluster(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
-    """Gives a cluster of a test's own, not up yet; whatever the test leaves is stopped."""
+    """Yield a cluster of a test's own, not up yet; whatever the test leaves is stopped."""
     cluster = MiniSlurm(short_tmp / "other")
     try:
         yield cluster

@@ -22,7 +22,7 @@ ROWS: list[Fault] = []
 
 
 def table() -> list[str]:
-    """Gives the table, a line each."""
+    """Return the table, a line each."""
     head = f"{'fault':<34} {'state':<10} {'code':>4} {'SLURM':<11} {'s':>6} {'steps':>5}  what diagnose says"
     return [
         head,

@@ -29,7 +29,7 @@ ENDED = ("finished", "failed", "cancelled")
 
 
 def wait_until(condition: Callable[[], object], limit_s: float, what: str, seen: Callable[[], str] = str) -> None:
-    """Waits for a condition; when the time is over, the failure says `what` and all that `seen` tells."""
+    """Wait for a condition; when the time is over, the failure says `what` and all that `seen` tells."""
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
     while not condition():
@@ -40,7 +40,7 @@ def wait_until(condition: Callable[[], object], limit_s: float, what: str, seen:
 
 @pytest.fixture
 def no_job_is_left(mini_slurm: MiniSlurm) -> Iterator[None]:
-    """Ends what a failed test leaves running, which would keep the nodes from the next test."""
+    """End what a failed test leaves running, which would keep the nodes from the next test."""
     yield
     mini_slurm.run("scancel", f"--user={os.getuid()}")
     states = "--states=PENDING,RUNNING,COMPLETING"
@@ -48,7 +48,7 @@ def no_job_is_left(mini_slurm: MiniSlurm) -> Iterator[None]:
 
 
 def jobs(*words: str, limit_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m jobs` as a user does."""
+    """Run `python -m jobs` as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "jobs", *words], cwd=ROOT, env=os.environ | environment,
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s,
@@ -56,7 +56,7 @@ def jobs(*words: str, limit_s: float = 120, **environment: str) -> subprocess.Co
 
 
 def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:
-    """Submits through the command line; gives the job and its folder."""
+    """Submit through the command line; gives the job and its folder."""
     argv = [sys.executable, "-m", "jobs", "submit", *CONFIGURATION, f'runs_dir="{runs}"', *words]
     ended = subprocess.run(argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
@@ -65,7 +65,7 @@ def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:
 
 
 def end_of(folder: RunFolder, limit_s: float = 150) -> dict[str, Any]:
-    """Waits for the end of a run; gives its status."""
+    """Wait for the end of a run; gives its status."""
     wait_until(
         lambda: folder.read_status()["state"] in ENDED, limit_s, "the run does not end",
         lambda: f"{folder.read_status()}\n{said(folder)}",
@@ -74,7 +74,7 @@ def end_of(folder: RunFolder, limit_s: float = 150) -> dict[str, Any]:
 
 
 def said(folder: RunFolder) -> str:
-    """Gives all that the job wrote, for the message of a failing test."""
+    """Return all that the job wrote, for the message of a failing test."""
     return "\n".join(path.read_text() for path in folder.logs.glob("*") if path.suffix in (".out", ".log"))
 
 
@@ -84,13 +84,13 @@ def batch_log(folder: RunFolder) -> str:
 
 
 def lines_of_jobs(folder: RunFolder) -> list[str]:
-    """Gives what the launching process said, but for the probe that the first job of a cluster makes."""
+    """Return what the launching process said, but for the probe that the first job of a cluster makes."""
     lines = batch_log(folder).splitlines()
     return [line for line in lines if line.startswith("jobs: ") and not line.startswith("jobs: probe: ")]
 
 
 def job_fields(mini_slurm: MiniSlurm, job: str) -> dict[str, str]:
-    """Waits until SLURM has put the job to rest; gives what it says about it."""
+    """Wait until SLURM has put the job to rest; gives what it says about it."""
     fields: dict[str, str] = {}
 
     def rests() -> bool:
@@ -108,7 +108,7 @@ def beats(folder: RunFolder) -> list[Beat]:
 
 
 def wait_for_step(folder: RunFolder, step: int) -> None:
-    """Waits until every rank has come to a step."""
+    """Wait until every rank has come to a step."""
 
     def are_there() -> bool:
         assert folder.read_status()["state"] not in ENDED, said(folder)
@@ -124,7 +124,7 @@ def wait_for_step(folder: RunFolder, step: int) -> None:
 
 
 def wait_for_shown_step(folder: RunFolder, step: int) -> None:
-    """Waits until progress.json, which lies behind the ranks' marks by up to 2 s, tells of a step."""
+    """Wait until progress.json, which lies behind the ranks' marks by up to 2 s, tells of a step."""
     wait_for_step(folder, step)
     wait_until(
         lambda: read_json(folder.progress_json).get("step", 0) >= step,

@@ -44,7 +44,7 @@ TICK_S = 30  # how often SLURM compares times
 
 @pytest.fixture
 def submit(preempt_slurm: MiniSlurm, tmp_path: Path) -> Iterator[Callable[..., tuple[str, RunFolder]]]:
-    """Submits a run and gives the job and its folder; what is left of it is ended."""
+    """Submit a run and gives the job and its folder; what is left of it is ended."""
 
     def submit(*words: str) -> tuple[str, RunFolder]:
         ended = jobs("submit", f"runs_dir={tmp_path}/runs", *words, "--json")
@@ -60,7 +60,7 @@ def submit(preempt_slurm: MiniSlurm, tmp_path: Path) -> Iterator[Callable[..., t
 
 @pytest.fixture
 def going(submit: Callable[..., tuple[str, RunFolder]]) -> Callable[..., tuple[str, RunFolder]]:
-    """Submits an endless run, and waits until it is in its steps."""
+    """Submit an endless run, and waits until it is in its steps."""
 
     def going(*words: str) -> tuple[str, RunFolder]:
         job, folder = submit(*ENDLESS, *words)
@@ -78,7 +78,7 @@ def job_fields(cluster: MiniSlurm, job: str) -> dict[str, str]:
 def ended(
     cluster: MiniSlurm, name: str, job: str, folder: RunFolder, limit_s: float, since_s: float | None = None
 ) -> dict[str, Any]:
-    """Waits for the end of a run and of its job, and gives status, SLURM's fields and the diagnosis; fills the table's row."""
+    """Wait for the end of a run and of its job, and gives status, SLURM's fields and the diagnosis; fills the table's row."""
     begin_s = time.monotonic() if since_s is None else since_s
     wait_until(
         lambda: folder.read_status().get("state") not in GOES_ON
@@ -100,7 +100,7 @@ def ended(
 
 
 def check_trace(folder: RunFolder, least: int) -> None:
-    """Checks that each rank's part of the trace reads, up to its last finished step."""
+    """Check that each rank's part of the trace reads, up to its last finished step."""
     for rank in range(4):
         part = read_part(part_path(folder.path, rank))
         assert len(part.rank_steps) >= least, rank
@@ -327,7 +327,7 @@ def test_without_sacct(
 
 
 def daemon_of(cluster: MiniSlurm, node: str) -> int:
-    """Gives the process of a node's slurmd."""
+    """Return the process of a node's slurmd."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode().split("\0")
@@ -339,7 +339,7 @@ def daemon_of(cluster: MiniSlurm, node: str) -> int:
 
 
 def processes_on(cluster: MiniSlurm, node: str) -> list[int]:
-    """Gives the processes of jobs on a node, and the step daemons that started them."""
+    """Return the processes of jobs on a node, and the step daemons that started them."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -355,13 +355,13 @@ def processes_on(cluster: MiniSlurm, node: str) -> list[int]:
 
 
 def start(cluster: MiniSlurm, words: list[str]) -> None:
-    """Starts a daemon, which takes no pipe of ours with it."""
+    """Start a daemon, which takes no pipe of ours with it."""
     with (cluster.folder / "log" / "again.log").open("a") as log:
         subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=30)
 
 
 def start_daemon(cluster: MiniSlurm, node: str) -> None:
-    """Starts a node's slurmd again, and waits until the node takes jobs."""
+    """Start a node's slurmd again, and waits until the node takes jobs."""
     words = ["slurmd", "-f", str(cluster.conf), "-N", node]
     if cluster.has_own_host_names():
         words = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node, *words]

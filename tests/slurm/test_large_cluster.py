@@ -40,7 +40,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def large(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
-    """Gives the cluster, up."""
+    """Yield the cluster, up."""
     from tests.slurm.conftest import MiniSlurm
 
     cluster = MiniSlurm(short_tmp / "large")
@@ -54,7 +54,7 @@ def large(slurm_installed: None, short_tmp: Path) -> Iterator[MiniSlurm]:
 
 
 def submitted(cluster: MiniSlurm, runs: Path, *words: str) -> tuple[str, RunFolder]:
-    """Submits through the command line; gives the job and its folder."""
+    """Submit through the command line; gives the job and its folder."""
     ended = cluster.run(
         sys.executable, "-m", "jobs", "submit", *RUN, f"runs_dir={runs}", *words, "--json", cwd=ROOT, timeout_s=120
     )  # fmt: skip
@@ -64,7 +64,7 @@ def submitted(cluster: MiniSlurm, runs: Path, *words: str) -> tuple[str, RunFold
 
 
 def end_of(folder: RunFolder, limit_s: float) -> dict[str, Any]:
-    """Waits for the end of a run; gives its status."""
+    """Wait for the end of a run; gives its status."""
     pause, deadline_s = threading.Event(), time.monotonic() + limit_s
     while (status := folder.read_status())["state"] not in ("finished", "failed"):
         if time.monotonic() > deadline_s:

@@ -35,7 +35,7 @@ print("hello", world().rank, world().size, world().allreduce(world().rank), flus
 
 
 def processes_naming(text: str) -> list[str]:
-    """Gives the command lines of live processes that have `text` in their arguments."""
+    """Return the command lines of live processes that have `text` in their arguments."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -56,7 +56,7 @@ with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0):
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Gives a folder with stand-ins for `python -m jobs` and `python -m gems.engine.run`."""
+    """Return a folder with stand-ins for `python -m jobs` and `python -m gems.engine.run`."""
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "__main__.py").write_text(JOBS)
     (tmp_path / "gems" / "engine").mkdir(parents=True)
@@ -66,7 +66,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stale_files(mini_slurm: MiniSlurm) -> Iterator[tuple[Path, Path]]:
-    """Gives two old shared-memory files named as MPICH does: one nobody uses, one a job has mapped."""
+    """Yield two old shared-memory files named as MPICH does: one nobody uses, one a job has mapped."""
     prefix = f"/dev/shm/mpich_shm_gemstest{os.getpid()}"
     stale, mapped = Path(prefix + "_stale"), Path(prefix + "_mapped")
     srun = ["srun", "-n1", "--immediate=30", sys.executable, "-c", MAPS, str(mapped)]
@@ -85,7 +85,7 @@ def stale_files(mini_slurm: MiniSlurm) -> Iterator[tuple[Path, Path]]:
 
 
 def exit_code(cluster: MiniSlurm, home: Path, *overrides: str, **environment: str) -> int:
-    """Gives the exit code of the template's job, with `home` as the repository's folder; -1 for a signal."""
+    """Return the exit code of the template's job, with `home` as the repository's folder; -1 for a signal."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     sbatch = cluster.run(
         *("sbatch", "--parsable", f"--output={home}/out", str(TEMPLATE), *overrides),

@@ -42,7 +42,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def submit(checkout: Path, runs: Path, *words: str) -> tuple[str, RunFolder]:
-    """Submits from a checkout; gives the job and its folder."""
+    """Submit from a checkout; gives the job and its folder."""
     base = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     said = subprocess.run(
         [sys.executable, "-m", "jobs", "submit", *CONFIGURATION, f'runs_dir="{runs}"', "--json", *words],
@@ -54,7 +54,7 @@ def submit(checkout: Path, runs: Path, *words: str) -> tuple[str, RunFolder]:
 
 
 def end_of(folder: RunFolder, limit_s: float = 180) -> dict[str, Any]:
-    """Waits for the end of a run; gives its status."""
+    """Wait for the end of a run; gives its status."""
     deadline_s, pause = time.monotonic() + limit_s, threading.Event()
     while (status := folder.read_status())["state"] not in ENDED:
         if time.monotonic() > deadline_s:

@@ -22,7 +22,7 @@ WHOLE = "cluster.cpus_per_rank=2"  # 4 ranks fill the 2 nodes of 4 processors
 
 
 def status(runs: Path) -> dict[str, dict[str, Any]]:
-    """Gives what `jobs status` tells of each run, by the run's folder."""
+    """Return what `jobs status` tells of each run, by the run's folder."""
     ended = jobs("status", f"runs_dir={runs}", "--json")
     assert ended.returncode == 0, ended.stderr
     return {run["run_folder"]: run for run in json.loads(ended.stdout)["runs"]}

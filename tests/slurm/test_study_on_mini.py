@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtur
 
 
 def study(runs: Path, *words: str) -> tuple[dict[str, Any], str]:
-    """Calls `jobs study` of mini_scaling; gives its answer and what it said."""
+    """Call `jobs study` of mini_scaling; gives its answer and what it said."""
     ended = jobs("study", "study=mini_scaling", "cluster=mini", f"runs_dir={runs}", *words, "--json", limit_s=300)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout), ended.stderr

@@ -34,12 +34,12 @@ TEXTS = ("run_yaml", "schedule/rows")
 
 
 def event(rank: int, step: int, start_ns: int, end_ns: int, kind: str = "F") -> tuple[int, ...]:
-    """Gives a whole row of `/events`."""
+    """Return a whole row of `/events`."""
     return (rank, step, KINDS.index(kind), 1, -1, 1, 7, 0, start_ns, end_ns, 11, 12, 13)
 
 
 def sample_trace() -> Trace:
-    """Builds a small trace that uses every table, text and attribute type."""
+    """Build a small trace that uses every table, text and attribute type."""
     attributes = root_attributes(
         "measured", "abc", 2, hostnames=["node0", "node1"], clock_offset_ns=[0, -5], git_commit="none", ratio=0.5
     )
@@ -79,7 +79,7 @@ def test_a_trace_without_rows_is_read(tmp_path: Path) -> None:
 
 
 def datasets(path: Path) -> dict[str, dict[str, object]]:
-    """Gives the attributes of every dataset in a file."""
+    """Return the attributes of every dataset in a file."""
     found: dict[str, dict[str, object]] = {}
     with h5py.File(path, "r") as file:
         file.visititems(
@@ -145,7 +145,7 @@ def test_what_is_no_trace_is_refused_with_one_line(tmp_path: Path, read: object)
 
 
 def write_part(folder: Path, rank: int, offset_ns: int, starts_ns: list[int], loss: float = float("nan")) -> Path:
-    """Writes one rank's part: a step of 10 ns from each start on its clock, with B written before F."""
+    """Write one rank's part: a step of 10 ns from each start on its clock, with B written before F."""
     path = part_path(folder, rank)
     attributes = root_attributes(
         "measured", "abc", 2, hostname=f"node{rank}", clock_offset_ns=offset_ns, clock_error_ns=3

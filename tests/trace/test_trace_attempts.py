@@ -20,7 +20,7 @@ S = 1_000_000_000
 def write_attempt(
     folder: Path, attempt: int, steps: range, begin_ns: int, utc_ns: int, *, continues: bool = True, ranks: int = 2
 ) -> None:
-    """Writes the parts of an attempt whose monotonic clock said `begin_ns` at `utc_ns`; a step takes a second."""
+    """Write the parts of an attempt whose monotonic clock said `begin_ns` at `utc_ns`; a step takes a second."""
     for rank in range(ranks):
         attributes = root_attributes(
             "measured", "x", ranks, hostname="n", attempt=attempt, first_step=steps.start,

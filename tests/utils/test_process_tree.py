@@ -29,7 +29,7 @@ Start = Callable[[str], tuple[subprocess.Popen[str], int]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a process with a child in a session of its own; gives it and the child's number."""
+    """Start a process with a child in a session of its own; gives it and the child's number."""
     started: list[tuple[subprocess.Popen[str], int]] = []
 
     def run(handler: str) -> tuple[subprocess.Popen[str], int]:

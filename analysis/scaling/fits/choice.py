@@ -16,7 +16,7 @@ _FLOOR, _HANDICAP = 1e-4, 1.1
 
 
 def fits_of(points: Sequence[Point], choice: str = "all", seed: int = 0) -> list[Fit]:
-    """Gives the fits of a study's lines, by line, the best first.
+    """Return the fits of a study's lines, by line, the best first.
 
     `choice` is a law, all of those that have points enough, or none.
 
@@ -34,7 +34,7 @@ def fits_of(points: Sequence[Point], choice: str = "all", seed: int = 0) -> list
 
 
 def best_fits(fits: Iterable[Fit]) -> dict[str, Fit]:
-    """Gives the best fit of each line: that with the least error of leaving points out.
+    """Return the best fit of each line: that with the least error of leaving points out.
 
     A law with one more parameter must be better by a tenth, and below 0.01 % the one with the fewest is best.
     """
@@ -45,7 +45,7 @@ def best_fits(fits: Iterable[Fit]) -> dict[str, Fit]:
 
 
 def why_not_fitted(points: Sequence[Point], choice: str = "all") -> list[str]:
-    """Gives a reason for each of the chosen laws that no line has points enough for; none where all were fitted.
+    """Return a reason for each of the chosen laws that no line has points enough for; none where all were fitted.
 
     That a comparison on one number of ranks has no fit says itself, unless a law was asked for.
     """

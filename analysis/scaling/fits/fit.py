@@ -76,7 +76,7 @@ class Fit:
         return MAX_EXTRAPOLATION * self.last_ranks
 
     def cost_s(self, ranks: float) -> Interval:
-        """Gives what an image of the base costs on `ranks` ranks, in seconds of one rank, with its 95 % interval.
+        """Return what an image of the base costs on `ranks` ranks, in seconds of one rank, with its 95 % interval.
 
         Raises:
             ConfigError: fewer ranks than the smallest point has, or more than four times those of the largest.
@@ -85,7 +85,7 @@ class Fit:
         return Interval(float(low), float(value), float(high))
 
     def curve(self, ranks: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Gives the same over many ranks: rows low, value and high, shape (3, num_ranks).
+        """Return the same over many ranks: rows low, value and high, shape (3, num_ranks).
 
         Raises:
             ConfigError: as `cost_s`.
@@ -107,7 +107,7 @@ class Fit:
 
 
 def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
-    """Fits a law to a series.
+    """Fit a law to a series.
 
     Raises:
         ConfigError: the series has fewer numbers of ranks than the law needs.
@@ -139,12 +139,12 @@ def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
 
 
 def too_few(law: Law, num_ranks: int) -> str:
-    """Says how many numbers of ranks a law needs, and how many there are."""
+    """Report how many numbers of ranks a law needs, and how many there are."""
     return f"needs points on {law.fewest_points} numbers of ranks of one source; the most on a line are {num_ranks}"
 
 
 def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int) -> np.ndarray:
-    """Gives costs as they might have been, shape (num_draws, num_points).
+    """Return costs as they might have been, shape (num_draws, num_points).
 
     Each point moves by what its own steps leave open, and by a residual of some point for what they do not explain:
     runs that differ from each other, and a law that does not hold. Few residuals say little about their size, so each

@@ -17,7 +17,7 @@ NUM_CURVE_POINTS = 41
 
 
 def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
-    """Gives fits as plain data; a parameter that is infinite (a peak that never comes) is None."""
+    """Return fits as plain data; a parameter that is infinite (a peak that never comes) is None."""
     best = best_fits(fits)
     return [
         {
@@ -59,7 +59,7 @@ def _asked(fit: Fit, ranks: int) -> dict[str, float]:
 
 
 def curve_ranks(fit: Fit) -> np.ndarray:
-    """Gives the ranks at which a fit is drawn: evenly on a logarithmic axis, the ends of data and of the limit among them."""
+    """Return the ranks at which a fit is drawn: evenly on a logarithmic axis, the ends of data and of the limit among them."""
     within = np.geomspace(fit.first_ranks, fit.last_ranks, NUM_CURVE_POINTS)
     beyond = np.geomspace(fit.last_ranks, fit.limit_ranks, NUM_CURVE_POINTS // 2)
     within[[0, -1]], beyond[[0, -1]] = (fit.first_ranks, fit.last_ranks), (fit.last_ranks, fit.limit_ranks)
@@ -67,7 +67,7 @@ def curve_ranks(fit: Fit) -> np.ndarray:
 
 
 def curve_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
-    """Gives the curves of fits as a table: images/s and what an image costs, of images as large as the base's."""
+    """Return the curves of fits as a table: images/s and what an image costs, of images as large as the base's."""
     return [
         {
             "schedule": fit.line,
@@ -88,7 +88,7 @@ def curve_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
 
 
 def fit_lines(fits: Sequence[Fit]) -> list[str]:
-    """Gives the best fit of each line, with intervals, errors and how far it may be asked, and beside it the others."""
+    """Return the best fit of each line, with intervals, errors and how far it may be asked, and beside it the others."""
     lines = []
     for line, best in sorted(best_fits(fits).items()):
         lines.append(f"best fit of {line}: {_words(best)}")

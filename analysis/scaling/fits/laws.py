@@ -50,7 +50,7 @@ def _subsets(count: int) -> list[Subset]:
 
 
 def _usl_design(ranks: np.ndarray) -> np.ndarray:
-    """Gives 1, p and p (p - 1): with coefficients that are not negative sigma lies in 0..1 and kappa is not below 0."""
+    """Return 1, p and p (p - 1): with coefficients that are not negative sigma lies in 0..1 and kappa is not below 0."""
     return np.stack([np.ones_like(ranks), ranks, ranks * (ranks - 1.0)], axis=1)
 
 
@@ -61,7 +61,7 @@ def _amdahl_design(ranks: np.ndarray) -> np.ndarray:
 def _linear(
     design_of: Callable[[np.ndarray], np.ndarray], count: int
 ) -> tuple[Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray], Callable[[np.ndarray, np.ndarray], np.ndarray]]:
-    """Gives `solve` and `predict` of a law that is linear in coefficients which are not negative."""
+    """Return `solve` and `predict` of a law that is linear in coefficients which are not negative."""
 
     def solve(ranks: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
         return fit_columns(design_of(ranks) * weights[:, None], _subsets(count), values * weights)
@@ -90,7 +90,7 @@ def _usl_parameters(coefficients: np.ndarray) -> Parameters:
 
 
 def _gustafson_solve(ranks: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Searches the serial fraction by finer and finer grids; the time of an image is linear and follows from it."""
+    """Search the serial fraction by finer and finer grids; the time of an image is linear and follows from it."""
     targets = values * weights
     low, high = np.zeros(len(values)), np.ones(len(values))
     steps = np.linspace(0.0, 1.0, 21)

@@ -12,7 +12,7 @@ _AT_ONCE = 64
 
 
 def fit_columns(design: np.ndarray, subsets: Sequence[Subset], targets: np.ndarray) -> np.ndarray:
-    """Gives coefficients, none negative, of the subset of columns that leaves the smallest squares.
+    """Return coefficients, none negative, of the subset of columns that leaves the smallest squares.
 
     With all subsets this is the solution of the non-negative least squares: one of its sets of positive columns.
 
@@ -31,7 +31,7 @@ def fit_columns(design: np.ndarray, subsets: Sequence[Subset], targets: np.ndarr
 def choose_columns(
     design: np.ndarray, subsets: Sequence[Subset], targets: np.ndarray, handicaps: Sequence[float]
 ) -> np.ndarray:
-    """Gives coefficients, none negative, of the subset that best predicts each value from all the others.
+    """Return coefficients, none negative, of the subset that best predicts each value from all the others.
 
     The error of leaving one out needs no further fits: a residual over 1 less its leverage is that error. A subset's
     error counts `handicaps` times. Shapes are those of `fit_columns`.
@@ -72,7 +72,7 @@ def _best(
 
 
 def _groups(subsets: Sequence[Subset]) -> Iterator[list[int]]:
-    """Gives places of subsets of one size in their order, some at a time so that the arrays stay small."""
+    """Yield places of subsets of one size in their order, some at a time so that the arrays stay small."""
     for size in sorted({len(subset) for subset in subsets}):
         places = [place for place, subset in enumerate(subsets) if len(subset) == size]
         for start in range(0, len(places), _AT_ONCE):

@@ -36,7 +36,7 @@ class Term:
         return " ".join(word for word in (power, logarithm) if word)
 
     def values(self, ranks: np.ndarray) -> np.ndarray:
-        """Gives the term on some ranks."""
+        """Return the term on some ranks."""
         values: np.ndarray = ranks ** float(self.power) * np.log2(ranks) ** self.logarithm
         return values
 
@@ -54,12 +54,12 @@ _HANDICAPS = tuple(HANDICAP ** (len(subset) - 1) for subset in _SUBSETS[2])
 
 
 def design_of_terms(ranks: np.ndarray) -> np.ndarray:
-    """Gives all terms on some ranks, shape (num_ranks, num_terms), the constant first."""
+    """Return all terms on some ranks, shape (num_ranks, num_terms), the constant first."""
     return np.stack([term.values(ranks) for term in COLUMNS], axis=1)
 
 
 def choose_terms(ranks: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Gives coefficients of all terms, shape (num_fits, num_terms), of which at most two are not 0 beside the constant.
+    """Return coefficients of all terms, shape (num_fits, num_terms), of which at most two are not 0 beside the constant.
 
     Terms are those that best predict each value from the others; every fit chooses its own. A term uses up two
     values, for its coefficient and its exponents, so that fewer than six have one term at most.
@@ -71,11 +71,11 @@ def choose_terms(ranks: np.ndarray, weights: np.ndarray, values: np.ndarray) -> 
 
 
 def term_values(coefficients: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """Gives the sums of terms, shape (num_fits, num_ranks)."""
+    """Return the sums of terms, shape (num_fits, num_ranks)."""
     sums: np.ndarray = coefficients @ design_of_terms(ranks).T
     return sums
 
 
 def count_terms(coefficients: np.ndarray) -> int:
-    """Gives the number of terms that one row of coefficients has beside the constant."""
+    """Return the number of terms that one row of coefficients has beside the constant."""
     return int(np.count_nonzero(coefficients[1:]))

@@ -42,7 +42,7 @@ class Series:
 
 
 def series_of(points: Sequence[Point]) -> list[Series]:
-    """Gives a series for each line that has three numbers of ranks of one source, of the most real such source.
+    """Return a series for each line that has three numbers of ranks of one source, of the most real such source.
 
     A comparison and a study in which images and ranks change apart have none: there what an image costs is no
     function of the ranks. Points whose work cannot be held against that of the base are left out.

@@ -36,7 +36,7 @@ class _Cell:
         return now is not self.value or self.value._version != self.version
 
     def let_go(self) -> None:
-        """Keeps of a tensor what it was, and only once."""
+        """Keep of a tensor what it was, and only once."""
         if self.copy is not None:
             self.value = self.value if self.value._version == self.version else self.copy
             self.copy = None
@@ -61,7 +61,7 @@ class LayerState:
         ]
 
     def before(self) -> Callable[[], State]:
-        """Notes the state now; called behind the forward, what this gives tells what was changed, and from what."""
+        """Record the state now; called behind the forward, what this gives tells what was changed, and from what."""
         cells = [cell for module in self._others for cell in _cells(module)]
 
         def changed() -> State:
@@ -74,7 +74,7 @@ class LayerState:
 
     @contextmanager
     def again(self, state: State) -> Iterator[None]:
-        """Lets layers run from an earlier state inside; behind it, all is as it was."""
+        """Let layers run from an earlier state inside; behind it, all is as it was."""
         tracked = [(vars(module), module.track_running_stats) for module in self._norms]
         now = [(cell, cell.home[cell.name]) for cell in state]
         try:
@@ -102,21 +102,21 @@ class RandomState:
         self._generators += [value for value in own if isinstance(value, torch.Generator)]
 
     def now(self) -> tuple[Tensor, ...]:
-        """Gives the state of every generator, on the host."""
+        """Return the state of every generator, on the host."""
         return tuple(generator.get_state() for generator in self._generators)
 
     def set(self, states: Sequence[Tensor]) -> None:
-        """Puts every generator into the state given."""
+        """Put every generator into the state given."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
     def moved(self, since: Sequence[Tensor]) -> bool:
-        """Tells whether numbers were drawn since then."""
+        """Return whether numbers were drawn since then."""
         return not all(torch.equal(was, now) for was, now in zip(since, self.now(), strict=True))
 
     @contextmanager
     def again(self, states: Sequence[Tensor] | None) -> Iterator[None]:
-        """Draws from `states` on inside, and from where it was behind; with None nothing is drawn."""
+        """Draw from `states` on inside, and from where it was behind; with None nothing is drawn."""
         now = None if states is None else self.now()
         try:
             if states is not None:

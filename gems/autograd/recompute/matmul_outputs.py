@@ -44,7 +44,7 @@ class Product:
     is_changed: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Gives the tensors that are kept."""
+        """Return the tensors that are kept."""
         return (value for value in self.outputs if isinstance(value, Tensor))
 
     @property
@@ -58,7 +58,7 @@ class Product:
         self.versions = tuple(tensor._version for tensor in self.tensors())
 
     def take(self) -> Any:
-        """Gives the outputs as new tensors in the same memory."""
+        """Return the outputs as new tensors in the same memory."""
         fresh = [value.data if isinstance(value, Tensor) else value for value in self.outputs]
         return tree_unflatten(fresh, self.spec)
 
@@ -70,7 +70,7 @@ class Products:
     entries: deque[Product] = field(default_factory=deque)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Gives all tensors that are kept."""
+        """Yield all tensors that are kept."""
         for entry in self.entries:
             yield from entry.tensors()
 
@@ -95,7 +95,7 @@ class KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entry.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator, and notes what it does to what is kept."""
+        """Run an operator, and notes what it does to what is kept."""
         kwargs = kwargs or {}
         self._note(func, args, kwargs)
         made = func(*args, **kwargs)
@@ -147,7 +147,7 @@ class UseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{_OTHERWISE}: {len(self._kept.entries)} products fewer")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator, unless what it does is kept."""
+        """Run an operator, unless what it does is kept."""
         kwargs = kwargs or {}
         if _is_kept(func):
             entry = self._next(func, args, kwargs)
@@ -194,7 +194,7 @@ def _shapes(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Gives the place and name of the arguments that an operator writes to."""
+    """Return the place and name of the arguments that an operator writes to."""
     return tuple(
         (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -204,14 +204,14 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Tells whether an operator reads nothing, but names the memory of an argument anew."""
+    """Return whether an operator reads nothing, but names the memory of an argument anew."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
     return any(alias is not None and not alias.is_write for alias in aliases) and not _written(func)
 
 
 @cache
 def _can_skip(func: Any) -> bool:
-    """Tells whether all that an operator does is to change the values of one tensor, which it gives back."""
+    """Return whether all that an operator does is to change the values of one tensor, which it gives back."""
     is_alone = len(_written(func)) == 1 and len(func._schema.returns) == 1
     returned = func._schema.returns[0].alias_info if is_alone else None
     tags = (torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded)

@@ -29,11 +29,11 @@ class Kept:
     products: Products | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Gives the tensors of activation size that are kept: what products gave. Each is let go where `again` uses it."""
+        """Return the tensors of activation size that are kept: what products gave. Each is let go where `again` uses it."""
         return iter(()) if self.products is None else self.products.tensors()
 
     def drop(self) -> None:
-        """Lets go of all that is kept, where no second run will come."""
+        """Let go of all that is kept, where no second run will come."""
         self.random, self.state, self.products = None, (), None
 
 
@@ -56,7 +56,7 @@ class Rerun:
         self._random: RandomState | None = None
 
     def forward(self, inputs: Sequence[Tensor], run: Run | None = None) -> tuple[tuple[Tensor, ...], Kept]:
-        """Runs the layers and keeps nothing of what autograd saves.
+        """Run the layers and keeps nothing of what autograd saves.
 
         Args:
             inputs: as they will be given to `again`; those whose gradient will be wanted require it here too.
@@ -91,7 +91,7 @@ class Rerun:
         return outputs, kept
 
     def again(self, inputs: Sequence[Tensor], kept: Kept, run: Run | None = None) -> tuple[Tensor, ...]:
-        """Runs the layers as `forward` did, with a graph; hooks on saved tensors that are in use outside see it.
+        """Run the layers as `forward` did, with a graph; hooks on saved tensors that are in use outside see it.
 
         Args:
             inputs: equal to those of the first run.
@@ -126,7 +126,7 @@ class Rerun:
 
 
 def _drop(tensor: Tensor) -> None:
-    """Keeps nothing of a tensor that autograd saves."""
+    """Keep nothing of a tensor that autograd saves."""
 
 
 def _refuse(nothing: None) -> Tensor:

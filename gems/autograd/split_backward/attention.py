@@ -16,7 +16,7 @@ _HELPERS = ("multi_head_attention_forward", "_in_projection_packed", "_in_projec
 
 
 def attend(later: Deferred, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs the forward of nn.MultiheadAttention with torch's own code, in which `linear` is the split one.
+    """Run the forward of nn.MultiheadAttention with torch's own code, in which `linear` is the split one.
 
     Where a projection cannot be split its backward stays whole; bits are those of torch either way.
     """
@@ -32,7 +32,7 @@ def attend(later: Deferred, name: str, module: Any, *args: Any, **kwargs: Any) -
 
 
 def _with_names(function: Any, names: dict[str, Any]) -> Any:
-    """Gives a function of the same code that looks its global names up in `names`."""
+    """Return a function of the same code that looks its global names up in `names`."""
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

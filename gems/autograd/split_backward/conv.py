@@ -77,7 +77,7 @@ def _weight_gradients(
 
 
 def convolve(later: Deferred, name: str, module: Any, x: Tensor) -> Tensor | None:
-    """Runs the forward of nn.Conv1d, Conv2d or Conv3d; None where its backward cannot be split."""
+    """Run the forward of nn.Conv1d, Conv2d or Conv3d; None where its backward cannot be split."""
     if not _can_split(module, x):
         return None
     padding: Any = module.padding
@@ -99,7 +99,7 @@ def convolve(later: Deferred, name: str, module: Any, x: Tensor) -> Tensor | Non
 def convolve_transposed(
     later: Deferred, name: str, module: Any, x: Tensor, output_size: list[int] | None = None
 ) -> Tensor | None:
-    """Runs the forward of nn.ConvTranspose1d, 2d or 3d; None where its backward cannot be split."""
+    """Run the forward of nn.ConvTranspose1d, 2d or 3d; None where its backward cannot be split."""
     if not _can_split(module, x) or module.padding_mode != "zeros":
         return None
     sizes: Any = (module.stride, module.padding, module.kernel_size)

@@ -29,7 +29,7 @@ class Target:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Target | None:
-        """Gives the target that `tensor` is, None where its gradient must pass through more of the graph."""
+        """Return the target that `tensor` is, None where its gradient must pass through more of the graph."""
         if tensor.is_leaf:
             return cls(tensor)
         base = tensor._base
@@ -44,7 +44,7 @@ class Target:
         return id(self.parameter), self.start
 
     def add(self, gradient: Tensor) -> None:
-        """Adds to the parameter's gradient in place, as autograd does."""
+        """Add to the parameter's gradient in place, as autograd does."""
         parameter = self.parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -74,17 +74,17 @@ class Deferred:
         self._records: deque[_Record] = deque()
 
     def add(self, layer: str, targets: Sequence[Target], kept: Sequence[Tensor], compute: Compute) -> None:
-        """Keeps tensors until `run`, which gives them to `compute` for the gradients of `targets`."""
+        """Keep tensors until `run`, which gives them to `compute` for the gradients of `targets`."""
         versions = tuple(tensor._version for tensor in kept)
         self._records.append(_Record(layer, tuple(targets), tuple(kept), versions, compute))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Gives all that is kept."""
+        """Yield all that is kept."""
         for record in self._records:
             yield from record.kept
 
     def run(self, poll: Callable[[], None]) -> None:
-        """Computes and adds the gradients, and lets what they needed go layer by layer; calls `poll` after each.
+        """Compute and adds the gradients, and lets what they needed go layer by layer; calls `poll` after each.
 
         Raises:
             RuntimeError: a tensor kept was changed in place meanwhile.
@@ -98,7 +98,7 @@ class Deferred:
 
 
 def _run(record: _Record, uses: Counter[Key], sums: dict[Key, Tensor]) -> None:
-    """Computes the gradients of one record; a function of its own, so that none of them is there while the next are made."""
+    """Compute the gradients of one record; a function of its own, so that none of them is there while the next are made."""
     for tensor, version in zip(record.kept, record.versions, strict=True):
         check_unchanged(tensor, version, record.layer)
     gradients = record.compute(*record.kept)

@@ -64,7 +64,7 @@ class SplitLayers:
 
     @contextmanager
     def into(self, later: Deferred | None) -> Iterator[None]:
-        """Lets the layers that run inside leave their weight gradients to `later`; with None they run as ever."""
+        """Let the layers that run inside leave their weight gradients to `later`; with None they run as ever."""
         before, self._later = self._later, later
         try:
             yield
@@ -72,7 +72,7 @@ class SplitLayers:
             self._later = before
 
     def run(self, name: str, module: nn.Module, split: Forward, args: Any, kwargs: Any) -> Any:
-        """Runs one layer: split where that is asked for and possible."""
+        """Run one layer: split where that is asked for and possible."""
         plain = type(module).forward
         later = self._later
         if later is None or not torch.is_grad_enabled():
@@ -87,7 +87,7 @@ class SplitLayers:
         return made
 
     def _refuse_shared(self, found: dict[str, nn.Module], chosen: dict[str, Forward]) -> None:
-        """Takes those out of `chosen` that share a parameter with a layer that is not split.
+        """Take those out of `chosen` that share a parameter with a layer that is not split.
 
         Half of a sum at I and half at W would round otherwise than the sum.
         """
@@ -114,7 +114,7 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _split_of(module: nn.Module) -> Forward | None:
-    """Gives the split forward of a layer whose forward, whole, is the one of a class in the table."""
+    """Return the split forward of a layer whose forward, whole, is the one of a class in the table."""
     replaced = vars(module).get("forward")
     if replaced is not None and getattr(replaced, "func", None) is not _run:
         return None

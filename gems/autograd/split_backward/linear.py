@@ -72,7 +72,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def multiply(later: Deferred, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Gives x W^T + b over the last dimension of x; None where the backward cannot be split.
+    """Return x W^T + b over the last dimension of x; None where the backward cannot be split.
 
     Args:
         later: takes what the weight gradient needs.
@@ -94,7 +94,7 @@ def multiply(later: Deferred, name: str, x: Tensor, weight: Tensor, bias: Tensor
 
 
 def linear(later: Deferred, name: str, module: Any, x: Tensor) -> Tensor | None:
-    """Runs the forward of nn.Linear; None where its backward cannot be split."""
+    """Run the forward of nn.Linear; None where its backward cannot be split."""
     return multiply(later, name, x, module.weight, module.bias)
 
 
@@ -127,7 +127,7 @@ def _embedding_gradient(num: int, padding: int, is_scaled: bool, indices: Tensor
 
 
 def embed(later: Deferred, name: str, module: Any, indices: Tensor) -> Tensor | None:
-    """Runs the forward of nn.Embedding; None where its backward cannot be split (sparse, or with a largest norm)."""
+    """Run the forward of nn.Embedding; None where its backward cannot be split (sparse, or with a largest norm)."""
     weight = module.weight
     if module.sparse or module.max_norm is not None or not weight.is_leaf or not weight.requires_grad:
         return None

@@ -30,33 +30,33 @@ class Copies(Protocol):
     """Moves storages out of the device and back. Only called with the stream of the layers' compute as the current one."""
 
     def out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
-        """Posts copies of storages to host buffers, behind the compute that was posted before."""
+        """Post copies of storages to host buffers, behind the compute that was posted before."""
 
     def back(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Allocates storages on the device, and posts the copies of host buffers' first bytes to them."""
+        """Allocate storages on the device, and posts the copies of host buffers' first bytes to them."""
 
     def wait(self, copy: Copy) -> None:
-        """Lets the compute that is posted from now on wait for a copy. The host does not wait."""
+        """Let the compute that is posted from now on wait for a copy. The host does not wait."""
 
     def is_over(self, copy: Copy) -> bool:
         """Whether a copy has ended."""
 
     def settle(self) -> None:
-        """Waits, on the host, until all copies have ended."""
+        """Wait, on the host, until all copies have ended."""
 
 
 class ArenaCopies:
     """On a processor the host's memory is a second arena, and a copy is done when it is posted."""
 
     def out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
-        """Copies storages to host buffers."""
+        """Copy storages to host buffers."""
         start = time.perf_counter_ns()
         for storage, buffer in pairs:
             buffer[: storage.nbytes()].copy_(bytes_of(storage))
         return Copy(start, time.perf_counter_ns(), _num_bytes(storage for storage, _ in pairs))
 
     def back(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Copies host buffers to new storages."""
+        """Copy host buffers to new storages."""
         start = time.perf_counter_ns()
         made = [buffer[:num_bytes].clone().untyped_storage() for buffer, num_bytes in pairs]
         return Copy(start, time.perf_counter_ns(), _num_bytes(made)), made
@@ -66,7 +66,7 @@ class ArenaCopies:
         copy.is_waited_for = True
 
     def is_over(self, copy: Copy) -> bool:
-        """Says yes."""
+        """Report yes."""
         return True
 
     def settle(self) -> None:
@@ -86,7 +86,7 @@ class CudaCopies:
         self._in = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
-        """Posts copies to pinned buffers."""
+        """Post copies to pinned buffers."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         start, end = self._event(), self._event()
         start.record(self._out)
@@ -98,7 +98,7 @@ class CudaCopies:
         return Copy(start, end, _num_bytes(memory), memory)
 
     def back(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Posts copies from pinned buffers."""
+        """Post copies from pinned buffers."""
         fresh = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _, num_bytes in pairs]
         # the memory may have been another tensor's, which compute posted before still reads
         self._in.wait_stream(torch.cuda.current_stream(self._device))
@@ -112,16 +112,16 @@ class CudaCopies:
         return Copy(start, end, _num_bytes(made), tuple(made)), made
 
     def wait(self, copy: Copy) -> None:
-        """Lets the current stream wait for the copy's end."""
+        """Let the current stream wait for the copy's end."""
         torch.cuda.current_stream(self._device).wait_event(copy.end)
         copy.memory, copy.is_waited_for = (), True
 
     def is_over(self, copy: Copy) -> bool:
-        """Asks the device."""
+        """Ask the device."""
         return bool(copy.end.query())
 
     def settle(self) -> None:
-        """Waits for both streams."""
+        """Wait for both streams."""
         self._out.synchronize()
         self._in.synchronize()
 
@@ -130,12 +130,12 @@ class CudaCopies:
 
 
 def open_copies(device: torch.device) -> Copies:
-    """Chooses how a device's memory is copied."""
+    """Choose how a device's memory is copied."""
     return CudaCopies(device) if device.type == "cuda" else ArenaCopies()
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """Gives all of a storage as a row of bytes."""
+    """Return all of a storage as a row of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 

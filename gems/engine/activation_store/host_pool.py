@@ -19,21 +19,21 @@ class HostMemory(Protocol):
     """Gives host memory, and takes it back."""
 
     def make(self, num_bytes: int) -> Tensor:
-        """Gives a new buffer, a row of bytes."""
+        """Return a new buffer, a row of bytes."""
 
     def drop(self, buffer: Tensor) -> None:
-        """Gives a buffer back to the system."""
+        """Return a buffer back to the system."""
 
 
 class PlainMemory:
     """The memory of the process, which serves as the host's where the device is a processor."""
 
     def make(self, num_bytes: int) -> Tensor:
-        """Gives a new buffer, a row of bytes."""
+        """Return a new buffer, a row of bytes."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def drop(self, buffer: Tensor) -> None:
-        """Leaves the buffer to Python."""
+        """Leave the buffer to Python."""
 
 
 class PinnedMemory:
@@ -48,7 +48,7 @@ class PinnedMemory:
         self._pinned_bytes = 0
 
     def make(self, num_bytes: int) -> Tensor:
-        """Gives a new pinned buffer.
+        """Return a new pinned buffer.
 
         Raises:
             DoesNotFitError: the system refuses to pin it.
@@ -71,7 +71,7 @@ class PinnedMemory:
         return buffer
 
     def drop(self, buffer: Tensor) -> None:
-        """Takes the pins off; the pages go with the last reference to the buffer."""
+        """Take the pins off; the pages go with the last reference to the buffer."""
         self._cudart.cudaHostUnregister(buffer.data_ptr())
         self._pinned_bytes -= _pages(buffer.nbytes)
 
@@ -84,7 +84,7 @@ class HostPool:
     """
 
     def __init__(self, memory: HostMemory, where: str, limit_bytes: int | None = None) -> None:
-        """Begins empty.
+        """Begin empty.
 
         Args:
             memory: what buffers are made of.
@@ -100,7 +100,7 @@ class HostPool:
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, num_bytes: int) -> Tensor:
-        """Gives a row of bytes, of that size or, near the limit, a larger one.
+        """Return a row of bytes, of that size or, near the limit, a larger one.
 
         Raises:
             DoesNotFitError: the limit leaves no room for it.
@@ -112,7 +112,7 @@ class HostPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Takes a buffer back, for the next of its size."""
+        """Take a buffer back, for the next of its size."""
         self.used_bytes -= buffer.nbytes
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
@@ -120,7 +120,7 @@ class HostPool:
         return self._limit_bytes is None or self.held_bytes + num_bytes <= self._limit_bytes
 
     def _other(self, num_bytes: int) -> int:
-        """Gives the size to take instead of one there is no room for, and makes room if there is no such."""
+        """Return the size to take instead of one there is no room for, and makes room if there is no such."""
         larger = [size for size, free in self._free.items() if free and size > num_bytes]
         if larger:
             return min(larger)

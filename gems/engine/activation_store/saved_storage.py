@@ -30,7 +30,7 @@ class Passed:
         return self.tensor._version != self.version
 
     def read(self) -> Tensor:
-        """Gives the tensor.
+        """Return the tensor.
 
         Raises:
             RuntimeError: it was changed in place.
@@ -61,12 +61,12 @@ class Handle:
         return self._was_changed or (self.tensor is not None and self.tensor._version != self.version)
 
     def let_go(self) -> None:
-        """Drops the memory, and remembers whether the tensor was changed until now."""
+        """Drop the memory, and remembers whether the tensor was changed until now."""
         self._was_changed = self.is_changed
         self.tensor = None
 
     def rebuild(self, storage: UntypedStorage) -> None:
-        """Makes the tensor again over a storage with the same bytes."""
+        """Make the tensor again over a storage with the same bytes."""
         if self.tensor is None:
             empty = torch.empty(0, dtype=self.dtype, device=storage.device)
             made = empty.set_(storage, self.offset, self.size, self.stride).data  # of version 0
@@ -76,7 +76,7 @@ class Handle:
             self.tensor = made
 
     def read(self) -> Tensor:
-        """Gives the tensor, which must be on the device.
+        """Return the tensor, which must be on the device.
 
         Raises:
             RuntimeError: it was changed in place.
@@ -111,18 +111,18 @@ class SavedStorage:
 
     @property
     def addresses(self) -> Iterator[int]:
-        """Gives what names the memory it lies or lay in."""
+        """What names the memory it lies or lay in."""
         return iter(self._weak)
 
     def name(self, memory: UntypedStorage) -> int:
-        """Notes a memory that it lies in, and gives what names that one and no other."""
+        """Record a memory that it lies in, and gives what names that one and no other."""
         address = int(memory._cdata)
         if address not in self._weak:
             self._weak[address] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
         return address
 
     def handle(self, tensor: Tensor, is_on_device: bool) -> Handle:
-        """Makes a handle for a tensor that lies in it; one that has left does not hold the tensor's memory."""
+        """Make a handle for a tensor that lies in it; one that has left does not hold the tensor's memory."""
         made = Handle(tensor, self)
         if not is_on_device:
             made.let_go()
@@ -130,14 +130,14 @@ class SavedStorage:
         return made
 
     def handles(self) -> Iterator[Handle]:
-        """Gives those that somebody still has."""
+        """Yield those that somebody still has."""
         for reference in self._handles:
             handle = reference()
             if handle is not None:
                 yield handle
 
     def memory(self) -> UntypedStorage | None:
-        """Gives the memory that it lies in; None where it has none and nobody needs it any more.
+        """Return the memory that it lies in; None where it has none and nobody needs it any more.
 
         A tensor in flight may still have it though no node of the graph does, and be saved again.
         """
@@ -149,16 +149,16 @@ class SavedStorage:
         return self.copied_version is not None and tensor._version != self.copied_version
 
     def note_copied(self) -> None:
-        """Notes which version the copy in host memory has."""
+        """Record which version the copy in host memory has."""
         versions = [handle.tensor._version for handle in self.handles() if handle.tensor is not None]
         self.copied_version = max(versions, default=_NOBODY_S)
 
     def let_go(self) -> None:
-        """Drops the memory on the device."""
+        """Drop the memory on the device."""
         for handle in self.handles():
             handle.let_go()
 
     def rebuild(self, memory: UntypedStorage) -> None:
-        """Puts the memory, which holds the same bytes, under all its tensors."""
+        """Put the memory, which holds the same bytes, under all its tensors."""
         for handle in self.handles():
             handle.rebuild(memory)

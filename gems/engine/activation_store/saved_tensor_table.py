@@ -21,7 +21,7 @@ class Shelf:
     """
 
     def __init__(self, segments: Iterable[int], offloaded: Collection[int], given: Iterable[Tensor]) -> None:
-        """Begins empty.
+        """Begin empty.
 
         Args:
             segments: those of the stage.
@@ -45,7 +45,7 @@ class Shelf:
         return list(self._storages.values())
 
     def of(self, numbers: Iterable[Key]) -> list[SavedStorage]:
-        """Gives storages by their numbers."""
+        """Return storages by their numbers."""
         return [self._storages[number] for number in numbers]
 
     def is_given(self, memory: UntypedStorage) -> bool:
@@ -53,11 +53,11 @@ class Shelf:
         return memory.data_ptr() in self._given
 
     def find(self, memory: UntypedStorage) -> SavedStorage | None:
-        """Gives the storage that lies, or lay, in a memory."""
+        """Return the storage that lies, or lay, in a memory."""
         return self._at.get(memory._cdata)
 
     def note(self, tensor: Tensor, segment: int, least_bytes: int) -> tuple[SavedStorage, bool, bool]:
-        """Notes that a segment saves a tensor.
+        """Record that a segment saves a tensor.
 
         One that was changed since its copy left is another storage, for that copy is not its own.
 
@@ -76,20 +76,20 @@ class Shelf:
         return saved, is_new, is_held
 
     def name(self, saved: SavedStorage, memory: UntypedStorage) -> None:
-        """Notes the memory that a storage lies in."""
+        """Record the memory that a storage lies in."""
         self._at[saved.name(memory)] = saved
 
     def note_outputs(self, segment: int, outputs: Iterable[Tensor]) -> None:
-        """Notes what a segment hands on."""
+        """Record what a segment hands on."""
         found = (self.find(tensor.untyped_storage()) for tensor in outputs)
         self._outputs[segment] = {saved.number for saved in found if saved is not None}
 
     def offload(self, segment: int) -> list[SavedStorage]:
-        """Gives what the copy of a segment takes."""
+        """Return what the copy of a segment takes."""
         return self.of(self.holdings.offload(segment, self._outputs.get(segment, set())))
 
     def done(self, segment: int) -> list[SavedStorage]:
-        """Gives what nobody needs any more behind the backward of a segment, and forgets it."""
+        """Return what nobody needs any more behind the backward of a segment, and forgets it."""
         gone = [self._storages.pop(number) for number in self.holdings.done(segment)]
         for saved in gone:
             for address in saved.addresses:
@@ -99,7 +99,7 @@ class Shelf:
         return gone
 
     def no_longer_on_host(self) -> list[SavedStorage]:
-        """Gives what has a copy in host memory that will not be read again: weight gradients read from the device."""
+        """Return what has a copy in host memory that will not be read again: weight gradients read from the device."""
         left = [saved for saved in self.for_weights if saved.buffer is not None and saved.number in self._storages]
         return [saved for saved in left if not self.holdings[saved.number].on_host]
 
@@ -111,5 +111,5 @@ def is_plain(tensor: Tensor, device: torch.device) -> bool:
 
 
 def pairs_of(storages: Sequence[SavedStorage]) -> list[tuple[Tensor, int]]:
-    """Gives the buffers in host memory of those that have one, with the bytes in them."""
+    """Return the buffers in host memory of those that have one, with the bytes in them."""
     return [(saved.buffer, saved.num_bytes) for saved in storages if saved.buffer is not None]

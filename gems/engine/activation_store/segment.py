@@ -58,7 +58,7 @@ class StoredSegment(Stage):
         poll: Callable[[], None],
         is_cheap: bool = False,
     ) -> None:
-        """Takes the layers `modules` of the stage `whole`.
+        """Take the layers `modules` of the stage `whole`.
 
         Args:
             whole: the stage.
@@ -81,13 +81,13 @@ class StoredSegment(Stage):
         self._changed: frozenset[int] | None = None
 
     def split_layers(self) -> SplitLayers:
-        """Gives those of the whole stage."""
+        """Return those of the whole stage."""
         return self._whole.split_layers()
 
     def forward(
         self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
     ) -> tuple[Tensor, ...]:
-        """Runs the layers; what autograd saves goes to the store. Arguments and result are those of `Stage`."""
+        """Run the layers; what autograd saves goes to the store. Arguments and result are those of `Stage`."""
         place = self._begin(micro_batch, inputs)
         outputs = self._record(
             micro_batch, inputs, self._wanted(inputs), is_split, lambda values: self._run(values, loss)
@@ -97,7 +97,7 @@ class StoredSegment(Stage):
     def first_run(
         self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
     ) -> tuple[Tensor, ...]:
-        """Runs the layers and keeps only their inputs, for `run_again`. Arguments and result are those of `Stage`."""
+        """Run the layers and keeps only their inputs, for `run_again`. Arguments and result are those of `Stage`."""
         place = self._begin(micro_batch, inputs)
         wanted = self._wanted(inputs)
         kept = tuple(self._store.keep(place, self._number, tensor) for tensor in inputs)
@@ -110,7 +110,7 @@ class StoredSegment(Stage):
         return self._handed_on(place, outputs, [gives and tensor.is_floating_point() for tensor in outputs])
 
     def run_again(self, micro_batch: int, loss: Loss | None = None) -> None:
-        """Runs the layers a second time, now keeping in the store what backward needs.
+        """Run the layers a second time, now keeping in the store what backward needs.
 
         Args:
             micro_batch: as given to `first_run`.
@@ -131,7 +131,7 @@ class StoredSegment(Stage):
         )
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Adds to the parameters' gradients; what only this segment needed is free then.
+        """Add to the parameters' gradients; what only this segment needed is free then.
 
         Returns:
             The gradients of the floating-point inputs (inside of a stage None where there is none), and on the first
@@ -144,7 +144,7 @@ class StoredSegment(Stage):
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Computes the input gradients; of what was saved only what the weight gradients need stays, on the device."""
+        """Compute the input gradients; of what was saved only what the weight gradients need stays, on the device."""
         graph = self._graphs.pop(micro_batch)
         assert graph.later is not None
         with self._leaving_to(graph.later):
@@ -156,12 +156,12 @@ class StoredSegment(Stage):
         return found, self._given.pop(micro_batch, ())
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Adds the weight gradients that `backward_input` left, and frees what it kept."""
+        """Add the weight gradients that `backward_input` left, and frees what it kept."""
         super().backward_weight(micro_batch)
         self._store.done_weights(self._place(micro_batch), self._number)
 
     def forget(self) -> None:
-        """Drops all micro-batches in flight; the store is to forget them too."""
+        """Drop all micro-batches in flight; the store is to forget them too."""
         super().forget()
         self._graphs.clear()
         self._first_runs.clear()
@@ -200,7 +200,7 @@ class StoredSegment(Stage):
         is_split: bool,
         run: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
-        """Runs the layers with a graph, of which the edges are kept."""
+        """Run the layers with a graph, of which the edges are kept."""
         later = Deferred() if is_split else None
         entrance, values = Entrance.enter(inputs, wanted, self._anchor_for(inputs))
         with self._leaving_to(later), self._store.saving(self._place(micro_batch), self._number):
@@ -221,7 +221,7 @@ class StoredSegment(Stage):
         return cast("tuple[Tensor, ...]", graph.entrance.gradients(is_whole=self._number == 0))
 
     def _run_first(self, given: tuple[Tensor, ...], loss: Loss | None) -> tuple[Tensor, ...]:
-        """Runs the layers on copies of the inputs that they change in place; the first time that is found out."""
+        """Run the layers on copies of the inputs that they change in place; the first time that is found out."""
         if self._changed is not None:
             return self._run(self._fresh(given), loss)
         copies = tuple(tensor.clone() for tensor in given)
@@ -245,7 +245,7 @@ class StoredSegment(Stage):
         return tuple(tensor.clone() if place in changed else tensor for place, tensor in enumerate(given))
 
     def _put_away(self, place: Place, left: Left) -> None:
-        """Gives the store what products gave, so that it may leave with a copy that takes it."""
+        """Return the store what products gave, so that it may leave with a copy that takes it."""
         for product in () if left.products is None else left.products.entries:
             product.outputs = tuple(
                 self._store.keep(place, self._number, value) if isinstance(value, Tensor) else value
@@ -264,7 +264,7 @@ class StoredSegment(Stage):
 
 
 def _lying_in(original: Tensor | None, tensor: Tensor) -> Tensor:
-    """Gives a part of a copy as the same part of what was copied."""
+    """Return a part of a copy as the same part of what was copied."""
     if original is None or original.dtype is not tensor.dtype:
         return tensor
     offset = original.storage_offset() + tensor.storage_offset()

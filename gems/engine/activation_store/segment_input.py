@@ -27,7 +27,7 @@ class _Like:
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device, is_dense)
 
     def laid_out(self, gradient: Tensor | None) -> Tensor:
-        """Gives the gradient in the layout in which autograd keeps that of a leaf; zeros where there is none."""
+        """Return the gradient in the layout in which autograd keeps that of a leaf; zeros where there is none."""
         if gradient is not None and self._suits(gradient):
             return gradient
         made = (
@@ -60,7 +60,7 @@ class Entrance:
     def enter(
         cls, inputs: Sequence[Tensor], wanted: Sequence[bool], anchor: Tensor
     ) -> tuple[Entrance, tuple[Tensor, ...]]:
-        """Opens the entrance.
+        """Open the entrance.
 
         Args:
             inputs: of any number and form.
@@ -81,7 +81,7 @@ class Entrance:
         return entrance, tuple(values)
 
     def gradients(self, is_whole: bool) -> tuple[Tensor | None, ...]:
-        """Gives the gradients of the floating-point inputs, and lets them go.
+        """Return the gradients of the floating-point inputs, and lets them go.
 
         `is_whole` is for those that leave the stage: none is missing, and they are laid out as their inputs are.
         Inside of a stage what has no gradient gives none to the segment before, as in an uncut graph.

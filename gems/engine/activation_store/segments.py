@@ -50,7 +50,7 @@ def open_segments(
     least_bytes: int = 0,
     host_limit_bytes: int | None = None,
 ) -> Segments:
-    """Cuts the stages of a rank into the segments of its list.
+    """Cut the stages of a rank into the segments of its list.
 
     Args:
         schedule: the lowered list.

@@ -54,7 +54,7 @@ class ActivationStore:
         parameters: Iterable[Tensor] = (),
         least_bytes: int = 0,
     ) -> None:
-        """Begins empty.
+        """Begin empty.
 
         Args:
             schedule: the lowered list; it says what leaves.
@@ -82,7 +82,7 @@ class ActivationStore:
         return len(self._shelves)
 
     def open(self, place: Place, given: Sequence[Tensor]) -> None:
-        """Begins a micro-batch, with the tensors that its stage is given."""
+        """Begin a micro-batch, with the tensors that its stage is given."""
         direction, stage, micro_batch = place
         segments = self._schedule.segments_of(stage)
         offloaded = [s for s in segments if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)]
@@ -91,16 +91,16 @@ class ActivationStore:
             self._shelves[place] = shelf
 
     def saving(self, place: Place, segment: int) -> AbstractContextManager[None]:
-        """Keeps here what autograd saves inside the block, for the backward of a segment."""
+        """Keep here what autograd saves inside the block, for the backward of a segment."""
         shelf = self._shelves[place]
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._save(shelf, segment, tensor), self.read)
 
     def keep(self, place: Place, segment: int, tensor: Tensor) -> Kept:
-        """Keeps a tensor for the second run of a segment, as if autograd had saved it."""
+        """Keep a tensor for the second run of a segment, as if autograd had saved it."""
         return self._save(self._shelves[place], segment, tensor)
 
     def read(self, kept: Kept) -> Tensor:
-        """Gives a kept tensor, on the device; may be called more than once.
+        """Return a kept tensor, on the device; may be called more than once.
 
         Raises:
             RuntimeError: it was changed in place meanwhile.
@@ -118,7 +118,7 @@ class ActivationStore:
         return not kept.is_changed
 
     def note_outputs(self, place: Place, segment: int, outputs: Iterable[Tensor]) -> None:
-        """Notes what a segment hands on, which lives for a while whatever becomes of what is saved."""
+        """Record what a segment hands on, which lives for a while whatever becomes of what is saved."""
         self._shelves[place].note_outputs(segment, outputs)
 
     def counts(self, place: Place, tensor: Tensor) -> bool:
@@ -128,7 +128,7 @@ class ActivationStore:
         return (saved is not None and saved.is_counted) or (shelf is not None and shelf.is_given(memory))
 
     def offload(self, action: Action) -> None:
-        """Posts the copy out of what leaves with a segment.
+        """Post the copy out of what leaves with a segment.
 
         Raises:
             DoesNotFitError: host memory has no room for it.
@@ -148,13 +148,13 @@ class ActivationStore:
             self._recorder.stamped(action, COPY_OUT, copy.start, copy.end, copy.num_bytes)
 
     def free(self, action: Action) -> None:
-        """Lets compute wait until the copy of a segment has left; behind that its memory on the device is free."""
+        """Let compute wait until the copy of a segment has left; behind that its memory on the device is free."""
         with self._lock:
             self._free(*self._of(action))
             self._tell()
 
     def prefetch(self, action: Action) -> None:
-        """Allocates what the backward of a segment reads and is not on the device, and posts its copy back."""
+        """Allocate what the backward of a segment reads and is not on the device, and posts its copy back."""
         with self._lock:
             shelf, segment = self._of(action)
             self._free(shelf, segment)
@@ -163,13 +163,13 @@ class ActivationStore:
             self._recorder.stamped(action, COPY_IN, copy.start, copy.end, copy.num_bytes)
 
     def await_copy(self, action: Action) -> None:
-        """Lets compute wait until the copy back of a segment has come."""
+        """Let compute wait until the copy back of a segment has come."""
         with self._lock:
             shelf, segment = self._of(action)
             self._copies.wait(shelf.coming[segment])
 
     def free_copied(self) -> None:
-        """Frees the device memory of copies that have left, and for which there is no FREE in the list."""
+        """Free the device memory of copies that have left, and for which there is no FREE in the list."""
         with self._lock:
             for (direction, stage, micro_batch), shelf in self._shelves.items():
                 is_whole = self._schedule.num_segments[stage] is None
@@ -180,7 +180,7 @@ class ActivationStore:
             self._tell()
 
     def done(self, place: Place, segment: int, later: Iterable[Tensor] = ()) -> None:
-        """Ends the backward of a segment; its weight gradients have still to read `later`."""
+        """End the backward of a segment; its weight gradients have still to read `later`."""
         with self._lock:
             shelf = self._shelves[place]
             for tensor in later:
@@ -191,14 +191,14 @@ class ActivationStore:
             self._tell()
 
     def done_weights(self, place: Place, segment: int) -> None:
-        """Ends the weight gradients of a segment."""
+        """End the weight gradients of a segment."""
         with self._lock:
             if place in self._shelves and ~segment in self._shelves[place].open:
                 self._end(place, ~segment)
                 self._tell()
 
     def forget(self) -> None:
-        """Drops all that is kept, after a step that was broken off: host memory goes back to the pool."""
+        """Drop all that is kept, after a step that was broken off: host memory goes back to the pool."""
         with self._lock:
             self._copies.settle()
             for shelf in self._shelves.values():
@@ -241,7 +241,7 @@ class ActivationStore:
             self._held_bytes += saved.num_bytes if is_held else -saved.num_bytes
 
     def _tell(self) -> None:
-        """Counts the bytes held, at the end of whatever changes them."""
+        """Count the bytes held, at the end of whatever changes them."""
         self.activations.hold(self._held_bytes - self.activations.held_bytes)
 
     def _free(self, shelf: Shelf, segment: int) -> None:
@@ -253,7 +253,7 @@ class ActivationStore:
                 self._count(saved, False)
 
     def _bring(self, shelf: Shelf, back: Sequence[SavedStorage]) -> Copy:
-        """Posts the copy back of storages, and puts their new memory under their tensors."""
+        """Post the copy back of storages, and puts their new memory under their tensors."""
         copy, made = self._copies.back(pairs_of(back))
         memories = iter(made)
         for saved in back:
@@ -266,7 +266,7 @@ class ActivationStore:
         return copy
 
     def _fetch(self, saved: SavedStorage) -> None:
-        """Brings one storage back because it is read before its PREFETCH."""
+        """Bring one storage back because it is read before its PREFETCH."""
         shelf = next((shelf for shelf in self._shelves.values() if saved in shelf.storages), None)
         if shelf is None:
             raise RuntimeError("a backward reads what was saved in a step that has ended")
@@ -291,7 +291,7 @@ class ActivationStore:
             del self._shelves[place]
 
     def _drop(self, saved: SavedStorage) -> None:
-        """Gives back what a storage takes that nobody needs any more; its memory goes with its last tensor."""
+        """Return back what a storage takes that nobody needs any more; its memory goes with its last tensor."""
         self._count(saved, False)
         self._drop_copy(saved)
 

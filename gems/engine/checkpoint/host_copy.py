@@ -36,7 +36,7 @@ class HostCopy:
             optimizer.register_step_pre_hook(lambda *_: self._hold_back())
 
     def take(self, state: State) -> None:
-        """Begins to copy; `pieces` gives the copies, from any thread, once they are there."""
+        """Begin to copy; `pieces` gives the copies, from any thread, once they are there."""
         self._kept = {name: self._room_for(name, tensor) for name, tensor in (state.early | state.late).items()}
         if self._cuda is None:
             self._copy(state.early)
@@ -51,7 +51,7 @@ class HostCopy:
             self._copied = self._stream.record_event()
 
     def pieces(self) -> dict[str, Piece]:
-        """Waits for the copies and gives them as bytes; they stand until the next `take`."""
+        """Wait for the copies and gives them as bytes; they stand until the next `take`."""
         if self._copied is not None:
             self._copied.synchronize()
         return {
@@ -82,14 +82,14 @@ class PipelineSource:
         self._copy = HostCopy(pipeline.device, pipeline.optimizer)
 
     def take(self, losses: Sequence[float]) -> None:
-        """Copies the state as it is now; `losses` are those of all steps before."""
+        """Copy the state as it is now; `losses` are those of all steps before."""
         state = state_of(self._pipeline)
         if self._pipeline.comm.rank == 0:
             state.early[LOSSES] = torch.tensor(losses, dtype=torch.float64)
         self._copy.take(state)
 
     def pieces(self) -> dict[str, Piece]:
-        """Gives what was copied last, as bytes."""
+        """Return what was copied last, as bytes."""
         return self._copy.pieces()
 
 

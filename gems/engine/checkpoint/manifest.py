@@ -46,7 +46,7 @@ class Manifest:
         return sum(written.num_bytes for written in self.files)
 
     def write(self, folder: Path) -> None:
-        """Writes the manifest, which makes a checkpoint of the files beside it; it appears whole, and on disk.
+        """Write the manifest, which makes a checkpoint of the files beside it; it appears whole, and on disk.
 
         Raises:
             OSError: it cannot be written.
@@ -63,7 +63,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a checkpoint's folder.
+        """Read the manifest of a checkpoint's folder.
 
         Raises:
             OSError: there is none, or it cannot be read.
@@ -80,7 +80,7 @@ class Manifest:
 
 
 def identity_of(spec: RunSpec) -> dict[str, Any]:
-    """Gives what two runs must have in common for one to go on from the other's state, as plain values.
+    """Return what two runs must have in common for one to go on from the other's state, as plain values.
 
     The order of samples is a pure function of the seed, the step and the global batch, so these are among it. Steps, the
     learning rate and the rest of the optimizer's numbers may differ, and so may partitions, replicas, schedule and memory.
@@ -96,7 +96,7 @@ def identity_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def layout_of(spec: RunSpec, schedule: Schedule, cuts: tuple[int, ...]) -> dict[str, Any]:
-    """Gives which rank holds which layers, as plain values."""
+    """Return which rank holds which layers, as plain values."""
     return {
         "partitions": spec.parallel.partitions, "replicas": spec.parallel.replicas, "boundaries": list(cuts),
         "placement": [list(ranks) for ranks in schedule.placement.ranks],
@@ -104,7 +104,7 @@ def layout_of(spec: RunSpec, schedule: Schedule, cuts: tuple[int, ...]) -> dict[
 
 
 def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
-    """Gives the first key in which two identities differ, with both values; None where they are the same."""
+    """Return the first key in which two identities differ, with both values; None where they are the same."""
     for key in sorted({*theirs, *mine}):
         left, right = theirs.get(key), mine.get(key)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -117,17 +117,17 @@ def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str =
 
 
 def checkpoint_folder(checkpoints: Path, step: int) -> Path:
-    """Gives the folder of the checkpoint before a step."""
+    """Return the folder of the checkpoint before a step."""
     return checkpoints / f"{PREFIX}{step:08d}"
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """Gives the folders below `checkpoints` that have a manifest, the newest step first."""
+    """Return the folders below `checkpoints` that have a manifest, the newest step first."""
     return [folder for step, folder in _by_step(checkpoints) if (folder / MANIFEST_JSON).exists()]
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and what older steps left without a manifest.
+    """Remove all but the newest `keep` checkpoints, and what older steps left without a manifest.
 
     A folder loses its manifest first, so that half of it is never taken for a checkpoint.
     """

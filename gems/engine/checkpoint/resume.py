@@ -47,7 +47,7 @@ class Beginning:
         return 0 if self.found is None else self.found.manifest.step
 
     def attributes(self) -> dict[str, int | str]:
-        """Gives what a trace part tells of the attempt, its clock beside the time of day among it.
+        """Return what a trace part tells of the attempt, its clock beside the time of day among it.
 
         `continues` is 1 where the attempt goes on from a state that an earlier one of the same run has left.
         """
@@ -59,14 +59,14 @@ class Beginning:
         }  # fmt: skip
 
     def about(self, spec: RunSpec, schedule: Schedule, cuts: tuple[int, ...], owners: Mapping[str, int]) -> Manifest:
-        """Gives what the manifests of this attempt have in common, with the step and the samples that it begins at."""
+        """Return what the manifests of this attempt have in common, with the step and the samples that it begins at."""
         samples = 0 if self.found is None else self.found.manifest.samples
         layout = layout_of(spec, schedule, cuts)
         return Manifest(self.step, self.attempt, samples, "", identity_of(spec), layout, owners)
 
 
 def beginning_of(spec: RunSpec, folder: RunFolder, comm: Comm) -> Beginning:
-    """Finds where this attempt begins, and says so where that is not at the first step; collective.
+    """Find where this attempt begins, and says so where that is not at the first step; collective.
 
     Raises:
         ConfigError: as `find_checkpoint`.
@@ -81,7 +81,7 @@ def beginning_of(spec: RunSpec, folder: RunFolder, comm: Comm) -> Beginning:
 
 
 def find_checkpoint(spec: RunSpec, folder: RunFolder, comm: Comm) -> Found | None:
-    """Gives the newest whole checkpoint that the run shall go on from, None for a start at the first step; collective.
+    """Return the newest whole checkpoint that the run shall go on from, None for a start at the first step; collective.
 
     The run's own go before those of the folder that `train.resume` names. All ranks share the reading of all files. A
     damaged checkpoint is named on stderr, and the one before it is tried.
@@ -123,7 +123,7 @@ def _suited(found: Found | None, spec: RunSpec) -> Found | None:
 
 
 def _first_whole(folder: Path, comm: Comm, is_own: bool) -> Found | None:
-    """Reads and checks checkpoints, the newest first, until one is whole; all ranks see what rank 0 sees."""
+    """Read and checks checkpoints, the newest first, until one is whole; all ranks see what rank 0 sees."""
     candidates = comm.bcast(list(_candidates(folder)) if comm.rank == 0 else None)
     for candidate in candidates:
         manifest, damage = comm.bcast(_read(candidate) if comm.rank == 0 else None)
@@ -144,7 +144,7 @@ def _first_whole(folder: Path, comm: Comm, is_own: bool) -> Found | None:
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Gives the checkpoints in a run's folder, in a folder of checkpoints, or the one that the folder itself is."""
+    """Yield the checkpoints in a run's folder, in a folder of checkpoints, or the one that the folder itself is."""
     if (folder / MANIFEST_JSON).exists():
         yield folder
         return
@@ -160,7 +160,7 @@ def _read(folder: Path) -> tuple[Manifest | None, str | None]:
 
 
 def _put_aside(folder: RunFolder) -> None:
-    """Moves what earlier attempts saved to the last of them: the run's own checkpoints begin anew."""
+    """Move what earlier attempts saved to the last of them: the run's own checkpoints begin anew."""
     if folder.checkpoints.is_dir():
         target = folder.path / "attempts" / f"{max(folder.attempt - 1, 1):03d}"
         target.mkdir(parents=True, exist_ok=True)

@@ -29,17 +29,17 @@ class Asks(Protocol):
     """Who may want the run to end early."""
 
     def reason(self) -> str | None:
-        """Gives why the run shall save and stop at a step's end; None while nobody wants that."""
+        """Return why the run shall save and stop at a step's end; None while nobody wants that."""
 
 
 class Source(Protocol):
     """What a rank's shard is made of."""
 
     def take(self, losses: Sequence[float]) -> None:
-        """Copies the state as it is now."""
+        """Copy the state as it is now."""
 
     def pieces(self) -> Mapping[str, Piece]:
-        """Gives what was copied last; called in the thread that writes."""
+        """Return what was copied last; called in the thread that writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Saver:
         source: Source | None = None,
         stop: Asks | None = None,
     ) -> None:
-        """Begins behind the state that `about` describes: its step is the first one, and the manifests are like it.
+        """Begin behind the state that `about` describes: its step is the first one, and the manifests are like it.
 
         `source` is None for a run without a state; its checkpoints tell the step and nothing else.
         """
@@ -88,7 +88,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def begin(self) -> None:
-        """Posts, at a step's begin, what this rank has to say; collective."""
+        """Post, at a step's begin, what this rank has to say; collective."""
         if self._stop is None and not self._is_periodic:
             return
         every_s = self._train.checkpoint_s
@@ -99,7 +99,7 @@ class Saver:
         self._request = self._control.post_maximum(self._mine, self._all)
 
     def end(self, step: int, losses: Sequence[float]) -> bool:
-        """Reads, at a step's end, what all have said, and acts on it; `step` is the next one, `losses` those of all before.
+        """Read, at a step's end, what all have said, and acts on it; `step` is the next one, `losses` those of all before.
 
         Gives whether the run has saved its state and stops here. Collective.
 
@@ -126,13 +126,13 @@ class Saver:
         return False
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written, behind the last step; collective."""
+        """Wait for the checkpoint that is being written, behind the last step; collective."""
         if self._pending is not None:
             self._complete()
         self.close()
 
     def close(self) -> None:
-        """Ends the thread; nobody waits for what it may still be writing, which is no checkpoint."""
+        """End the thread; nobody waits for what it may still be writing, which is no checkpoint."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin_to_save(self, step: int, losses: Sequence[float]) -> None:
@@ -150,7 +150,7 @@ class Saver:
         return write_shard(folder / shard_name(self._control.rank), self._source.pieces())
 
     def _complete(self) -> str | None:
-        """Waits until all ranks have written, and lets rank 0 make a checkpoint of it; gives what went wrong."""
+        """Wait until all ranks have written, and lets rank 0 make a checkpoint of it; gives what went wrong."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._heartbeat.beat(pending.step, "checkpoint")
@@ -194,7 +194,7 @@ class Saver:
 
 
 def _result(future: Future[_T]) -> tuple[_T | None, str | None]:
-    """Waits for a thread's work and gives it, or what went wrong."""
+    """Wait for a thread's work and gives it, or what went wrong."""
     try:
         return future.result(), None
     except OSError as error:

@@ -40,12 +40,12 @@ class Written:
 
 
 def shard_name(rank: int) -> str:
-    """Gives the name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank{rank:04d}{SUFFIX}"
 
 
 def write_shard(path: Path, pieces: Mapping[str, Piece]) -> Written:
-    """Writes a file that appears complete, and on disk, or not at all; gives its size and checksum.
+    """Write a file that appears complete, and on disk, or not at all; gives its size and checksum.
 
     Raises:
         OSError: it cannot be written; what was written of it is gone again.
@@ -73,7 +73,7 @@ def write_shard(path: Path, pieces: Mapping[str, Piece]) -> Written:
 
 
 def damage_of(folder: Path, written: Written) -> str | None:
-    """Tells what is wrong with a file, in a few words; None where it is as it was written."""
+    """Report what is wrong with a file, in a few words; None where it is as it was written."""
     path = folder / written.name
     try:
         size = path.stat().st_size
@@ -89,7 +89,7 @@ def damage_of(folder: Path, written: Written) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes new names in a folder outlast a loss of power.
+    """Make new names in a folder outlast a loss of power.
 
     Raises:
         OSError: the folder is not there.
@@ -114,6 +114,6 @@ def _header(ordered: list[tuple[str, Piece]]) -> memoryview:
 
 
 def _width(piece: Piece) -> int:
-    """Gives the bytes of one element."""
+    """Return the bytes of one element."""
     bits = piece.dtype.lstrip("BFIUC").split("_")[0]
     return int(bits) // 8 if bits.isdecimal() else 1

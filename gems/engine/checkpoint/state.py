@@ -26,22 +26,22 @@ _PYTHON, _NUMPY, _TORCH = "random/python", "random/numpy", "random/torch"
 
 
 def parameter_name(layer: str, key: str) -> str:
-    """Gives the name of a layer's parameter in a shard."""
+    """Return the name of a layer's parameter in a shard."""
     return f"parameters/{layer}/{key}"
 
 
 def buffer_name(layer: str, key: str) -> str:
-    """Gives the name of a layer's buffer in a shard."""
+    """Return the name of a layer's buffer in a shard."""
     return f"buffers/{layer}/{key}"
 
 
 def slot_name(slot: str, layer: str, key: str) -> str:
-    """Gives the name of what the optimizer keeps for a parameter as `slot`."""
+    """Return the name of what the optimizer keeps for a parameter as `slot`."""
     return f"optimizer/{slot}/{layer}/{key}"
 
 
 def copy_name(direction: int, layer: str, key: str) -> str:
-    """Gives the name of a buffer that may differ from copy to copy."""
+    """Return the name of a buffer that may differ from copy to copy."""
     return f"copies/{direction}/{layer}/{key}"
 
 
@@ -57,7 +57,7 @@ class State:
 
 
 def owners_of(pipeline: Pipeline) -> dict[str, int]:
-    """Gives the rank whose shard has a layer, or, where operators are placed, an operator.
+    """Return the rank whose shard has a layer, or, where operators are placed, an operator.
 
     The copies of a stage, over directions and replicas, are equal, and take turns: each writes a share of its layers.
     """
@@ -71,7 +71,7 @@ def owners_of(pipeline: Pipeline) -> dict[str, int]:
 
 
 def state_of(pipeline: Pipeline) -> State:
-    """Gives what this rank saves: its share of the layers, its copies' counters and its random states.
+    """Return what this rank saves: its share of the layers, its copies' counters and its random states.
 
     Parameters, the optimizer's state and running statistics are equal in all copies (each step sums gradients and
     averages statistics over them), so one copy is saved. Other buffers, such as batch norm's count of batches, advance
@@ -94,7 +94,7 @@ def state_of(pipeline: Pipeline) -> State:
 
 
 def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> None:
-    """Puts a checkpoint's state into every layer of this rank, whatever the cut it was saved with.
+    """Put a checkpoint's state into every layer of this rank, whatever the cut it was saved with.
 
     Random states and copies' counters come back where each rank holds what it held; on another layout random numbers go on
     from the seed, the rank and the step.
@@ -131,7 +131,7 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> None:
 
 
 def read_losses(folder: Path, manifest: Manifest) -> list[float]:
-    """Reads the training loss of every step that was done; rank 0 saved it."""
+    """Read the training loss of every step that was done; rank 0 saved it."""
     with _Shards(folder, manifest) as shards:
         return [float(loss) for loss in shards.tensor(0, LOSSES)]
 
@@ -153,24 +153,24 @@ class _Shards:
         self._stack.close()
 
     def has(self, rank: int, name: str) -> bool:
-        """Tells whether a rank's file has a tensor."""
+        """Return whether a rank's file has a tensor."""
         self._file(rank)
         return name in self._names[rank]
 
     def slots(self, rank: int) -> list[str]:
-        """Gives what the optimizer keeps for parameters, by name."""
+        """Return what the optimizer keeps for parameters, by name."""
         self._file(rank)
         return sorted({name.split("/")[1] for name in self._names[rank] if name.startswith("optimizer/")})
 
     def tensor(self, rank: int, name: str) -> Tensor:
-        """Reads a tensor; of its own memory, for the library's may be the file's, which is removed one day."""
+        """Read a tensor; of its own memory, for the library's may be the file's, which is removed one day."""
         if not self.has(rank, name):
             raise self._misfit(rank, f"holds no {name}")
         tensor: Tensor = self._file(rank).get_tensor(name)
         return tensor.clone()
 
     def copy_into(self, target: Tensor, rank: int, name: str) -> None:
-        """Reads a tensor into one that is there."""
+        """Read a tensor into one that is there."""
         found = self.tensor(rank, name)
         if found.shape != target.shape or found.dtype != target.dtype:
             theirs, mine = (f"{tuple(t.shape)} {t.dtype}" for t in (found, target))
@@ -192,7 +192,7 @@ class _Shards:
 
 
 def _layers(pipeline: Pipeline) -> Iterator[tuple[Held, str, str, nn.Module]]:
-    """Gives what this rank holds: direction and stage, the layer's name, and that of the operator where such are placed."""
+    """Yield what this rank holds: direction and stage, the layer's name, and that of the operator where such are placed."""
     for held in pipeline.modules:
         parts = pipeline.contents.parts_in(held[1])
         for part, (name, module) in zip(parts, pipeline.named_layers(held), strict=True):
@@ -200,7 +200,7 @@ def _layers(pipeline: Pipeline) -> Iterator[tuple[Held, str, str, nn.Module]]:
 
 
 def _owner_of(part: str, name: str, manifest: Manifest, folder: Path) -> int:
-    """Gives the rank whose shard has an operator, or its whole layer."""
+    """Return the rank whose shard has an operator, or its whole layer."""
     owner = manifest.owners.get(part, manifest.owners.get(name))
     if owner is None:
         raise ConfigError(
@@ -211,7 +211,7 @@ def _owner_of(part: str, name: str, manifest: Manifest, folder: Path) -> int:
 
 
 def _counters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gives the buffers that no step averages over the copies: all that are not floating-point."""
+    """Return the buffers that no step averages over the copies: all that are not floating-point."""
     return ((key, buffer) for key, buffer in module.named_buffers() if not buffer.is_floating_point())
 
 
@@ -220,7 +220,7 @@ def _torch_random(pipeline: Pipeline) -> RandomState:
 
 
 def _random_states(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Gives every random state of this process as tensors: that of torch, of its layers, of numpy and of Python."""
+    """Return every random state of this process as tensors: that of torch, of its layers, of numpy and of Python."""
     version, key, gauss = random.getstate()
     _, words, place, has_gauss, cached = np.random.get_state(legacy=True)
     return {

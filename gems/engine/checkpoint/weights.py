@@ -16,7 +16,7 @@ State = dict[str, dict[str, Tensor]]
 
 
 def save(pipeline: Pipeline, folder: Path) -> None:
-    """Writes the stages that this rank holds in direction 0 of replica 0: {layer name: state dict} a stage.
+    """Write the stages that this rank holds in direction 0 of replica 0: {layer name: state dict} a stage.
 
     The other direction and the other replicas hold equal copies. Files appear complete or not at all.
     """
@@ -37,7 +37,7 @@ def save(pipeline: Pipeline, folder: Path) -> None:
 
 
 def load(folder: Path) -> State:
-    """Reads all stages of a checkpoint, or of the run folder that holds one; nothing but tensors is unpickled.
+    """Read all stages of a checkpoint, or of the run folder that holds one; nothing but tensors is unpickled.
 
     Raises:
         ConfigError: there is no checkpoint, or a file of it is not readable.
@@ -61,7 +61,7 @@ def load(folder: Path) -> State:
 
 
 def restore(pipeline: Pipeline, state: State) -> None:
-    """Puts the weights of a checkpoint into every stage of this rank, whatever the cut it was saved with.
+    """Put the weights of a checkpoint into every stage of this rank, whatever the cut it was saved with.
 
     Raises:
         ConfigError: the checkpoint is of another model.

@@ -44,7 +44,7 @@ class EmulatedLinks:
         transports: Sequence[Transport],
         recorder: Recorder,
     ) -> None:
-        """Makes the requests.
+        """Make the requests.
 
         Raises:
             ConfigError: this MPI has too few tags for the step's messages.
@@ -83,7 +83,7 @@ class EmulatedLinks:
                     free[len(buffer)].append(buffer)
 
     def post(self, action: Action) -> None:
-        """Posts a send or a receive."""
+        """Post a send or a receive."""
         way = self._ways[action]
         way.arrived_ns = None
         way.posted_ns = time.perf_counter_ns()
@@ -92,7 +92,7 @@ class EmulatedLinks:
         self._under_way.append(way)
 
     def poll(self) -> None:
-        """Lets messages move and notes which have left or arrived."""
+        """Let messages move and notes which have left or arrived."""
         done = [way for way in self._under_way if way.channel.Test()]
         if not done:
             return
@@ -105,11 +105,11 @@ class EmulatedLinks:
             self._recorder.span(way.action, LINK, way.posted_ns, now_ns, way.num_bytes)
 
     def arrived_ns(self, receive: Action) -> int | None:
-        """Gives when a message was seen to have arrived, None while it has not."""
+        """Return when a message was seen to have arrived, None while it has not."""
         return self._ways[receive].arrived_ns
 
     def release(self, receive: Action) -> None:
-        """Counts a receive's buffer as free again."""
+        """Count a receive's buffer as free again."""
         self._recorder.hold(-self._ways[receive].num_bytes)
 
     @property
@@ -118,7 +118,7 @@ class EmulatedLinks:
         return not self._under_way
 
     def close(self) -> None:
-        """Frees the requests; nothing may be under way."""
+        """Free the requests; nothing may be under way."""
         for way in self._ways.values():
             way.channel.Free()
         self._ways.clear()

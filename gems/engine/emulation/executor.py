@@ -31,7 +31,7 @@ class Holdings:
         self.held_bytes = self.peak_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes that came (above 0) or went (below 0)."""
+        """Count bytes that came (above 0) or went (below 0)."""
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
@@ -105,7 +105,7 @@ class Emulated:
         )
 
     def run(self, step: int) -> None:
-        """Runs the row once, to the last message."""
+        """Run the row once, to the last message."""
         self._recorder.begin_step(step)
         self._ledger = Ledger(self._schedule, self._costs, self._cap)
         self._engines.clear()
@@ -140,14 +140,14 @@ class Emulated:
         self._free_ns = end_ns
 
     def _arrival_of(self, receive: Action) -> int:
-        """Waits for a message and gives when it was seen."""
+        """Wait for a message and gives when it was seen."""
         arrived_ns = self._links.arrived_ns
         if arrived_ns(receive) is None:
             self._patience.for_(lambda: arrived_ns(receive) is not None, receive)
         return arrived_ns(receive) or 0
 
     def _copy(self, action: Action) -> None:
-        """Plans a copy on its engine, whose time is known at once; the rank goes on."""
+        """Plan a copy on its engine, whose time is known at once; the rank goes on."""
         begin_ns = max((
             self._free_ns, self._engines.get(action.kind, 0), *(self._copied[copy] for copy in self._copies_of[action]),
         ))  # fmt: skip
@@ -172,7 +172,7 @@ class Emulated:
         heapq.heappush(self._due, (time_ns, next(self._order), act))
 
     def _settle_copies(self, time_ns: int | None) -> None:
-        """Counts what copies have brought and let go up to a time, or all of it."""
+        """Count what copies have brought and let go up to a time, or all of it."""
         while self._due and (time_ns is None or self._due[0][0] <= time_ns):
             heapq.heappop(self._due)[2]()
 

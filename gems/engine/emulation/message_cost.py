@@ -37,7 +37,7 @@ class _Rows:
 
 
 def measure_hop(transport: Transport, control: Transport, num_bytes: int, look_s: float, stall_limit_s: float) -> float:
-    """Gives seconds from the planned end of a compute to the arrival of its data at the next rank; collective.
+    """Return seconds from the planned end of a compute to the arrival of its data at the next rank; collective.
 
     A micro-batch at a time goes down the ranks of `transport` and back, with short computes. A rank knows how long it
     waited for the gradient, and its neighbour how much of that was its own doing, each by its own clock: the rest is
@@ -63,7 +63,7 @@ def measure_hop(transport: Transport, control: Transport, num_bytes: int, look_s
 
 
 def hops_of(times: list[Times], trips: int) -> list[float]:
-    """Gives seconds a hop, for each pair of neighbours and each trip, from the events of each rank."""
+    """Return seconds a hop, for each pair of neighbours and each trip, from the events of each rank."""
     end = 1
     found = []
     for here, there in pairwise(times):

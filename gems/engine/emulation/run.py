@@ -51,7 +51,7 @@ class _Rank:
 
 
 def emulate(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat, stop: Asks | None = None) -> None:
-    """Runs all steps on one emulated rank and leaves its part of the trace; collective.
+    """Run all steps on one emulated rank and leaves its part of the trace; collective.
 
     All ranks begin a step together, as in the simulation, so that its time is that of one step alone. The hop between
     neighbours (`measure_hop`) is measured before the first step and behind the last; their mean, in seconds, is in

@@ -38,7 +38,7 @@ class Place:
 
 
 def write_affinity(comm: Comm, device: torch.device | None, path: Path, cpus_per_rank: int = 1) -> None:
-    """Gathers where all ranks run to rank 0, which writes `path` and says on stderr what looks wrong; collective.
+    """Gather where all ranks run to rank 0, which writes `path` and says on stderr what looks wrong; collective.
 
     One gather and one file, however many ranks there are. A file that cannot be written ends no run.
     """
@@ -55,7 +55,7 @@ def write_affinity(comm: Comm, device: torch.device | None, path: Path, cpus_per
 
 
 def place(rank: int, device: torch.device | None) -> Place:
-    """Gives where this process runs; with no device, as where compute is emulated, without torch."""
+    """Return where this process runs; with no device, as where compute is emulated, without torch."""
     cpus = os.sched_getaffinity(0)
     here = Place(
         rank=rank, node=os.environ.get("SLURMD_NODENAME") or os.uname().nodename, pid=os.getpid(),
@@ -77,7 +77,7 @@ def place(rank: int, device: torch.device | None) -> Place:
 
 
 def warnings(places: Sequence[Place], cpus_per_rank: int) -> list[str]:
-    """Gives a line for the first node where ranks share a GPU, and one where they crowd on too few CPUs.
+    """Return a line for the first node where ranks share a GPU, and one where they crowd on too few CPUs.
 
     Ranks that may all use all CPUs of a node are not in each other's way. Those are that together have fewer than
     `cpus_per_rank` each, on a node that has enough: they were bound to the same ones.
@@ -107,7 +107,7 @@ def warnings(places: Sequence[Place], cpus_per_rank: int) -> list[str]:
 
 
 def _crowded(here: Sequence[Place], cpus_per_rank: int) -> list[Place]:
-    """Gives the first ranks of a node that overlap and together have too few CPUs, where the node has enough for all."""
+    """Return the first ranks of a node that overlap and together have too few CPUs, where the node has enough for all."""
     if here[0].node_cpus < len(here) * cpus_per_rank:
         return []
     groups: list[tuple[set[int], list[Place]]] = []
@@ -137,7 +137,7 @@ def _more(count: int) -> str:
 
 
 def ranges(values: Iterable[int]) -> str:
-    """Writes numbers as the kernel does: "0-3,8"."""
+    """Write numbers as the kernel does: "0-3,8"."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and value == runs[-1][1] + 1:
@@ -148,7 +148,7 @@ def ranges(values: Iterable[int]) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """Reads what `ranges` writes."""
+    """Read what `ranges` writes."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -157,7 +157,7 @@ def numbers(text: str) -> list[int]:
 
 
 def numa_nodes(cpus: Iterable[int], folder: Path = NODES) -> tuple[int, ...]:
-    """Gives the NUMA nodes that some of these CPUs belong to; none where the kernel does not tell."""
+    """Return the NUMA nodes that some of these CPUs belong to; none where the kernel does not tell."""
     wanted = set(cpus)
     found = []
     for path in folder.glob("node[0-9]*/cpulist"):

@@ -9,7 +9,7 @@ from gems.schedule.schedule import Schedule
 
 
 def check_world(spec: RunSpec, comm: Comm) -> None:
-    """Checks the number of ranks.
+    """Check the number of ranks.
 
     Raises:
         ConfigError: it is not partitions x replicas.
@@ -22,7 +22,7 @@ def check_world(spec: RunSpec, comm: Comm) -> None:
 
 
 def check_same_schedule(schedule: Schedule, comm: Comm) -> None:
-    """Compares the schedule's digest across ranks; collective.
+    """Compare the schedule's digest across ranks; collective.
 
     Raises:
         ConfigError: two ranks have different lists.

@@ -89,13 +89,13 @@ def _trouble(error: BaseException) -> Trouble:
 
 
 def launched_rank() -> int:
-    """Gives this process's rank as its launcher numbers it, which stands also where MPI did not start."""
+    """Return this process's rank as its launcher numbers it, which stands also where MPI did not start."""
     names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 0)
 
 
 def report(folder: RunFolder, rank: int, error: BaseException, frames: Sequence[str] | None = None) -> int:
-    """Says the failure in a line, writes FAILED.rank<k>.json, and gives the exit code for the job.
+    """Report the failure in a line, writes FAILED.rank<k>.json, and gives the exit code for the job.
 
     The line comes first: it is what stays when the file system is full or gone. Nothing that goes wrong here is
     raised, and what of the record cannot be found out is left out of it.
@@ -129,7 +129,7 @@ def report(folder: RunFolder, rank: int, error: BaseException, frames: Sequence[
 
 
 def cause_of(error: BaseException) -> str:
-    """Words an exception in one line: one of ours by its text, others by class, text and what is known of their kind."""
+    """Describe an exception in one line: one of ours by its text, others by class, text and what is known of their kind."""
     with contextlib.suppress(Exception):
         text = " ".join(str(error).split())
         if isinstance(error, GemsError):
@@ -140,7 +140,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def stage_of(action: str) -> int | None:
-    """Gives the stage that an action works on; None for what is no action of the schedule."""
+    """Return the stage that an action works on; None for what is no action of the schedule."""
     try:
         return Action.parse(action).stage
     except ConfigError:
@@ -148,7 +148,7 @@ def stage_of(action: str) -> int | None:
 
 
 def guard(limit_s: float = END_LIMIT_S) -> None:
-    """Makes sure that this process ends within `limit_s`, whatever hangs: a file system, MPI, an exit handler.
+    """Make sure that this process ends within `limit_s`, whatever hangs: a file system, MPI, an exit handler.
 
     From here on SIGTERM and SIGINT are left alone, which come when another rank has failed too: this one ends anyway,
     and what it has to say is not lost. Only the main thread can arrange that part.
@@ -162,7 +162,7 @@ def guard(limit_s: float = END_LIMIT_S) -> None:
 
 
 def end_all(code: int, wait_s: float = SPEAK_S) -> NoReturn:
-    """Ends all ranks of the job, through MPI where it runs; from the main thread."""
+    """End all ranks of the job, through MPI where it runs; from the main thread."""
     time.sleep(wait_s)
     with contextlib.suppress(BaseException):
         from gems.engine.transport.mpi import abort
@@ -192,7 +192,7 @@ def _traceback(error: BaseException) -> list[str]:
 
 
 def _memory() -> dict[str, int | None]:
-    """Gives resident bytes of this process, and what torch's allocator uses and has taken of its GPU."""
+    """Return resident bytes of this process, and what torch's allocator uses and has taken of its GPU."""
     device: tuple[int, int] | None = _quietly(_device_bytes)
     allocated, reserved = device if device is not None else (None, None)
     return {"rss_bytes": _quietly(rss_bytes), "device_bytes": allocated, "device_reserved_bytes": reserved}
@@ -206,7 +206,7 @@ def _device_bytes() -> tuple[int, int] | None:
 
 
 def _mpi() -> str | None:
-    """Gives the MPI library's description, where it came to be loaded."""
+    """Return the MPI library's description, where it came to be loaded."""
     transport = sys.modules.get("gems.engine.transport.mpi")
     return None if transport is None else _quietly(lambda: str(transport.library()))
 

@@ -33,5 +33,5 @@ class Marks(Mapping[int, Beat]):
         return self._num_ranks
 
     def known(self) -> dict[int, Beat]:
-        """Gives those that have left a mark."""
+        """Return those that have left a mark."""
         return {rank: self[rank] for rank in self if rank in self}

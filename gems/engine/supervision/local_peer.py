@@ -23,7 +23,7 @@ class Neighbour:
 
     @classmethod
     def me(cls, rank: int) -> Neighbour:
-        """Gives this process."""
+        """Return this process."""
         try:
             namespace = Path("/proc/self/ns/pid").stat().st_ino
         except OSError:
@@ -32,7 +32,7 @@ class Neighbour:
 
 
 def ask(here: Sequence[Neighbour], rank: int) -> None:
-    """Asks the other ranks among `here` for their stacks, by SIGUSR1, on behalf of `rank`."""
+    """Ask the other ranks among `here` for their stacks, by SIGUSR1, on behalf of `rank`."""
     me = next(one for one in here if one.rank == rank)
     for one in here:
         if one.rank != rank and one.pid_namespace == me.pid_namespace:

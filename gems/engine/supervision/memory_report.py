@@ -28,7 +28,7 @@ class Findings:
 
 
 def findings_of(pipeline: Pipeline, profile: Path | None = None) -> Findings:
-    """Gives what the steps so far have shown; collective, after one step at least.
+    """Return what the steps so far have shown; collective, after one step at least.
 
     `profile` is the file of the profile that the run was planned with. Under a memory plan the bytes are predicted from
     it, or from a fake one where there is none; without a plan from the stages' measured sizes.
@@ -40,7 +40,7 @@ def findings_of(pipeline: Pipeline, profile: Path | None = None) -> Findings:
 
 
 def _predicted_bytes(pipeline: Pipeline) -> tuple[int, ...]:
-    """Gives the most activation bytes of every rank of the world, from the schedule and the stages' measured sizes.
+    """Return the most activation bytes of every rank of the world, from the schedule and the stages' measured sizes.
 
     Sizes are those of the largest copy of a stage; collective, and after the first step.
     """
@@ -62,7 +62,7 @@ def _predicted_bytes(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def _walked_bytes(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
-    """Gives the most activation bytes of every rank of the world, by playing its list on a profile; collective."""
+    """Return the most activation bytes of every rank of the world, by playing its list on a profile; collective."""
     spec, schedule = pipeline.spec, pipeline.schedule
     found: tuple[int, ...] | None = None
     if pipeline.comm.rank == 0:
@@ -84,7 +84,7 @@ def _profile_of(pipeline: Pipeline, path: Path | None) -> ModelProfile:
 
 
 def _unsplit_layers(pipeline: Pipeline) -> tuple[str, ...]:
-    """Gives the layers whose whole backward runs at I because it cannot be split, by name; collective."""
+    """Return the layers whose whole backward runs at I because it cannot be split, by name; collective."""
     mine = set()
     if pipeline.schedule.has_split_backward:
         for held, stage in pipeline.stages.items():

@@ -29,18 +29,18 @@ class _Gpu:
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(full)
 
     def read(self) -> tuple[int, float, float]:
-        """Gives bytes in use on the whole device, watts, and the share of time in use."""
+        """Return bytes in use on the whole device, watts, and the share of time in use."""
         used = self._ask(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
         power = self._ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0)
         busy = self._ask(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0)
         return -1 if used != used else int(used), power, busy
 
     def counted_j(self) -> float:
-        """Gives the joules that the whole device has taken since its driver was loaded; NaN where it does not count."""
+        """Return the joules that the whole device has taken since its driver was loaded; NaN where it does not count."""
         return self._ask(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000.0)
 
     def _ask(self, question: Any) -> float:
-        """Gives NaN for what this GPU does not tell."""
+        """Return NaN for what this GPU does not tell."""
         try:
             return float(question())
         except self._nvml.NVMLError:
@@ -48,7 +48,7 @@ class _Gpu:
 
 
 def _open_gpu(device: torch.device) -> _Gpu | None:
-    """Opens the GPU's samples; without a GPU, or where its driver gives none, there are none."""
+    """Open the GPU's samples; without a GPU, or where its driver gives none, there are none."""
     if device.type != "cuda":
         return None
     import pynvml
@@ -81,13 +81,13 @@ class Monitor:
         self._thread.start()
 
     def take(self) -> list[Sample]:
-        """Gives the samples since the last call."""
+        """Return the samples since the last call."""
         with self._lock:
             taken, self._samples = self._samples, []
         return taken
 
     def close(self) -> list[Sample]:
-        """Stops sampling and gives what is left, with one last sample."""
+        """Stop sampling and gives what is left, with one last sample."""
         self._stop.set()
         self._thread.join()
         self._sample()
@@ -95,7 +95,7 @@ class Monitor:
         return self.take()
 
     def energy_j(self) -> float | None:
-        """Gives the energy that this rank's GPU took from the monitor's start to its close; None where nobody tells."""
+        """Return the energy that this rank's GPU took from the monitor's start to its close; None where nobody tells."""
         with self._lock:
             integral_j = self._integral_j
         counted_j = self._end_j - self._begin_j

@@ -49,7 +49,7 @@ class Progress:
         )
 
     def show(self, num_done: int, loss: float) -> None:
-        """Shows that `num_done` steps are done; a loss of NaN, where there is none, is left out."""
+        """Show that `num_done` steps are done; a loss of NaN, where there is none, is left out."""
         now = time.perf_counter()
         rate = (num_done - self._first_step) / (now - self._begin)
         text = f"{rate * self._images_per_step:.1f} images/s"
@@ -71,7 +71,7 @@ class Progress:
             )
 
     def _note(self, num_done: int, images_per_s: float, loss: float) -> None:
-        """Writes the file: `images_per_s` is the mean since this attempt's first step, `loss` is null where there is none."""
+        """Write the file: `images_per_s` is the mean since this attempt's first step, `loss` is null where there is none."""
         note = {
             "step": num_done, "steps": self._num_steps, "images_per_s": images_per_s,
             "loss": None if math.isnan(loss) else loss, "time_ns": time.time_ns(),
@@ -80,6 +80,6 @@ class Progress:
             write_json(self._path, note, indent=None)
 
     def close(self) -> None:
-        """Ends the bar."""
+        """End the bar."""
         if self._bar is not None:
             self._bar.close()

@@ -22,7 +22,7 @@ class Holdings(Protocol):
     """What counts the bytes on a device."""
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes that came (above 0) or went (below 0)."""
+        """Count bytes that came (above 0) or went (below 0)."""
 
     @property
     def held_bytes(self) -> int:
@@ -35,7 +35,7 @@ class EventSink(Protocol):
     rank: int
 
     def add(self, table: str, row: tuple[Any, ...]) -> None:
-        """Keeps one row of a table of the trace."""
+        """Keep one row of a table of the trace."""
 
 
 class Recorder:
@@ -61,31 +61,31 @@ class Recorder:
         self.is_on = part is not None
 
     def now(self) -> int:
-        """Gives the host's monotonic time in ns."""
+        """Return the host's monotonic time in ns."""
         return time.perf_counter_ns()
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes that came or went on the device."""
+        """Count bytes that came or went on the device."""
         self._ledger.hold(num_bytes)
 
     def hold_on_host(self, num_bytes: int) -> None:
-        """Counts bytes that came from the device to host memory, or went back."""
+        """Count bytes that came from the device to host memory, or went back."""
         self._host_bytes += num_bytes
 
     def begin_step(self, step: int) -> None:
-        """Says which step the next events belong to."""
+        """Report which step the next events belong to."""
         self.step = step
         if self._cuda is not None:
             self.settle()
             self._base = (self.mark(), time.perf_counter_ns())
 
     def settle(self) -> None:
-        """Waits until the device has done all that it was given, so that the host's clock tells when."""
+        """Wait until the device has done all that it was given, so that the host's clock tells when."""
         if self._cuda is not None:
             self._cuda.synchronize(self._device)
 
     def mark(self) -> Mark:
-        """Stamps the present place in the compute stream."""
+        """Stamp the present place in the compute stream."""
         if self._cuda is None:
             return time.perf_counter_ns()
         event = self._cuda.Event(enable_timing=True)
@@ -93,25 +93,25 @@ class Recorder:
         return event
 
     def compute(self, action: Action, start: Mark) -> None:
-        """Records an action of the compute stream that began at `start` and ends now."""
+        """Record an action of the compute stream that began at `start` and ends now."""
         if self.is_on:
             self.stamped(action, COMPUTE, start, self.mark())
 
     def stamped(self, action: Action, stream: int, start: Mark, end: Mark, moved_bytes: int = 0) -> None:
-        """Records an action between two stamps of its stream, which may still lie ahead on a GPU."""
+        """Record an action between two stamps of its stream, which may still lie ahead on a GPU."""
         if self.is_on:
             held = (self._ledger.held_bytes, self._host_bytes)
             self._spans.append((action, stream, start, end, moved_bytes, *held))
 
     def transfer(self, action: Action, posted_ns: int, moved_bytes: int) -> None:
-        """Records a transfer from its posting to now, when it is seen complete."""
+        """Record a transfer from its posting to now, when it is seen complete."""
         if self.is_on:
             self._add(
                 action, LINK, posted_ns, time.perf_counter_ns(), moved_bytes, self._ledger.held_bytes, self._host_bytes
             )
 
     def span(self, action: Action, stream: int, start_ns: int, end_ns: int, moved_bytes: int = 0) -> None:
-        """Records an action whose begin and end are known, on one of the trace's streams."""
+        """Record an action whose begin and end are known, on one of the trace's streams."""
         if self.is_on:
             self._add(action, stream, start_ns, end_ns, moved_bytes, self._ledger.held_bytes, self._host_bytes)
 
@@ -127,7 +127,7 @@ class Recorder:
             )
 
     def end_step(self) -> None:
-        """Reads the stamps of the step and hands the rows to the trace part."""
+        """Read the stamps of the step and hands the rows to the trace part."""
         self.settle()
         for action, stream, start, end, *counted in self._spans:
             self._add(action, stream, self._ns(start), self._ns(end), *counted)

@@ -51,11 +51,11 @@ class StopWatch:
         self._thread.start()
 
     def reason(self) -> str | None:
-        """Tells why the run should save and stop; None while nobody asked. Costs nothing."""
+        """Report why the run should save and stop; None while nobody asked. Costs nothing."""
         return self._reason
 
     def close(self) -> None:
-        """Ends the thread and gives the signals back; from the main thread."""
+        """End the thread and gives the signals back; from the main thread."""
         if self._thread is None:
             return
         self._closing.set()
@@ -81,7 +81,7 @@ class StopWatch:
                 self._reason = read_reason(self._stop_json)
 
     def _of_other_threads(self) -> list[int]:
-        """Gives the signals that a thread took which is older than the watch."""
+        """Return the signals that a thread took which is older than the watch."""
         with contextlib.suppress(BlockingIOError):
             return [number for number in os.read(self._pipe[0], 64) if number in self._signals]
         return []
@@ -95,12 +95,12 @@ class StopWatch:
 
 
 def stop_watch(stop_json: Path, rank: int, environment: Mapping[str, str] = os.environ) -> StopWatch:
-    """Makes the watch of a rank: rank 0 looks for the file, and ranks that srun started save at SIGTERM."""
+    """Make the watch of a rank: rank 0 looks for the file, and ranks that srun started save at SIGTERM."""
     return StopWatch(stop_json if rank == 0 else None, spares_sigterm="SLURM_STEP_ID" in environment)
 
 
 def read_reason(stop_json: Path) -> str | None:
-    """Reads why somebody wants a stop; None where there is no such file."""
+    """Read why somebody wants a stop; None where there is no such file."""
     try:
         text = stop_json.read_text(errors="replace")
     except FileNotFoundError:
@@ -116,11 +116,11 @@ def read_reason(stop_json: Path) -> str | None:
 
 
 def _leave_it(number: int, frame: object) -> None:
-    """Stands for the default action, which would end the process when an older thread is given the signal."""
+    """Stand for the default action, which would end the process when an older thread is given the signal."""
 
 
 def _end_by(number: signal.Signals) -> None:
-    """Ends this process by a signal's default action, from any thread: `signal.signal` works in the main one alone."""
+    """End this process by a signal's default action, from any thread: `signal.signal` works in the main one alone."""
     ctypes.CDLL(None).signal(int(number), None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     os.kill(os.getpid(), number)

@@ -111,7 +111,7 @@ class Watchdog:
             self._remove_empty()
 
     def still_moves(self) -> bool:
-        """Tells whether a rank that this one hangs on, directly or through others, has begun something within the limit.
+        """Return whether a rank that this one hangs on, directly or through others, has begun something within the limit.
 
         Time in which this process was stopped as a whole does not count: SLURM suspends jobs so.
         """
@@ -172,7 +172,7 @@ class Watchdog:
             self._check(beat, what, passed_s)
 
     def _check(self, beat: Beat, what: object, passed_s: float) -> None:
-        """Ends the job when the rank's own thread has been too long where it is, unless it waits for one that moves."""
+        """End the job when the rank's own thread has been too long where it is, unless it waits for one that moves."""
         if what is not None:
             if self._ticked_s - self._asked_s < max(TICK_S, self._limit_s / 10):
                 return
@@ -195,7 +195,7 @@ class Watchdog:
         os._exit(code)
 
     def _announce(self, raised: BaseException | None = None) -> str | None:
-        """Writes STALLED.json, if no rank has yet, and stacks; gives who waits for whom, if this rank was the first."""
+        """Write STALLED.json, if no rank has yet, and stacks; gives who waits for whom, if this rank was the first."""
         beat = self._heartbeat.last()
         document: dict[str, Any] = {
             "rank": self._rank, "node": os.uname().nodename, "pid": os.getpid(), "step": beat.step if beat else -1,
@@ -222,7 +222,7 @@ class Watchdog:
             return None
 
     def _claim(self, document: Mapping[str, Any]) -> bool:
-        """Makes STALLED.json, and tells whether this rank is the one that did."""
+        """Make STALLED.json, and tells whether this rank is the one that did."""
         try:
             fd = os.open(self._folder.stalled_json, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except OSError:
@@ -232,7 +232,7 @@ class Watchdog:
         return True
 
     def _look(self, now_s: float) -> None:
-        """Looks whether another rank has found a stall: then all here leave their stacks, and soon nobody must be left."""
+        """Check whether another rank has found a stall: then all here leave their stacks, and soon nobody must be left."""
         if self._seen_s is None:
             if not self._ending.locked() and self._folder.stalled_json.exists():
                 self._seen_s = now_s
@@ -243,7 +243,7 @@ class Watchdog:
             os._exit(StalledError.exit_code)
 
     def _dump(self, why: str, raised: BaseException | None = None) -> None:
-        """Writes the stacks of all threads of this process, and first that of an exception which has left its place."""
+        """Write the stacks of all threads of this process, and first that of an exception which has left its place."""
         beat = self._heartbeat.last()
         where = f"step {beat.step}, action {beat.action}" if beat else "no mark"
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -268,7 +268,7 @@ class Watchdog:
             return sys.stderr
 
     def _remove_empty(self) -> None:
-        """Leaves no empty file behind: there is one for each rank."""
+        """Leave no empty file behind: there is one for each rank."""
         path = self._folder.stacks(self._rank)
         if self._stacks is sys.stderr:
             return

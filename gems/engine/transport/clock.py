@@ -20,7 +20,7 @@ class Offset:
     at_ns: int
 
     def attributes(self, prefix: str) -> dict[str, int]:
-        """Gives the measurement as attributes of a trace part."""
+        """Return the measurement as attributes of a trace part."""
         return {
             f"{prefix}_offset_ns": self.offset_ns,
             f"{prefix}_error_ns": self.error_ns,
@@ -29,7 +29,7 @@ class Offset:
 
 
 def measure_offset(comm: Comm) -> Offset:
-    """Measures the offset of each rank's clock against rank 0's; collective.
+    """Measure the offset of each rank's clock against rank 0's; collective.
 
     Rank 0 asks each rank for its time, and the fastest of some rounds counts (Cristian 1989): the answer was made
     within that round trip, so half of it bounds the error. Measured at the start and at the end of a run, since

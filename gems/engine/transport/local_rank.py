@@ -14,7 +14,7 @@ LOCAL_RANK_VARIABLES = (
 
 
 def local_rank() -> int:
-    """Gives the place of this rank on its node, from whichever launcher says it; 0 when none does."""
+    """Return the place of this rank on its node, from whichever launcher says it; 0 when none does."""
     for name in LOCAL_RANK_VARIABLES:
         if name in os.environ:
             return int(os.environ[name])

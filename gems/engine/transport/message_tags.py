@@ -11,7 +11,7 @@ _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 
 
 def tag_of(action: Action, index: int, num_stages: int, max_tensors: int) -> int:
-    """Gives the tag of tensor `index` of a transfer: one number for each (micro-batch, stage of the sender, way, tensor).
+    """Return the tag of tensor `index` of a transfer: one number for each (micro-batch, stage of the sender, way, tensor).
 
     The direction is not in it: each direction has a communicator of its own. In a graph a stage may send several gradients
     back, whose tensors are numbered through.
@@ -22,7 +22,7 @@ def tag_of(action: Action, index: int, num_stages: int, max_tensors: int) -> int
 
 
 def first_index(action: Action, schedule: Schedule, largest: int) -> int:
-    """Gives the number of a transfer's first tensor among those that its stage sends that way.
+    """Return the number of a transfer's first tensor among those that its stage sends that way.
 
     A stage of a graph sends a gradient to each of its feeders; `largest` is the most tensors of any boundary.
     """
@@ -32,18 +32,18 @@ def first_index(action: Action, schedule: Schedule, largest: int) -> int:
 
 
 def most_tensors(schedule: Schedule, largest: int) -> int:
-    """Gives the most tensors that a stage sends one way."""
+    """Return the most tensors that a stage sends one way."""
     placement = schedule.placement
     return largest * max(len(placement.feeders_of(stage)) or 1 for stage in range(schedule.num_stages))
 
 
 def peer_of(action: Action, schedule: Schedule) -> int:
-    """Gives the rank of the pipeline at the other end of a transfer."""
+    """Return the rank of the pipeline at the other end of a transfer."""
     return schedule.placement.rank_of(action.direction, other_stage(action))
 
 
 def check_tags(schedule: Schedule, max_tensors: int, max_tag: int) -> None:
-    """Checks that this MPI has a tag for every message of a step.
+    """Check that this MPI has a tag for every message of a step.
 
     Raises:
         ConfigError: it has not.

@@ -36,19 +36,19 @@ class Data(Protocol):
     """What a tensor tells of its memory, on the host or on a device that MPI knows."""
 
     def data_ptr(self) -> int:
-        """Gives the address of the first byte."""
+        """Return the address of the first byte."""
 
     def numel(self) -> int:
-        """Gives the number of elements."""
+        """Return the number of elements."""
 
     def element_size(self) -> int:
-        """Gives the bytes of one element."""
+        """Return the bytes of one element."""
 
     def is_contiguous(self) -> bool:
-        """Tells whether the elements lie in their own order without gaps."""
+        """Return whether the elements lie in their own order without gaps."""
 
     def stride(self) -> Sequence[int]:
-        """Gives the steps between elements."""
+        """Return the steps between elements."""
 
     @property
     def dtype(self) -> Any:
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 def world() -> Comm:
-    """Gives the communicator of all ranks.
+    """Return the communicator of all ranks.
 
     Raises:
         ConfigError: SLURM started another number of tasks than MPI sees (a wrong `srun --mpi=` makes every rank a
@@ -80,12 +80,12 @@ def world() -> Comm:
 
 
 def library() -> str:
-    """Gives the first line of the MPI library's own description."""
+    """Return the first line of the MPI library's own description."""
     return MPI.Get_library_version().split("\n")[0].strip()
 
 
 def thread_level() -> str:
-    """Gives which threads may call this MPI: single, funneled, serialized or multiple."""
+    """Return which threads may call this MPI: single, funneled, serialized or multiple."""
     levels = ("single", "funneled", "serialized", "multiple")
     known = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
     return levels[known.index(MPI.Query_thread())]
@@ -110,7 +110,7 @@ class Transport:
         self._incoming: list[tuple[MPI.Request, Sendable]] = []
 
     def send(self, tensor: Sendable, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
-        """Posts a send; the tensor is held until it has left, and `done` is called then.
+        """Post a send; the tensor is held until it has left, and `done` is called then.
 
         Raises:
             ValueError: the tensor is not contiguous; MPI would send its storage in another order.
@@ -119,7 +119,7 @@ class Transport:
         self._outgoing.append((request, tensor, done))
 
     def receive(self, tensor: Sendable, rank: int, tag: int) -> MPI.Request:
-        """Posts a receive into a contiguous tensor, held until it is full.
+        """Post a receive into a contiguous tensor, held until it is full.
 
         Give the request to `wait` before the data is read.
         """
@@ -128,15 +128,15 @@ class Transport:
         return request
 
     def send_channel(self, data: Sendable, rank: int, tag: int) -> Channel:
-        """Makes a persistent send of `data`: Start() posts it, Test() tells whether it has left, Free() ends it."""
+        """Make a persistent send of `data`: Start() posts it, Test() tells whether it has left, Free() ends it."""
         return self.comm.Send_init(_buffer(data), rank, tag)
 
     def receive_channel(self, data: Sendable, rank: int, tag: int) -> Channel:
-        """Makes a persistent receive into `data`, used like a `send_channel`."""
+        """Make a persistent receive into `data`, used like a `send_channel`."""
         return self.comm.Recv_init(_buffer(data), rank, tag)
 
     def poll(self) -> None:
-        """Lets MPI move data, and frees what has been sent. Cheap when nothing is under way."""
+        """Let MPI move data, and frees what has been sent. Cheap when nothing is under way."""
         if self._outgoing:
             kept = []
             for entry in self._outgoing:
@@ -150,7 +150,7 @@ class Transport:
             del self._incoming[0]
 
     def wait(self, request: MPI.Request, what: object = "data") -> None:
-        """Waits for one request, polling: spinning first, then with short sleeps, so that ranks may share a core.
+        """Wait for one request, polling: spinning first, then with short sleeps, so that ranks may share a core.
 
         Raises:
             StalledError: nothing came within the stall limit.
@@ -161,7 +161,7 @@ class Transport:
         self._incoming = [entry for entry in self._incoming if entry[0] is not request]
 
     def drain(self) -> None:
-        """Waits until all that was posted to be sent has left.
+        """Wait until all that was posted to be sent has left.
 
         Raises:
             StalledError: it did not leave within the stall limit.
@@ -175,7 +175,7 @@ class Transport:
             self._wait_until(is_empty, "sends to leave")
 
     def sum_in_place(self, tensor: Sendable) -> None:
-        """Adds a contiguous float32 or float64 tensor on the host over all ranks, in place.
+        """Add a contiguous float32 or float64 tensor on the host over all ranks, in place.
 
         Raises:
             TypeError: another type; MPI adds 16-bit floats wrongly or not at all.
@@ -187,21 +187,21 @@ class Transport:
         self.wait(request, f"the sum over {self.size} ranks")
 
     def sum_to_first(self, values: Sequence[float]) -> list[float] | None:
-        """Adds numbers up over all ranks and gives the sums on rank 0, None elsewhere; collective."""
+        """Add numbers up over all ranks and gives the sums on rank 0, None elsewhere; collective."""
         mine = np.array(values, dtype=np.float64)
         total = np.zeros_like(mine) if self.rank == 0 else None
         self.wait(self.comm.Ireduce(mine, total, MPI.SUM), "the sum on rank 0")
         return None if total is None else [float(value) for value in total]
 
     def post_maximum(self, mine: np.ndarray, of_all: np.ndarray) -> Request:
-        """Posts the maximum over all ranks of each of some float64 numbers; collective.
+        """Post the maximum over all ranks of each of some float64 numbers; collective.
 
         Give the request to `wait` before `of_all` is read; until then both must stay as they are.
         """
         return self.comm.Iallreduce(mine, of_all, MPI.MAX)
 
     def barrier(self) -> None:
-        """Waits for all ranks, without keeping a core busy as MPI's own barrier does."""
+        """Wait for all ranks, without keeping a core busy as MPI's own barrier does."""
         self.wait(self.comm.Ibarrier(), "the other ranks")
 
     def _wait_until(self, is_done: Callable[[], bool], what: object) -> None:
@@ -219,12 +219,12 @@ class Transport:
         WAITING.what = None
 
     def close(self) -> None:
-        """Frees the duplicated communicator; collective."""
+        """Free the duplicated communicator; collective."""
         self.comm.Free()
 
 
 def _buffer(data: Sendable) -> Any:
-    """Gives the data's own bytes, whatever its type: MPI lacks bfloat16, and a raw address serves host and device."""
+    """Return the data's own bytes, whatever its type: MPI lacks bfloat16, and a raw address serves host and device."""
     if isinstance(data, np.ndarray):
         return MPI.memory.frombuffer(data)
     if not data.is_contiguous():
@@ -233,7 +233,7 @@ def _buffer(data: Sendable) -> Any:
 
 
 def ranks_here(comm: Comm) -> int:
-    """Gives how many ranks of `comm` share this rank's machine, its cores and memory; collective.
+    """Return how many ranks of `comm` share this rank's machine, its cores and memory; collective.
 
     A machine is one start of a kernel: nodes of a SLURM that runs on one machine, and containers, share it, though MPI
     takes them for several. Where the system does not say, MPI's answer counts.
@@ -248,14 +248,14 @@ def ranks_here(comm: Comm) -> int:
 
 
 def _machine() -> str:
-    """Gives what tells this start of this kernel from all others; nothing where the system does not say."""
+    """Return what tells this start of this kernel from all others; nothing where the system does not say."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def gather_here(comm: Comm, mine: T) -> list[T]:
-    """Gives what each rank of `comm` on this rank's node gave, in their order; collective."""
+    """Return what each rank of `comm` on this rank's node gave, in their order; collective."""
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
     all_of_them = here.allgather(mine)
     here.Free()
@@ -263,7 +263,7 @@ def gather_here(comm: Comm, mine: T) -> list[T]:
 
 
 def gpu_support() -> bool:
-    """Asks the MPI library whether it takes device pointers (MPIX_Query_cuda_support); False when it cannot say."""
+    """Ask the MPI library whether it takes device pointers (MPIX_Query_cuda_support); False when it cannot say."""
     import ctypes
 
     try:
@@ -275,5 +275,5 @@ def gpu_support() -> bool:
 
 
 def abort(code: int) -> None:
-    """Ends all ranks of the job with an exit code."""
+    """End all ranks of the job with an exit code."""
     MPI.COMM_WORLD.Abort(code)

@@ -10,7 +10,7 @@ CHOSEN = (NETMOD, "MPICH_CH4_NETMOD", "MPIR_PARAM_CH4_NETMOD")  # MPICH reads a 
 
 
 def settings(library: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Gives the environment variables that this MPI needs where these ranks were started.
+    """Return the environment variables that this MPI needs where these ranks were started.
 
     MPICH 5's UCX transport tells every rank's address as the 4096 bytes of memory that begin with it, packed by runs
     of equal bytes, in lines of up to 1100 characters; SLURM's pmi2 plugin reads no line beyond 1024. So MPI starts or

@@ -72,7 +72,7 @@ class Links:
         staging: Staging,
         recorder: Recorder,
     ) -> None:
-        """Looks the transfers up.
+        """Check the transfers up.
 
         Raises:
             ConfigError: this MPI has too few tags for the step's messages.
@@ -103,7 +103,7 @@ class Links:
         )  # fmt: skip
 
     def post_receive(self, action: Action) -> None:
-        """Posts the buffers that RECV_F or RECV_B names."""
+        """Post the buffers that RECV_F or RECV_B names."""
         way = self._ways[action]
         posted_ns = self._recorder.now()
         buffers = [self._staging.take(spec) for spec in way.boundary]
@@ -113,7 +113,7 @@ class Links:
         self._arrivals[action] = _Arrival(buffers, requests, posted_ns)
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
-        """Waits for a posted receive and gives its tensors, on the rank's device.
+        """Wait for a posted receive and gives its tensors, on the rank's device.
 
         Raises:
             StalledError: nothing came within the stall limit.
@@ -125,7 +125,7 @@ class Links:
         return tuple(self._staging.to_device(buffer) for buffer in arrival.tensors)
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """Posts the tensors of SEND_F or SEND_B; their memory is free again once they have left."""
+        """Post the tensors of SEND_F or SEND_B; their memory is free again once they have left."""
         way = self._ways[action]
         departure = _Departure(self._recorder, action, way.num_bytes, len(tensors))
         self._recorder.hold(way.num_bytes)
@@ -135,32 +135,32 @@ class Links:
             way.transport.send(buffer, way.peer, tag, done)
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Gives received tensors back once nothing reads them any more."""
+        """Return received tensors back once nothing reads them any more."""
         self._recorder.hold(-sum(tensor.nbytes for tensor in tensors))
         self._staging.give_back(tensors)
 
     def num_gradients(self, stage: int) -> int:
-        """Gives how many tensors the gradient of a stage's output has."""
+        """Return how many tensors the gradient of a stage's output has."""
         return len(with_gradient(self._boundaries[stage]))
 
     def poll(self) -> None:
-        """Lets messages move while the rank computes."""
+        """Let messages move while the rank computes."""
         for transport in self._transports:
             transport.poll()
 
     def drain(self) -> None:
-        """Waits for the last sends of a step."""
+        """Wait for the last sends of a step."""
         for transport in self._transports:
             transport.drain()
 
 
 def with_gradient(boundary: Boundary) -> Boundary:
-    """Gives the tensors of a boundary whose gradients travel back: those of a floating-point type."""
+    """Return the tensors of a boundary whose gradients travel back: those of a floating-point type."""
     return tuple(spec for spec in boundary if spec.dtype.is_floating_point)
 
 
 def open_transports(
     pipeline: Comm, num_directions: int, stall_limit_s: float, spin_s: float = SPIN_S
 ) -> list[Transport]:
-    """Makes a transport, with a communicator of its own, for each direction; collective over the pipeline."""
+    """Make a transport, with a communicator of its own, for each direction; collective over the pipeline."""
     return [Transport(pipeline, stall_limit_s, spin_s) for _ in range(num_directions)]

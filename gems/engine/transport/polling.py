@@ -38,12 +38,12 @@ class Waiting:
         self.still_moves: Callable[[], bool] = _unknown
 
     def begin(self, what: object) -> None:
-        """Notes that this rank waits; `what` is to be None again when it has what it waited for."""
+        """Record that this rank waits; `what` is to be None again when it has what it waited for."""
         self.count += 1
         self.what = what
 
     def more_s(self, begin_s: float, stall_limit_s: float, what: object, who: str = "") -> float:
-        """Gives how many seconds more a wait for `what` is worth that began at `begin_s` and has come to its limit.
+        """Return how many seconds more a wait for `what` is worth that began at `begin_s` and has come to its limit.
 
         Raises:
             StalledError: none.
@@ -75,7 +75,7 @@ class Patience:
         self._stall_limit_s = stall_limit_s
 
     def until(self, time_ns: int) -> None:
-        """Waits until the host's monotonic clock says `time_ns`; does not return before."""
+        """Wait until the host's monotonic clock says `time_ns`; does not return before."""
         while True:
             self._poll()
             left_s = (time_ns - time.perf_counter_ns()) * 1e-9
@@ -85,7 +85,7 @@ class Patience:
                 time.sleep(min(left_s - self._margin_s, LAX * self._look_s))
 
     def for_(self, is_done: Callable[[], bool], what: object) -> None:
-        """Waits until `is_done` says so.
+        """Wait until `is_done` says so.
 
         Raises:
             StalledError: it did not within the stall limit, and nobody that it hangs on moves.
@@ -105,7 +105,7 @@ class Patience:
 
 
 def look_s(num_ranks_here: int) -> float:
-    """Gives how long a rank that waits for a message may sleep between looks.
+    """Return how long a rank that waits for a message may sleep between looks.
 
     Longer where many share a core: all looks together cost a share of the cores that does not grow with the ranks.
     """
@@ -113,24 +113,24 @@ def look_s(num_ranks_here: int) -> float:
 
 
 def spin_of(num_ranks_here: int) -> float:
-    """Gives how long a rank that waits for a message spins before it sleeps: long where it has a core to itself."""
+    """Return how long a rank that waits for a message spins before it sleeps: long where it has a core to itself."""
     return OWN_CORE_SPIN_S if num_ranks_here <= _num_cores() else SPIN_S
 
 
 def _num_cores() -> int:
-    """Gives how many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sharpen_sleep() -> None:
-    """Asks Linux to end sleeps on time: by default it adds up to 50 us to each. Elsewhere nothing happens."""
+    """Ask Linux to end sleeps on time: by default it adds up to 50 us to each. Elsewhere nothing happens."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
 
 
 @contextlib.contextmanager
 def promptly() -> Iterator[None]:
-    """Lets this thread run before others for a while, where the user may (as root on Linux); otherwise changes nothing.
+    """Let this thread run before others for a while, where the user may (as root on Linux); otherwise changes nothing.
 
     On a busy core a rank that wakes up waits milliseconds for its turn, which no device would. It sleeps nearly all
     the time, so the others lose little; but inside there must be no waiting that spins.

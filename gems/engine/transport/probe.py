@@ -37,7 +37,7 @@ GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs one rank of the probe; whatever goes wrong is kept in the result and ends both ranks."""
+    """Run one rank of the probe; whatever goes wrong is kept in the result and ends both ranks."""
     if len(argv) not in (2, 3):
         print("usage: python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]", file=sys.stderr)
         sys.exit(2)
@@ -89,7 +89,7 @@ def _write(result: Path, comm: Comm, document: dict[str, Any]) -> None:
 
 
 def _device(wanted: str, order: Sequence[int]) -> torch.device | None:
-    """Opens the rank's GPU as a run would; None where it has none, and then torch is not loaded."""
+    """Open the rank's GPU as a run would; None where it has none, and then torch is not loaded."""
     if wanted == "cpu" or (wanted == "auto" and not any(path.exists() for path in GPU_FILES)):
         return None
     from gems.engine.device import open_device
@@ -99,7 +99,7 @@ def _device(wanted: str, order: Sequence[int]) -> torch.device | None:
 
 
 def _gpu(device: torch.device | None) -> dict[str, Any] | None:
-    """Tells what a rank sees of GPUs."""
+    """Report what a rank sees of GPUs."""
     if device is None:
         return None
     import torch
@@ -108,7 +108,7 @@ def _gpu(device: torch.device | None) -> dict[str, Any] | None:
 
 
 def _try_device(transport: Transport, comm: Comm, device: torch.device) -> dict[str, Any]:
-    """Tries messages from device memory by the test of the engine itself; measures where they pass."""
+    """Try messages from device memory by the test of the engine itself; measures where they pass."""
     import torch
 
     from gems.engine.transport.staging import Direct, open_staging
@@ -125,14 +125,14 @@ def _try_device(transport: Transport, comm: Comm, device: torch.device) -> dict[
 
 
 def _host_data(num_bytes: int, seed: int) -> Any:
-    """Gives bytes that tell ranks and places apart."""
+    """Return bytes that tell ranks and places apart."""
     import numpy as np
 
     return (np.arange(num_bytes) + seed).astype(np.uint8)
 
 
 def _measure(transport: Transport, data: Callable[[int, int], Any]) -> dict[str, float]:
-    """Measures a link by messages to and fro: seconds of an empty message, and bytes per second beyond it.
+    """Measure a link by messages to and fro: seconds of an empty message, and bytes per second beyond it.
 
     Raises:
         RankFailedError: a message arrived with another content than it was sent with.
@@ -147,7 +147,7 @@ def _measure(transport: Transport, data: Callable[[int, int], Any]) -> dict[str,
 
 
 def _half_trip_s(transport: Transport, data: Callable[[int, int], Any], num_bytes: int, num_times: int) -> float:
-    """Gives the median time of one way of a message to the other rank and back."""
+    """Return the median time of one way of a message to the other rank and back."""
     rank, other = transport.rank, 1 - transport.rank
     mine, expected, got = data(num_bytes, 17 * rank), data(num_bytes, 17 * other), data(num_bytes, 99)
     trips_s = []
@@ -170,7 +170,7 @@ def _receive(transport: Transport, got: Sendable, rank: int) -> None:
 
 
 def _report(result: Path, error: BaseException) -> int:
-    """Writes why a rank failed, and says it in one line; gives the exit code."""
+    """Write why a rank failed, and says it in one line; gives the exit code."""
     code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
     text = " ".join(str(error).split())
     cause = text if isinstance(error, GemsError) else f"{type(error).__name__}: {text}"

@@ -35,7 +35,7 @@ KINDS = ("real", "emulated")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one rank of the probe."""
+    """Run one rank of the probe."""
     kind = argv[1] if len(argv) > 1 else "real"
     if len(argv) not in (1, 2) or kind not in KINDS:
         print("usage: python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]", file=sys.stderr)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def probe(result: Path, comm: Comm, kind: str) -> None:
-    """Measures and writes the result; collective.
+    """Measure and writes the result; collective.
 
     Raises:
         ConfigError: a single rank, which has nobody to write to.
@@ -74,7 +74,7 @@ def probe(result: Path, comm: Comm, kind: str) -> None:
 
 
 def pairs_of(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Gives two ranks of one node (level node) and two of different ones (level link), where there are such."""
+    """Return two ranks of one node (level node) and two of different ones (level link), where there are such."""
     found: dict[str, tuple[int, int]] = {}
     for rank, node in enumerate(nodes):
         first = nodes.index(node)
@@ -86,7 +86,7 @@ def pairs_of(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[Any]]:
-    """Times messages between two ranks by size; the others wait. On emulated devices all neighbours take part."""
+    """Time messages between two ranks by size; the others wait. On emulated devices all neighbours take part."""
     if kind == "emulated":
         nap_s = look_s(ranks_here(comm))
         chain, control = (Transport(comm, STALL_LIMIT_S, spin_s=0.0, sleep_s=nap_s) for _ in range(2))
@@ -101,7 +101,7 @@ def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[An
 
 
 def _trip(transport: Transport, num_bytes: int) -> float:
-    """Sends a message to the other rank and gets one back; gives the seconds of both."""
+    """Send a message to the other rank and gets one back; gives the seconds of both."""
     sent, got = np.zeros(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
     other = 1 - transport.rank
     begin = time.perf_counter()
@@ -115,7 +115,7 @@ def _trip(transport: Transport, num_bytes: int) -> float:
 
 
 def _sum(transport: Transport, num_bytes: int) -> float:
-    """Sums numbers over all ranks, which begin together; gives the seconds of the slowest."""
+    """Sum numbers over all ranks, which begin together; gives the seconds of the slowest."""
     values = np.zeros(num_bytes // 4, np.float32)
     transport.barrier()
     begin = time.perf_counter()
@@ -129,7 +129,7 @@ def _median_s(measure: Callable[[], float], times: int) -> float:
 
 
 def _computes() -> list[float]:
-    """Times a product of matrices again and again."""
+    """Time a product of matrices again and again."""
     matrix = np.full((COMPUTE_SIDE, COMPUTE_SIDE), 1e-3)
     times_s = []
     for _ in range(WARMUP + COMPUTES):

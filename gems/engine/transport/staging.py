@@ -19,16 +19,16 @@ class Staging(Protocol):
     """Gives buffers for messages, and moves data between them and the device."""
 
     def take(self, spec: TensorSpec) -> torch.Tensor:
-        """Gives a contiguous buffer to receive into."""
+        """Return a contiguous buffer to receive into."""
 
     def to_device(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Gives what arrived in `buffer` as a tensor on the rank's device."""
+        """Return what arrived in `buffer` as a tensor on the rank's device."""
 
     def to_host(self, tensor: torch.Tensor, done: Done) -> tuple[torch.Tensor, Done]:
-        """Gives a contiguous buffer with the tensor's data, ready to be sent, and what to call once it has left."""
+        """Return a contiguous buffer with the tensor's data, ready to be sent, and what to call once it has left."""
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes tensors that `to_device` gave, when nothing reads them any more."""
+        """Take tensors that `to_device` gave, when nothing reads them any more."""
 
 
 class _Pool:
@@ -54,22 +54,22 @@ class Direct:
         self._pool = _Pool(lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
 
     def take(self, spec: TensorSpec) -> torch.Tensor:
-        """Gives a buffer on the device."""
+        """Return a buffer on the device."""
         self._settle()
         return self._pool.take(spec.shape, spec.dtype)
 
     def to_device(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Gives the buffer itself."""
+        """Return the buffer itself."""
         return buffer
 
     def to_host(self, tensor: torch.Tensor, done: Done) -> tuple[torch.Tensor, Done]:
-        """Gives the tensor itself, made contiguous, once the device has computed it."""
+        """Return the tensor itself, made contiguous, once the device has computed it."""
         ready = tensor.detach().contiguous()
         self._settle()
         return ready, done
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Puts the buffers back for the next receive."""
+        """Put the buffers back for the next receive."""
         for tensor in tensors:
             self._pool.give(tensor.detach())
 
@@ -86,18 +86,18 @@ class HostStaged:
         self._pool = _Pool(lambda shape, dtype: torch.empty(shape, dtype=dtype, pin_memory=True))
 
     def take(self, spec: TensorSpec) -> torch.Tensor:
-        """Gives a pinned host buffer."""
+        """Return a pinned host buffer."""
         return self._pool.take(spec.shape, spec.dtype)
 
     def to_device(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Copies the buffer to the device; it may be used again at once."""
+        """Copy the buffer to the device; it may be used again at once."""
         tensor = buffer.to(self._device, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
         self._pool.give(buffer)
         return tensor
 
     def to_host(self, tensor: torch.Tensor, done: Done) -> tuple[torch.Tensor, Done]:
-        """Copies the tensor to a pinned buffer, which goes back to the pool once it has left."""
+        """Copy the tensor to a pinned buffer, which goes back to the pool once it has left."""
         buffer = self._pool.take(tensor.shape, tensor.dtype)
         buffer.copy_(tensor.detach(), non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
@@ -109,11 +109,11 @@ class HostStaged:
         return buffer, give_and_tell
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves the device tensors to torch's allocator."""
+        """Leave the device tensors to torch's allocator."""
 
 
 def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
-    """Chooses how data reaches MPI; collective over `comm`.
+    """Choose how data reaches MPI; collective over `comm`.
 
     `host` stages through pinned memory, `gpu` gives MPI device pointers, `auto` does so when the library claims to
     take them and a round of real messages comes back right on every rank.
@@ -135,7 +135,7 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
 
 
 def _self_test(device: torch.device, comm: Comm) -> bool:
-    """Sends a pattern of device memory once around the ranks and compares it."""
+    """Send a pattern of device memory once around the ranks and compares it."""
     transport = Transport(comm, stall_limit_s=60.0)
     pattern = torch.arange(1 << 16, dtype=torch.int32, device=device)
     got = torch.zeros_like(pattern)

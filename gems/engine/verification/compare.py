@@ -46,7 +46,7 @@ class Difference:
 
 
 def relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Gives the largest of max |a - b| / max |b| over the tensors of `ours`, and the name it belongs to.
+    """Return the largest of max |a - b| / max |b| over the tensors of `ours`, and the name it belongs to.
 
     A tensor that is zero but for rounding (a bias before a normalisation, say) is compared with 1e-9 of the largest
     value in all of `reference`.
@@ -70,7 +70,7 @@ def compare(
     cuts: tuple[int, ...] | None = None,
     plan: MemoryPlan | None = None,
 ) -> Difference:
-    """Runs the configured schedule and compares each copy of each tensor after every step; collective."""
+    """Run the configured schedule and compares each copy of each tensor after every step; collective."""
     pipeline = build_pipeline(spec, comm, device, schedule=schedule, cuts=cuts, plan=plan)
     feed = Feed(spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.images_of, pipeline.labels_of,
                 DTYPES[spec.train.dtype], device)  # fmt: skip
@@ -102,7 +102,7 @@ def _by_error(found: tuple[float, str]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    """Compares one run folder's configuration; rank 0 writes result.json there. One rank of `gems verify`."""
+    """Compare one run folder's configuration; rank 0 writes result.json there. One rank of `gems verify`."""
     folder = RunFolder(Path(argv[0]))
     try:
         spec = folder.read_spec()

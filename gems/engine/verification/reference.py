@@ -24,7 +24,7 @@ Values = dict[str, Tensor]  # "<layer>.<parameter>" -> tensor on the host
 
 
 def named_values(name: str, module: nn.Module) -> tuple[Values, Values, Values]:
-    """Gives copies of a layer's parameters, their gradients and its running statistics, by full name."""
+    """Return copies of a layer's parameters, their gradients and its running statistics, by full name."""
     parameters = {f"{name}.{key}": value.detach().cpu().clone() for key, value in module.named_parameters()}
     gradients = {
         f"{name}.{key}": value.grad.detach().cpu().clone()
@@ -40,7 +40,7 @@ def named_values(name: str, module: nn.Module) -> tuple[Values, Values, Values]:
 
 
 def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> Iterator[tuple[Values, Values, Values]]:
-    """Trains the whole model on the run's own micro-batches; gives (parameters, gradients, statistics) after each step.
+    """Train the whole model on the run's own micro-batches; gives (parameters, gradients, statistics) after each step.
 
     The gradient is the mean over all labels of a step (one an image, one a token), added up over the micro-batches of each copy of the model (a
     direction of a replica) first and then over the copies: in a deep network another order of that sum shows at 1e-12
@@ -84,7 +84,7 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
 
 
 def collect_values(layers: Iterable[tuple[str, nn.Module]]) -> tuple[Values, Values, Values]:
-    """Gives copies of the parameters, gradients and running statistics of named layers."""
+    """Return copies of the parameters, gradients and running statistics of named layers."""
     collected: tuple[Values, Values, Values] = ({}, {}, {})
     for name, module in layers:
         for whole, some in zip(collected, named_values(name, module), strict=True):
@@ -93,7 +93,7 @@ def collect_values(layers: Iterable[tuple[str, nn.Module]]) -> tuple[Values, Val
 
 
 def _copies(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
-    """Gives, for each copy of the model, where its micro-batches lie in the global batch."""
+    """Yield, for each copy of the model, where its micro-batches lie in the global batch."""
     parallel, directions = spec.parallel, schedule.directions()
     for replica in range(parallel.replicas):
         for direction in range(schedule.num_directions):

@@ -21,12 +21,12 @@ class Arc:
 
 
 def longest_arc(num_layers: int) -> int:
-    """Gives how many layers of a stage may be run again together, in the programme; the stage as a whole may in any case."""
+    """Return how many layers of a stage may be run again together, in the programme; the stage as a whole may in any case."""
     return max(2, MOST_ARCS // (2 * num_layers))
 
 
 def arcs_of(stage: StageLayers) -> list[Arc]:
-    """Gives the segments that a stage may be cut into: kept and offloaded ones of a layer, others of several.
+    """Return the segments that a stage may be cut into: kept and offloaded ones of a layer, others of several.
 
     Of long stages only those up to some length, and the stage as a whole.
     """

@@ -45,7 +45,7 @@ class WholeCopies:
             self._parts[saver].append(_Part(each.total_bytes, moved, each.maker, saver, len(each.savers) > 1))
 
     def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> Terms:
-        """Gives the bytes on the device of what copies take of earlier layers, during an action of a layer.
+        """Return the bytes on the device of what copies take of earlier layers, during an action of a layer.
 
         `hosts` are the variables of the bytes on the host when the action begins and when it ends.
         """

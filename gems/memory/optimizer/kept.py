@@ -13,7 +13,7 @@ BACKWARD = (Kind.B, Kind.I)
 
 
 def with_whole_backward(schedule: Schedule) -> Schedule:
-    """Gives a schedule without the split of the backward: what is kept from I to W depends on segments, and is not counted."""
+    """Return a schedule without the split of the backward: what is kept from I to W depends on segments, and is not counted."""
     if all(action.kind is not Kind.W for row in schedule.rows for action in row):
         return schedule
     rows = tuple(
@@ -28,7 +28,7 @@ def with_whole_backward(schedule: Schedule) -> Schedule:
 
 
 def spared_messages(points: Sequence[Point]) -> dict[Action, int]:
-    """Gives for each action the bytes of messages that would not be there if a segment were run again before a backward.
+    """Return for each action the bytes of messages that would not be there if a segment were run again before a backward.
 
     Then a receive of that backward is posted an action later, and what was sent before it is gone by then.
     """

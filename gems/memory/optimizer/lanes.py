@@ -28,11 +28,11 @@ class Span:
     back_bytes: int = 0
 
     def out_bytes_at(self, index: int) -> int:
-        """Gives what is held at a compute action where the copy is not waited for before it."""
+        """Return what is held at a compute action where the copy is not waited for before it."""
         return self.next_bytes if index == self.made + 1 else self.out_bytes
 
     def mirrored(self, num_actions: int) -> Span:
-        """Gives the copy back as a copy out, on a rank whose compute actions run the other way."""
+        """Return the copy back as a copy out, on a rank whose compute actions run the other way."""
         last = num_actions - 1
         return Span(self.place, last - self.needed, last - self.made, self.back_bytes, self.back_bytes)
 
@@ -50,7 +50,7 @@ class Lane:
 
 
 def lane_of(tight: Outcome, rank: int, limit_bytes: int) -> Lane:
-    """Reads a rank's played list, in which copies are waited for at once and fetched on demand."""
+    """Read a rank's played list, in which copies are waited for at once and fetched on demand."""
     points = tight.ranks[rank].points
     lane = Lane([limit_bytes - during for during in _during_bytes(points)])
     made: dict[Action, Span] = {}
@@ -76,12 +76,12 @@ def lane_of(tight: Outcome, rank: int, limit_bytes: int) -> Lane:
 
 
 def excess_bytes(outcome: Outcome, limit_bytes: int) -> list[list[int]]:
-    """Gives by how much each compute action of each rank is above the limit, with what is posted before it."""
+    """Return by how much each compute action of each rank is above the limit, with what is posted before it."""
     return [[max(0, during - limit_bytes) for during in _during_bytes(rank.points)] for rank in outcome.ranks]
 
 
 def _during_bytes(points: Sequence[Point]) -> list[int]:
-    """Gives the most that a rank holds during each compute action, with what stands between it and the one before."""
+    """Return the most that a rank holds during each compute action, with what stands between it and the one before."""
     found: list[int] = []
     during = 0
     for point in points:

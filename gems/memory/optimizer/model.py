@@ -63,7 +63,7 @@ class PlanModel:
         self._write_dependencies()
 
     def solve(self, is_whole: bool, node_limit: int = 0, gap: float = 0.0, copy_share: float = 0.0) -> Relaxed | None:
-        """Solves it; None where no plan can keep the limit.
+        """Solve it; None where no plan can keep the limit.
 
         With `copy_share` a part of each copy's time counts as if it were exposed, more for what is needed sooner: of
         plans that take the same time, those with fewer copies and the farthest next use come first. The bound is then none.
@@ -130,7 +130,7 @@ class _RankRows:
         self.program.row({self.model.span: 1.0} | _minus(self.clock), low=0.0)
 
     def _act(self, action: Action) -> None:
-        """Writes one whole-stage action: its layers, the copies of its own micro-batch, and those of the others."""
+        """Write one whole-stage action: its layers, the copies of its own micro-batch, and those of the others."""
         program, block = self.program, self.model.blocks[action.stage]
         mine = (action.stage, action.micro_batch, action.direction)
         others = {key: host for key, host in self.on_host.items() if key != mine}
@@ -177,7 +177,7 @@ class _RankRows:
         self.model.ended[action] = next(iter(self.clock))
 
     def _advance(self, more: Terms, time: float, lasts: Terms) -> tuple[int, Terms]:
-        """Lets the clock go on by a wait and the length of an action, and adds both to the time for copies."""
+        """Let the clock go on by a wait and the length of an action, and adds both to the time for copies."""
         wait, ended = self.program.variable(), self.program.variable()
         self.program.row({ended: 1.0, wait: -1.0} | _minus(self.clock) | _minus(more), low=time, high=time)
         self.clock = {ended: 1.0}
@@ -187,7 +187,7 @@ class _RankRows:
     def _layer(
         self, action: Action, layer: int, host: Terms, resident: Terms, out: Terms, back: Terms, lasts: Terms
     ) -> Terms:
-        """Writes the rows of one layer of an action, and gives what of its micro-batch is on the host behind it."""
+        """Write the rows of one layer of an action, and gives what of its micro-batch is on the host behind it."""
         program, block = self.program, self.model.blocks[action.stage]
         is_forward = action.kind is Kind.F
         profile = self.case.profile.layers[layer]
@@ -233,7 +233,7 @@ class _RankRows:
         return {after: 1.0}
 
     def _again(self, action: Action, layer: int, under_way: Terms, resident: Terms) -> None:
-        """Holds what a second run needs that ends with a layer, before the layer's backward."""
+        """Hold what a second run needs that ends with a layer, before the layer's backward."""
         block = self.model.blocks[action.stage]
         held = block.again_bytes(layer)
         kept = sum(each.worth_kept(terms) for each, terms in self._kept_terms(action, held))
@@ -244,7 +244,7 @@ class _RankRows:
         self.program.row(terms, high=self.limit - self.program.scaled_bytes(before) + kept)
 
     def _kept_terms(self, action: Action, held: Terms) -> list[tuple[StageBlock, Terms]]:
-        """Gives what was counted in the walk of kept layers, so that only the difference to it counts here."""
+        """Return what was counted in the walk of kept layers, so that only the difference to it counts here."""
         found = [(self.model.blocks[action.stage], held)]
         mine = (action.stage, action.micro_batch, action.direction)
         for key in self.on_host:
@@ -254,7 +254,7 @@ class _RankRows:
         return found
 
     def _spared(self, action: Action, layer: int) -> int:
-        """Gives by how much an action may need less than where each layer is kept and a segment by itself."""
+        """Return by how much an action may need less than where each layer is kept and a segment by itself."""
         messages = self.messages[self._part(action, layer)]
         if action.kind is not Kind.B:
             return messages

@@ -49,7 +49,7 @@ class Planned:
 
 
 def limit_of_saving(case: MemoryCase, saving: float) -> int:
-    """Gives the limit in bytes at which the rank with the most has saved a share of what comes and goes in a step.
+    """Return the limit in bytes at which the rank with the most has saved a share of what comes and goes in a step.
 
     Parameters, gradients, the optimizer's state and the step's images stay, whatever the plan.
     """
@@ -61,7 +61,7 @@ def limit_of_saving(case: MemoryCase, saving: float) -> int:
 
 
 def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[MemoryPlan] = ()) -> Planned:
-    """Finds a plan under which each rank holds at most `limit_bytes` and the simulated step takes the least time.
+    """Find a plan under which each rank holds at most `limit_bytes` and the simulated step takes the least time.
 
     A mixed-integer programme (HiGHS) chooses for each layer under the prefix-bandwidth constraints; copies then get the
     widest windows that the bytes allow, the plan is played, and a search changes single layers while `budget_s` lasts,
@@ -106,7 +106,7 @@ def _planned(outcome: Outcome, bound_s: float, method: str) -> Planned:
 
 
 def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterator[tuple[float, Cut | None]]:
-    """Gives choices of the programme at the limit and below it, each with the bound so far below every plan's step, seconds.
+    """Yield choices of the programme at the limit and below it, each with the bound so far below every plan's step, seconds.
 
     Where the programme is too large for the budget its relaxation is rounded. Without any solution no plan can keep the
     limit, and there is nothing to give.
@@ -137,7 +137,7 @@ def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterat
 
 
 def _rounded(case: MemoryCase, relaxed: Relaxed) -> Cut:
-    """Gives the segments of a solution: of a relaxed one the way through each stage that has the most weight."""
+    """Return the segments of a solution: of a relaxed one the way through each stage that has the most weight."""
     stages = []
     for (first, end), weights in zip(pairwise(case.boundaries), relaxed.weights, strict=True):
         best: dict[int, tuple[float, tuple[Segment, ...]]] = {first: (0.0, ())}
@@ -151,7 +151,7 @@ def _rounded(case: MemoryCase, relaxed: Relaxed) -> Cut:
 
 
 def _simple(case: MemoryCase) -> Iterator[Cut]:
-    """Gives the plans from which a search under a small limit may begin: all offloaded, or run again in equal parts."""
+    """Yield the plans from which a search under a small limit may begin: all offloaded, or run again in equal parts."""
     layers = range(case.boundaries[0], case.boundaries[-1])
     offloaded = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in layers}
     yield MemoryPlan.by_layer(POLICY, case.boundaries, offloaded).stages
@@ -165,7 +165,7 @@ def _simple(case: MemoryCase) -> Iterator[Cut]:
 
 
 def _too_small(case: MemoryCase, least: Outcome, limit_bytes: int) -> DoesNotFitError:
-    """Words what stands in the way: the layer with which the best plan is above the limit, and what it holds by itself."""
+    """Describe what stands in the way: the layer with which the best plan is above the limit, and what it holds by itself."""
     spans = layers_of_profile(case.profile).spans
     rank = least.fullest_rank
     stages = {stage for _, stage in case.schedule.placement.stages_on(rank)}

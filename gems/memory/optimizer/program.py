@@ -45,38 +45,38 @@ class Program:
         return len(self._low)
 
     def scaled_bytes(self, num_bytes: float) -> float:
-        """Gives bytes in units of the programme."""
+        """Return bytes in units of the programme."""
         return num_bytes * self._per_byte
 
     def scaled_s(self, seconds: float) -> float:
-        """Gives seconds in units of the programme."""
+        """Return seconds in units of the programme."""
         return seconds * self._per_s
 
     def seconds(self, scaled: float) -> float:
-        """Gives scaled time in seconds."""
+        """Return scaled time in seconds."""
         return scaled / self._per_s
 
     def rate(self, bytes_per_s: float) -> float:
-        """Gives a rate in units of bytes over units of time."""
+        """Return a rate in units of bytes over units of time."""
         return bytes_per_s * self._per_byte / self._per_s
 
     def variable(self, low: float = 0.0, high: float = np.inf, is_whole: bool = False) -> int:
-        """Makes a variable and gives its number."""
+        """Make a variable and gives its number."""
         self._low.append(low)
         self._high.append(high)
         self._whole.append(int(is_whole))
         return len(self._low) - 1
 
     def row(self, terms: Mapping[int, float], low: float = -np.inf, high: float = np.inf) -> None:
-        """Holds a sum between two values."""
+        """Hold a sum between two values."""
         self._rows.append((terms, low, high))
 
     def minimise(self, terms: Terms) -> None:
-        """Sets what is made least."""
+        """Set what is made least."""
         self._cost = dict(terms)
 
     def solve(self, is_whole: bool, node_limit: int = 0, gap: float = 0.0) -> Solution | None:
-        """Solves the programme, or its relaxation; None where it has no solution. Work is bounded in nodes, not seconds."""
+        """Solve the programme, or its relaxation; None where it has no solution. Work is bounded in nodes, not seconds."""
         # here, because a login node plans without it where the policy asks for no programme
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array

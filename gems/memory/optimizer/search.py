@@ -31,7 +31,7 @@ class Plays:
         self.left = budget_s * ACTIONS_PER_S
 
     def __call__(self, plan: MemoryPlan) -> Outcome:
-        """Plays a plan and counts what that took."""
+        """Simulate a plan and counts what that took."""
         found = self.case.outcome(plan)
         self.left -= sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
         return found
@@ -74,7 +74,7 @@ class Search:
         self._random = random.Random(0)
 
     def judge(self, stages: Cut) -> Tried:
-        """Gives windows to the copies of a plan, and plays it; kept layers one by one, so that windows may end between them."""
+        """Return windows to the copies of a plan, and plays it; kept layers one by one, so that windows may end between them."""
         key = (_bare(_by_layer(stages)), self.way)
         if key not in self._tried:
             outcome = with_windows(self.case, MemoryPlan("plan", key[0]), self.limit_bytes, self.plays, (self.way,))
@@ -82,7 +82,7 @@ class Search:
         return self._tried[key]
 
     def choose_way(self, starts: Sequence[Tried]) -> list[Tried]:
-        """Takes the way in which the best of the starts come out best, and gives all that was tried."""
+        """Take the way in which the best of the starts come out best, and gives all that was tried."""
         found = {way: list(starts) for way in Way}
         for start in sorted(starts, key=lambda each: each.cost)[:STARTS]:
             for self.way in Way:
@@ -96,7 +96,7 @@ class Search:
         return not tried.excess_bytes and tried.outcome.step_s <= self.good_s
 
     def improve(self, starts: Sequence[Tried]) -> Tried:
-        """Gives the best plan found: each stage from any of the starts, single changes while one helps, then annealing."""
+        """Return the best plan found: each stage from any of the starts, single changes while one helps, then annealing."""
         starts = sorted(starts, key=lambda each: each.cost)
         best = starts[0] if self.is_good(starts[0]) else self._mix(starts[0], starts[1:])
         for start in (best, *starts[1:STARTS]):
@@ -109,7 +109,7 @@ class Search:
         return self._anneal(best)
 
     def joined(self, best: Tried) -> Tried:
-        """Gives the plan with kept neighbours in one segment where that costs nothing: a shorter list."""
+        """Return the plan with kept neighbours in one segment where that costs nothing: a shorter list."""
         stages = MemoryPlan("plan", _bare(best.outcome.plan.stages)).joined().stages
         found = Tried(
             with_windows(self.case, MemoryPlan("plan", stages), self.limit_bytes, self.plays, tuple(Way)),
@@ -118,7 +118,7 @@ class Search:
         return found if found.cost <= (best.excess_bytes, best.outcome.step_s * (1 + 1e-9)) else best
 
     def _mix(self, best: Tried, others: Sequence[Tried]) -> Tried:
-        """Takes single stages from other plans where that helps: what one rank needs is not what all need."""
+        """Take single stages from other plans where that helps: what one rank needs is not what all need."""
         for stage in range(len(self.case.boundaries) - 1):
             for other in others:
                 stages = list(_bare(best.outcome.plan.stages))
@@ -130,7 +130,7 @@ class Search:
         return best
 
     def _descend(self, best: Tried) -> Tried:
-        """Tries every change once, in an order drawn anew, and takes those that help."""
+        """Try every change once, in an order drawn anew, and takes those that help."""
         stages = _by_layer(best.outcome.plan.stages)
         moves = [(stage, move) for stage, cut in enumerate(stages) for move in _moves(cut)]
         self._random.shuffle(moves)
@@ -141,7 +141,7 @@ class Search:
         return best
 
     def _anneal(self, best: Tried) -> Tried:
-        """Takes changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
+        """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
         now, whole, rounds = best, max(self.plays.left, 1.0), 0
         while not self.plays.is_spent and not self.is_good(best) and rounds < MOST_ROUNDS:
             rounds += 1
@@ -159,7 +159,7 @@ class Search:
         return best
 
     def _after(self, stages: Cut, stage: int, move: Move) -> Tried | None:
-        """Gives what a change of one stage comes to; None where it changes nothing or the budget is spent."""
+        """Return what a change of one stage comes to; None where it changes nothing or the budget is spent."""
         changed = move(stages[stage])
         if changed is None or self.plays.is_spent:
             return None
@@ -167,7 +167,7 @@ class Search:
 
 
 def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
-    """Gives the changes of a stage, by its layers, so that they mean something after other changes too."""
+    """Yield the changes of a stage, by its layers, so that they mean something after other changes too."""
     layers = range(cut[0].first, cut[-1].end)
     for layer in layers:
         for choice in CHOICES:
@@ -183,7 +183,7 @@ def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
 
 
 def _chosen(now: tuple[Segment, ...], first: int, end: int, choice: Choice) -> tuple[Segment, ...] | None:
-    """Makes layers one segment of a choice; what is left of the segments around them stays as it was."""
+    """Make layers one segment of a choice; what is left of the segments around them stays as it was."""
     made = Segment(first, end, choice)
     if any((each.first, each.end, each.choice) == (first, end, choice) for each in now):
         return None
@@ -193,7 +193,7 @@ def _chosen(now: tuple[Segment, ...], first: int, end: int, choice: Choice) -> t
 
 
 def _swapped(now: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment, ...] | None:
-    """Exchanges the choices of two layers."""
+    """Exchange the choices of two layers."""
     if other >= now[-1].end:
         return None
     one, two = (next(s.choice for s in now if s.first <= each < s.end) for each in (layer, other))
@@ -216,7 +216,7 @@ def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None
 
 
 def _by_layer(stages: Sequence[tuple[Segment, ...]]) -> Cut:
-    """Gives kept segments layer by layer."""
+    """Return kept segments layer by layer."""
     return tuple(
         tuple(
             replace(segment, first=first, end=end)
@@ -232,5 +232,5 @@ def _by_layer(stages: Sequence[tuple[Segment, ...]]) -> Cut:
 
 
 def _bare(stages: Sequence[tuple[Segment, ...]]) -> Cut:
-    """Gives segments without distances."""
+    """Return segments without distances."""
     return tuple(tuple(Segment(segment.first, segment.end, segment.choice) for segment in cut) for cut in stages)

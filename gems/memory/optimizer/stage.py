@@ -32,7 +32,7 @@ class StageBlock:
         self._sums()
 
     def backward_bytes(self, layer: int) -> Terms:
-        """Gives what is on the device during a layer's backward beyond what the layer itself has saved.
+        """Return what is on the device during a layer's backward beyond what the layer itself has saved.
 
         That is what earlier layers keep, and what a segment run again has brought for layers before this one.
         """
@@ -44,7 +44,7 @@ class StageBlock:
         return found
 
     def again_bytes(self, layer: int) -> Terms:
-        """Gives what is on the device while a segment is run again right before the backward of its last layer."""
+        """Return what is on the device while a segment is run again right before the backward of its last layer."""
         told, found = self.stage.told, dict(self._earlier(layer))
         for arc in self.covering[layer]:
             if arc.choice.is_run_again and arc.end == layer + 1:
@@ -58,7 +58,7 @@ class StageBlock:
         return found
 
     def _earlier(self, layer: int) -> Terms:
-        """Gives what earlier layers keep on the device at the backward of a layer."""
+        """Return what earlier layers keep on the device at the backward of a layer."""
         if layer not in self._kept_earlier:
             found = _joined(self._before(self.kept_own, layer), self._before(self.kept_done, layer))
             for each in self.stage.shared:
@@ -68,28 +68,28 @@ class StageBlock:
         return self._kept_earlier[layer]
 
     def forward_bytes(self, layer: int) -> Terms:
-        """Gives what is on the device of earlier layers when the forward of a layer begins."""
+        """Return what is on the device of earlier layers when the forward of a layer begins."""
         return _joined(self._before(self.kept_own, layer), self._before(self.kept_made, layer))
 
     def moved_before(self, layer: int, is_forward: bool) -> Terms:
-        """Gives the bytes that copies take of earlier layers: made by them, or in backward needed by them alone."""
+        """Return the bytes that copies take of earlier layers: made by them, or in backward needed by them alone."""
         shared = self.moved_made if is_forward else self.moved_done
         return _joined(self._before(self.moved_own, layer), self._before(shared, layer))
 
     def posted_before(self, layer: int) -> Terms:
-        """Gives the bytes whose copies may have been posted when the forward of a layer begins: saved by earlier ones."""
+        """Return the bytes whose copies may have been posted when the forward of a layer begins: saved by earlier ones."""
         return _joined(self._before(self.moved_own, layer), self._before(self.moved_saved, layer))
 
     def kept_all(self) -> Terms:
-        """Gives what stays on the device between forward and backward."""
+        """Return what stays on the device between forward and backward."""
         return self.forward_bytes(self.stage.end)
 
     def moved_all(self) -> Terms:
-        """Gives what copies take of a micro-batch."""
+        """Return what copies take of a micro-batch."""
         return self.moved_before(self.stage.end, is_forward=True)
 
     def again_s(self, layer: int) -> Terms:
-        """Gives the time of the forward that is run again right before the backward of a layer, seconds scaled."""
+        """Return the time of the forward that is run again right before the backward of a layer, seconds scaled."""
         return {
             self.at[arc]: self.program.scaled_s(self.again_time_s(arc))
             for arc in self.covering[layer]
@@ -97,12 +97,12 @@ class StageBlock:
         }
 
     def again_time_s(self, arc: Arc) -> float:
-        """Gives the seconds that it takes to run an arc's forward again."""
+        """Return the seconds that it takes to run an arc's forward again."""
         layers = [self.stage.layer(layer) for layer in range(arc.first, arc.end)]
         return sum(layer.cheap_s if arc.choice is Choice.CHEAP else layer.recompute_s for layer in layers)
 
     def worth_kept(self, terms: Terms) -> float:
-        """Gives the value of an expression where every layer is kept."""
+        """Return the value of an expression where every layer is kept."""
         return sum(factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items())
 
     def _path(self) -> None:
@@ -124,7 +124,7 @@ class StageBlock:
         return arc.choice is Choice.KEEP or not each.is_movable
 
     def _held(self, each: Storage) -> int:
-        """Makes the variable of whether a storage stays: who needs it last decides, and takes it along if offloaded.
+        """Make the variable of whether a storage stays: who needs it last decides, and takes it along if offloaded.
 
         The arcs over one layer exclude each other, so their sum counts.
         """
@@ -159,7 +159,7 @@ class StageBlock:
         return self._chosen(layer, Choice.OFFLOAD) if is_taken else {}
 
     def _rest(self, each: Storage, layer: int) -> int:
-        """Makes the variable of whether a storage that crosses a layer is there in its backward for earlier layers."""
+        """Make the variable of whether a storage that crosses a layer is there in its backward for earlier layers."""
         variable = self.program.variable(0.0, 1.0)
         earlier = [saver for saver in each.savers if saver < layer]
         self.value_kept[variable] = float(bool(earlier))
@@ -174,7 +174,7 @@ class StageBlock:
         return {self.at[arc]: 1.0 for arc in self.covering[layer] if arc.choice in choices}
 
     def _sums(self) -> None:
-        """Makes the cumulative sums: of what one layer sees, and of shared storages by who makes and who sees them last."""
+        """Make the cumulative sums: of what one layer sees, and of shared storages by who makes and who sees them last."""
         stage, own, moved = self.stage, {}, {}
         for layer in range(stage.first, stage.end):
             stays = stage.own_bytes[layer] - stage.own_movable_bytes[layer]
@@ -200,7 +200,7 @@ class StageBlock:
         return self._cumulated(terms)
 
     def _cumulated(self, terms: dict[int, Terms]) -> dict[int, int]:
-        """Makes for each layer the variable of a sum up to it."""
+        """Make for each layer the variable of a sum up to it."""
         found: dict[int, int] = {}
         total = 0.0
         for layer in range(self.stage.first, self.stage.end):
@@ -215,7 +215,7 @@ class StageBlock:
         return {sums[layer - 1]: 1.0} if layer - 1 in sums else {}
 
     def _brought_bytes(self, arc: Arc, layer: int) -> int:
-        """Gives what the second run of an arc has brought for its layers before `layer` and still stands at its backward.
+        """Return what the second run of an arc has brought for its layers before `layer` and still stands at its backward.
 
         Of a cheap one without what the first run kept and the second has let go.
         """

@@ -61,7 +61,7 @@ class StageLayers:
         return self._own(lambda each: each.is_product and not each.savers)
 
     def layer(self, layer: int) -> LayerProfile:
-        """Gives a layer by its number in the model."""
+        """Return a layer by its number in the model."""
         return self.layers[layer - self.first]
 
     def _own(self, counts: Callable[[Storage], bool]) -> dict[int, int]:
@@ -73,6 +73,6 @@ class StageLayers:
 
 
 def stage_layers(profile: ModelProfile, first: int, end: int, least_bytes: int) -> StageLayers:
-    """Gives the layers `first` up to `end` with the storages that they make; storages below `least_bytes` stay."""
+    """Return the layers `first` up to `end` with the storages that they make; storages below `least_bytes` stay."""
     storages = made_storages(profile, first, end, least_bytes)
     return StageLayers(first, end, profile.layers[first:end], storages, layers_of_profile(profile))

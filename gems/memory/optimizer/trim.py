@@ -16,7 +16,7 @@ BACKWARD = (Kind.B, Kind.I)
 
 
 def trimmed(outcome: Outcome, limit_bytes: int, play: Callable[[MemoryPlan], Outcome]) -> Outcome:
-    """Cuts the windows of a played plan to what their copies used: the same time, and no byte is held for nothing.
+    """Cut the windows of a played plan to what their copies used: the same time, and no byte is held for nothing.
 
     What no copy ever takes is kept, and said to be.
     """
@@ -36,7 +36,7 @@ def _if_as_good(outcome: Outcome, other: Outcome, limit_bytes: int) -> Outcome:
 
 
 def _without_idle(outcome: Outcome) -> MemoryPlan:
-    """Gives the plan without the offloaded segments whose windows meet, so that nothing leaves."""
+    """Return the plan without the offloaded segments whose windows meet, so that nothing leaves."""
     moved = {
         (action.stage, action.segment) for row in outcome.schedule.rows for action in row if action.kind is Kind.OFFLOAD
     }
@@ -53,7 +53,7 @@ def _without_idle(outcome: Outcome) -> MemoryPlan:
 
 
 def _in_order(outcome: Outcome) -> Widths:
-    """Gives windows in which no copy back is posted before one that is needed sooner, and so carries what that one would."""
+    """Return windows in which no copy back is posted before one that is needed sooner, and so carries what that one would."""
     ahead: Widths = {}
     for row in outcome.schedule.rows:
         place_of = _places(row)
@@ -71,12 +71,12 @@ def _in_order(outcome: Outcome) -> Widths:
 
 
 def _places(row: Sequence[Action]) -> dict[Action, int]:
-    """Gives the place of each compute action among those of a rank."""
+    """Return the place of each compute action among those of a rank."""
     return {action: place for place, action in enumerate(filter(is_compute, row))}
 
 
 def _used(outcome: Outcome) -> tuple[Widths, Widths]:
-    """Gives what the played copies used of their windows, out and back.
+    """Return what the played copies used of their windows, out and back.
 
     A copy out is waited for where it has ended by then anyway, a copy back posted at the last action from which it and
     those behind it still come in time.

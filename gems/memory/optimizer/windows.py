@@ -30,7 +30,7 @@ def with_windows(
     play: Callable[[MemoryPlan], Outcome],
     ways: Sequence[Way] = (Way.OUT_FIRST,),
 ) -> Outcome:
-    """Gives a plan its distances and plays it; of several ways the fastest.
+    """Return a plan its distances and plays it; of several ways the fastest.
 
     With the first two ways copies out are waited for only where an action would lack bytes, the one posted first before
     the others, and copies back posted as early as the bytes allow, in the order in which they are needed. With the third
@@ -56,7 +56,7 @@ def with_windows(
 
 
 def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -> MemoryPlan:
-    """Gives a plan with distances for its offloaded segments, 0 where they are not among those given, or as they are."""
+    """Return a plan with distances for its offloaded segments, 0 where they are not among those given, or as they are."""
     stages = []
     for stage, segments in enumerate(plan.stages):
         made = []
@@ -75,7 +75,7 @@ def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -
 
 
 def _widest(lanes: Sequence[Lane], back_first: bool) -> tuple[Widths, Widths]:
-    """Gives the distances out and back; a segment's are those of the micro-batch and rank with the least."""
+    """Return the distances out and back; a segment's are those of the micro-batch and rank with the least."""
     free: Widths = {}
     ahead: Widths = {}
     for lane in lanes:
@@ -90,7 +90,7 @@ def _widest(lanes: Sequence[Lane], back_first: bool) -> tuple[Widths, Widths]:
 
 
 def _out(spans: Sequence[Span], room: list[int], ahead: dict[int, int]) -> dict[int, int]:
-    """Gives each copy's window out in compute actions, and takes its bytes from the room.
+    """Return each copy's window out in compute actions, and takes its bytes from the room.
 
     At an action that lacks bytes the copies are waited for that were posted first: they have ended first.
     """
@@ -113,7 +113,7 @@ def _out(spans: Sequence[Span], room: list[int], ahead: dict[int, int]) -> dict[
 
 
 def _back(spans: Sequence[Span], room: list[int], free: dict[int, int]) -> dict[int, int]:
-    """Gives each copy's window back: `_out` with time the other way, so what is needed last is posted last."""
+    """Return each copy's window back: `_out` with time the other way, so what is needed last is posted last."""
     mirrored = room[::-1]
     widths = _out([span.mirrored(len(room)) for span in spans], mirrored, free)
     room[:] = mirrored[::-1]
@@ -121,7 +121,7 @@ def _back(spans: Sequence[Span], room: list[int], free: dict[int, int]) -> dict[
 
 
 def _even(plan: MemoryPlan, lanes: Sequence[Lane]) -> tuple[Widths, Widths]:
-    """Gives the distances out and back, grown from none."""
+    """Return the distances out and back, grown from none."""
     rooms = [list(lane.room) for lane in lanes]
     free: Widths = {}
     ahead: Widths = {}
@@ -147,7 +147,7 @@ def _spans(lanes: Sequence[Lane], place: Place) -> list[tuple[Lane, Span]]:
 
 
 def _take(lanes: Sequence[Lane], rooms: list[list[int]], place: Place, width: int, is_back: bool) -> bool:
-    """Takes the bytes of one more action in a window, of every micro-batch, where there are bytes for all."""
+    """Take the bytes of one more action in a window, of every micro-batch, where there are bytes for all."""
     taken: list[tuple[list[int], int, int]] = []
     for lane, room in zip(lanes, rooms, strict=True):
         for _, span in _spans([lane], place):

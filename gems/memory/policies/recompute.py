@@ -21,7 +21,7 @@ POLICY = "recompute"
 
 
 def recompute(case: MemoryCase, how: str = "segment", segments: int | None = None) -> MemoryPlan:
-    """Gives the plan by what is run again: the whole stage, each of its segments, or what is cheap in each layer.
+    """Return the plan by what is run again: the whole stage, each of its segments, or what is cheap in each layer.
 
     Args:
         case: the run.
@@ -41,18 +41,18 @@ def recompute(case: MemoryCase, how: str = "segment", segments: int | None = Non
 
 
 def recompute_stages(case: MemoryCase) -> MemoryPlan:
-    """Runs every stage again as a whole; it keeps its inputs only."""
+    """Run every stage again as a whole; it keeps its inputs only."""
     return _plan(case, [[(first, end)] for first, end in pairwise(case.boundaries)], Choice.RECOMPUTE)
 
 
 def recompute_segments(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Runs every segment of a stage again, and keeps the last ones where that is for nothing."""
+    """Run every segment of a stage again, and keeps the last ones where that is for nothing."""
     plan = run_again(case, segments)
     return keep_last(case, plan, tuple(case.peak_bytes(plan)))
 
 
 def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Runs every segment of a stage again, cut so that the one that saves most saves least."""
+    """Run every segment of a stage again, cut so that the one that saves most saves least."""
     spans = []
     for first, end in pairwise(case.boundaries):
         sizes = [layer.kept_bytes for layer in case.profile.layers[first:end]]
@@ -62,7 +62,7 @@ def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
 
 
 def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
-    """Keeps the last segment of a stage, whose backward comes first, where no rank's peak grows and no time is lost.
+    """Keep the last segment of a stage, whose backward comes first, where no rank's peak grows and no time is lost.
 
     On a stage whose backward follows its forward it would be run again at once. To do less is never slower but where
     messages compete for a link, so that only there the plan is played. `peak_bytes` are the plan's, by rank.
@@ -86,7 +86,7 @@ def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> 
 
 
 def recompute_cheap(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Runs norms, activations and poolings again; what convolutions and matrix products gave is kept.
+    """Run norms, activations and poolings again; what convolutions and matrix products gave is kept.
 
     Each layer is a segment, and one that would let nothing go is kept. With `segments` a stage has that many, within which
     what layers hand to each other is let go too.
@@ -115,7 +115,7 @@ def lets_go(layer: LayerProfile) -> bool:
 
 
 def least_largest(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Gives the ends of at most `parts` runs of neighbours, at least one, so that the largest sum is least."""
+    """Return the ends of at most `parts` runs of neighbours, at least one, so that the largest sum is least."""
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -127,7 +127,7 @@ def least_largest(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 def _ends(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
-    """Fills runs one after the other, each as far as the limit goes."""
+    """Fill runs one after the other, each as far as the limit goes."""
     ends, total = [], 0
     for index, size in enumerate(sizes):
         if total and total + size > limit:
@@ -138,7 +138,7 @@ def _ends(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 def _root(num_layers: int) -> int:
-    """Gives the root of a number of layers, rounded up."""
+    """Return the root of a number of layers, rounded up."""
     return isqrt(num_layers - 1) + 1
 
 

@@ -27,7 +27,7 @@ class CellStem(nn.Module):
         self.norm = norm2d(norm, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the first feature map."""
+        """Return the first feature map."""
         out: Tensor = self.norm(self.conv(x))
         return out
 
@@ -72,7 +72,7 @@ class Cell(nn.Module):
         self.output_names = () if is_last else ("cell", "before")
 
     def forward(self, last: Tensor, before: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Gives the cell's output, and beside it the last one's, which the next cell reads too."""
+        """Return the cell's output, and beside it the last one's, which the next cell reads too."""
         states = [self.reduce_last(last), self.reduce_before(last if before is None else before)]
         for pair, (left, right) in zip(self.pairs, self.indices, strict=True):
             assert isinstance(pair, nn.ModuleList)
@@ -95,7 +95,7 @@ class FactorizedReduction(nn.Module):
         self.norm = norm2d(norm, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the halved feature map."""
+        """Return the halved feature map."""
         active = functional.relu(x)
         shifted = functional.pad(active, (-1, 1, -1, 1))
         out: Tensor = self.norm(torch.cat([self.even(active), self.odd(shifted)], dim=1))

@@ -33,7 +33,7 @@ class ConvUnit(nn.Module):
         self.activation = nn.Sequential(norm2d(norm, out_channels), nn.ReLU()) if activate else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the feature map."""
+        """Return the feature map."""
         out: Tensor = self.activation(self.conv(x))
         return out
 
@@ -46,7 +46,7 @@ class Branches(nn.Module):
         self.branches = nn.ModuleList(branches)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives (N, sum of the branches' channels, H', W')."""
+        """Return (N, sum of the branches' channels, H', W')."""
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
@@ -62,7 +62,7 @@ class Chain(nn.Module):
         self.output_names = ("main", *carried) if carried else ()
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Gives the feature map, and what is carried."""
+        """Return the feature map, and what is carried."""
         out: Tensor = self.steps(x)
         return (out, *carried) if carried else out
 

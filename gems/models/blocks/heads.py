@@ -27,7 +27,7 @@ class Head(nn.Module):
         self.linear = nn.Linear(in_channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the logits."""
+        """Return the logits."""
         out: Tensor = self.linear(self.dropout(self.activation(x).mean(dim=(2, 3))))
         return out
 
@@ -43,7 +43,7 @@ class Flatten(nn.Module):
         self.side_px = side_px
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the flat map."""
+        """Return the flat map."""
         if x.shape[2:] != (self.side_px, self.side_px):
             x = functional.adaptive_avg_pool2d(x, self.side_px)
         return x.flatten(1)
@@ -63,7 +63,7 @@ class FullyConnected(nn.Module):
         self.activation = nn.Identity() if is_last else nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the features, or the logits."""
+        """Return the features, or the logits."""
         out: Tensor = self.activation(self.linear(self.dropout(self.flatten(x))))
         return out
 
@@ -92,7 +92,7 @@ class Auxiliary(nn.Module):
         self.linear = nn.Linear(out_channels, num_classes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives the map itself and the auxiliary logits."""
+        """Return the map itself and the auxiliary logits."""
         height, width = x.shape[2:]
         if min(height, width) >= _AUXILIARY_SIDE + (_AUXILIARY_SIDE - 1) * _AUXILIARY_STRIDE:
             pooled = functional.avg_pool2d(x, _AUXILIARY_SIDE, _AUXILIARY_STRIDE)
@@ -115,13 +115,13 @@ class AuxiliaryHead(Head):
         self.weight = weight
 
     def forward(self, x: Tensor, auxiliary: Tensor) -> Tensor:  # type: ignore[override]
-        """Gives the scores (training) or the main logits (evaluation)."""
+        """Return the scores (training) or the main logits (evaluation)."""
         logits = super().forward(x)
         return joined_scores(logits, auxiliary, self.weight) if self.training else logits
 
 
 def joined_scores(main: Tensor, auxiliary: Tensor, weight: float) -> Tensor:
-    """Gives scores (N, C + 1) with cross-entropy(scores) = cross-entropy(main) + weight x cross-entropy(auxiliary).
+    """Return scores (N, C + 1) with cross-entropy(scores) = cross-entropy(main) + weight x cross-entropy(auxiliary).
 
     The score of a class is log p(main) + weight log p(auxiliary). Their exponentials sum to Z <= 1, and a last column
     log(1 - Z), "none of the classes", fills that up to one: the log-softmax of the scores is then the scores

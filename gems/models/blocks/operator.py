@@ -12,7 +12,7 @@ class Join(nn.Module):
     """Puts branches together along the channels: (N, C_1, H, W), (N, C_2, H, W), ... to (N, sum of C, H, W)."""
 
     def forward(self, *branches: Tensor) -> Tensor:
-        """Gives the joined map."""
+        """Return the joined map."""
         return torch.cat(branches, 1)
 
 
@@ -31,13 +31,13 @@ class Inner(nn.Module):
         self._run = [part]  # in a list, so that it is not registered under a second name
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives what the part gives."""
+        """Return what the part gives."""
         out: Tensor = self._run[0](x)
         return out
 
 
 def operator_module(operator: Operator, whole: nn.Module) -> nn.Module:
-    """Gives the module of an operator; `whole` is that of its layer, of which it takes its own part."""
+    """Return the module of an operator; `whole` is that of its layer, of which it takes its own part."""
     if operator.path is None:
         return Join()
     return Inner(whole, operator.path) if operator.path else whole

@@ -21,7 +21,7 @@ def conv2d(
     norm: str,
     padding: int | tuple[int, int] | None = None,
 ) -> nn.Conv2d:
-    """Gives a convolution, padded to keep the size unless `padding` is given; with a bias where no norm has one."""
+    """Return a convolution, padded to keep the size unless `padding` is given; with a bias where no norm has one."""
     height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
     pad = (height // 2, width // 2) if padding is None else padding
     conv = nn.Conv2d(in_channels, out_channels, (height, width), stride, padding=pad, bias=norm == "none")
@@ -32,7 +32,7 @@ def conv2d(
 
 
 def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
-    """Gives a linear map that a ReLU follows."""
+    """Return a linear map that a ReLU follows."""
     linear = nn.Linear(in_features, out_features)
     nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
     nn.init.zeros_(linear.bias)
@@ -40,7 +40,7 @@ def hidden_linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 def norm2d(norm: str, channels: int) -> nn.Module:
-    """Gives the norm of a feature map: "batch", "group" (8 groups, or as many as divide the channels) or "none"."""
+    """Return the norm of a feature map: "batch", "group" (8 groups, or as many as divide the channels) or "none"."""
     if norm == "batch":
         return nn.BatchNorm2d(channels)
     if norm == "group":
@@ -49,12 +49,12 @@ def norm2d(norm: str, channels: int) -> nn.Module:
 
 
 def dropout(rate: float) -> nn.Module:
-    """Gives dropout of a share `rate` of the values; nothing at all for 0."""
+    """Return dropout of a share `rate` of the values; nothing at all for 0."""
     return nn.Dropout(rate) if rate else nn.Identity()
 
 
 def tame(last: nn.Conv2d, norm: str, num_blocks: int) -> None:
-    """Shrinks a branch that no norm tames, or the variance would double at each of `num_blocks` blocks."""
+    """Shrink a branch that no norm tames, or the variance would double at each of `num_blocks` blocks."""
     if norm == "none":
         with torch.no_grad():
             last.weight.mul_(num_blocks**-0.5)

@@ -40,7 +40,7 @@ class PostActivationBlock(nn.Module):
         tame(convs[-1], norm, num_blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the block's output."""
+        """Return the block's output."""
         return functional.relu(self.shortcut(x) + self.branch(x))
 
 
@@ -74,7 +74,7 @@ class PreActivationBlock(nn.Module):
         tame(convs[-1], norm, num_blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the block's output."""
+        """Return the block's output."""
         active = self.activation(x)
         out: Tensor = self.shortcut(active if self.projects else x) + self.branch(active)
         return out
@@ -89,7 +89,7 @@ class Subsample(nn.Module):
         self.new_channels = new_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives (N, C + new_channels, ceil(H / stride), ceil(W / stride))."""
+        """Return (N, C + new_channels, ceil(H / stride), ceil(W / stride))."""
         return functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
 
 

@@ -24,7 +24,7 @@ class WordEmbedding(nn.Module):
         self.words = nn.Embedding(vocabulary, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Gives the vectors."""
+        """Return the vectors."""
         out: Tensor = self.words(tokens.t())
         return out
 
@@ -39,7 +39,7 @@ class SourceEmbedding(nn.Module):
         self.words = nn.Embedding(vocabulary, width)
 
     def forward(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives vectors and tokens."""
+        """Return vectors and tokens."""
         source, target = pairs.unbind(1)
         return self.words(source.t()), target.contiguous()
 
@@ -57,7 +57,7 @@ class TargetEmbedding(nn.Module):
         self.words = nn.Embedding(vocabulary, width)
 
     def forward(self, memory: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives vectors and memory."""
+        """Return vectors and memory."""
         return self.words(target.t()), memory
 
 
@@ -86,7 +86,7 @@ class Recurrent(nn.Module):
         self.output_names = ("main", *carried) if carried else ()
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Gives the sequence of outputs, and what is carried."""
+        """Return the sequence of outputs, and what is carried."""
         made, _ = self.lstm(x)
         out: Tensor = x + made if self.is_residual else made
         return (out, *carried) if carried else out
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.score = nn.Linear(width, 1, bias=False)
 
     def forward(self, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives output and context."""
+        """Return output and context."""
         query = self.query(functional.pad(state, (0, 0, 0, 0, 1, -1)))
         energy = torch.tanh(query.unsqueeze(1) + self.key(memory).unsqueeze(0))
         weight = self.score(energy).squeeze(3).softmax(dim=1)
@@ -129,7 +129,7 @@ class ContextDecoder(nn.Module):
         self.output_names = () if is_last else ("main", "context")
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Gives output and context."""
+        """Return output and context."""
         made, _ = self.lstm(torch.cat([x, context], dim=2))
         out: Tensor = x + made if self.is_residual else made
         return out if self.is_last else (out, context)
@@ -143,6 +143,6 @@ class WordHead(nn.Module):
         self.words = nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the logits."""
+        """Return the logits."""
         out: Tensor = self.words(x).permute(1, 2, 0)
         return out

@@ -25,7 +25,7 @@ class Descend(nn.Module):
         self.output_names = ("main", *names)
 
     def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
-        """Gives the smaller map, the skips so far, and the map as it came."""
+        """Return the smaller map, the skips so far, and the map as it came."""
         return functional.max_pool2d(x, _FACTOR, ceil_mode=True), *skips, x
 
 
@@ -44,7 +44,7 @@ class Ascend(nn.Module):
         self.output_names = ("main", *names) if names else ()
 
     def forward(self, x: Tensor, *skips: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Gives the larger map, and the skips that are left."""
+        """Return the larger map, and the skips that are left."""
         *others, skip = skips
         wide = self.widen(x)[:, :, : skip.shape[2], : skip.shape[3]]
         out = torch.cat([skip, wide], dim=1)
@@ -62,6 +62,6 @@ class PixelHead(nn.Module):
         self.conv = nn.Conv2d(in_channels, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the logits."""
+        """Return the logits."""
         out: Tensor = self.conv(x).mean(dim=(2, 3))
         return out

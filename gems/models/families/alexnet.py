@@ -27,7 +27,7 @@ _BACKBONE = Backbone(
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives conv1 ... conv5 with their poolings, fc1, fc2, head.
+    """Return conv1 ... conv5 with their poolings, fc1, fc2, head.
 
     Raises ConfigError for a norm, width or dropout that no such network has.
     """
@@ -44,10 +44,10 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 32."""
+    """Return 32."""
     return _BACKBONE.stride_px
 
 
 def normed_px(model: ModelConfig, side_px: int) -> int:
-    """Gives a side of the last convolution's map, 0 below 63 px."""
+    """Return a side of the last convolution's map, 0 below 63 px."""
     return _BACKBONE.normed_px(side_px)

@@ -43,7 +43,7 @@ _NORMS = ("batch", "group")
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives stem.conv, stem.reduction1, stem.reduction2, stage1.cell1, ..., reduction1, ..., stage3.cellN, head.
+    """Return stem.conv, stem.reduction1, stem.reduction2, stage1.cell1, ..., reduction1, ..., stage3.cellN, head.
 
     Raises ConfigError for a depth that is no multiple of 3, a width that is none of 8, and for norm=none.
     """
@@ -81,7 +81,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 32: the stem and four reduction cells each halve the feature map, whatever the depth."""
+    """Return 32: the stem and four reduction cells each halve the feature map, whatever the depth."""
     return 2 << (_NUM_STEM_CELLS + _NUM_STAGES - 1)
 
 

@@ -27,19 +27,19 @@ class Backbone:
 
     @property
     def stride_px(self) -> int:
-        """Gives how many source pixels a side one pixel of the last map stands for."""
+        """How many source pixels a side one pixel of the last map stands for."""
         return stride_after(self._steps())
 
     def normed_px(self, side_px: int) -> int:
-        """Gives a side of the last map that a norm sees, for a side of the image; 0 when that is too small."""
+        """Return a side of the last map that a norm sees, for a side of the image; 0 when that is too small."""
         return normed_side(side_px, self._steps())
 
     def channels(self, width: int) -> int:
-        """Gives the channels of the last map when the first convolution has `width`."""
+        """Return the channels of the last map when the first convolution has `width`."""
         return channels_after(0, scaled(tuple(self._steps()), width, self.width))
 
     def layers(self, in_channels: int, width: int, norm: str) -> list[Layer]:
-        """Gives a layer for each part, with channels in proportion to `width`."""
+        """Return a layer for each part, with channels in proportion to `width`."""
         out = []
         for part in self.parts:
             steps = scaled(part.steps, width, self.width)
@@ -52,5 +52,5 @@ class Backbone:
 
 
 def carrying(layer: Layer, names: tuple[str, ...]) -> Layer:
-    """Gives a part's layer that takes and hands on, beside its map, the tensors of these names."""
+    """Return a part's layer that takes and hands on, beside its map, the tensors of these names."""
     return replace(layer, options=tuple((dict(layer.options) | {"carried": names}).items()))

@@ -20,7 +20,7 @@ _CELLS_PER_OUTPUT = 8
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives words, lstm1, lstm2, ..., head.
+    """Return words, lstm1, lstm2, ..., head.
 
     Raises ConfigError for a depth or width below 1, or a vocabulary that the data exceeds.
     """

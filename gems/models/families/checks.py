@@ -9,7 +9,7 @@ NORMS = ("batch", "group", "none")
 
 
 def check_classifier(model: ModelConfig, has_auxiliary: bool = False) -> None:
-    """Raises ConfigError for a norm, width or dropout that no classifier has, and for a head that this one lacks."""
+    """Raise ConfigError for a norm, width or dropout that no classifier has, and for a head that this one lacks."""
     if model.norm not in NORMS:
         raise ConfigError("model.norm", model.norm, one_of(NORMS))
     if model.width < 1:
@@ -26,7 +26,7 @@ def check_classifier(model: ModelConfig, has_auxiliary: bool = False) -> None:
 
 
 def check_depth(model: ModelConfig, depths: tuple[int, ...]) -> None:
-    """Raises ConfigError, with the nearest depths, when the family has no network of `model.depth`."""
+    """Raise ConfigError, with the nearest depths, when the family has no network of `model.depth`."""
     if model.depth not in depths:
         nearest = sorted(depths, key=lambda depth: (abs(depth - model.depth), depth))[:2]
         raise ConfigError(

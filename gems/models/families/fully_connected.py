@@ -10,7 +10,7 @@ _TARGET = "gems.models.blocks.heads:FullyConnected"
 def fully_connected_layers(
     in_channels: int, map_px: int, sizes: tuple[int, int, int], dropouts: tuple[float, float, float]
 ) -> tuple[Layer, ...]:
-    """Gives fc1, fc2 and head, each one layer.
+    """Return fc1, fc2 and head, each one layer.
 
     Args:
         in_channels: of the last feature map.

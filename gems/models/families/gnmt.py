@@ -21,7 +21,7 @@ _FIRST_RESIDUAL = 3
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives source, encoder1, ..., target, decoder1, attention, decoder2, ..., head.
+    """Return source, encoder1, ..., target, decoder1, attention, decoder2, ..., head.
 
     Raises ConfigError for a depth below 2, a width below 1, or a vocabulary that the data exceeds.
     """

@@ -31,7 +31,7 @@ _BEFORE_HALVING = ("inception3b", "inception4e")
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives conv1, conv2, conv3, inception3a ... inception5b, head; poolings are part of the layer before.
+    """Return conv1, conv2, conv3, inception3a ... inception5b, head; poolings are part of the layer before.
 
     Raises ConfigError for a norm, width or dropout that no such network has.
     """
@@ -51,7 +51,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 32."""
+    """Return 32."""
     return _backbone(model).stride_px
 
 

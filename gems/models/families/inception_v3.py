@@ -25,7 +25,7 @@ _HALVE = max_pool(3, 2)
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives conv1 ... conv5, mixed5b ... mixed7c, head; with model.auxiliary also "auxiliary" behind mixed6e.
+    """Return conv1 ... conv5, mixed5b ... mixed7c, head; with model.auxiliary also "auxiliary" behind mixed6e.
 
     Raises ConfigError for a norm, width or dropout that no such network has.
     """
@@ -58,12 +58,12 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 32."""
+    """Return 32."""
     return _BACKBONE.stride_px
 
 
 def normed_px(model: ModelConfig, side_px: int) -> int:
-    """Gives a side of the last map, or of the auxiliary classifier's when that is smaller; 0 below 75 px."""
+    """Return a side of the last map, or of the auxiliary classifier's when that is smaller; 0 below 75 px."""
     last_px = _BACKBONE.normed_px(side_px)
     if not model.auxiliary:
         return last_px

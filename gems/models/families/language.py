@@ -7,7 +7,7 @@ from gems.errors import ConfigError
 
 
 def check_language(model: ModelConfig, data: DataConfig) -> None:
-    """Raises ConfigError for a width below 1, or a vocabulary smaller than that of the data."""
+    """Raise ConfigError for a width below 1, or a vocabulary smaller than that of the data."""
     if model.width < 1:
         raise ConfigError("model.width", model.width, "the size of the hidden states, at least 1")
     if model.vocabulary < data.num_classes:
@@ -20,5 +20,5 @@ def check_language(model: ModelConfig, data: DataConfig) -> None:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 1: there is no image to shrink."""
+    """Return 1: there is no image to shrink."""
     return 1

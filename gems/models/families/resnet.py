@@ -23,7 +23,7 @@ _PREFERENCE = {1: ("basic", "bottleneck"), 2: ("bottleneck", "basic")}
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives stem, stage1.block1, ..., head of the configured ResNet for `data`'s channels and classes.
+    """Return stem, stage1.block1, ..., head of the configured ResNet for `data`'s channels and classes.
 
     Raises ConfigError for a version, block, shortcut, norm, width or depth that no such network has.
     """
@@ -76,12 +76,12 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 4: stages 2 and 3 each halve the feature map, whatever the depth."""
+    """Return 4: stages 2 and 3 each halve the feature map, whatever the depth."""
     return 1 << (_NUM_STAGES - 1)
 
 
 def block_of(model: ModelConfig) -> str:
-    """Gives "basic" or "bottleneck"; `auto` prefers basic for version 1 and bottleneck for version 2.
+    """Return "basic" or "bottleneck"; `auto` prefers basic for version 1 and bottleneck for version 2.
 
     Raises ConfigError, with the nearest depths, when the depth fits no wanted block.
     """

@@ -29,7 +29,7 @@ _TARGETS = "gems.models.blocks"
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives stem, stage1.block1, ..., head for `data`'s channels and classes.
+    """Return stem, stage1.block1, ..., head for `data`'s channels and classes.
 
     Raises ConfigError for a depth, version, block, shortcut, norm, width or dropout that no such network has.
     """
@@ -64,7 +64,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 32: the stem shrinks the image 4 times, and stages 2 to 4 halve it."""
+    """Return 32: the stem shrinks the image 4 times, and stages 2 to 4 halve it."""
     return _STEM.stride_px << 3
 
 

@@ -23,7 +23,7 @@ _MOST_LEVELS = 12
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives down1.conv1, down1.conv2, down1.pool, ..., bottom.conv1, bottom.conv2, up1.widen, up1.conv1, ..., head.
+    """Return down1.conv1, down1.conv2, down1.pool, ..., bottom.conv1, bottom.conv2, up1.widen, up1.conv1, ..., head.
 
     Level 1 is that of the image; up1 comes last. Raises ConfigError for a depth, norm or width that it cannot have.
     """
@@ -51,7 +51,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 2^(levels - 1), that of the lowest level; raises ConfigError for a depth that it cannot have."""
+    """Return 2^(levels - 1), that of the lowest level; raises ConfigError for a depth that it cannot have."""
     _check_levels(model)
     return 1 << (model.depth - 1)
 

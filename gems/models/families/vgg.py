@@ -26,7 +26,7 @@ _BASE = 16
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives conv1_1, conv1_2, ..., fc1, fc2, head; the last convolution of a group holds its pooling.
+    """Return conv1_1, conv1_2, ..., fc1, fc2, head; the last convolution of a group holds its pooling.
 
     Raises ConfigError for a depth, norm, width or dropout that no such network has.
     """
@@ -43,17 +43,17 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def stride_px(model: ModelConfig) -> int:
-    """Gives 32, whatever the depth."""
+    """Return 32, whatever the depth."""
     return _backbone(model).stride_px
 
 
 def normed_px(model: ModelConfig, side_px: int) -> int:
-    """Gives a side of the last convolution's map, 0 below 32 px."""
+    """Return a side of the last convolution's map, 0 below 32 px."""
     return _backbone(model).normed_px(side_px)
 
 
 def convs_of(depth: int) -> tuple[int, ...]:
-    """Gives the convolutions in each group.
+    """Return the convolutions in each group.
 
     Raises ConfigError, with the nearest depths, for a depth that has no such network.
     """

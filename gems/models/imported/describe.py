@@ -30,7 +30,7 @@ _TIME_LIMIT_S = 600.0
 
 
 def resolve_target(model: ModelConfig) -> ModelConfig:
-    """Gives the configuration of a user's network with every derived field filled.
+    """Return the configuration of a user's network with every derived field filled.
 
     The name is that of the class, `path` the folder that holds the package where it is not installed: the current
     one, or one of PYTHONPATH. The keys of the toolkit's own networks, which mean nothing here, take their defaults.
@@ -51,7 +51,7 @@ def resolve_target(model: ModelConfig) -> ModelConfig:
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
-    """Gives the layers of a user's network for `data`'s images: parts of one whole, first to last.
+    """Return the layers of a user's network for `data`'s images: parts of one whole, first to last.
 
     Raises:
         ConfigError: a network that cannot be found, constructed, run on such images or cut into layers, with the line
@@ -68,7 +68,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 
 def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | None) -> None:
-    """Checks that a user's network runs on micro-batches of this size.
+    """Check that a user's network runs on micro-batches of this size.
 
     Raises:
         ConfigError: as `layers`, or a batch norm in it would see a single value a channel.
@@ -94,7 +94,7 @@ def _text(model: ModelConfig, data: DataConfig) -> str:
 
 @lru_cache(maxsize=64)
 def _description(text: str, source: str | None, num_classes: int) -> dict[str, Any]:
-    """Gives names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
+    """Return names and kinds of the layers, from this process where torch is loaded, the cache, or a child."""
     if "torch" in sys.modules:
         described: dict[str, Any] = importlib.import_module("gems.models.imported.parts").describe(text, num_classes)
         return described
@@ -104,7 +104,7 @@ def _description(text: str, source: str | None, num_classes: int) -> dict[str, A
 
 
 def _ask(text: str, num_classes: int) -> dict[str, Any]:
-    """Lets a child process describe the network."""
+    """Let a child process describe the network."""
     root = str(Path(gems.__file__).parents[1])
     search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     ended = subprocess.run(
@@ -128,7 +128,7 @@ def _ask(text: str, num_classes: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def source_of(target: str, path: str | None) -> str | None:
-    """Gives a hash of the code around a target, found without running it; None where it is nowhere on the path.
+    """Return a hash of the code around a target, found without running it; None where it is nowhere on the path.
 
     It is that of all files in the outermost package of the target, or beside a module that is in none.
     """

@@ -32,7 +32,7 @@ class Slice:
 
 
 def divide(root: nn.Module, traced: Traced) -> tuple[Slice, ...]:
-    """Divides a traced network into layers at its blocks, in the order in which they run.
+    """Divide a traced network into layers at its blocks, in the order in which they run.
 
     A new layer begins where the block changes (`tracing.block_of`). Steps between blocks, and modules without
     parameters and buffers, belong to the block before; in a Sequential every child is a layer. Neighbours become one
@@ -65,7 +65,7 @@ def divide(root: nn.Module, traced: Traced) -> tuple[Slice, ...]:
 def _begin(
     root: nn.Module, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]
 ) -> tuple[dict[fx.Node, int], list[str]]:
-    """Gives the layer of each node, and for each layer the path of the block that began it."""
+    """Return the layer of each node, and for each layer the path of the block that began it."""
     layer_of: dict[fx.Node, int] = {}
     names = [""]
     is_chain = type(root).forward is nn.Sequential.forward
@@ -89,7 +89,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _shared(root: nn.Module, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """Gives the spans of layers that share a parameter or a buffer, whose gradients and statistics are one."""
+    """Yield the spans of layers that share a parameter or a buffer, whose gradients and statistics are one."""
     users: dict[int, list[int]] = {}
     for node in nodes:
         for tensor in _state_of(root, node):
@@ -112,14 +112,14 @@ def _last_use(node: fx.Node, layer_of: dict[fx.Node, int]) -> int:
 
 
 def _uncarried(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """Gives the spans of layers between which a value would cross that no tensors carry."""
+    """Yield the spans of layers between which a value would cross that no tensors carry."""
     for node in nodes:
         if _last_use(node, layer_of) > layer_of[node] and not _is_carried(traced.values[node]):
             yield layer_of[node], _last_use(node, layer_of)
 
 
 def _aliased(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """Gives the spans of layers of which one changes what came to it by two names, or changes the network's state.
+    """Yield the spans of layers of which one changes what came to it by two names, or changes the network's state.
 
     What came by one name only is copied first (`_graph_of`).
     """
@@ -130,7 +130,7 @@ def _aliased(traced: Traced, nodes: Iterable[fx.Node], layer_of: dict[fx.Node, i
 
 
 def _changed(traced: Traced, node: fx.Node, layer_of: dict[fx.Node, int]) -> list[fx.Node]:
-    """Gives the values of layers before that a step changes in place and that its layer, or one behind, uses."""
+    """Return the values of layers before that a step changes in place and that its layer, or one behind, uses."""
     here = layer_of[node]
     return [
         other for other in traced.writes.get(node, ()) if layer_of[other] < here and _last_use(other, layer_of) >= here
@@ -138,7 +138,7 @@ def _changed(traced: Traced, node: fx.Node, layer_of: dict[fx.Node, int]) -> lis
 
 
 def _merge(num_layers: int, spans: Iterable[tuple[int, int]]) -> list[int]:
-    """Gives each layer's number once the layers of a span are one."""
+    """Return each layer's number once the layers of a span are one."""
     is_joined = [False] * num_layers
     for first, last in spans:
         is_joined[first + 1 : last + 1] = [True] * (last - first)
@@ -149,13 +149,13 @@ def _merge(num_layers: int, spans: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _crossing(nodes: Sequence[fx.Node], layer_of: dict[fx.Node, int], layer: int) -> list[fx.Node]:
-    """Gives the values that cross from a layer to the next, the newest first: the one that a stage listens to."""
+    """Return the values that cross from a layer to the next, the newest first: the one that a stage listens to."""
     crossing = [node for node in nodes if layer_of[node] <= layer < _last_use(node, layer_of)]
     return crossing[::-1]
 
 
 def _titles(spans: Sequence[tuple[str, str]]) -> list[str]:
-    """Gives names for layers that run from one block to another; one that comes again gets a number."""
+    """Return names for layers that run from one block to another; one that comes again gets a number."""
     out: list[str] = []
     for first, last in spans:
         title = (first if first == last else f"{first}-{last}") or "network"
@@ -165,7 +165,7 @@ def _titles(spans: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Gives what a value holds that is no tuple and no list, with its place."""
+    """Yield what a value holds that is no tuple and no list, with its place."""
     if isinstance(value, tuple | list):
         for index, inner in enumerate(value):
             yield from _leaves(inner, (*path, index))
@@ -183,7 +183,7 @@ def _is_carried(value: Any) -> bool:
 
 
 def _slots(node: fx.Node, value: Any) -> list[tuple[str, Path | None]]:
-    """Gives the names of the tensors that carry a value, with the place of each in it; None carries the sizes."""
+    """Return the names of the tensors that carry a value, with the place of each in it; None carries the sizes."""
     leaves = list(_leaves(value))
     slots: list[tuple[str, Path | None]] = [
         (".".join([node.name, *map(str, path)]), path) for path, leaf in leaves if isinstance(leaf, Tensor)
@@ -202,14 +202,14 @@ def _item(whole: Any, index: int) -> Any:
 
 
 def _carrier(like: Tensor, *sizes: int) -> Tensor:
-    """Gives a tensor without elements whose shape is (*sizes, 0): nothing to send, and nothing to wait for."""
+    """Return a tensor without elements whose shape is (*sizes, 0): nothing to send, and nothing to wait for."""
     return like.new_empty((*sizes, 0), dtype=torch.uint8)
 
 
 def _graph_of(
     traced: Traced, inside: Sequence[fx.Node], before: Sequence[fx.Node], after: Sequence[fx.Node]
 ) -> tuple[fx.Graph, tuple[str, ...]]:
-    """Gives the graph of one layer and the names of what it gives (none for a single tensor)."""
+    """Return the graph of one layer and the names of what it gives (none for a single tensor)."""
     graph = fx.Graph()
     values = traced.values
     changed = {other for node in inside for other in traced.writes.get(node, ())}
@@ -237,7 +237,7 @@ def _graph_of(
 
 
 def _rebuild(graph: fx.Graph, slots: Mapping[Path | None, fx.Node], value: Any, is_changed: bool) -> Any:
-    """Gives a value made again of the tensors that carried it, copied first where the layer changes it in place."""
+    """Return a value made again of the tensors that carried it, copied first where the layer changes it in place."""
     places = iter(range(sum(_is_size(leaf) for _, leaf in _leaves(value))))
 
     def build(part: Any, path: Path) -> Any:

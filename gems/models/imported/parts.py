@@ -34,13 +34,13 @@ class Part(nn.Module):
         self._forwards = {is_training: _compile(self, s.graph) for is_training, s in ((True, train), (False, evaluate))}
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Runs the layer as it runs in the network's own forward, in the same mode."""
+        """Run the layer as it runs in the network's own forward, in the same mode."""
         out: Tensor | tuple[Tensor, ...] = self._forwards[self.training](self, *tensors)
         return out
 
 
 def part(text: str, index: int, source: str | None) -> Part:
-    """Gives the `index`-th layer of the network that `text` describes (`gems.models.imported.describe`).
+    """Return the `index`-th layer of the network that `text` describes (`gems.models.imported.describe`).
 
     The whole network is constructed once, from the host's generator as `build_layer` has seeded it, and each layer is
     taken out of it; asking for a layer again constructs it anew. `source`, the state of the user's code, only tells
@@ -54,12 +54,12 @@ def part(text: str, index: int, source: str | None) -> Part:
 
 
 def release() -> None:
-    """Forgets the whole network, so that layers that nobody has taken use no memory."""
+    """Forget the whole network, so that layers that nobody has taken use no memory."""
     _whole.cache_clear()
 
 
 def describe(text: str, num_classes: int) -> dict[str, Any]:
-    """Gives the names and kinds of the layers, and the least images that the network takes at a time.
+    """Return the names and kinds of the layers, and the least images that the network takes at a time.
 
     Raises:
         ConfigError: a network that cannot be found, constructed, run or cut into layers, or whose output is not
@@ -78,7 +78,7 @@ def describe(text: str, num_classes: int) -> dict[str, Any]:
 
 
 def _min_batch(text: str, image: tuple[int, ...], num_classes: int) -> int:
-    """Gives 1, or 2 where one image is too few (batch norm over a single value, a dimension that squeeze drops)."""
+    """Return 1, or 2 where one image is too few (batch norm over a single value, a dimension that squeeze drops)."""
     whole = _construct_on_meta(text).train()
     with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):
         if tuple(whole(torch.empty((1, *image))).shape) == (1, num_classes):
@@ -88,7 +88,7 @@ def _min_batch(text: str, image: tuple[int, ...], num_classes: int) -> int:
 
 @lru_cache(maxsize=4)
 def _slices(text: str) -> tuple[tuple[tuple[Slice, Slice], ...], tuple[int, ...]]:
-    """Gives each layer in training and in evaluation, and the shape of the logits of two images."""
+    """Return each layer in training and in evaluation, and the shape of the logits of two images."""
     request = json.loads(text)
     target, image = request["target"], tuple(request["image"])
     root = _construct_on_meta(text)
@@ -139,7 +139,7 @@ def _whole(text: str, seed: int | None) -> _Whole:
 
 
 def _adopt(part: nn.Module, whole: nn.Module, path: str) -> None:
-    """Gives `part` the module, parameter or buffer of `whole` at `path`, at the same path."""
+    """Return `part` the module, parameter or buffer of `whole` at `path`, at the same path."""
     *folders, name = path.split(".")
     into, source = part, whole
     for folder in folders:
@@ -158,12 +158,12 @@ def _adopt(part: nn.Module, whole: nn.Module, path: str) -> None:
 
 
 def _compile(part: nn.Module, graph: fx.Graph) -> Any:
-    """Gives the function (self, *tensors) that runs a graph on a part and drops each value after its last use."""
+    """Return the function (self, *tensors) that runs a graph on a part and drops each value after its last use."""
     return type(fx.GraphModule(part, graph)).forward
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints, as one line of JSON, what `describe` gives or what it refuses. Anything else goes to stderr."""
+    """Print, as one line of JSON, what `describe` gives or what it refuses. Anything else goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         try:
             answer = describe(argv[0], int(argv[1]))

@@ -33,7 +33,7 @@ class Traced:
 
 
 def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
-    """Traces a network on the meta device for images (channels, height, width), in the mode that it is in.
+    """Trace a network on the meta device for images (channels, height, width), in the mode that it is in.
 
     A choice that shapes decide is taken as for two images of this size. Sizes themselves stay steps of the graph.
 
@@ -63,7 +63,7 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
 
 
 def is_open(root: nn.Module, path: str) -> bool:
-    """Tells whether a module's parts are layers by themselves; a module that is not open is a block.
+    """Return whether a module's parts are layers by themselves; a module that is not open is a block.
 
     Open are the network; a Sequential, ModuleList or ModuleDict directly in it; and any other module that is such a
     container of modules with modules of their own, or holds one directly (a list of lists of blocks, a backbone).
@@ -80,7 +80,7 @@ def is_open(root: nn.Module, path: str) -> bool:
 
 
 def block_of(root: nn.Module, path: str) -> str:
-    """Gives the path of the block that the module at `path` is, or is part of, or nothing where it is open."""
+    """Return the path of the block that the module at `path` is, or is part of, or nothing where it is open."""
     words = path.split(".")
     for end in range(1, len(words) + 1):
         block = ".".join(words[:end])
@@ -226,7 +226,7 @@ class _Tracer(fx.Tracer):
         return target(*args, **kwargs)
 
     def _note_writes(self, node: fx.Node) -> None:
-        """Notes which values have changed; views of one storage count their changes together."""
+        """Record which values have changed; views of one storage count their changes together."""
         if any(self._versions.get(other) != _version(self.values[other]) for other in node.all_input_nodes):
             now = {other: _version(self.values[other]) for other in self._versions}
             self.writes[node] = tuple(other for other in now if now[other] != self._versions[other])
@@ -235,7 +235,7 @@ class _Tracer(fx.Tracer):
 
 
 def _version(value: Any) -> int:
-    """Gives how often the tensors in a value were changed in place."""
+    """Return how often the tensors in a value were changed in place."""
     if isinstance(value, Tensor):
         return value._version
     if isinstance(value, dict):

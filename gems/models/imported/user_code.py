@@ -27,7 +27,7 @@ _KEY = "model.target"
 
 
 def load(target: str, path: str | None) -> Callable[..., Any]:
-    """Gives the class or function that `target` names, "package.module.Class" or "package.module:Class".
+    """Return the class or function that `target` names, "package.module.Class" or "package.module:Class".
 
     `path` is the folder where the user's packages lie; it stays first in `sys.path`, for what is imported later.
 
@@ -65,7 +65,7 @@ def load(target: str, path: str | None) -> Callable[..., Any]:
 
 
 def construct(target: str, kwargs: Mapping[str, Any], path: str | None) -> nn.Module:
-    """Constructs the user's network on the current default device, from the host's generators as they stand.
+    """Construct the user's network on the current default device, from the host's generators as they stand.
 
     Raises:
         ConfigError: as `load`, keyword arguments that the constructor does not take, a constructor that fails, or
@@ -88,7 +88,7 @@ def construct(target: str, kwargs: Mapping[str, Any], path: str | None) -> nn.Mo
 
 
 def construct_on_meta(target: str, kwargs: Mapping[str, Any], path: str | None) -> nn.Module:
-    """Constructs the network without memory for its weights.
+    """Construct the network without memory for its weights.
 
     One whose constructor reads its own values goes through the host's memory.
 
@@ -106,7 +106,7 @@ def construct_on_meta(target: str, kwargs: Mapping[str, Any], path: str | None) 
 
 @contextmanager
 def other_generators(seed: int) -> Iterator[None]:
-    """Seeds the generators of Python and numpy, which a constructor may draw from too, and puts them back."""
+    """Seed the generators of Python and numpy, which a constructor may draw from too, and puts them back."""
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -118,7 +118,7 @@ def other_generators(seed: int) -> Iterator[None]:
 
 
 def refusal(target: str, what: str, error: BaseException, advice: str = "", why: str | None = None) -> ConfigError:
-    """Gives the error that says what cannot be done with the user's network, why, and at which line of their code."""
+    """Return the error that says what cannot be done with the user's network, why, and at which line of their code."""
     if why is None:
         said = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
@@ -128,7 +128,7 @@ def refusal(target: str, what: str, error: BaseException, advice: str = "", why:
 
 
 def place_of(error: BaseException) -> str:
-    """Gives "file:line `source`" of the innermost line outside of torch and this toolkit, or nothing."""
+    """Return "file:line `source`" of the innermost line outside of torch and this toolkit, or nothing."""
     if isinstance(error, SyntaxError):
         return f"{_short(error.filename or '')}:{error.lineno} `{(error.text or '').strip()}`"
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -140,7 +140,7 @@ def place_of(error: BaseException) -> str:
 
 
 def place_of_forward(module: nn.Module) -> str:
-    """Gives "file:line" of a module's forward, or the class's name where it has no source."""
+    """Return "file:line" of a module's forward, or the class's name where it has no source."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None:
@@ -149,7 +149,7 @@ def place_of_forward(module: nn.Module) -> str:
 
 
 def _short(name: str) -> str:
-    """Gives a file's name as seen from the current folder, where it lies below."""
+    """Return a file's name as seen from the current folder, where it lies below."""
     relative = os.path.relpath(name)
     return name if relative.startswith("..") else relative
 

@@ -10,12 +10,12 @@ from gems.profile.operator_graph import OpGraph
 
 
 def closed_form_s(graph: OpGraph, num_devices: int) -> float:
-    """Gives total / min(M, total / critical path) in seconds: the speed-up is at most that minimum (Pal et al. 2019)."""
+    """Return total / min(M, total / critical path) in seconds: the speed-up is at most that minimum (Pal et al. 2019)."""
     return max(graph.critical_s, graph.time_s / num_devices)
 
 
 def span_bound_s(graph: OpGraph, num_devices: int, pieces: Sequence[Piece] | None = None) -> float:
-    """Gives the sum of the pieces' bounds, forward and backward apart, in seconds; never below the closed form.
+    """Return the sum of the pieces' bounds, forward and backward apart, in seconds; never below the closed form.
 
     A piece takes at least its longest way, and, of each set of operators with so much before and so much behind them,
     both and their work over the devices between (Carlier and Pinson 1989, section 3, for one machine).
@@ -45,7 +45,7 @@ def _windows(heads: Sequence[float], tails: Sequence[float]) -> list[list[int]]:
 
 
 def _longest(graph: OpGraph, times: Sequence[float], is_head: bool) -> list[float]:
-    """Gives the longest way up to an operator, or behind it, without the operator itself."""
+    """Return the longest way up to an operator, or behind it, without the operator itself."""
     found = [0.0] * graph.num_ops
     for v in graph.order if is_head else reversed(graph.order):
         others = graph.feeders[v] if is_head else graph.users[v]

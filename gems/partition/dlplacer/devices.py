@@ -29,7 +29,7 @@ class Devices:
             raise ConfigError("--devices", self.num, "must be 1 or more")
 
     def delay_s(self, num_bytes: float) -> float:
-        """Gives the time of a message in seconds."""
+        """Return the time of a message in seconds."""
         return self.latency_s + num_bytes * self.s_per_byte
 
     def fit(self, graph: OpGraph, places: tuple[int, ...]) -> bool:
@@ -37,7 +37,7 @@ class Devices:
         return self.limit_bytes is None or max(self.held(graph, places)) <= self.limit_bytes
 
     def held(self, graph: OpGraph, places: tuple[int, ...]) -> list[int]:
-        """Gives the bytes that each device holds."""
+        """Return the bytes that each device holds."""
         found = [0] * self.num
         for op, place in zip(graph.ops, places, strict=True):
             found[place] += op.held_bytes

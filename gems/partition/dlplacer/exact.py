@@ -35,7 +35,7 @@ class _Phase:
 
 
 def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float, seed: int = 0) -> Found:
-    """Looks for the placement of the shortest step, from a known one.
+    """Check for the placement of the shortest step, from a known one.
 
     Each operator lies on one device; its forward and its backward are intervals there, no two at once. What crosses takes the
     link's time; under contention a message is an interval of the ports that it passes. Devices are equal, so the first operator
@@ -131,7 +131,7 @@ def _outputs(
     ticks: list[int],
     unit_s: float,
 ) -> dict[Message, Any]:
-    """Makes each output to another device an interval of the two ports that it passes, where the placement has it."""
+    """Make each output to another device an interval of the two ports that it passes, where the placement has it."""
     ports = _Ports(model)
     found = {}
     for u, place in product(range(graph.num_ops), range(devices.num)):
@@ -164,7 +164,7 @@ def _gradients(
     ticks: list[int],
     unit_s: float,
 ) -> dict[Message, Any]:
-    """Makes each gradient that comes from another device such an interval."""
+    """Make each gradient that comes from another device such an interval."""
     ports = _Ports(model)
     found = {}
     for (u, v), goes in crosses.items():
@@ -192,7 +192,7 @@ class _Ports:
         self._passing: dict[tuple[int, str], list[Any]] = {}
 
     def add(self, port: tuple[int, str], start: Any, length: int, *where: Any) -> None:
-        """Lets a message pass a port where all of some booleans hold."""
+        """Let a message pass a port where all of some booleans hold."""
         model, goes = self._model, where[0]
         if len(where) > 1:
             goes = model.new_bool_var("")
@@ -203,13 +203,13 @@ class _Ports:
         self._passing.setdefault(port, []).append(passing)
 
     def close(self) -> None:
-        """Says that no two messages are in a port at once."""
+        """Report that no two messages are in a port at once."""
         for passing in self._passing.values():
             self._model.add_no_overlap(passing)
 
 
 def _hint(model: Any, graph: OpGraph, devices: Devices, on: list[list[Any]], hint: Timed) -> None:
-    """Gives the known placement with its devices renamed by first use, as the symmetry breaking wants them."""
+    """Return the known placement with its devices renamed by first use, as the symmetry breaking wants them."""
     names: dict[int, int] = {}
     for v in graph.order:
         names.setdefault(hint.places[v], len(names))
@@ -221,7 +221,7 @@ def _hint(model: Any, graph: OpGraph, devices: Devices, on: list[list[Any]], hin
 def _sequence(
     graph: OpGraph, devices: Devices, places: tuple[int, ...], phase: _Phase, solver: Any, is_forward: bool
 ) -> list[Item]:
-    """Orders what a solution does by its starts; what starts together by the graph."""
+    """Order what a solution does by its starts; what starts together by the graph."""
     rank = {v: at for at, v in enumerate(graph.order if is_forward else reversed(graph.order))}
     begin = [solver.value(start) for start in phase.starts]
     order = sorted(range(graph.num_ops), key=lambda v: (begin[v], rank[v]))

@@ -14,7 +14,7 @@ MOST_MOVES = 4000
 
 
 def heft(graph: OpGraph, devices: Devices) -> Timed | None:
-    """Places forward by earliest end, backward follows; then moves operators one by one as long as the step gets shorter.
+    """Place forward by earliest end, backward follows; then moves operators one by one as long as the step gets shorter.
 
     The result is never above all operators on one device, where that fits. None where not even a packing by size keeps
     the devices' limit.
@@ -25,7 +25,7 @@ def heft(graph: OpGraph, devices: Devices) -> Timed | None:
 
 
 def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> Timed:
-    """Times a placement: of the operators that are ready the one goes first with the longest way left."""
+    """Time a placement: of the operators that are ready the one goes first with the longest way left."""
     forward = _by_rank(graph, devices, places, True)
     backward = _by_rank(graph, devices, places, False)
     return play(
@@ -42,7 +42,7 @@ def _span(timed: Timed) -> float:
 
 
 def ranks_of(graph: OpGraph, devices: Devices, places: Sequence[int] | None, is_forward: bool) -> list[float]:
-    """Gives the longest way from the start of an operator to the end, with transfers where they cross, or half of each."""
+    """Return the longest way from the start of an operator to the end, with transfers where they cross, or half of each."""
     found = [0.0] * graph.num_ops
     for v in reversed(graph.order) if is_forward else graph.order:
         left = 0.0
@@ -56,7 +56,7 @@ def ranks_of(graph: OpGraph, devices: Devices, places: Sequence[int] | None, is_
 
 
 def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward: bool) -> list[int]:
-    """Orders the operators; each waits for those before it, whatever their ranks (which may be 0)."""
+    """Order the operators; each waits for those before it, whatever their ranks (which may be 0)."""
     ranks = ranks_of(graph, devices, places, is_forward)
     others = graph.feeders if is_forward else graph.users
     behind = graph.users if is_forward else graph.feeders
@@ -86,7 +86,7 @@ def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward
 
 
 def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
-    """Places operators by falling rank on the device where their forward ends first, among those with room."""
+    """Place operators by falling rank on the device where their forward ends first, among those with room."""
     ranks = ranks_of(graph, devices, None, True)
     position = {v: at for at, v in enumerate(graph.order)}
     places = [0] * graph.num_ops
@@ -111,7 +111,7 @@ def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
 
 
 def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
-    """Places the largest operators first, each where least is held."""
+    """Place the largest operators first, each where least is held."""
     places, held = [0] * graph.num_ops, [0] * devices.num
     for v in sorted(range(graph.num_ops), key=lambda v: (-graph.ops[v].held_bytes, v)):
         places[v] = held.index(min(held))

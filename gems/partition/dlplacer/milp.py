@@ -19,7 +19,7 @@ MOST_OPS = 40  # more pairs than theirs are no matter of a minute
 
 
 def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float) -> Found:
-    """Looks for a placement of a shorter step than that of a known one.
+    """Check for a placement of a shorter step than that of a known one.
 
     Variables: the device of each operator, the start of its forward and its backward, for each edge whether it crosses, and
     for each pair that may overlap which is first, which counts where both lie on one device (disjunctions by the length
@@ -59,7 +59,7 @@ def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float) -> Foun
 
 
 def _topological(graph: OpGraph, wished: Sequence[int], is_forward: bool) -> list[int]:
-    """Keeps to a wished order as far as the graph allows: a solver's starts are only as exact as its tolerance."""
+    """Keep to a wished order as far as the graph allows: a solver's starts are only as exact as its tolerance."""
     others = graph.feeders if is_forward else graph.users
     left, done, found = list(wished), set[int](), list[int]()
     while left:
@@ -164,7 +164,7 @@ class _Table:
 
 
 def _reach(graph: OpGraph) -> list[set[int]]:
-    """Gives what lies behind each operator."""
+    """Return what lies behind each operator."""
     found: list[set[int]] = [set() for _ in graph.ops]
     for v in reversed(graph.order):
         for w in graph.users[v]:

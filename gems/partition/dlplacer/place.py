@@ -48,7 +48,7 @@ class Placement:
 
 
 def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str = "auto", seed: int = 0) -> Placement:
-    """Places operators on equal devices for the shortest step, forward and backward of one micro-batch.
+    """Place operators on equal devices for the shortest step, forward and backward of one micro-batch.
 
     Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out of it. Where the joined answer
     keeps the limit nothing was lost; otherwise the whole graph is solved at once, with the pieces' bound.
@@ -87,7 +87,7 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
 
 
 def check_memory(graph: OpGraph, devices: Devices) -> None:
-    """Refuses what no placement can hold.
+    """Refuse what no placement can hold.
 
     Raises:
         DoesNotFitError: an operator above the limit of a device, or all of them above that of all devices.
@@ -123,14 +123,14 @@ def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | 
 
 
 def _shape(piece: Piece) -> OpGraph:
-    """Gives a piece without its names, so that equal ones are equal."""
+    """Return a piece without its names, so that equal ones are equal."""
     graph = piece.graph
     ops = tuple(replace(op, name=str(number)) for number, op in enumerate(graph.ops))
     return OpGraph(ops, graph.edges)
 
 
 def _solved(graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float) -> tuple[Timed, float]:
-    """Gives the best placement of a piece, and a bound."""
+    """Return the best placement of a piece, and a bound."""
     timed = heft(graph, devices)
     assert timed is not None
     bound_s = span_bound_s(graph, devices.num)
@@ -162,7 +162,7 @@ def _under_limit(graph: OpGraph, devices: Devices, solver: Solver | None, limit_
 
 
 def _anywhere(graph: OpGraph, devices: Devices) -> Timed:
-    """Gives a time that any placement is within, where none is known that fits."""
+    """Return a time that any placement is within, where none is known that fits."""
     timed = heft(graph, replace(devices, limit_bytes=None))
     assert timed is not None
     crossing_s = sum(2 * devices.delay_s(op.output_bytes) * devices.num for op in graph.ops)

@@ -12,7 +12,7 @@ Item = int | Message
 
 
 def needs_of(graph: OpGraph, places: Sequence[int], is_forward: bool) -> list[list[Item]]:
-    """Gives what each operator waits for: operators on its device, and messages."""
+    """Return what each operator waits for: operators on its device, and messages."""
     found: list[list[Item]] = []
     for v, here in enumerate(places):
         others = graph.feeders[v] if is_forward else graph.users[v]
@@ -23,7 +23,7 @@ def needs_of(graph: OpGraph, places: Sequence[int], is_forward: bool) -> list[li
 
 
 def with_messages(graph: OpGraph, places: Sequence[int], order: Iterable[int], is_forward: bool) -> list[Item]:
-    """Puts each message right behind the operator that makes it."""
+    """Put each message right behind the operator that makes it."""
     sequence: list[Item] = []
     for v in order:
         sequence.append(v)
@@ -37,7 +37,7 @@ def with_messages(graph: OpGraph, places: Sequence[int], order: Iterable[int], i
 def play(
     graph: OpGraph, devices: Devices, places: Sequence[int], forward: Sequence[Item], backward: Sequence[Item]
 ) -> Timed:
-    """Starts each operator and message as early as the order allows.
+    """Start each operator and message as early as the order allows.
 
     Args:
         graph: what is placed.

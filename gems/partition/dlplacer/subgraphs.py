@@ -29,7 +29,7 @@ class Piece:
 
 
 def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
-    """Gives the operators that all ways through the graph pass, first to last."""
+    """Return the operators that all ways through the graph pass, first to last."""
     position = {v: at for at, v in enumerate(graph.order)}
     first = {position[u] for u in range(graph.num_ops) if not graph.feeders[u]}
     ends = [v for v in range(graph.num_ops) if not graph.users[v]]
@@ -45,7 +45,7 @@ def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
 
 
 def pieces_of(graph: OpGraph) -> tuple[Piece, ...]:
-    """Cuts a graph at all its cut vertices, each of which ends a piece."""
+    """Cut a graph at all its cut vertices, each of which ends a piece."""
     cuts = cut_vertices(graph)
     position = {v: at for at, v in enumerate(graph.order)}
     pieces = []
@@ -61,7 +61,7 @@ def pieces_of(graph: OpGraph) -> tuple[Piece, ...]:
 
 
 def joined(graph: OpGraph, pieces: Sequence[Piece], solved: Sequence[Timed], num_devices: int) -> Timed:
-    """Puts the pieces' answers together: devices renamed, forward from first to last, backward from last to first."""
+    """Put the pieces' answers together: devices renamed, forward from first to last, backward from last to first."""
     places, forward, backward = [0] * graph.num_ops, [0.0] * graph.num_ops, [0.0] * graph.num_ops
     at = 0.0
     for piece, timed in zip(pieces, solved, strict=True):

@@ -32,7 +32,7 @@ class Chain:
         self.widest[0], self.widest[-1] = (0, 0), (self.num_layers, self.num_layers)
 
     def block(self, stage: int, windows: Windows) -> Table:
-        """Gives the cost of a stage that begins and ends within its windows; infinite where it may not."""
+        """Return the cost of a stage that begins and ends within its windows; infinite where it may not."""
         (first, last), (low, high) = windows[stage], windows[stage + 1]
         part = (slice(first, last + 1), slice(low, high + 1))
         found = np.where(np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None], -np.inf, np.inf)
@@ -43,12 +43,12 @@ class Chain:
         return found
 
     def is_monotone(self) -> bool:
-        """Tells whether every table is monotone."""
+        """Return whether every table is monotone."""
         tables = {id(table): table for lists in (self._costs, self._limits) for row in lists for table in row}
         return all(map(is_monotone, tables.values()))
 
     def furthest(self, stage: int, first: int, most: float) -> int:
-        """Gives how far a stage from `first` on may go for `most`, of monotone tables; `first` where nowhere."""
+        """Return how far a stage from `first` on may go for `most`, of monotone tables; `first` where nowhere."""
         end = self.num_layers
         for tables, cap in ((self._costs[stage], most), (self._limits[stage], self._limit)):
             for table in tables:
@@ -56,7 +56,7 @@ class Chain:
         return end
 
     def nearest(self, stage: int, end: int, most: float) -> int:
-        """Gives how early a stage up to `end` may begin for `most`, of monotone tables; `end` where nowhere."""
+        """Return how early a stage up to `end` may begin for `most`, of monotone tables; `end` where nowhere."""
         first = 0
         for tables, cap in ((self._costs[stage], most), (self._limits[stage], self._limit)):
             for table in tables:
@@ -66,7 +66,7 @@ class Chain:
 
 
 def cut_chain(problem: Problem) -> tuple[int, ...] | None:
-    """Gives boundaries of the least cost and, among those, the fewest bytes that cross; None where limits allow none.
+    """Return boundaries of the least cost and, among those, the fewest bytes that cross; None where limits allow none.
 
     Of monotone tables the least cost comes from a search over floats, each judged by filling one stage after the other
     (stages without layers being allowed, which makes it a lower bound; it is the answer when a cut into whole stages
@@ -87,7 +87,7 @@ def cut_chain(problem: Problem) -> tuple[int, ...] | None:
 
 
 def least_cost(problem: Problem) -> float:
-    """Gives the least cost of a chain by the dynamic program; infinite where limits allow no cut."""
+    """Return the least cost of a chain by the dynamic program; infinite where limits allow no cut."""
     return _least_highest(Chain(problem))
 
 
@@ -100,7 +100,7 @@ def _least_highest(chain: Chain) -> float:
 
 
 def _least_filled(chain: Chain) -> float | None:
-    """Gives the least float at which filling reaches the last layer; None when none does.
+    """Return the least float at which filling reaches the last layer; None when none does.
 
     Floats from 0 up are in the order of their bits, so that a search over those ends at the float itself.
     """
@@ -130,7 +130,7 @@ def _fills(chain: Chain, most: float) -> bool:
 
 
 def _windows(chain: Chain, most: float) -> Windows:
-    """Gives the least and largest place of every boundary, by filling from the right and from the left."""
+    """Return the least and largest place of every boundary, by filling from the right and from the left."""
     least, largest = [chain.num_layers], [0]
     for stage in range(chain.num_stages):
         first = largest[-1]
@@ -144,7 +144,7 @@ def _windows(chain: Chain, most: float) -> Windows:
 
 
 def _fewest_bytes(chain: Chain, boundary_bytes: Sequence[int], most: float, windows: Windows) -> tuple[int, ...] | None:
-    """Gives the cut of the fewest crossing bytes whose stages cost `most` at most each."""
+    """Return the cut of the fewest crossing bytes whose stages cost `most` at most each."""
     if any(low > high for low, high in windows):
         return None
     crossing = np.concatenate(([0.0], boundary_bytes, [0.0]))

@@ -11,7 +11,7 @@ Order = tuple[tuple[float, ...], int]
 
 
 def improve(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Gives a cut that no move of one boundary by one layer betters, or the best one when the deadline comes first.
+    """Return a cut that no move of one boundary by one layer betters, or the best one when the deadline comes first.
 
     Better is less at the highest cost, then at the next one below and so on, then fewer bytes that cross; so that a
     rank which is not the dearest may make room for the one that is. `deadline` is a time.perf_counter().
@@ -45,7 +45,7 @@ class _Judge:
         self._order = self._rate(self._costs, self.boundaries)
 
     def move(self, cut: int, shift: int) -> bool:
-        """Moves a boundary if that betters the cut, and tells whether it did."""
+        """Move a boundary if that betters the cut, and tells whether it did."""
         place = self.boundaries[cut] + shift
         if not self.boundaries[cut - 1] < place < self.boundaries[cut + 1]:
             return False
@@ -65,7 +65,7 @@ class _Judge:
         return rank.under(boundaries)
 
     def _rate(self, costs: Sequence[float], boundaries: Sequence[int]) -> Order:
-        """Gives what is above the limits first, and then the costs, dearest first."""
+        """Return what is above the limits first, and then the costs, dearest first."""
         problem, num_ranks = self._problem, len(self._problem.ranks)
         above = max((cost for cost in costs[num_ranks:] if cost > problem.limit), default=0.0)
         return (above, *sorted(costs[:num_ranks], reverse=True)), problem.crossing_bytes(boundaries)

@@ -21,7 +21,7 @@ SMALL = 40  # layers up to which all states are cheaper than a search for the th
 
 
 def cut_pairs(problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf) -> Answer:
-    """Gives the cut whose dearest pair costs least, exact for any tables unless the deadline comes first.
+    """Return the cut whose dearest pair costs least, exact for any tables unless the deadline comes first.
 
     States are the places of the left and the right cut, from outside to inside. A frontier of what can still be
     completed, by minorants of the tables, gives a first bound and leaves a thin band of states; within it the dynamic
@@ -62,7 +62,7 @@ def cut_pairs(problem: Problem, deadline: float, start: Sequence[int] | None = N
 
 
 def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:
-    """Gives a cost below every cut's and one at which the minorants allow a cut, near it if the deadline allows."""
+    """Return a cost below every cut's and one at which the minorants allow a cut, near it if the deadline allows."""
     low, high = pairs.lowest, cost
     if high == np.inf:
         if pairs.completable(np.inf) is None:
@@ -125,7 +125,7 @@ class _Search:
         )
 
     def run(self) -> tuple[int, ...] | None:
-        """Gives the boundaries of the least value, or None.
+        """Return the boundaries of the least value, or None.
 
         Raises:
             TimeoutError: the deadline came first.
@@ -143,7 +143,7 @@ class _Search:
         return None if value[last] == np.inf else _read(trail, last, self._pairs.has_middle)
 
     def _close(self, states: _States) -> Floats:
-        """Gives the values with the middle stage, infinite where it is too dear."""
+        """Return the values with the middle stage, infinite where it is too dear."""
         value = states.value.copy()
         if self._pairs.has_middle:
             for term in self._pairs.terms[-1]:
@@ -154,7 +154,7 @@ class _Search:
         return value
 
     def _inward(self, depth: int, states: _States) -> _States:
-        """Places the next pair of stages in all ways."""
+        """Place the next pair of stages in all ways."""
         pairs, size = self._pairs, self._pairs.num_layers + 1
         best = np.full(size * size, np.inf)
         parent = np.full(size * size, -1)
@@ -179,7 +179,7 @@ class _Search:
         self, terms: Sequence[Term], states: _States, which: Ints, left_end: Ints, left_over: int, inner: Ints,
         best: Floats, parent: Ints,
     ) -> None:  # fmt: skip
-        """Adds what is reached from states `which` by left stages up to `left_end` to `best` and `parent`."""
+        """Add what is reached from states `which` by left stages up to `left_end` to `best` and `parent`."""
         for term in terms:
             ok = term.left[states.left[which], left_end] <= term.room(self._most) - term.floor_right
             which, left_end = which[ok], left_end[ok]
@@ -220,7 +220,7 @@ class _Search:
 
 
 def _chunks(counts: Ints) -> Iterator[tuple[int, int]]:
-    """Gives runs of neighbours whose counts are about CHUNK together."""
+    """Yield runs of neighbours whose counts are about CHUNK together."""
     total = np.cumsum(np.maximum(counts, 0))
     begin = 0
     while begin < len(counts):
@@ -231,7 +231,7 @@ def _chunks(counts: Ints) -> Iterator[tuple[int, int]]:
 
 
 def _read(trail: Sequence[_States], last: int, has_middle: bool) -> tuple[int, ...]:
-    """Gives the boundaries that led to a state."""
+    """Return the boundaries that led to a state."""
     left, right = [], []
     for states in trail[::-1]:
         left.append(int(states.left[last]))

@@ -30,11 +30,11 @@ class Term:
     limit: float | None
 
     def cap(self, most: float) -> float:
-        """Gives what the term may be where the cost may be `most`."""
+        """Return what the term may be where the cost may be `most`."""
         return most if self.limit is None else self.limit
 
     def room(self, most: float) -> float:
-        """Gives `cap` with room for rounding, so that subtracting one table from it leaves out no sum within it."""
+        """Return `cap` with room for rounding, so that subtracting one table from it leaves out no sum within it."""
         cap = self.cap(most)
         return cap + abs(cap) * ROUNDING
 
@@ -68,7 +68,7 @@ class Pairs:
         return self.num_stages % 2 == 1
 
     def left_over(self, depth: int) -> int:
-        """Gives the number of stages inside the first `depth` pairs."""
+        """Return the number of stages inside the first `depth` pairs."""
         return self.num_stages - 2 * depth
 
     def _terms(self, rank: RankCosts, outer: int, limit: float | None) -> list[Term]:
@@ -105,7 +105,7 @@ class Pairs:
         )
 
     def completable(self, most: float) -> list[Ints] | None:
-        """Gives by depth, for every left cut, the rightmost right cut whose inside may be done for `most` at most.
+        """Return by depth, for every left cut, the rightmost right cut whose inside may be done for `most` at most.
 
         It is -1 where there is none, and the whole None where the search from outside cannot be done at all. The
         tables are the minorants and stages may be without layers, so that nothing that can be done is left out: of two
@@ -125,7 +125,7 @@ class Pairs:
         return found[::-1] if inner[0] == self.num_layers else None
 
     def reach(self, terms: list[Term], most: float) -> Ints:
-        """Gives how far a left stage may go from each layer on; one less than the layer where nowhere."""
+        """Return how far a left stage may go from each layer on; one less than the layer where nowhere."""
         cuts = np.arange(self.num_layers + 1)
         reach = np.full(len(cuts), self.num_layers)
         for term in terms:
@@ -151,7 +151,7 @@ class Pairs:
 
 
 def expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Gives, for ranges first[k] up to and with last[k], the k and the value of every member."""
+    """Return, for ranges first[k] up to and with last[k], the k and the value of every member."""
     count = np.maximum(last - first + 1, 0)
     which = np.repeat(np.arange(len(first)), count)
     within = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
@@ -159,7 +159,7 @@ def expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints:
-    """Gives the largest column from `first` to `last` in which each row is `room` at most; first - 1 where none.
+    """Return the largest column from `first` to `last` in which each row is `room` at most; first - 1 where none.
 
     Rows of a minorant rise, so that it is a search by halves, all rows at once.
     """
@@ -174,7 +174,7 @@ def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints
 
 
 def nearest(low: Low, column: Ints, first: Ints, last: Ints, room: Floats) -> Ints:
-    """Gives the least row from `first` to `last` in which each column is `room` at most; last + 1 where none."""
+    """Return the least row from `first` to `last` in which each column is `room` at most; last + 1 where none."""
     flat, width = low.ravel(), low.shape[1]
     below, above = first, last + 1
     while np.any(below < above):

@@ -29,12 +29,12 @@ class Term:
     limit: float | None
 
     def at(self, boundaries: Sequence[int]) -> float:
-        """Gives the sum under a cut."""
+        """Return the sum under a cut."""
         return sum(float(table[boundaries[s], boundaries[s + 1]]) for s, table in self.tables)
 
 
 def terms_of(problem: Problem) -> list[Term]:
-    """Gives the terms of a problem: those of the cost first."""
+    """Return the terms of a problem: those of the cost first."""
     found = []
     for ranks, limit in ((problem.ranks, None), (problem.limits, problem.limit)):
         for rank in ranks:
@@ -75,7 +75,7 @@ class Relaxation:
         self._windows[0], self._windows[-1] = (0, 0), (num_layers, num_layers)
 
     def raise_bound(self, shaker: Shaker, deadline: float) -> Bound:
-        """Gives the best bound found by the deadline (a time.perf_counter()); offers the cuts on the way."""
+        """Return the best bound found by the deadline (a time.perf_counter()); offers the cuts on the way."""
         problem = self._problem
         weights = self._first_weights(shaker.best)
         bound, path = self.bound(weights)
@@ -100,7 +100,7 @@ class Relaxation:
         return bound
 
     def bound(self, weights: Floats) -> tuple[Bound, tuple[int, ...]]:
-        """Gives the bound of some weights, and the cut that attains it."""
+        """Return the bound of some weights, and the cut that attains it."""
         num_layers, num_stages = self._problem.num_layers, self._problem.num_stages
         to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
         to_go[num_stages, num_layers] = 0.0
@@ -122,7 +122,7 @@ class Relaxation:
         return Bound(float(to_go[0, 0]) - offset, weights, to_go, offset), tuple(boundaries)
 
     def bottleneck(self) -> float:
-        """Gives a bound below every cut's cost: as if each stage's companions on its rank cost the least they can."""
+        """Return a bound below every cut's cost: as if each stage's companions on its rank cost the least they can."""
         read = valid(self._problem.num_layers)
         raised: list[list[tuple[Table, float]]] = [[] for _ in range(self._problem.num_stages)]
         for term in itertools.compress(self.terms, ~self.is_limit):
@@ -138,7 +138,7 @@ class Relaxation:
         return float(best[0])
 
     def _weighted(self, stage: int, weights: Floats) -> Table:
-        """Gives the weighted cost of a stage by its begin and end within its windows."""
+        """Return the weighted cost of a stage by its begin and end within its windows."""
         part, total = self._block(stage, 0.0)
         for weight, term in zip(weights, self.terms, strict=True):
             for named, table in term.tables if weight else ():
@@ -147,13 +147,13 @@ class Relaxation:
         return total
 
     def _block(self, stage: int, value: float) -> tuple[tuple[slice, slice], Table]:
-        """Gives where a stage lies in the tables by its windows, and such a table of one value; infinite where none."""
+        """Return where a stage lies in the tables by its windows, and such a table of one value; infinite where none."""
         (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
         is_run = np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None]
         return (slice(first, last + 1), slice(low, high + 1)), np.where(is_run, value, np.inf)
 
     def _first_weights(self, start: Sequence[int]) -> Floats:
-        """Gives each rank's dearest moment under a cut the same weight, and limits none."""
+        """Return each rank's dearest moment under a cut the same weight, and limits none."""
         weights = np.zeros(len(self.terms))
         index = 0
         for rank in self._problem.ranks:
@@ -163,7 +163,7 @@ class Relaxation:
         return weights
 
     def _moved(self, weights: Floats, path: Sequence[int], cost: float, gap: float) -> Floats:
-        """Gives the weights after one step up towards closing `gap`; limits are scaled to be `cost`."""
+        """Return the weights after one step up towards closing `gap`; limits are scaled to be `cost`."""
         limits = np.array([term.limit or 1.0 for term in self.terms])
         factor = np.where(self.is_limit, cost / limits, 1.0)
         slope = np.array([term.at(path) for term in self.terms]) * factor
@@ -178,7 +178,7 @@ class Relaxation:
 
 
 def _on_simplex(values: Floats, chosen: NDArray[np.bool_]) -> Floats:
-    """Gives the nearest point to the chosen values that is not negative and of sum 1 (Held et al. 1974)."""
+    """Return the nearest point to the chosen values that is not negative and of sum 1 (Held et al. 1974)."""
     falling = np.sort(values[chosen])[::-1]
     excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(falling) + 1)
     last = int(np.flatnonzero(falling > excess)[-1])

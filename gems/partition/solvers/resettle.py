@@ -28,13 +28,13 @@ class Shaker:
         self.offer(start, deadline)
 
     def offer(self, boundaries: Sequence[int], deadline: float) -> None:
-        """Takes a cut, settled until the deadline, if it is better than the best."""
+        """Take a cut, settled until the deadline, if it is better than the best."""
         for each in (tuple(boundaries), resettle(self._problem, boundaries, deadline)):
             if self._problem.cost(each) < self.cost:
                 self.best, self.cost = each, self._problem.cost(each)
 
     def shake(self, deadline: float) -> None:
-        """Moves half of the boundaries a little and settles the cut, again and again until the deadline."""
+        """Move half of the boundaries a little and settles the cut, again and again until the deadline."""
         problem, draw = self._problem, self._random
         reach = max(1, problem.num_layers // (2 * problem.num_stages))
         while time.perf_counter() < deadline:
@@ -47,7 +47,7 @@ class Shaker:
 
 
 def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Gives a cut that no such move betters, or the best one at the deadline (a time.perf_counter()).
+    """Return a cut that no such move betters, or the best one at the deadline (a time.perf_counter()).
 
     Stages of a run are all on different ranks, so that with the other stages fixed they are a chain, whose tables are
     raised by what their ranks hold elsewhere: the move is the best one there is.
@@ -66,7 +66,7 @@ def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tu
 
 
 def runs_of(problem: Problem) -> list[tuple[int, int]]:
-    """Gives the longest runs of two or more stages (first, end) that are all on different ranks."""
+    """Return the longest runs of two or more stages (first, end) that are all on different ranks."""
     together: list[set[int]] = [set() for _ in range(problem.num_stages)]
     for rank in (*problem.ranks, *problem.limits):
         for stage in rank.stages:
@@ -82,14 +82,14 @@ def runs_of(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _rank(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
-    """Gives what cuts are ordered by: the costs of all ranks, dearest first."""
+    """Return what cuts are ordered by: the costs of all ranks, dearest first."""
     if problem.cost(boundaries) == np.inf:
         return (np.inf,)
     return tuple(sorted((rank.under(boundaries) for rank in problem.ranks), reverse=True))
 
 
 def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) -> tuple[int, ...] | None:
-    """Gives the cut with the boundaries inside stages `first` up to `end` settled again."""
+    """Return the cut with the boundaries inside stages `first` up to `end` settled again."""
     low, high = boundaries[first], boundaries[end]
     chain = Problem(
         high - low, end - first,
@@ -105,7 +105,7 @@ def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) 
 def _raised(
     problem: Problem, ranks: Sequence[RankCosts], boundaries: Sequence[int], first: int, end: int
 ) -> tuple[RankCosts, ...]:
-    """Gives the costs of the stages of a run as a chain's, with what their ranks hold elsewhere added."""
+    """Return the costs of the stages of a run as a chain's, with what their ranks hold elsewhere added."""
     part = (slice(boundaries[first], boundaries[end]), slice(boundaries[first], boundaries[end] + 1))
     found = []
     for rank in ranks:

@@ -26,7 +26,7 @@ CHUNK = 2_000_000  # numbers at a time
 def cut_several(
     problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
 ) -> Answer:
-    """Gives the cut whose dearest rank costs least, proven (to rounding) unless the deadline comes first.
+    """Return the cut whose dearest rank costs least, proven (to rounding) unless the deadline comes first.
 
     Cuts are searched stage by stage by a beam: of all first stages, then all first two and so on, those are kept whose
     whole cuts may cost least, by what a rank has come to and by a Lagrangian relaxation. What cannot be better than the
@@ -85,7 +85,7 @@ class _Level:
     rating: Floats
 
     def take(self, chosen: Ints) -> _Level:
-        """Gives some of them."""
+        """Return some of them."""
         return _Level(*(getattr(self, name)[chosen] for name in self.__slots__))
 
 
@@ -109,7 +109,7 @@ class _Beam:
         self._bytes_to_go = self._fewest_to_go()
 
     def run(self, cost: float, width: int, most_bytes: float | None = None) -> tuple[tuple[int, ...] | None, bool]:
-        """Gives the best cut of a beam that costs less than `cost`, and whether nothing was left out that may.
+        """Return the best cut of a beam that costs less than `cost`, and whether nothing was left out that may.
 
         With `most_bytes` it is the cut of cost `cost` with fewer crossing bytes than that, and the fewest.
 
@@ -127,7 +127,7 @@ class _Beam:
         return self._best(trail, cost, most_bytes), is_whole
 
     def _best(self, trail: Sequence[_Level], cost: float, most_bytes: float | None) -> tuple[int, ...] | None:
-        """Gives the best of the last level, which is in the order of its rating."""
+        """Return the best of the last level, which is in the order of its rating."""
         problem, rating = self._problem, trail[-1].rating
         if most_bytes is not None:
             within = (_read(trail, last) for last in range(len(rating)))
@@ -139,7 +139,7 @@ class _Beam:
     def _next(
         self, stage: int, level: _Level, cost: float, width: int, most_bytes: float | None
     ) -> tuple[_Level, bool]:
-        """Gives the level with one stage more, and whether all of it."""
+        """Return the level with one stage more, and whether all of it."""
         problem = self._problem
         last = problem.num_layers - (problem.num_stages - stage - 1)
         first = level.end + 1 if stage < problem.num_stages - 1 else np.full(len(level.end), last)
@@ -157,7 +157,7 @@ class _Beam:
         return _first_rated(made, width) if made else level, num_made <= width
 
     def _grow(self, stage: int, level: _Level, which: Ints, end: Ints, cost: float, most_bytes: float | None) -> _Level:
-        """Gives the cuts `which` with one more stage up to `end`, but for those that cannot be better."""
+        """Return the cuts `which` with one more stage up to `end`, but for those that cannot be better."""
         most = cost * (1 - ROUNDING) if most_bytes is None else cost * (1 + ROUNDING)
         caps = np.where(self._is_limit, self._caps, most)
         rest = self._rest[stage + 1]
@@ -187,7 +187,7 @@ class _Beam:
             yield begin, min(begin + step, len(counts))
 
     def _least_rest(self) -> list[Floats]:
-        """Gives by stage, (L + 1, terms): what its later stages add to a term at least, from a layer on."""
+        """Return by stage, (L + 1, terms): what its later stages add to a term at least, from a layer on."""
         num_layers = self._problem.num_layers
         read = valid(num_layers)
         rest = [np.zeros((num_layers + 1, self._num_terms))]
@@ -200,7 +200,7 @@ class _Beam:
         return rest[::-1]
 
     def _fewest_to_go(self) -> Floats:
-        """Gives by stage and begin the fewest bytes that cross the boundaries behind it."""
+        """Return by stage and begin the fewest bytes that cross the boundaries behind it."""
         num_layers, num_stages = self._problem.num_layers, self._problem.num_stages
         to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
         to_go[num_stages, num_layers] = 0.0
@@ -211,13 +211,13 @@ class _Beam:
 
 
 def _first_rated(levels: Sequence[_Level], width: int) -> _Level:
-    """Gives the best of several lists, in the order of their rating."""
+    """Return the best of several lists, in the order of their rating."""
     whole = _Level(*(np.concatenate([getattr(each, name) for each in levels]) for name in _Level.__slots__))
     return whole.take(np.argsort(whole.rating, kind="stable")[:width])
 
 
 def _read(trail: Sequence[_Level], last: int) -> tuple[int, ...]:
-    """Gives the boundaries that led to one of the last level."""
+    """Return the boundaries that led to one of the last level."""
     boundaries = []
     for level in trail[::-1]:
         boundaries.append(int(level.end[last]))

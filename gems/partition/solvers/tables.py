@@ -15,7 +15,7 @@ Build = Callable[[], Table]
 
 
 def kept(problem: Problem) -> Problem:
-    """Gives the same problem with tables that are built at the first call only; equal callables share one."""
+    """Return the same problem with tables that are built at the first call only; equal callables share one."""
     found: dict[Build, Build] = {}
 
     def keep(build: Build) -> Build:
@@ -39,12 +39,12 @@ def kept(problem: Problem) -> Problem:
 
 
 def valid(num_layers: int) -> NDArray[np.bool_]:
-    """Gives where an array (L, L + 1) is read: [i, e] with e > i."""
+    """Return where an array (L, L + 1) is read: [i, e] with e > i."""
     return np.arange(num_layers + 1)[None, :] > np.arange(num_layers)[:, None]
 
 
 def is_monotone(table: Table) -> bool:
-    """Tells whether no run of layers costs more than a longer one around it, and none less than 0."""
+    """Return whether no run of layers costs more than a longer one around it, and none less than 0."""
     num_layers = len(table)
     longer = table[:, 1:] >= table[:, :-1]
     earlier = table[:-1] >= table[1:]
@@ -55,7 +55,7 @@ def is_monotone(table: Table) -> bool:
 
 
 def minorant(table: Table) -> Low:
-    """Gives the largest monotone table (L + 1, L + 1) below another one, rounded down to single precision.
+    """Return the largest monotone table (L + 1, L + 1) below another one, rounded down to single precision.
 
     Entry [i, e] is the least cost of a run of layers that holds i up to e; [i, i], of a stage without layers, is the
     least cost of any. Below the diagonal it is infinite.

@@ -31,7 +31,7 @@ class Crossing:
 
 
 def crossing(case: HybridCase, ways: int, devices: Sequence[int], draws: Sequence[HybridCase] = ()) -> Crossing:
-    """Finds where workers of so many ways become faster, between the listed numbers of devices by halving.
+    """Find where workers of so many ways become faster, between the listed numbers of devices by halving.
 
     Between two listed numbers the gain is taken to cross 1 once.
     """
@@ -56,7 +56,7 @@ def crossing(case: HybridCase, ways: int, devices: Sequence[int], draws: Sequenc
 
 
 def _gains(case: HybridCase, ways: int, devices: Sequence[int]) -> list[tuple[int, float]]:
-    """Gives the gain at each number of devices that so many ways divide, where it is known."""
+    """Return the gain at each number of devices that so many ways divide, where it is known."""
     found = []
     for count in sorted(devices):
         if count % ways:
@@ -69,7 +69,7 @@ def _gains(case: HybridCase, ways: int, devices: Sequence[int]) -> list[tuple[in
 
 
 def _crossing_band(ways: int, devices: Sequence[int], draws: Sequence[HybridCase]) -> tuple[float | None, float | None]:
-    """Gives the middle 95 % of where the draws cross, on a line between listed numbers; None for an end that does not."""
+    """Return the middle 95 % of where the draws cross, on a line between listed numbers; None for an end that does not."""
     if not draws:
         return None, None
     places = sorted(_interpolated(_gains(case, ways, devices)) for case in draws)
@@ -79,7 +79,7 @@ def _crossing_band(ways: int, devices: Sequence[int], draws: Sequence[HybridCase
 
 
 def _interpolated(known: Sequence[tuple[int, float]]) -> float:
-    """Gives where gains cross 1 for the last time, both axes logarithmic; infinity where the last is not above 1."""
+    """Return where gains cross 1 for the last time, both axes logarithmic; infinity where the last is not above 1."""
     place = math.inf
     for (count, gain), above in zip(reversed(known), (None, *reversed(known)), strict=False):
         if gain > 1.0:

@@ -44,7 +44,7 @@ class Choice:
 
     @property
     def devices(self) -> int:
-        """Workers times ways."""
+        """Worker times ways."""
         return self.workers * self.ways
 
 
@@ -76,7 +76,7 @@ class Picks:
 
 
 def picks(plan: HybridPlan) -> Picks | None:
-    """Picks among the choices whose epochs do not stand far beyond what was measured, where there are such.
+    """Pick among the choices whose epochs do not stand far beyond what was measured, where there are such.
 
     Times are compared by what they are relative to each other, so that none need be known in seconds. Nearly fastest is what
     takes at most NEARLY times the least.
@@ -94,12 +94,12 @@ def picks(plan: HybridPlan) -> Picks | None:
 
 
 def device_counts(ways: Sequence[int], most: int) -> tuple[int, ...]:
-    """Gives the numbers of devices to look at: powers of two times each of the ways, up to `most`."""
+    """Return the numbers of devices to look at: powers of two times each of the ways, up to `most`."""
     return tuple(sorted({size << k for size in {1, *ways} for k in range(most.bit_length()) if size << k <= most}))
 
 
 def plan_hybrid(case: HybridCase, devices: Sequence[int], num_draws: int = NUM_DRAWS, seed: int = 0) -> HybridPlan:
-    """Weighs all workers x ways at each number of devices, with bands from the intervals of the inputs.
+    """Weigh all workers x ways at each number of devices, with bands from the intervals of the inputs.
 
     Raises:
         ConfigError: nothing is known or fits at any of them; the first reason.
@@ -118,7 +118,7 @@ def plan_hybrid(case: HybridCase, devices: Sequence[int], num_draws: int = NUM_D
 
 
 def _base(case: HybridCase, counts: Sequence[int]) -> tuple[tuple[int, int] | None, str]:
-    """Gives workers and ways of the fastest choice on the fewest devices of which anything is known, or why there is none."""
+    """Return workers and ways of the fastest choice on the fewest devices of which anything is known, or why there is none."""
     reason = "no number of devices is given"
     for count in counts:
         costs, left_out = _costs(case, count)
@@ -130,7 +130,7 @@ def _base(case: HybridCase, counts: Sequence[int]) -> tuple[tuple[int, int] | No
 
 
 def _costs(case: HybridCase, devices: int) -> tuple[dict[int, float], dict[int, str]]:
-    """Gives the cost of each of the ways that divide a number of devices, and why others are left out."""
+    """Return the cost of each of the ways that divide a number of devices, and why others are left out."""
     misfits, costs, left_out = case.misfits or {}, {}, {}
     for ways in (ways for ways in case.ways if devices % ways == 0):
         if ways in misfits:
@@ -168,7 +168,7 @@ def _choice(case: HybridCase, draws: Sequence[HybridCase], workers: int, ways: i
 
 
 def _gain(case: HybridCase, draws: Sequence[HybridCase], workers: int, ways: int) -> Quantity | None:
-    """Gives the gain over data parallelism, or None for that itself and where that does not fit or is not known."""
+    """Return the gain over data parallelism, or None for that itself and where that does not fit or is not known."""
     if ways == 1 or 1 in (case.misfits or {}):
         return None
     try:

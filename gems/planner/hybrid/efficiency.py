@@ -18,14 +18,14 @@ class Efficiency(Protocol):
     """The step time of one worker over that of N, each with the batch that it has alone."""
 
     def of(self, workers: int, ways: int) -> float:
-        """Gives SE_N of workers of `ways` devices each; raises ConfigError where it is not known."""
+        """Return SE_N of workers of `ways` devices each; raises ConfigError where it is not known."""
 
     @property
     def is_exact(self) -> bool:
         """Whether nothing is uncertain."""
 
     def drawn(self, rng: np.random.Generator) -> Efficiency:
-        """Gives one draw from what is uncertain."""
+        """Return one draw from what is uncertain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class IdealEfficiency:
     """Workers that cost each other no time: what favours data parallelism most (Pal et al. 2019, their projections)."""
 
     def of(self, workers: int, ways: int) -> float:
-        """Gives 1."""
+        """Return 1."""
         return 1.0
 
     @property
@@ -42,7 +42,7 @@ class IdealEfficiency:
         return True
 
     def drawn(self, rng: np.random.Generator) -> IdealEfficiency:
-        """Gives itself."""
+        """Return itself."""
         return self
 
 
@@ -61,7 +61,7 @@ class EfficiencyTable:
             raise ValueError("must have at least one row")
 
     def of(self, workers: int, ways: int) -> float:
-        """Gives SE_N.
+        """Return SE_N.
 
         Raises:
             ConfigError: fewer or more workers than in the table; one worker alone has 1 where the table begins above.
@@ -89,7 +89,7 @@ class EfficiencyTable:
         return all(each.is_exact for table in self.by_ways.values() for each in table.values())
 
     def drawn(self, rng: np.random.Generator) -> EfficiencyTable:
-        """Gives a table with each figure drawn from its interval, independently."""
+        """Return a table with each figure drawn from its interval, independently."""
         return EfficiencyTable(
             {
                 ways: {workers: each.drawn(rng) for workers, each in table.items()}

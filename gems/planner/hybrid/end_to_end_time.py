@@ -52,11 +52,11 @@ class HybridCase:
         return self.epochs.is_exact and self.efficiency.is_exact and all(part.is_exact for part in parts)
 
     def speedup(self, ways: int) -> float:
-        """Gives SU^M."""
+        """Return SU^M."""
         return 1.0 if ways == 1 else self.speedups[ways].value
 
     def cost(self, workers: int, ways: int) -> float:
-        """Gives C in units of T_1 S_1, the epochs that one worker on one device would do in that time.
+        """Return C in units of T_1 S_1, the epochs that one worker on one device would do in that time.
 
         Raises:
             ConfigError: epochs or efficiency that are not known there.
@@ -64,7 +64,7 @@ class HybridCase:
         return self.step(workers, ways) * self.epochs.epochs(workers * self.worker_batch) / workers
 
     def step(self, workers: int, ways: int) -> float:
-        """Gives T in units of T_1.
+        """Return T in units of T_1.
 
         Raises:
             ConfigError: an efficiency that is not known there.
@@ -72,7 +72,7 @@ class HybridCase:
         return 1.0 / (self.speedup(ways) * self.efficiency.of(workers, ways))
 
     def threshold(self, workers: int, ways: int) -> float:
-        """Gives the right side of the criterion: what SU^M must exceed for N workers of M ways to win.
+        """Return the right side of the criterion: what SU^M must exceed for N workers of M ways to win.
 
         Raises:
             ConfigError: epochs or efficiency that are not known there.
@@ -83,17 +83,17 @@ class HybridCase:
         return ways * efficiencies * epochs
 
     def gain(self, workers: int, ways: int) -> float:
-        """Gives the time of data parallelism on the same devices over that of N workers of M ways: above 1 hybrid wins."""
+        """Return the time of data parallelism on the same devices over that of N workers of M ways: above 1 hybrid wins."""
         return self.speedup(ways) / self.threshold(workers, ways)
 
     def seconds(self, cost: float) -> float | None:
-        """Gives a cost in seconds, None where the time of a step or the samples of an epoch are not known."""
+        """Return a cost in seconds, None where the time of a step or the samples of an epoch are not known."""
         if self.step_s is None or self.num_samples is None:
             return None
         return cost * self.step_s.value * self.num_samples / self.worker_batch
 
     def drawn(self, rng: np.random.Generator) -> HybridCase:
-        """Gives the case with every uncertain input drawn once."""
+        """Return the case with every uncertain input drawn once."""
         return replace(
             self,
             epochs=self.epochs.drawn(rng),

@@ -25,17 +25,17 @@ class Epochs(Protocol):
     """How many passes over the data training takes to its target, by samples of one optimizer step."""
 
     def epochs(self, global_batch: float) -> float:
-        """Gives the epochs; raises ConfigError where they are not known."""
+        """Return the epochs; raises ConfigError where they are not known."""
 
     def is_extrapolated(self, global_batch: float) -> bool:
-        """Tells whether the figure stands on a law beyond what was measured."""
+        """Return whether the figure stands on a law beyond what was measured."""
 
     @property
     def is_exact(self) -> bool:
         """Whether nothing is uncertain."""
 
     def drawn(self, rng: np.random.Generator) -> Epochs:
-        """Gives one draw from what is uncertain."""
+        """Return one draw from what is uncertain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class EpochTable:
 
     @classmethod
     def of(cls, rows: Mapping[float, float | Quantity], beyond: bool = False) -> EpochTable:
-        """Builds a table from epochs by global batch, in any order."""
+        """Build a table from epochs by global batch, in any order."""
         batches = tuple(sorted(rows))
         numbers = (rows[batch] for batch in batches)
         return cls(
@@ -72,7 +72,7 @@ class EpochTable:
         )
 
     def epochs(self, global_batch: float) -> float:
-        """Gives the epochs at a global batch.
+        """Return the epochs at a global batch.
 
         Raises:
             ConfigError: a batch outside of the table, unless `beyond`.
@@ -92,7 +92,7 @@ class EpochTable:
         return float(first * (last / first) ** share)
 
     def is_extrapolated(self, global_batch: float) -> bool:
-        """Tells whether a batch lies outside of the table."""
+        """Return whether a batch lies outside of the table."""
         return not self.global_batches[0] <= global_batch <= self.global_batches[-1]
 
     @property
@@ -101,7 +101,7 @@ class EpochTable:
         return all(number.is_exact for number in self.numbers)
 
     def drawn(self, rng: np.random.Generator) -> EpochTable:
-        """Gives a table with each row drawn from its interval, independently."""
+        """Return a table with each row drawn from its interval, independently."""
         return EpochTable(self.global_batches, tuple(each.drawn(rng) for each in self.numbers), self.beyond)
 
 
@@ -126,11 +126,11 @@ class NoiseScale:
             raise ValueError("must have a correlation from -1 to 1")
 
     def epochs(self, global_batch: float) -> float:
-        """Gives the epochs at a global batch in samples."""
+        """Return the epochs at a global batch in samples."""
         return self.least_epochs.value * (1.0 + global_batch / self.critical_batch.value)
 
     def is_extrapolated(self, global_batch: float) -> bool:
-        """Tells whether a batch lies more than four times outside of those that the law was fitted to."""
+        """Return whether a batch lies more than four times outside of those that the law was fitted to."""
         if self.measured is None:
             return False
         least, most = self.measured
@@ -142,7 +142,7 @@ class NoiseScale:
         return self.least_epochs.is_exact and self.critical_batch.is_exact
 
     def drawn(self, rng: np.random.Generator) -> NoiseScale:
-        """Gives a law with both figures drawn together, correlated as they are."""
+        """Return a law with both figures drawn together, correlated as they are."""
         one, other = (float(each) for each in rng.standard_normal(2))
         mixed = self.correlation * one + math.sqrt(1.0 - self.correlation**2) * other
         return NoiseScale(
@@ -159,11 +159,11 @@ class EqualEpochs:
     number: float = 1.0
 
     def epochs(self, global_batch: float) -> float:
-        """Gives the number."""
+        """Return the number."""
         return self.number
 
     def is_extrapolated(self, global_batch: float) -> bool:
-        """Tells no: nothing was measured."""
+        """Report no: nothing was measured."""
         return False
 
     @property
@@ -172,5 +172,5 @@ class EqualEpochs:
         return True
 
     def drawn(self, rng: np.random.Generator) -> EqualEpochs:
-        """Gives itself."""
+        """Return itself."""
         return self

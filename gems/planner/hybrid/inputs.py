@@ -40,7 +40,7 @@ class GivenEpochs:
 
 
 def read_epochs(path: Path) -> GivenEpochs:
-    """Reads epochs by global batch.
+    """Read epochs by global batch.
 
     A CSV has columns global_batch and epochs, and may have low and high, the ends of a 95 % interval; a JSON object has
     such rows under `runs`. Several rows of one batch are repetitions: their mean counts, and their range is its interval.
@@ -78,7 +78,7 @@ def read_epochs(path: Path) -> GivenEpochs:
 
 
 def _pooled(found: Sequence[Quantity]) -> Quantity:
-    """Gives repetitions as one figure: their mean within their range."""
+    """Return repetitions as one figure: their mean within their range."""
     mean = sum(each.value for each in found) / len(found)
     low, high = min(each.low for each in found), max(each.high for each in found)
     return Quantity(min(max(mean, low), high), low, high)
@@ -93,7 +93,7 @@ class GivenEfficiency:
 
 
 def read_efficiency(path: Path, schedule: str = "") -> GivenEfficiency:
-    """Reads SE_N: what `analysis scaling` wrote (its CSV, or its JSON), or columns workers and efficiency (low, high, ways).
+    """Read SE_N: what `analysis scaling` wrote (its CSV, or its JSON), or columns workers and efficiency (low, high, ways).
 
     Of a scaling study SE_N is the median step of the fewest replicas over that of N, for pipelines of equally many
     partitions and an equal batch of each replica; so the fewest replicas count as without loss. Of several schedules the
@@ -139,7 +139,7 @@ def _of_schedule(path: Path, rows: Sequence[Row], schedule: str) -> Sequence[Row
 
 
 def _weak(path: Path, rows: Sequence[Row]) -> dict[int, tuple[int, Quantity]]:
-    """Gives by replicas the place of the source in SOURCES and SE_N, of pipelines of one length."""
+    """Return by replicas the place of the source in SOURCES and SE_N, of pipelines of one length."""
     best: dict[int, tuple[int, float, float]] = {}
     for row in rows:
         replicas = whole(EFFICIENCY, path, row, "replicas")
@@ -159,7 +159,7 @@ def _weak(path: Path, rows: Sequence[Row]) -> dict[int, tuple[int, Quantity]]:
 
 
 def speedups_of(text: str) -> Mapping[int, Quantity]:
-    """Reads SU^M as `M:VALUE,...`, or with the ends of its 95 % interval `M:LOW:VALUE:HIGH`.
+    """Read SU^M as `M:VALUE,...`, or with the ends of its 95 % interval `M:LOW:VALUE:HIGH`.
 
     Raises:
         ConfigError: another form, ways below 2, or a speed-up that is no number above 0.
@@ -182,7 +182,7 @@ def speedups_of(text: str) -> Mapping[int, Quantity]:
 
 
 def epochs_json(given: GivenEpochs) -> dict[str, Any]:
-    """Gives what epochs a plan stands on, as plain data."""
+    """Return what epochs a plan stands on, as plain data."""
     law = given.law
     if isinstance(law, EpochTable):
         return {

@@ -36,7 +36,7 @@ class NoiseFit:
 
 
 def fit_noise_scale(runs: Sequence[EpochRun]) -> NoiseFit:
-    """Fits E(B) = E_min (1 + B / B_crit), a line in B (McCandlish et al. 2018, section 2.3, and its appendix on fits).
+    """Fit E(B) = E_min (1 + B / B_crit), a line in B (McCandlish et al. 2018, section 2.3, and its appendix on fits).
 
     Runs scatter in proportion to their epochs, so that each weighs with the inverse square of what is fitted for it, in a
     few rounds. The 95 % intervals are of Student's t on the runs beyond two, taken on the logarithms of the two figures,

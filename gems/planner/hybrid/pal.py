@@ -107,7 +107,7 @@ class Network:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Numbers of devices at which both ways of spending them are known."""
+        """Number of devices at which both ways of spending them are known."""
         known = sorted(self.epochs)
         return tuple(count for count in device_counts((), known[-1]) if count // WAYS >= known[0])
 
@@ -117,7 +117,7 @@ class Network:
         return WAYS / self.speedup.value
 
     def verdict(self) -> Verdict:
-        """Tells whether the gain is reckoned from inputs that were not derived from it."""
+        """Return whether the gain is reckoned from inputs that were not derived from it."""
         is_derived = any(each.mark is Mark.DERIVED for each in self.inputs)
         return Verdict.CONSISTENT if is_derived else Verdict.REPRODUCED
 
@@ -139,7 +139,7 @@ def _batch(value: float) -> Input:
 
 
 def _derived(workers: int, gain: float, half: float, speedup: Input, digits: int) -> dict[int, Input]:
-    """Gives what the epochs must grow by from `workers` to twice as many for a published gain: circular, and marked so."""
+    """Return what the epochs must grow by from `workers` to twice as many for a published gain: circular, and marked so."""
     low, value, high = (WAYS * (1.0 + each) / speedup.value for each in (gain - half, gain, gain + half))
     name = f"epochs on {WAYS * workers} devices over those on {workers}"
     return {
@@ -180,12 +180,12 @@ NETWORKS: tuple[Network, ...] = (
 
 
 def crossing_of(network: Network, draws: Sequence[HybridCase] = ()) -> Crossing:
-    """Finds where two-way workers become faster on a network's own epochs."""
+    """Find where two-way workers become faster on a network's own epochs."""
     return crossing(network.case, WAYS, network.devices, draws)
 
 
 def noise_scale_of(network: Network) -> NoiseScale | None:
-    """Gives the noise scale that a network's epochs imply, or None where they have none.
+    """Return the noise scale that a network's epochs imply, or None where they have none.
 
     Of numbers it is fitted to those that grow, of a ratio r from N to 2 N workers solved: B_crit = N b (2 - r) / (r - 1). A
     ratio of 2 or more is beyond the law: its steps are saturated.
@@ -204,7 +204,7 @@ def noise_scale_of(network: Network) -> NoiseScale | None:
 
 
 def noise_crossing(network: Network) -> float | None:
-    """Gives where two-way workers win by the noise scale, in devices; None where there is none.
+    """Return where two-way workers win by the noise scale, in devices; None where there is none.
 
     With SE = 1 the criterion SU (1 + x) > M + x, x = devices b / B_crit, turns at x = (M - SU) / (SU - 1).
     """

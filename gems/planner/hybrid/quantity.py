@@ -29,7 +29,7 @@ class Quantity:
 
     @classmethod
     def exact(cls, value: float) -> Quantity:
-        """Gives a figure without uncertainty."""
+        """Return a figure without uncertainty."""
         return cls(value, value, value)
 
     @property
@@ -38,7 +38,7 @@ class Quantity:
         return self.low == self.high
 
     def at(self, deviate: float) -> float:
-        """Gives the figure for a standard normal deviate: 0 gives the value, -Z95 and Z95 the ends of the interval.
+        """Return the figure for a standard normal deviate: 0 gives the value, -Z95 and Z95 the ends of the interval.
 
         Each side is a half of a log-normal distribution, so that no draw of a positive figure is negative.
         """
@@ -46,16 +46,16 @@ class Quantity:
         return self.value if end == self.value else self.value * (end / self.value) ** (abs(deviate) / Z95)
 
     def drawn(self, rng: np.random.Generator) -> Quantity:
-        """Gives one exact figure drawn from the interval's distribution."""
+        """Return one exact figure drawn from the interval's distribution."""
         return self if self.is_exact else Quantity.exact(self.at(float(rng.standard_normal())))
 
     def scaled(self, factor: float) -> Quantity:
-        """Gives the figure and its interval times a positive factor."""
+        """Return the figure and its interval times a positive factor."""
         return Quantity(self.value * factor, self.low * factor, self.high * factor)
 
 
 def band(value: float, draws: Sequence[float]) -> Quantity:
-    """Gives a positive figure with the middle 95 % of its draws, widened to the value where that lies outside."""
+    """Return a positive figure with the middle 95 % of its draws, widened to the value where that lies outside."""
     if not draws:
         return Quantity.exact(value)
     low, high = (float(np.quantile(draws, share)) for share in SHARES)

@@ -17,7 +17,7 @@ MOST_ROWS = 10_000
 
 
 def read_document(option: str, path: Path) -> dict[str, Any]:
-    """Reads a JSON object, or a CSV as one with its rows under `rows`.
+    """Read a JSON object, or a CSV as one with its rows under `rows`.
 
     Raises:
         ConfigError: no such file, or neither JSON object nor a CSV with a head.
@@ -39,7 +39,7 @@ def read_document(option: str, path: Path) -> dict[str, Any]:
 
 
 def rows_of(option: str, path: Path, document: Mapping[str, Any], *names: str) -> Sequence[Row]:
-    """Gives the rows that a document holds under the first of some names that it has.
+    """Return the rows that a document holds under the first of some names that it has.
 
     Raises:
         ConfigError: none of the names, no row, or rows that are no mappings.
@@ -53,7 +53,7 @@ def rows_of(option: str, path: Path, document: Mapping[str, Any], *names: str) -
 
 
 def positive(option: str, path: Path, row: Row, column: str) -> float:
-    """Gives a number above 0 from a row.
+    """Return a number above 0 from a row.
 
     Raises:
         ConfigError: the column is missing, or holds no such number.
@@ -72,7 +72,7 @@ def positive(option: str, path: Path, row: Row, column: str) -> float:
 
 
 def whole(option: str, path: Path, row: Row, column: str) -> int:
-    """Gives a whole number above 0 from a row.
+    """Return a whole number above 0 from a row.
 
     Raises:
         ConfigError: the column is missing, or holds no such number.
@@ -84,7 +84,7 @@ def whole(option: str, path: Path, row: Row, column: str) -> int:
 
 
 def quantity(option: str, path: Path, row: Row, column: str, low: str = "low", high: str = "high") -> Quantity:
-    """Gives a number above 0 with the interval of its row, or without one where the row has none.
+    """Return a number above 0 with the interval of its row, or without one where the row has none.
 
     Raises:
         ConfigError: as `positive`, or an interval that does not hold the number.

@@ -85,7 +85,7 @@ class Rules(Generic[C, S]):
 def search(
     candidates: Iterable[C], rules: Rules[C, S], num_best: int, is_over: Callable[[], bool] = lambda: False
 ) -> Found[S]:
-    """Gives the `num_best` candidates of the least seconds, those that are as fast by their bytes.
+    """Return the `num_best` candidates of the least seconds, those that are as fast by their bytes.
 
     They are the same as if all had been scored, unless `is_over` ends it.
     """

@@ -49,7 +49,7 @@ class Load:
 
 
 def load_of(profile: ModelProfile) -> Load:
-    """Gives the load of a profile's micro-batch."""
+    """Return the load of a profile's micro-batch."""
     layers = profile.layers
     crossing = [0] * max(0, len(layers) - 1)
     for index, layer in enumerate(layers):
@@ -79,7 +79,7 @@ def load_of(profile: ModelProfile) -> Load:
 
 
 def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s: float = 0.0) -> float:
-    """Gives seconds below which no cut of a candidate can be, links being free.
+    """Return seconds below which no cut of a candidate can be, links being free.
 
     The heaviest rank computes at least its share. Beyond that, where a rank holds one stage and the backward is whole: rank
     r begins when the stages before it have run forward and ends before they run backward, so that a step of M has
@@ -117,7 +117,7 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
 
 
 def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int, held: Sequence[float] = ()) -> int:
-    """Gives bytes below which the fullest rank of a candidate cannot be, whatever its cut.
+    """Return bytes below which the fullest rank of a candidate cannot be, whatever its cut.
 
     All ranks together hold the parameters with their gradients and states, once for each direction. With all activations
     kept a rank in the middle of its step holds c stashes of its part: of a whole A, cut to be least on the fullest rank, that
@@ -152,12 +152,12 @@ def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: in
 
 
 def static_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> int:
-    """Gives what all ranks of a pipeline together hold of parameters with their gradients and states, and of buffers."""
+    """Return what all ranks of a pipeline together hold of parameters with their gradients and states, and of buffers."""
     return one.num_directions * (param_copies * load.param_bytes + buffer_copies * load.buffer_bytes)
 
 
 def in_flight(one: Candidate) -> Sequence[float]:
-    """Gives for each rank how many micro-batches it holds at once of each of its stages at least."""
+    """Return for each rank how many micro-batches it holds at once of each of its stages at least."""
     p, n = one.partitions, one.micro_batches
     if one.schedule == "1f1b":
         return [int(min(n, p - rank, one.cap or p)) for rank in range(p)]
@@ -165,7 +165,7 @@ def in_flight(one: Candidate) -> Sequence[float]:
 
 
 def held_at_once(schedule: Schedule) -> list[float]:
-    """Gives for each rank of a list how many micro-batches it holds at once of each of its stages at least, by its own order.
+    """Return for each rank of a list how many micro-batches it holds at once of each of its stages at least, by its own order.
 
     What a rank holds is the largest of its moments, and so at least the mean of any of them: here of the one in which it holds
     most of the stage of which it holds least, and of those in which it holds most of each.

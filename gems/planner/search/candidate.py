@@ -86,7 +86,7 @@ class Candidate:
         return f"{self.memory}/{self.how}" if self.how else self.memory
 
     def overrides(self, boundaries: Sequence[int] = ()) -> tuple[str, ...]:
-        """Gives the configuration as words of a command line, with the cut where one is given."""
+        """Return the configuration as words of a command line, with the cut where one is given."""
         words = [
             f"parallel.partitions={self.partitions}", f"parallel.replicas={self.replicas}",
             f"parallel.micro_batches={self.micro_batches}", f"parallel.micro_batch_size={self.micro_batch_size}",
@@ -101,7 +101,7 @@ class Candidate:
 
 
 def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: bool = True) -> list[Candidate]:
-    """Gives all configurations that use every device and make steps of the global batch.
+    """Return all configurations that use every device and make steps of the global batch.
 
     Left out is what another candidate always replaces: GPipe and layer parallelism, which 1F1B with a cap does with less.
 
@@ -129,7 +129,7 @@ def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: 
 
 
 def _schedules(shape: Candidate) -> Iterator[Candidate]:
-    """Gives a shape with every schedule that serves its counts."""
+    """Yield a shape with every schedule that serves its counts."""
     p, n = shape.partitions, shape.micro_batches
     yield shape
     if p == 1:

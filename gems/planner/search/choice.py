@@ -54,7 +54,7 @@ class Choice:
         return self.candidate.global_batch / self.step_s
 
     def to_json(self, first: Choice) -> dict[str, Any]:
-        """Gives the choice as plain data, beside the first one."""
+        """Return the choice as plain data, beside the first one."""
         one = self.candidate
         return {
             "step_s": self.step_s, "images_per_s": self.images_per_s, "peak_bytes": list(self.peak_bytes),
@@ -69,7 +69,7 @@ class Choice:
 
 
 def reasons(first: Choice, other: Choice) -> list[str]:
-    """Says what costs a choice more than the first, each in milliseconds of a step and percent of the first's, largest first.
+    """Report what costs a choice more than the first, each in milliseconds of a step and percent of the first's, largest first.
 
     The parts are compared for the same images, so that choices of different global batches compare too.
     """

@@ -9,7 +9,7 @@ from gems.planner.search.candidate import KEEP, Candidate
 
 
 def guess_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> float:
-    """Gives about what the fullest rank of a candidate holds.
+    """Return about what the fullest rank of a candidate holds.
 
     Of equal stages: of each micro-batch in flight what the policy keeps on the device, what one of them brings back at once,
     and what a layer makes meanwhile. Arguments as of `bounds.least_bytes`.
@@ -28,13 +28,13 @@ def guess_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: in
 
 
 def guess_host_bytes(one: Candidate, load: Load) -> float:
-    """Gives about what the fullest rank of a candidate keeps in host memory."""
+    """Return about what the fullest rank of a candidate keeps in host memory."""
     moves = one.memory not in (KEEP, "recompute")
     return moves * guess_in_flight(one) * load.kept_bytes / one.partitions
 
 
 def guess_in_flight(one: Candidate) -> float:
-    """Gives about how many micro-batches the fullest rank holds at once of each of its stages."""
+    """Return about how many micro-batches the fullest rank holds at once of each of its stages."""
     p, n = one.partitions, one.micro_batches
     if p == 1:
         return 1

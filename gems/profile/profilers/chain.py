@@ -114,7 +114,7 @@ def profile_chain(
     device: torch.device,
     has_loss: bool = True,
 ) -> tuple[LayerProfile, ...]:
-    """Gives the profile of each layer of a model.
+    """Return the profile of each layer of a model.
 
     Args:
         layers: the model, first to last.
@@ -155,7 +155,7 @@ class _Joined:
         self.unsaved: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def add(self, index: int, slots: Sequence[_Slot], meter: LayerMeter) -> list[_Slot]:
-        """Puts a layer behind those before, and gives what it hands on."""
+        """Put a layer behind those before, and gives what it hands on."""
         for storage in _unique(slot.storage for slot in slots):
             storage.last_use = index
             if not storage.savers and storage.maker != _DATA:
@@ -186,7 +186,7 @@ class _Joined:
         return handed
 
     def storages(self, index: int, meter: LayerMeter) -> tuple[Saved, ...]:
-        """Gives the memory that a layer makes and that is saved or used beyond it."""
+        """Return the memory that a layer makes and that is saved or used beyond it."""
         handed = [storage.seen_from_its_maker() for storage in self.handed_on[index] if storage.num_bytes]
         kept = (storage for storage in handed if storage.savers or storage.last_use or storage.is_product)
         return counted((*meter.inner, *kept))
@@ -201,7 +201,7 @@ class _Backward:
 
 
 def _backwards(kinds: Sequence[_Kind], measure: Callable[[Probe, Gradients], BackwardMeter]) -> list[_Backward]:
-    """Gives, for each layer, its backward in all stages that it may be in.
+    """Return, for each layer, its backward in all stages that it may be in.
 
     Of a gradient that the stage was given nothing is counted. From an end on the way back is walked only until the
     gradients lie as they did on the way from the next end.
@@ -276,7 +276,7 @@ def _unique(storages: Iterable[_Storage]) -> list[_Storage]:
 
 
 def _pattern(slots: Sequence[_Slot]) -> object:
-    """Gives what is alike for inputs that a layer cannot tell apart: layout, and which are one tensor or one memory."""
+    """Return what is alike for inputs that a layer cannot tell apart: layout, and which are one tensor or one memory."""
     storages: dict[int, int] = {}
     names: dict[int, int] = {}
     return tuple(
@@ -289,7 +289,7 @@ def _pattern(slots: Sequence[_Slot]) -> object:
 
 
 def _tensors(slots: Sequence[_Slot], device: torch.device) -> list[Tensor]:
-    """Makes tensors that lie to each other as the slots do: random numbers, and zeros for integers."""
+    """Make tensors that lie to each other as the slots do: random numbers, and zeros for integers."""
     memory: dict[int, Tensor] = {}
     made: dict[int, Tensor] = {}
     for slot in slots:

@@ -30,7 +30,7 @@ def fake_profile(
     machine: MachineConfig,
     has_whole: bool = False,
 ) -> ModelProfile:
-    """Gives the profile of a model on a machine that need not be here, by its rates.
+    """Return the profile of a model on a machine that need not be here, by its rates.
 
     With `has_whole`, `facts` hold `peak_bytes`, that of the unsplit model on one device.
 
@@ -91,18 +91,18 @@ def _whole_peak_bytes(
 
 
 def device_of(machine: MachineConfig) -> torch.device:
-    """Gives the device that a rank of the machine will use; for `auto` the GPU where torch sees one."""
+    """Return the device that a rank of the machine will use; for `auto` the GPU where torch sees one."""
     is_cuda = machine.device == "cuda" or (machine.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if is_cuda else "cpu")
 
 
 def on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
-    """Builds a layer without memory; its parameters have no values."""
+    """Build a layer without memory; its parameters have no values."""
     return build_layer(layer, 0, 0, dtype, "meta")
 
 
 def made_fake(module: nn.Module) -> nn.Module:
-    """Puts fake parameters and buffers into a module of torch's meta device, inside a FakeTensorMode; gives it back.
+    """Put fake parameters and buffers into a module of torch's meta device, inside a FakeTensorMode; gives it back.
 
     What the module shares within itself stays shared.
     """

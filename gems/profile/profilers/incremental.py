@@ -38,7 +38,7 @@ PeakOf = Callable[[int, int], int]
 def incremental_profile(
     base: ModelProfile, peak_of: PeakOf, layers_per_device: int | None = None, device_bytes: int | None = None
 ) -> ModelProfile:
-    """Gives a profile with mCAP's statistics in `facts`: `isolated` and `added` bytes of each layer.
+    """Return a profile with mCAP's statistics in `facts`: `isolated` and `added` bytes of each layer.
 
     The first layer on a device was added to none, so its `added` is the peak that it alone has.
 
@@ -93,7 +93,7 @@ class Devices:
         self._known: dict[object, int] = {}
 
     def peak_bytes(self, first: int, end: int) -> int:
-        """Gives the peak of a device that trains layers first up to end; equal runs are trained once."""
+        """Return the peak of a device that trains layers first up to end; equal runs are trained once."""
         layers = self._layers[first:end]
         given = [(spec.shape, spec.dtype) for spec in self._given[first]]
         is_last = end == len(self._layers)
@@ -138,7 +138,7 @@ def trained_peak_bytes(
     loss: Callable[[Tensor], Tensor] | None = None,
     workspace: Workspace | None = None,
 ) -> int:
-    """Gives the most that a forward and backward of a stage hold at once, counted.
+    """Return the most that a forward and backward of a stage hold at once, counted.
 
     Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are, and held throughout.
     """
@@ -165,7 +165,7 @@ class _Layers(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Gives what the last layer hands on."""
+        """Return what the last layer hands on."""
         for layer in self.layers:
             values = as_tuple(layer(*values))
         return values

@@ -25,12 +25,12 @@ _PLAIN_CHANNELS = 4  # images of fewer channels are read as they lie
 
 
 def workspace_of(device: torch.device) -> Workspace | None:
-    """Gives the function that tells an operation's workspace in bytes on a device, None where it is not known."""
+    """Return the function that tells an operation's workspace in bytes on a device, None where it is not known."""
     return processor_workspace_bytes if device.type == "cpu" else None
 
 
 def processor_workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Gives the bytes that an operation holds at once beyond its operands and results, on a processor."""
+    """Return the bytes that an operation holds at once beyond its operands and results, on a processor."""
     if func is _FORWARD:
         x, weight, _, stride, padding, _, is_transposed = args[:7]
         if not _is_blocked(x, weight, stride, padding):
@@ -81,7 +81,7 @@ def _is_pointwise(weight: Tensor) -> bool:
 
 
 def _output_bytes(args: tuple[Any, ...], is_transposed: bool) -> tuple[int, int]:
-    """Gives the bytes of a convolution's output, as it is and with blocked channels."""
+    """Return the bytes of a convolution's output, as it is and with blocked channels."""
     x, weight, _, stride, padding, dilation, _, output_padding, groups = args[:9]
     sizes = []
     for place, (size, kernel) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):

@@ -24,26 +24,26 @@ Loss = Callable[[Tensor], Tensor]
 
 
 def given_memory(gradients: Sequence[Gradient | None], device: torch.device) -> dict[int, Tensor]:
-    """Makes the memory of those gradients that the stage holds, by its number."""
+    """Make the memory of those gradients that the stage holds, by its number."""
     return {lies.storage: _memory(lies, device) for lies in gradients if lies is not None and lies.is_given}
 
 
 def training_loss(logits: Tensor) -> Tensor:
-    """Gives the loss as the engine computes it, of logits (N, classes, ...) against the class 0."""
+    """Return the loss as the engine computes it, of logits (N, classes, ...) against the class 0."""
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     labels = torch.zeros(logits.shape[:1] + logits.shape[2:], dtype=torch.int64, device=logits.device)
     return functional.cross_entropy(wide, labels, reduction="sum")
 
 
 def give_gradients(module: nn.Module) -> None:
-    """Gives parameters gradients of zeros where they have none."""
+    """Return parameters gradients of zeros where they have none."""
     for parameter in module.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 
 def static_tensors(module: nn.Module) -> list[Tensor]:
-    """Gives what a layer holds without running: parameters, their gradients, buffers."""
+    """Return what a layer holds without running: parameters, their gradients, buffers."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return [*module.parameters(), *gradients, *module.buffers()]
 
@@ -71,7 +71,7 @@ class Run:
         self.values = [handed.get(id(tensor), leaves[id(tensor)]) for tensor in inputs]
 
     def forward(self, loss: Loss | None = None) -> tuple[Tensor, ...]:
-        """Runs the layer, and the loss on its first output."""
+        """Run the layer, and the loss on its first output."""
         outputs = as_tuple(self._module(*self.values))
         return outputs if loss is None else (loss(outputs[0]),)
 
@@ -81,7 +81,7 @@ class Run:
         gradients: Sequence[Gradient | None] | None = None,
         memory: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
-        """Puts the second end behind the outputs, to make their gradients in backward; None where there are none.
+        """Put the second end behind the outputs, to make their gradients in backward; None where there are none.
 
         Without `gradients` each is a tensor of its own; `memory` is that of storages that are there already.
         """
@@ -100,16 +100,16 @@ class Run:
         gradients: Sequence[Gradient | None] | None = None,
         memory: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
-        """Runs the layer and puts the second end behind it; its outputs are not kept."""
+        """Run the layer and puts the second end behind it; its outputs are not kept."""
         return self.take(self.forward(loss), gradients, memory)
 
     def backward(self, end: Tensor | None) -> None:
-        """Makes the outputs' gradients and runs backward."""
+        """Make the outputs' gradients and runs backward."""
         if end is not None:
             torch.autograd.backward([end], [torch.empty_like(end)])
 
     def input_gradients(self, given: set[int]) -> tuple[Gradient | None, ...]:
-        """Gives how the inputs' gradients lay; a tensor that is given twice gets one, at its first place.
+        """Return how the inputs' gradients lay; a tensor that is given twice gets one, at its first place.
 
         `given` names the storages that were there before backward.
         """
@@ -183,7 +183,7 @@ _end: Callable[..., Tensor] = _End.apply
 
 
 def fresh_gradients(outputs: Sequence[Tensor], is_given: bool = False) -> list[Gradient | None]:
-    """Gives gradients that are each a tensor of its own, None for outputs that have none."""
+    """Return gradients that are each a tensor of its own, None for outputs that have none."""
     return [
         Gradient.like(tensor, number, is_given) if tensor.requires_grad and tensor.is_floating_point() else None
         for number, tensor in enumerate(outputs)

@@ -25,17 +25,17 @@ Uses = tuple[int, int]
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Names the memory that a tensor lies in, fake or real; the name holds as long as the memory is in use."""
+    """Name the memory that a tensor lies in, fake or real; the name holds as long as the memory is in use."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """Gives the bytes of tensors, a storage that several share counted once."""
+    """Return the bytes of tensors, a storage that several share counted once."""
     return sum({storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:
-    """Gives the tensors in what an operation takes or returns."""
+    """Yield the tensors in what an operation takes or returns."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, (tuple, list)):
@@ -61,12 +61,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> int:
-        """Starts a new peak from what is live, and gives that."""
+        """Start a new peak from what is live, and gives that."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
     def count(self, tensor: Tensor) -> None:
-        """Counts the memory of a tensor that no operation seen here has made."""
+        """Count the memory of a tensor that no operation seen here has made."""
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         if key in self._given:
@@ -140,7 +140,7 @@ class _UsesInSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _uses_of_engine() -> Uses:
-    """Gives how often a gradient is held that the engine alone holds, as seen in a mode: asked of a sum of two."""
+    """Return how often a gradient is held that the engine alone holds, as seen in a mode: asked of a sum of two."""
     with _disable_current_modes(), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True).view(1)
         y = torch.sin(x) + torch.cos(x)

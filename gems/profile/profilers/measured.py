@@ -44,7 +44,7 @@ def measured_profile(
     machine: MachineConfig,
     repetitions: int = 5,
 ) -> ModelProfile:
-    """Gives the profile of a model on this process's device.
+    """Return the profile of a model on this process's device.
 
     Raises:
         ConfigError: machine.device=cuda where torch sees no GPU, or a layer that does not fit the device.
@@ -99,7 +99,7 @@ def measured_profile(
 
 
 def open_device(machine: MachineConfig) -> torch.device:
-    """Gives the device to measure on, the first GPU where there is one.
+    """Return the device to measure on, the first GPU where there is one.
 
     Raises:
         ConfigError: machine.device=cuda where torch sees no GPU.
@@ -117,7 +117,7 @@ def open_device(machine: MachineConfig) -> torch.device:
 def measured_times(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, repetitions: int
 ) -> Times:
-    """Times a layer on its device: medians over `repetitions` or more, after runs that warm up."""
+    """Time a layer on its device: medians over `repetitions` or more, after runs that warm up."""
     clock = clock_of(inputs[0].device)
 
     def both() -> tuple[float, float]:
@@ -135,7 +135,7 @@ def measured_times(
 
 
 def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[float, ...]:
-    """Gives the medians of what a run's parts take, in seconds."""
+    """Return the medians of what a run's parts take, in seconds."""
     for _ in range(WARM_UP_RUNS):
         run()
     taken: list[tuple[float, ...]] = []
@@ -146,7 +146,7 @@ def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[f
 
 
 def clock_of(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Gives what runs a function and tells its seconds on a device: by events in a GPU's stream, else by the clock."""
+    """Return what runs a function and tells its seconds on a device: by events in a GPU's stream, else by the clock."""
 
     def by_clock(run: Callable[[], object]) -> float:
         begin = time.perf_counter()
@@ -171,7 +171,7 @@ def _both(
     loss: Loss | None,
     clock: Callable[[Callable[[], object]], float],
 ) -> tuple[float, float]:
-    """Gives the seconds of one forward and one backward."""
+    """Return the seconds of one forward and one backward."""
     run = Run(module, inputs, is_first)
     outputs: list[Tensor] = []
     forward_s = clock(lambda: outputs.extend(run.forward(loss)))
@@ -187,7 +187,7 @@ def _cheap(
     loss: Loss | None,
     clock: Callable[[Callable[[], object]], float],
 ) -> float:
-    """Gives the seconds of a second forward that has what convolutions and matrix products gave in the first."""
+    """Return the seconds of a second forward that has what convolutions and matrix products gave in the first."""
     rerun = Rerun(nn.ModuleList([module]), is_cheap=True)
     run = Run(module, inputs, is_first)
     values = tuple(run.values)
@@ -201,7 +201,7 @@ def _cheap(
 
 
 def _allocated_forward(module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None) -> int:
-    """Gives the most that the GPU's allocator gave out during a forward, beyond what was there."""
+    """Return the most that the GPU's allocator gave out during a forward, beyond what was there."""
     run = Run(module, inputs, is_first)
     before = _restart()
     outputs = run.forward(loss)
@@ -213,7 +213,7 @@ def _allocated_forward(module: nn.Module, inputs: Sequence[Tensor], is_first: bo
 def _allocated_backward(
     module: nn.Module, inputs: Sequence[Tensor], gradients: Gradients, is_first: bool, loss: Loss | None
 ) -> int:
-    """Gives the most that the GPU's allocator gave out during a backward, beyond what was there."""
+    """Return the most that the GPU's allocator gave out during a backward, beyond what was there."""
     memory = given_memory(gradients, inputs[0].device)
     run = Run(module, inputs, is_first)
     end = run.forward_to_end(loss, gradients, memory)
@@ -223,7 +223,7 @@ def _allocated_backward(
 
 
 def allocated_peak_bytes(stage: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None = None) -> int:
-    """Gives the most that the GPU's allocator gave out during a forward and backward of a stage.
+    """Return the most that the GPU's allocator gave out during a forward and backward of a stage.
 
     Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are, and held throughout.
     """

@@ -64,7 +64,7 @@ def meter(
     loss: Loss | None = None,
     workspace: Workspace | None = None,
 ) -> LayerMeter:
-    """Runs a layer forward on tensors, real or fake, and gives its bytes.
+    """Run a layer forward on tensors, real or fake, and gives its bytes.
 
     Args:
         module: the layer; its running statistics move.
@@ -123,7 +123,7 @@ def meter_backward(
     loss: Loss | None = None,
     workspace: Workspace | None = None,
 ) -> BackwardMeter:
-    """Runs a layer forward and backward, and gives the bytes of its backward.
+    """Run a layer forward and backward, and gives the bytes of its backward.
 
     Args:
         module: as in `meter`; weight gradients are added to what is there.
@@ -146,7 +146,7 @@ def meter_backward(
 
 @contextmanager
 def _noting(saved: dict[int, int]) -> Iterator[None]:
-    """Notes the storages that autograd saves inside, with their bytes."""
+    """Record the storages that autograd saves inside, with their bytes."""
 
     def pack(tensor: Tensor) -> Tensor:
         saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
@@ -182,7 +182,7 @@ def _describe(outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[i
 def _inner(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None
 ) -> tuple[tuple[Saved, ...], set[int | None]]:
-    """Gives the memory that a layer makes and keeps to itself, and which memory that it hands on products gave."""
+    """Return the memory that a layer makes and keeps to itself, and which memory that it hands on products gave."""
     static = {storage_of(tensor) for tensor in (*inputs, *static_tensors(module))}
     run = Run(module, inputs, is_first)
     saved: dict[int, int] = {}
@@ -210,7 +210,7 @@ def _first_run_peak_bytes(
     workspace: Workspace | None,
     keeping: AbstractContextManager[object],
 ) -> int:
-    """Gives the most that a forward makes at once of which nothing is kept but by `keeping`: it will be run again."""
+    """Return the most that a forward makes at once of which nothing is kept but by `keeping`: it will be run again."""
 
     def drop(_: Tensor) -> Any:
         return None
@@ -225,7 +225,7 @@ def _first_run_peak_bytes(
 def _cheap_peak_bytes(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, workspace: Workspace | None
 ) -> int:
-    """Gives the most that a cheap second run makes at once, beside what the first one kept for it."""
+    """Return the most that a cheap second run makes at once, beside what the first one kept for it."""
     run = Run(module, inputs, is_first)
     products, random = Products(), RandomState(module, inputs[0].device)
     with KeepProducts(products, random):
@@ -239,7 +239,7 @@ def _cheap_peak_bytes(
 def _held_for_weights(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None
 ) -> tuple[int, tuple[int, ...], int]:
-    """Gives what the engine's split backward keeps of the layer between I and W, by running its I.
+    """Return what the engine's split backward keeps of the layer between I and W, by running its I.
 
     Returns:
         Bytes of all that is kept, which inputs are among it, and bytes of the gradients of the outputs among it.

@@ -64,7 +64,7 @@ class _Measure:
 
 
 def op_graph(spec: RunSpec) -> OpGraph:
-    """Gives the operators of a resolved run's model on one micro-batch, on its machine.
+    """Return the operators of a resolved run's model on one micro-batch, on its machine.
 
     An operator holds its parameters, their gradients, the optimizer's state, and what its forward leaves. The gradients
     of an output that several read are added up in the backward of the operator that made it.
@@ -110,7 +110,7 @@ def op_graph(spec: RunSpec) -> OpGraph:
 
 
 def main() -> int:
-    """Runs the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
+    """Run the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
     spec = RunSpec.from_dict(json.load(sys.stdin))
     answer: dict[str, Any]
     try:

@@ -34,12 +34,12 @@ class Rates:
     memory_bytes_per_s: float
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Gives the time of one kernel in seconds."""
+        """Return the time of one kernel in seconds."""
         return max(flops / self.flops_per_s, moved_bytes / self.memory_bytes_per_s)
 
 
 def rates_of(machine: MachineConfig, dtype: torch.dtype) -> Rates:
-    """Gives the rates of a configured machine: the datasheet's, times the share that kernels reach.
+    """Return the rates of a configured machine: the datasheet's, times the share that kernels reach.
 
     Raises:
         ConfigError: no rate for bfloat16 is given.
@@ -97,7 +97,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def roofline_times(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, rates: Rates
 ) -> Times:
-    """Gives the times of a layer on inputs, fake ones best: nothing is timed.
+    """Return the times of a layer on inputs, fake ones best: nothing is timed.
 
     The weight gradient's is what the whole backward takes beyond that of a layer whose parameters need none.
     """
@@ -116,7 +116,7 @@ def roofline_times(
 def _both(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, rates: Rates
 ) -> tuple[Roofline, float]:
-    """Gives the operations of forward, and the seconds of backward."""
+    """Return the operations of forward, and the seconds of backward."""
     run = Run(module, inputs, is_first)
     with Roofline(rates) as forward:
         outputs = run.forward(loss)
@@ -127,7 +127,7 @@ def _both(
 
 
 def _conv_backward_parts(args: tuple[Any, ...], result: Sequence[Tensor | None]) -> Iterator[tuple[int, int]]:
-    """Gives flops and bytes of each of a convolution's gradients: they are kernels of their own."""
+    """Yield flops and bytes of each of a convolution's gradients: they are kernels of their own."""
     gradient, x, weight, *rest, wanted = args
     for number, operand in enumerate((weight, x)):
         if wanted[number]:

@@ -20,7 +20,7 @@ OPTIMIZER_STATES = {"sgd": 1, "adam": 2}
 
 
 def take(spec: RunSpec) -> ModelProfile:
-    """Takes the profile that a resolved run asks for.
+    """Take the profile that a resolved run asks for.
 
     Raises:
         ConfigError: a device or rate that the machine does not have.
@@ -36,13 +36,13 @@ def take(spec: RunSpec) -> ModelProfile:
 
 
 def layers_per_device(spec: RunSpec) -> int | None:
-    """Gives how many layers share a device in mCAP's runs on as many devices as the pipeline has ranks."""
+    """Return how many layers share a device in mCAP's runs on as many devices as the pipeline has ranks."""
     num_layers, num_devices = len(layers_of(spec.model, spec.data)), spec.parallel.partitions
     return None if num_devices < 3 else (num_layers - 2) // (num_devices - 2) + 1
 
 
 def main() -> int:
-    """Runs the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
+    """Run the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
     spec = RunSpec.from_dict(json.load(sys.stdin))
     torch.set_num_threads(spec.machine.threads_per_rank)
     try:

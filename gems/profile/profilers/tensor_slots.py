@@ -74,24 +74,24 @@ class Gradient:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Gradient:
-        """Describes a gradient that is there."""
+        """Describe a gradient that is there."""
         memory = tensor.untyped_storage().nbytes()
         offset = int(tensor.storage_offset())
         return cls(tuple(tensor.shape), tuple(tensor.stride()), offset, tensor.dtype, 0, memory, False, False)
 
     @classmethod
     def like(cls, output: Tensor | Output, storage: int, is_given: bool) -> Gradient:
-        """Describes a contiguous gradient in memory of its own."""
+        """Describe a contiguous gradient in memory of its own."""
         shape = tuple(output.shape)
         num_bytes = math.prod(shape) * output.dtype.itemsize
         return cls(shape, _contiguous(shape), 0, output.dtype, storage, num_bytes, is_given, is_given)
 
     def renamed(self, storage: int, is_given: bool) -> Gradient:
-        """Gives the same in memory of another name."""
+        """Return the same in memory of another name."""
         return replace(self, storage=storage, is_given=is_given)
 
     def untouched(self) -> Gradient:
-        """Gives the same as the very tensor that was given."""
+        """Return the same as the very tensor that was given."""
         return replace(self, is_untouched=True)
 
 

@@ -15,13 +15,13 @@ from gems.profile.profilers.layer_run import give_gradients, training_loss
 
 
 def given_tensors(data: DataConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Gives what the model takes of one micro-batch, without its values."""
+    """Return what the model takes of one micro-batch, without its values."""
     spec = input_spec(data, micro_batch_size, dtype)
     return [torch.empty(spec.shape, dtype=spec.dtype, device=device)]
 
 
 def tracked_peak_bytes(modules: Sequence[nn.Module], given: Sequence[Tensor]) -> int:
-    """Gives the peak of one training step of the unsplit model: parameters, gradients, activations, images.
+    """Return the peak of one training step of the unsplit model: parameters, gradients, activations, images.
 
     Of `MemTracker` the whole is taken; the optimizer's state is not in it, nor what kernels use within themselves.
     """

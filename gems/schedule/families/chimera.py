@@ -12,7 +12,7 @@ from gems.schedule.schedule import Schedule
 
 
 def chimera(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Builds Chimera (Li & Hoefler 2021, "Chimera: Efficiently Training Large-Scale Neural Networks").
+    """Build Chimera (Li & Hoefler 2021, "Chimera: Efficiently Training Large-Scale Neural Networks").
 
     Both directions run 1F1B's slots with half of a unit of P micro-batches each; for even P their slots never meet.
     Further units follow every 2 P slots, whose first forwards fill the holes at the end of the unit before (the

@@ -12,7 +12,7 @@ from gems.schedule.schedule import Schedule
 
 
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Builds DualPipeV (DeepSeek-AI 2025, the "cut in half" form of DualPipe; Sea AI Lab).
+    """Build DualPipeV (DeepSeek-AI 2025, the "cut in half" form of DualPipe; Sea AI Lab).
 
     In its steady part a rank runs a forward of one chunk and a backward of the other in turn; the authors overlap
     these two, here they follow each other. The backward is split where ranks would wait for it: while they warm up and
@@ -32,7 +32,7 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def _row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """Spells a rank's phases: f b i of the chunk on the way down, F B I of the one on the way up, w of either."""
+    """Spell a rank's phases: f b i of the chunk on the way down, F B I of the one on the way up, w of either."""
     below, above = num_ranks - 1 - rank, rank + 1
     steady = num_micro_batches - num_ranks - below
     ends = "".join(("Bb" if k < above else "Ii")[k % 2] for k in range(2 * above))

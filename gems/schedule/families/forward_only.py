@@ -8,7 +8,7 @@ from gems.schedule.schedule import Schedule
 
 
 def forward_only(placement: Placement, num_micro_batches: int) -> Schedule:
-    """Builds the schedule that sends every micro-batch down through the stages and frees it behind.
+    """Build the schedule that sends every micro-batch down through the stages and frees it behind.
 
     One direction is enough: the copies of a stage hold equal weights, and two streams in one list of a rank would
     wait for each other at every turn. A rank with several stages takes them along the diagonal, so that it holds few

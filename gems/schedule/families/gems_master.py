@@ -8,7 +8,7 @@ from gems.schedule.schedule import Schedule
 
 
 def gems_master(num_ranks: int, num_replications: int, num_parts: int) -> Schedule:
-    """Builds GEMS-MASTER (Jain et al. 2020): `num_replications` (even) runs, direction 0 and 1 in turn.
+    """Build GEMS-MASTER (Jain et al. 2020): `num_replications` (even) runs, direction 0 and 1 in turn.
 
     Each run is a block of `num_parts` micro-batches, all forwards and then all backwards. No rank waits on
     purpose: a rank that has freed the activations of one run starts the next, so runs chase each other over the
@@ -28,7 +28,7 @@ def gems_master(num_ranks: int, num_replications: int, num_parts: int) -> Schedu
 
 
 def gems_mast(num_ranks: int, num_parts: int) -> Schedule:
-    """Builds GEMS-MAST (Jain et al. 2020): one run down and one run up, that is MASTER with two runs."""
+    """Build GEMS-MAST (Jain et al. 2020): one run down and one run up, that is MASTER with two runs."""
     master = gems_master(num_ranks, 2, num_parts)
     return Schedule("gems_mast", master.num_micro_batches, master.placement, master.rows)
 

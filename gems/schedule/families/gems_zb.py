@@ -9,7 +9,7 @@ from gems.schedule.schedule import Schedule
 
 
 def gems_zb(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Builds GEMS-MASTER (Jain et al. 2020) with each backward split: the input gradient first, and then W.
+    """Build GEMS-MASTER (Jain et al. 2020) with each backward split: the input gradient first, and then W.
 
     The next micro-batch, in the other direction, still finds each rank free of activations, but the backward's way
     through the ranks no longer waits for weight gradients: P f + N P i + (N - 1)(f + w) + w time for i >= f, with one

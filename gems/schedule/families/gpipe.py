@@ -8,7 +8,7 @@ from gems.schedule.schedule import Schedule
 
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Builds GPipe's schedule (Huang et al. 2019, section 2.3).
+    """Build GPipe's schedule (Huang et al. 2019, section 2.3).
 
     Takes (N + P - 1)(f + b) time and holds N micro-batches of activations on every rank.
     """

@@ -6,7 +6,7 @@ from gems.errors import ConfigError
 
 
 def refuse_odd(name: str, num_micro_batches: int, why: str) -> None:
-    """Checks that the micro-batches of family `name` can be halved.
+    """Check that the micro-batches of family `name` can be halved.
 
     Raises:
         ConfigError: an odd number of them; `why` says what the two directions do.

@@ -9,7 +9,7 @@ from gems.schedule.schedule import Schedule
 
 
 def interleaved_1f1b(num_ranks: int, num_micro_batches: int, chunks: int) -> Schedule:
-    """Builds interleaved 1F1B (Narayanan et al. 2021, section 2.2) with v = `chunks` stages a rank.
+    """Build interleaved 1F1B (Narayanan et al. 2021, section 2.2) with v = `chunks` stages a rank.
 
     Micro-batches go in N div P groups of G = ceil(N / groups), which is P where P divides N. A rank takes the
     forwards of a group chunk by chunk, and so, from the last chunk, the backwards; it warms up with
@@ -39,7 +39,7 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, chunks: int) -> Sch
 
 
 def looped_bfs(num_ranks: int, num_micro_batches: int, chunks: int) -> Schedule:
-    """Builds looped breadth-first (Lamy-Poirier 2023) with v = `chunks` stages a rank.
+    """Build looped breadth-first (Lamy-Poirier 2023) with v = `chunks` stages a rank.
 
     All micro-batches pass a rank's first stage, then all its second, and so on; backwards from the last. Takes
     N (f + b) + (P - 1)(f + b) / v time for N >= P and holds N micro-batches of activations.

@@ -8,7 +8,7 @@ from gems.schedule.schedule import Schedule
 
 
 def layer_parallel(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Builds the schedule in which a micro-batch goes down and back up before the next starts.
+    """Build the schedule in which a micro-batch goes down and back up before the next starts.
 
     Takes N P (f + b) time and holds one micro-batch of activations (Jain et al. 2020, GEMS-Basic).
     """

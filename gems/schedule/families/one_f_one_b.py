@@ -12,7 +12,7 @@ from gems.schedule.schedule import Schedule
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int, cap: float | None = None) -> Schedule:
-    """Builds the synchronous 1F1B schedule (PipeDream-Flush: Narayanan et al. 2021, section 2.2; DAPPLE).
+    """Build the synchronous 1F1B schedule (PipeDream-Flush: Narayanan et al. 2021, section 2.2; DAPPLE).
 
     Takes (N + P - 1)(f + b) time and holds min(N, P - stage) micro-batches of activations. With K, the integer part of
     `cap`, below P, micro-batches run in groups of K: the first rank starts a group when the group before has left it,
@@ -32,7 +32,7 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, cap: float | None = None
 
 
 def _timed(num_ranks: int, num_micro_batches: int, group: int) -> Iterator[tuple[float, Action]]:
-    """Gives each action with its slot where forward and backward take one each: forwards and backwards never meet."""
+    """Yield each action with its slot where forward and backward take one each: forwards and backwards never meet."""
     for m in range(num_micro_batches):
         start = 2 * (m // group * num_ranks + m % group)
         for stage in range(num_ranks):

@@ -12,7 +12,7 @@ from gems.schedule.schedule import Schedule
 def placed(
     placement: Placement, num_micro_batches: int, forward_order: Sequence[int], backward_order: Sequence[int]
 ) -> Schedule:
-    """Builds the schedule that runs the stages of a graph in the order of a placement in time.
+    """Build the schedule that runs the stages of a graph in the order of a placement in time.
 
     A rank runs forward of its stages in the order given, then their backward, then the next micro-batch: it may begin that one
     while others are still at this one (Pal et al. 2019 place one micro-batch).

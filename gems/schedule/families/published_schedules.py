@@ -40,7 +40,7 @@ class _Candidate:
 
 
 def named(request: Request) -> list[Schedule]:
-    """Builds the published schedules that serve a request's counts, placements, most stages and cap.
+    """Build the published schedules that serve a request's counts, placements, most stages and cap.
 
     Those with a size of their own come in each size: GEMS with all parts that divide N, interleaved and looped ones
     with 2, 3 and 4 chunks, 1F1B with the most micro-batches in flight that the cap allows. Without a cap all are given.
@@ -112,7 +112,7 @@ def _candidates(request: Request) -> Iterator[_Candidate]:
 
 
 def _most_in_flight(request: Request, costs: StageCosts) -> int:
-    """Gives the most micro-batches with which 1F1B keeps the cap: stage s then holds min(K, P - s) of them."""
+    """Return the most micro-batches with which 1F1B keeps the cap: stage s then holds min(K, P - s) of them."""
     if request.cap is None:
         return request.num_ranks
     fitting = [

@@ -12,7 +12,7 @@ from gems.schedule.schedule import Schedule
 def in_order_of_time(
     name: str, num_micro_batches: int, placement: Placement, timed: Iterable[tuple[float, Action]]
 ) -> Schedule:
-    """Builds the schedule that runs each rank's actions in the order of their times in the paper's figure.
+    """Build the schedule that runs each rank's actions in the order of their times in the paper's figure.
 
     Args:
         name: of the family.

@@ -15,7 +15,7 @@ _PERIOD = 6  # F, I and W of two chunks
 
 
 def v_min(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
-    """Builds V-Min (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
+    """Build V-Min (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
     Every pass goes on to the next rank at once, so that a micro-batch's life is as short as it can be: at most
     (P + 4) div 3 micro-batches of activations, and a bubble of 2 (P - 1) - 1/2 at f = i = w = 1, two thirds of 1F1B's.
@@ -26,7 +26,7 @@ def v_min(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = Non
 
 
 def v_half(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
-    """Builds V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
+    """Build V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
     The passes up the ranks take two slots a rank: at most (P + 2) div 2 micro-batches of activations, and for
     N >= P >= 3 a bubble of 3 (P - 1) / 2 - 1/2 at f = i = w = 1, half of 1F1B's.
@@ -44,7 +44,7 @@ def _repeat(
     peak: int,
     costs: StageCosts | None,
 ) -> Schedule:
-    """Repeats a building block every six slots and squeezes: ranks keep the order of F and I, W fill the gaps."""
+    """Repeat a building block every six slots and squeezes: ranks keep the order of F and I, W fill the gaps."""
     block = list(_block(num_ranks, steps, waits))
     timed = ((slot + _PERIOD * m, make(stage, m)) for m in range(num_micro_batches) for slot, stage, make in block)
     order = in_order_of_time(name, num_micro_batches, v(num_ranks), timed)
@@ -54,7 +54,7 @@ def _repeat(
 def _block(
     num_ranks: int, steps: tuple[int, int, int, int], waits: tuple[int, int, int]
 ) -> Iterator[tuple[int, int, Callable[[int, int], Action]]]:
-    """Gives slot, stage and builder of each F and I of a micro-batch.
+    """Yield slot, stage and builder of each F and I of a micro-batch.
 
     Args:
         num_ranks: P.

@@ -16,7 +16,7 @@ _SHARE = 0.25
 
 
 def place_weight_gradients(schedule: Schedule, costs: StageCosts, most_held: int) -> Schedule:
-    """Puts a W for every I into a schedule of F and I, whose order stays (Qi et al. 2023: W fills the bubbles).
+    """Put a W for every I into a schedule of F and I, whose order stays (Qi et al. 2023: W fills the bubbles).
 
     A rank runs its oldest W when it would wait for its next action, or when the next forward would hold more than
     `most_held`; the rest of the W follow its last action. With unequal times it is not plain how short a wait is worth
@@ -73,7 +73,7 @@ class _Filling:
         return max(last + rest for last, rest in zip(self.last, rests, strict=True))
 
     def advance(self, rank: int, now: float) -> None:
-        """Starts one action of a free rank, or leaves word of what must wake it."""
+        """Start one action of a free rank, or leaves word of what must wake it."""
         action, owed = self.todo[rank][0], self.owed[rank]
         stage, m = action.stage, action.micro_batch or 0
         is_forward = action.kind is Kind.F
@@ -103,7 +103,7 @@ class _Filling:
             heapq.heappush(self.free, (end, waits))
 
     def soonest(self, place: int, micro_batch: int, now: float) -> float:
-        """Gives the time before which a place that has not begun cannot end."""
+        """Return the time before which a place that has not begun cannot end."""
         time = 0.0
         while place >= 0:
             end = self.ended[place][micro_batch]

@@ -10,7 +10,7 @@ from gems.schedule.schedule import Schedule
 
 
 def zb_v(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
-    """Builds ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; V-ZB in Qi et al. 2024).
+    """Build ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; V-ZB in Qi et al. 2024).
 
     Holds P micro-batches of activations at most, as 1F1B; W fill what is left. With f = i = w no rank idles between its
     first and its last action for N >= 2 P - 1, and the step takes N (f + i + w) + (P - 1) f / 2 for N >= P.
@@ -21,7 +21,7 @@ def zb_v(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None
 
 
 def _row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
-    """Spells a rank's phases: f i of the chunk on the way down, F I of the one on the way up.
+    """Spell a rank's phases: f i of the chunk on the way down, F I of the one on the way up.
 
     Forwards down until the first comes up, both until its gradient comes down, then the chunk at the tip of the V until
     its gradient is back, then all in turn; micro-batches past the last are left out.

@@ -10,7 +10,7 @@ from gems.schedule.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
-    """Builds ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
+    """Build ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
     1F1B's order, where a rank holds P micro-batches of activations at most and runs a W wherever it would wait or hold
     more. Built for its costs it takes, for N >= P, N (f + i + w) + (P - 1) max(f, i, f + i - w) time: for w <= f, i
@@ -20,7 +20,7 @@ def zb_h1(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = Non
 
 
 def zb_h2(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
-    """Builds ZB-H2 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
+    """Build ZB-H2 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
     Twice the warm-up of 1F1B, so that the first rank is busy until its first backward, and 2 P - 1 micro-batches of
     activations at most. For N >= 2 P - 1 and f = i = w no rank idles between its first and its last action.

@@ -13,7 +13,7 @@ IDLE = "."
 
 
 def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
-    """Draws each rank's list, one action a step, up to what never runs: the fault as `!0B0!`, the rest as `0B1?`.
+    """Draw each rank's list, one action a step, up to what never runs: the fault as `!0B0!`, the rest as `0B1?`.
 
     Steps count actions and not time: in each, every rank runs its next action if all that it needs is done. The
     fault's own rank is shown up to it, also where it is stuck before; a fault that stands nowhere in the list comes
@@ -42,7 +42,7 @@ def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
 
 
 def _played(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
-    """Gives the cells of each rank, the last one of a rank that is stuck being what it is stuck at."""
+    """Return the cells of each rank, the last one of a rank that is stuck being what it is stuck at."""
     rows = schedule.rows
     fault = _place_of(schedule, error)
     cells: list[list[str]] = [[] for _ in rows]
@@ -75,7 +75,7 @@ def _played(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
 
 
 def _place_of(schedule: Schedule, error: ScheduleError) -> tuple[int, int] | None:
-    """Gives rank and index of the fault; of an action that stands there twice the second."""
+    """Return rank and index of the fault; of an action that stands there twice the second."""
     if not 0 <= error.rank < len(schedule.rows) or error.action not in schedule.rows[error.rank]:
         return None
     row = schedule.rows[error.rank]

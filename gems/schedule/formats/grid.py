@@ -10,7 +10,7 @@ MAX_COLUMNS = 400
 
 
 def grid(schedule: Schedule, played: Simulation, unit: float = 1.0) -> str:
-    """Draws the compute actions over time; `unit` is the time of one column.
+    """Draw the compute actions over time; `unit` is the time of one column.
 
     `F3` is the forward of micro-batch 3 in direction 0, `f4` one in direction 1; `--` goes on with the action to
     its left and `.` is idle. Where a rank holds several stages of a direction, a letter names which: `F3a`, `F3b`.
@@ -39,7 +39,7 @@ def grid(schedule: Schedule, played: Simulation, unit: float = 1.0) -> str:
 
 
 def _chunks(schedule: Schedule) -> dict[tuple[int, int], str]:
-    """Gives the letter of each (direction, stage) among those that its rank holds; none where there is but one."""
+    """Return the letter of each (direction, stage) among those that its rank holds; none where there is but one."""
     letters: dict[tuple[int, int], str] = {}
     for rank in range(schedule.num_ranks):
         held = schedule.placement.stages_on(rank)

@@ -13,7 +13,7 @@ SCHEMA = "gems.schedule/1"
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """Gives the dictionary of schema gems.schedule/1; an action is [kind, stage, direction, micro_batch].
+    """Return the dictionary of schema gems.schedule/1; an action is [kind, stage, direction, micro_batch].
 
     One of a segment has the segment behind that, and a transfer between stages of a graph the stage at its other end;
     `feeders` are there for such a graph alone.
@@ -34,7 +34,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(document: dict[str, Any]) -> Schedule:
-    """Reads what `to_json` wrote.
+    """Read what `to_json` wrote.
 
     Raises:
         ConfigError: another schema, or a missing or malformed field.

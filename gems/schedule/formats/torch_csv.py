@@ -17,7 +17,7 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """Gives the compute-only CSV that torch's runtime loads, as in `0F0,0F1,0B0`; B is a whole backward.
+    """Return the compute-only CSV that torch's runtime loads, as in `0F0,0F1,0B0`; B is a whole backward.
 
     Transfers, the reduction and the step are left out: torch puts its own there.
 
@@ -45,7 +45,7 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def from_torch_csv(text: str, name: str = "torch") -> Schedule:
-    """Reads torch's compute-only CSV; empty cells, which are idle steps there, are passed over.
+    """Read torch's compute-only CSV; empty cells, which are idle steps there, are passed over.
 
     An overlapped pair `(0F3;1B2)OVERLAP_F_B` becomes its parts one after the other. Stages are placed where they
     appear, and micro-batches counted up to the highest.

@@ -50,7 +50,7 @@ class Found:
 
 
 def capped(request: Request, named: Iterable[Schedule] = ()) -> Found:
-    """Gives the fastest schedule found for a request; `named` are schedules that it must not be slower than.
+    """Return the fastest schedule found for a request; `named` are schedules that it must not be slower than.
 
     Templates are patterns (modulo scheduling), bettered by annealing and, where OR-tools is installed, by its solver;
     a list scheduler makes finite steps of them, and the best of these are varied. All of it takes a number of steps that
@@ -88,7 +88,7 @@ def capped(request: Request, named: Iterable[Schedule] = ()) -> Found:
 
 
 def least_cap(request: Request) -> float:
-    """Gives the least cap that any allowed placement can keep, in units of a cap."""
+    """Return the least cap that any allowed placement can keep, in units of a cap."""
     request = replace(_with_own_ranks(request), cap=None)
     made = [_problem(request, name, p, request.costs.stages(p.num_stages)) for name, p in _labelled(request)]
     return min(least_room(one, _sparing(one, request.allow)) for one in made) / SIZES_PER_UNIT
@@ -107,7 +107,7 @@ def _with_own_ranks(request: Request) -> Request:
 
 
 def _labelled(request: Request) -> list[tuple[str, Placement]]:
-    """Gives the allowed placements under names that tell those of one kind apart."""
+    """Return the allowed placements under names that tell those of one kind apart."""
     return [(f"{name}-{i}", p) for i, (name, p) in enumerate(placements_of(request))]
 
 
@@ -116,7 +116,7 @@ def _problem(request: Request, name: str, placement: Placement, costs: StageCost
 
 
 def _sparing(problem: Problem, allow: tuple[str, ...]) -> tuple[int, ...]:
-    """Gives the acts that need the least room."""
+    """Return the acts that need the least room."""
     keep = (0,) * problem.num_stages
     ways = [keep]
     for name in allow:
@@ -136,7 +136,7 @@ def _refuse_low_cap(request: Request) -> None:
 
 
 def _affordable(problems: list[Problem], budget: Budget, allow: tuple[str, ...]) -> list[Problem]:
-    """Gives the placements whose schedules can be built and checked in the budget, at least the smallest."""
+    """Return the placements whose schedules can be built and checked in the budget, at least the smallest."""
     fitting = [one for one in problems if one.num_steps * CHECK_STEPS <= budget.steps * CHECK_SHARE]
     chosen = fitting or [min(problems, key=lambda one: one.num_steps)]
     budget.spend(min(budget.steps // 2, CHECK_STEPS * max(one.num_steps for one in chosen)))
@@ -169,7 +169,7 @@ def _best_named(request: Request, named: Iterable[Schedule]) -> _Replayed | None
 
 
 def _report(request: Request, best: _Replayed, shortest: float, tried: int) -> Found:
-    """Puts figures beside the winner."""
+    """Put figures beside the winner."""
     efficiency = best.played.efficiency
     bound = efficiency * best.played.span / shortest if shortest else 1.0
     return Found(

@@ -19,7 +19,7 @@ SHARE = 0.5
 def anneal(
     problem: Problem, acts: Sequence[int], template: Template, budget: Budget, random: Random
 ) -> Template | None:
-    """Gives a template of a shorter period than that of `template`, None where none is found within the budget.
+    """Return a template of a shorter period than that of `template`, None where none is found within the budget.
 
     Modulo scheduling by simulated annealing: what is varied are the stalls before operations and the phases of
     micro-batches, what is paid is the size above the cap and a little the latency, which is brought down
@@ -75,7 +75,7 @@ def _at_period(
 
 
 def _cost(problem: Problem, template: Template) -> float:
-    """Gives the sizes above the cap, in the largest stages' activations, and with little weight the latency."""
+    """Return the sizes above the cap, in the largest stages' activations, and with little weight the latency."""
     last = 2 * problem.num_stages - 1
     latency = sum(row[last] - row[0] for row in template.starts) / template.period
     return template.overflow / max(problem.size) + LATENCY_WEIGHT * latency

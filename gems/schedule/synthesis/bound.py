@@ -9,7 +9,7 @@ from gems.schedule.synthesis.problem import Problem
 
 
 def span_bound(problem: Problem, allow: Sequence[str] = ()) -> float:
-    """Gives ticks that no step on this placement and under this cap is shorter than; infinite where none can pass.
+    """Return ticks that no step on this placement and under this cap is shorter than; infinite where none can pass.
 
     Held on each rank, with heads and tails of the chain: its work, its forwards and input gradients with the way back to
     stage 0, and the memory-time of what it holds (size x shortest lifetime, over cap x time; the bound of the
@@ -55,7 +55,7 @@ def _rank_bound(
 
 
 def _memory_bound(problem: Problem, stages: Sequence[tuple[int, int, int]], work: int, allow: Sequence[str]) -> float:
-    """Gives the time that the memory of a rank must be there for what it holds, less what memory actions save."""
+    """Return the time that the memory of a rank must be there for what it holds, less what memory actions save."""
     kept = sum(count * _memory_time(problem, stage, life) for stage, count, life in stages)
     if not allow:
         return kept / problem.cap if problem.cap else float("inf")
@@ -77,12 +77,12 @@ def _memory_time(problem: Problem, stage: int, life: int) -> int:
 
 
 def _let_go_early(problem: Problem, stage: int) -> int:
-    """Gives the memory-time that is let go between input and weight gradient, where the latter follows at once."""
+    """Return the memory-time that is let go between input and weight gradient, where the latter follows at once."""
     return (problem.size[stage] - problem.held[stage]) * problem.weight_grad[stage]
 
 
 def _savings(problem: Problem, stages: Sequence[tuple[int, int, int]], way: str) -> list[tuple[int, int]]:
-    """Gives (memory-time saved, time paid) of each stage's micro-batches, where one is saved at all."""
+    """Return (memory-time saved, time paid) of each stage's micro-batches, where one is saved at all."""
     found = []
     last = 2 * problem.num_stages - 1
     for stage, count, life in stages:
@@ -102,7 +102,7 @@ def _savings(problem: Problem, stages: Sequence[tuple[int, int, int]], way: str)
 
 
 def _most_saved(savings: Sequence[tuple[int, int]], time: float) -> float:
-    """Gives the most memory-time that can be bought for `time` (a fractional knapsack)."""
+    """Return the most memory-time that can be bought for `time` (a fractional knapsack)."""
     saved = 0.0
     for gain, paid in savings:
         if paid >= time:

@@ -17,20 +17,20 @@ class Budget:
 
     @classmethod
     def of_seconds(cls, budget_s: float) -> Budget:
-        """Gives the steps of so many seconds."""
+        """Return the steps of so many seconds."""
         return cls(int(budget_s * STEPS_PER_S))
 
     def spend(self, steps: int) -> bool:
-        """Takes steps out when they are left, and says whether they were."""
+        """Take steps out when they are left, and says whether they were."""
         if self.spent + steps > self.steps:
             return False
         self.spent += steps
         return True
 
     def share(self, part: float) -> Budget:
-        """Gives a budget with a part of what is left; what it spends must be returned with `settle`."""
+        """Return a budget with a part of what is left; what it spends must be returned with `settle`."""
         return Budget(int((self.steps - self.spent) * part))
 
     def settle(self, other: Budget) -> None:
-        """Counts what a share has spent."""
+        """Count what a share has spent."""
         self.spent += other.spent

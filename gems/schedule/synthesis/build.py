@@ -15,7 +15,7 @@ WAVE_CHUNKS = (4, 8)
 
 
 def build(problem: Problem, rows: Sequence[Sequence[int]]) -> Schedule:
-    """Builds the schedule; rows hold micro-batch x 6 S + operation, operations as in `Acting`."""
+    """Build the schedule; rows hold micro-batch x 6 S + operation, operations as in `Acting`."""
     num_stages = problem.num_stages
     kinds = [(Kind.F, stage) for stage in range(num_stages)]
     kinds += [(Kind.I, stage) for stage in reversed(range(num_stages))]
@@ -31,7 +31,7 @@ def build(problem: Problem, rows: Sequence[Sequence[int]]) -> Schedule:
 
 
 def placements_of(request: Request) -> list[tuple[str, Placement]]:
-    """Gives the placements that a request allows, by name; a wave with four and with eight stages a rank.
+    """Return the placements that a request allows, by name; a wave with four and with eight stages a rank.
 
     More stages let activations go sooner and more smoothly. None has more than the request's `max_stages`, unless
     nothing else is left.

@@ -74,7 +74,7 @@ class Listing:
             self.offer(problem.rank[m][0], (keys[m][0], m, 0, 0))
 
     def play(self) -> Listing:
-        """Runs to the end, or to a standstill, and gives itself."""
+        """Run to the end, or to a standstill, and gives itself."""
         events, free = self.events, self.free
         while events:
             now, rank = heappop(events)
@@ -85,12 +85,12 @@ class Listing:
         return self
 
     def offer(self, rank: int, item: Item) -> None:
-        """Puts an operation among those of a rank that wait for their turn."""
+        """Put an operation among those of a rank that wait for their turn."""
         insort(self.ready[rank], item)
         heappush(self.events, (item[3], rank))
 
     def decide(self, now: int, rank: int) -> None:
-        """Starts the next operation of an idle rank, or sees to it that the rank is asked again in time."""
+        """Start the next operation of an idle rank, or sees to it that the rank is asked again in time."""
         copies = self.copies[rank]
         while copies and copies[0][0] <= now:
             size = heappop(copies)[1]
@@ -120,7 +120,7 @@ class Listing:
                 self.restore(now, rank, best)
 
     def choose(self, now: int, rank: int) -> tuple[Item | None, Item | None, int]:
-        """Gives the first operation that may start now, one on its way that comes before it, and when to ask again."""
+        """Return the first operation that may start now, one on its way that comes before it, and when to ask again."""
         num_stages, num_directions, rules = self.num_stages, self.problem.num_directions, self.rules
         horizon = now + rules.patience
         lead, lead_backward = now + rules.lead, now + rules.lead_backward
@@ -176,17 +176,17 @@ class Listing:
         return after - held[m] - size <= room
 
     def take(self, rank: int, m: int, size: int) -> None:
-        """Counts what an operation brings, or gives back where `size` is negative."""
+        """Count what an operation brings, or gives back where `size` is negative."""
         self.used[rank] += size
         self.held[rank][m] += size
 
     def occupy(self, rank: int, until: int) -> None:
-        """Keeps a rank busy, and asks it again at the end."""
+        """Keep a rank busy, and asks it again at the end."""
         self.free[rank] = until
         heappush(self.events, (until, rank))
 
     def start_weight_gradient(self, now: int, rank: int) -> None:
-        """Starts the first weight gradient of a rank, the last operation of a stage and micro-batch."""
+        """Start the first weight gradient of a rank, the last operation of a stage and micro-batch."""
         _, m, stage = heappop(self.weights[rank])
         self.take(rank, m, -self.problem.held[stage])
         self.rows[rank].append((m * 6 + 2) * self.num_stages + stage)
@@ -198,13 +198,13 @@ class Listing:
         self.oldest[rank] = oldest
 
     def finish(self, rank: int, end: int) -> None:
-        """Counts an operation that ends at `end`."""
+        """Count an operation that ends at `end`."""
         self.todo -= 1
         self.span = max(self.span, end)
         self.occupy(rank, end)
 
     def start_chain(self, now: int, rank: int, item: Item) -> None:
-        """Starts a forward or an input gradient, and offers what follows from it."""
+        """Start a forward or an input gradient, and offers what follows from it."""
         _, m, operation, _ = item
         problem, acting, num_stages = self.problem, self.actings[m], self.num_stages
         direction = m % problem.num_directions
@@ -231,7 +231,7 @@ class Listing:
         self.finish(rank, end)
 
     def pass_on(self, m: int, operation: int, at: int, direction: int) -> None:
-        """Offers the next operation of a chain, which waits for its activations where they are away."""
+        """Offer the next operation of a chain, which waits for its activations where they are away."""
         stage = 2 * self.num_stages - 1 - operation
         if stage < self.num_stages and self.actings[m].acts[stage]:
             back = self.restored.get((m, stage))
@@ -242,7 +242,7 @@ class Listing:
         self.offer(self.problem.rank[direction][operation], (self.keys[m][operation], m, operation, at))
 
     def copy_out(self, rank: int, m: int, stage: int, begin: int) -> None:
-        """Posts a copy to host memory, which starts when its engine is free."""
+        """Post a copy to host memory, which starts when its engine is free."""
         end = max(begin, self.out_free[rank]) + self.problem.copy[stage]
         size = self.problem.size[stage]
         self.out_free[rank] = end
@@ -254,7 +254,7 @@ class Listing:
         self.away[m, stage] = end
 
     def ask_back(self, now: int, m: int, stage: int, direction: int) -> None:
-        """Offers the recomputation or the copy back of a stage's activations, on each rank one after the other.
+        """Offer the recomputation or the copy back of a stage's activations, on each rank one after the other.
 
         In another order than that of the chain, the first could take the room that the next to be used needs.
         """
@@ -272,7 +272,7 @@ class Listing:
             self.offer(rank, item)
 
     def restore(self, now: int, rank: int, item: Item) -> None:
-        """Starts a recomputation on the rank or a copy back on its engine."""
+        """Start a recomputation on the rank or a copy back on its engine."""
         _, m, operation, _ = item
         problem, stage = self.problem, operation % self.num_stages
         direction = m % problem.num_directions

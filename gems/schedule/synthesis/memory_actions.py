@@ -54,7 +54,7 @@ def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
 
 
 def _peaks(problem: Problem, acts: Sequence[int], direction: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Plays one micro-batch alone on each rank, and gives the most held in all and after each operation."""
+    """Simulate one micro-batch alone on each rank, and gives the most held in all and after each operation."""
     num_stages = problem.num_stages
     table, first = [0] * (6 * num_stages), [0] * problem.num_ranks
     for rank in range(problem.num_ranks):
@@ -73,7 +73,7 @@ def _peaks(problem: Problem, acts: Sequence[int], direction: int) -> tuple[tuple
 
 
 def _alone(problem: Problem, acts: Sequence[int], stages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Gives (operation, size taken, size given back) of one micro-batch on one rank, in order."""
+    """Return (operation, size taken, size given back) of one micro-batch on one rank, in order."""
     num_stages = problem.num_stages
     played = []
     for stage in stages:
@@ -91,5 +91,5 @@ def _alone(problem: Problem, acts: Sequence[int], stages: Sequence[int]) -> list
 
 
 def least_room(problem: Problem, acts: Sequence[int]) -> int:
-    """Gives the least cap, in the problem's sizes, under which every micro-batch can pass."""
+    """Return the least cap, in the problem's sizes, under which every micro-batch can pass."""
     return max(max(_peaks(problem, acts, direction)[0]) for direction in range(problem.num_directions))

@@ -27,7 +27,7 @@ class Template:
         return len(self.starts)
 
     def keys(self, grain: int, num_micro_batches: int) -> list[list[int]]:
-        """Unrolls the starts over a whole step, in ticks."""
+        """Unroll the starts over a whole step, in ticks."""
         group = self.num_micro_batches
         return [
             [(start + m // group * self.period) * grain for start in self.starts[m % group]]
@@ -44,7 +44,7 @@ class _Ring:
         self.period, self.busy, self.full = period, 0, (1 << period) - 1
 
     def rooms(self, length: int, turn: int) -> int:
-        """Gives the starts with `length` free grains as bits, the bit of `turn` first."""
+        """Return the starts with `length` free grains as bits, the bit of `turn` first."""
         free, period, known = self.full & ~self.busy, self.period, 1
         while known < length:
             step = min(known, length - known)
@@ -55,7 +55,7 @@ class _Ring:
         return ((free >> turn) | (free << (period - turn))) & self.full
 
     def put(self, start: int, length: int) -> int | None:
-        """Takes the earliest room from `start` on and gives its start, None where the ring is full."""
+        """Take the earliest room from `start` on and gives its start, None where the ring is full."""
         if length > self.period:
             return None
         rooms = self.rooms(length, start)
@@ -66,7 +66,7 @@ class _Ring:
         return start
 
     def put_before(self, end: int, length: int) -> int | None:
-        """Takes the latest room that ends by `end` and gives its start."""
+        """Take the latest room that ends by `end` and gives its start."""
         if length > self.period:
             return None
         rooms = self.rooms(length, end - length + 1)
@@ -88,7 +88,7 @@ def pattern(
     phases: Sequence[int],
     stalls: Sequence[Sequence[int]] | None = None,
 ) -> Template | None:
-    """Lays one period: the chains of the micro-batches one after the other, then their weight gradients.
+    """Lay one period: the chains of the micro-batches one after the other, then their weight gradients.
 
     Stall-free modulo ASAP: every operation takes the earliest free slot modulo the period after the one that it needs
     (modulo scheduling: Rau 1994). Recomputation takes the latest slot before its input gradient, copies the earliest
@@ -138,7 +138,7 @@ def _put_weight_gradients(
     times: Sequence[Sequence[int]],
     stalls: Sequence[Sequence[int]] | None,
 ) -> list[list[int]] | None:
-    """Appends the starts of weight gradients to `starts` and gives their ends."""
+    """Append the starts of weight gradients to `starts` and gives their ends."""
     num_stages = problem.num_stages
     weight = problem.weight_grains
     ends = []
@@ -168,7 +168,7 @@ def _held(
     times: Sequence[Sequence[int]],
     again: Sequence[dict[int, int]],
 ) -> list[int] | None:
-    """Gives the most that each rank holds in the steady state, None where a copy finds no room on its engine."""
+    """Return the most that each rank holds in the steady state, None where a copy finds no room on its engine."""
     num_stages, ranks = problem.num_stages, range(problem.num_ranks)
     copy = problem.copy_grains
     away, back = [_Ring(period) for _ in ranks], [_Ring(period) for _ in ranks]

@@ -77,24 +77,24 @@ class Problem:
         return self.num_stages // self.num_ranks
 
     def stages_of(self, rank: int, direction: int) -> list[int]:
-        """Gives the stages that a rank holds in one direction, lowest first."""
+        """Return the stages that a rank holds in one direction, lowest first."""
         return [stage for way, stage in self.placement.stages_on(rank) if way == direction]
 
     def num_in(self, direction: int) -> int:
-        """Gives how many micro-batches run in one direction: they take turns, the first one down."""
+        """Return how many micro-batches run in one direction: they take turns, the first one down."""
         return (self.num_micro_batches - direction + self.num_directions - 1) // self.num_directions
 
     def work(self) -> int:
-        """Gives the ticks of one micro-batch over all stages, without recomputation."""
+        """Return the ticks of one micro-batch over all stages, without recomputation."""
         return sum(self.time[0]) + sum(self.weight_grad)
 
     def reached(self, direction: int) -> list[int]:
-        """Gives the least ticks from the start of a micro-batch to the end of each operation of its chain."""
+        """Return the least ticks from the start of a micro-batch to the end of each operation of its chain."""
         spans = (time + lag for time, lag in zip(self.time[direction], self.lag[direction], strict=True))
         return list(accumulate(spans))
 
     def lifetimes(self, direction: int) -> list[int]:
-        """Gives the least ticks from the start of a stage's forward to the end of its weight gradient."""
+        """Return the least ticks from the start of a stage's forward to the end of its weight gradient."""
         ends, last = self.reached(direction), 2 * self.num_stages - 1
         return [
             ends[last - stage] - ends[stage] + self.time[direction][stage] + self.weight_grad[stage]
@@ -105,7 +105,7 @@ class Problem:
 def problem(
     name: str, placement: Placement, num_micro_batches: int, costs: StageCosts, network: Network, cap: float | None
 ) -> Problem:
-    """Builds the twin: exact where costs are fractions with small denominators, otherwise to a millionth of a unit.
+    """Build the twin: exact where costs are fractions with small denominators, otherwise to a millionth of a unit.
 
     Without a cap there is room for all micro-batches.
     """
@@ -142,7 +142,7 @@ def problem(
 
 
 def _flights(row: tuple[int, ...], costs: StageCosts, network: Network) -> list[float]:
-    """Gives the time from stage s to stage s + 1, for every s but the last."""
+    """Return the time from stage s to stage s + 1, for every s but the last."""
     return [
         0.0 if here == there else network.delay(here, there, costs.boundary_bytes[stage])
         for stage, (here, there) in enumerate(pairwise(row))
@@ -162,7 +162,7 @@ def _ticks_per_unit(values: list[float]) -> int:
 
 
 def _grain(times: list[int]) -> int:
-    """Gives the tick of patterns: one that measures all times, or a part of the mean where that is too fine."""
+    """Return the tick of patterns: one that measures all times, or a part of the mean where that is too fine."""
     positive = [time for time in times if time]
     if not positive:
         return 1

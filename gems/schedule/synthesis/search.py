@@ -59,7 +59,7 @@ class Search:
     def __init__(
         self, problems: Sequence[Problem], allow: Sequence[str], budget: Budget, seed: int, least: float = 0.0
     ) -> None:
-        """Takes `least`, the time in units at which nothing better can be found."""
+        """Take `least`, the time in units at which nothing better can be found."""
         self.problems, self.allow, self.budget, self.least = problems, allow, budget, least
         self.seed, self.random = seed, Random(seed)
         self.tried = 0
@@ -68,22 +68,22 @@ class Search:
         self._actings: dict[tuple[str, int, tuple[int, ...], int], Acting] = {}
 
     def run(self) -> list[Plan]:
-        """Gives the plans found, the fastest first; there is one at least, whatever the budget."""
+        """Return the plans found, the fastest first; there is one at least, whatever the budget."""
         self.screen(self.templates())
         self.refine()
         self.climb()
         return self.plans()
 
     def plans(self) -> list[Plan]:
-        """Gives the best plan of each template, the fastest first."""
+        """Return the best plan of each template, the fastest first."""
         return sorted(self.best.values(), key=lambda plan: (plan.time, plan.template))
 
     def rows_of(self, plan: Plan) -> list[list[int]]:
-        """Gives the rows of a plan, as `Listing.rows`."""
+        """Return the rows of a plan, as `Listing.rows`."""
         return Listing(plan.problem, plan.keys, self.actings_of(plan), plan.rules).play().rows
 
     def actings_of(self, plan: Plan) -> list[Acting]:
-        """Gives what follows from a plan's acts, by micro-batch."""
+        """Return what follows from a plan's acts, by micro-batch."""
         problem, ahead = plan.problem, plan.rules.ahead
         found = []
         for acts in plan.acts:
@@ -94,7 +94,7 @@ class Search:
         return found
 
     def evaluate(self, plan: Plan, must: bool = False) -> Plan | None:
-        """Gives a plan with its span, None when the budget is spent or the least time has been reached."""
+        """Return a plan with its span, None when the budget is spent or the least time has been reached."""
         if self.best and self.fastest <= self.least * (1 + 1e-9):
             return None
         steps = OVERHEAD_STEPS + plan.problem.num_steps + 4 * sum(1 for acts in plan.acts for act in acts if act)
@@ -105,14 +105,14 @@ class Search:
         return replace(plan, span=listing.span)
 
     def keep(self, plan: Plan) -> None:
-        """Keeps a plan where it is its template's best."""
+        """Keep a plan where it is its template's best."""
         known = self.best.get(plan.template)
         if plan.span < NEVER and (known is None or plan.time < known.time):
             self.best[plan.template] = plan
             self.fastest = min(self.fastest, plan.time)
 
     def templates(self) -> list[Case]:
-        """Gives the templates of all placements, acts and numbers of micro-batches a period, most promising first."""
+        """Return the templates of all placements, acts and numbers of micro-batches a period, most promising first."""
         cases = [(problem, acts) for problem in self.problems for acts in acts_to_try(problem, self.allow)]
         found: list[Case] = [(problem, acts, GREEDY, free_running(problem, acts)) for problem, acts in cases]
         budget = self.budget.share(PATTERN_SHARE)
@@ -134,7 +134,7 @@ class Search:
         return sorted(found, key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, self.pace(case[0], case[3])))
 
     def solved(self, cases: Sequence[Case]) -> list[Case]:
-        """Gives the templates that the solver finds below the period of the shortest patterns, in time of its own."""
+        """Return the templates that the solver finds below the period of the shortest patterns, in time of its own."""
         made = [case for case in cases if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])]
         made.sort(key=lambda case: self.pace(case[0], case[3]))
         budget = Budget(int(self.budget.steps * SOLVER_SHARE))
@@ -146,11 +146,11 @@ class Search:
 
     @staticmethod
     def pace(problem: Problem, template: Template) -> float:
-        """Gives the units of time that a template gives to one micro-batch."""
+        """Return the units of time that a template gives to one micro-batch."""
         return template.period * problem.grain / template.num_micro_batches / problem.ticks_per_unit
 
     def screen(self, templates: Sequence[Case]) -> None:
-        """Plays every template under a few rules; those whose pace alone is too slow are passed over."""
+        """Simulate every template under a few rules; those whose pace alone is too slow are passed over."""
         share = self.budget.share(SCREEN_SHARE)
         self.budget, rest = share, self.budget
         for lead, defer in QUICK:
@@ -172,7 +172,7 @@ class Search:
 
     @staticmethod
     def rules(problem: Problem, lead: float, defer: float, patience: float, ahead: int) -> Rules:
-        """Gives rules from times in units of an average action of a whole rank."""
+        """Return rules from times in units of an average action of a whole rank."""
         unit = problem.work() / (3 * problem.num_ranks)
 
         def ticks(time: float) -> int:
@@ -181,7 +181,7 @@ class Search:
         return Rules(ticks(lead), NEVER, ticks(defer), ticks(patience), ahead)
 
     def refine(self) -> None:
-        """Plays the best templates under more rules."""
+        """Simulate the best templates under more rules."""
         share = self.budget.share(REFINE_SHARE)
         self.budget, rest = share, self.budget
         random, best = self.random, self.plans()[:NUM_REFINED]
@@ -204,7 +204,7 @@ class Search:
         self.budget = rest
 
     def climb(self) -> None:
-        """Varies the best plans at random and keeps what is not worse: each for as long, and at last the best alone."""
+        """Vary the best plans at random and keeps what is not worse: each for as long, and at last the best alone."""
         leaders = self.leaders()
         fair = self.budget.spent + CLIMB_FAIR * (self.budget.steps - self.budget.spent)
         spent = [0] * len(leaders)
@@ -222,14 +222,14 @@ class Search:
             self.keep(plan)
 
     def leaders(self) -> list[Plan]:
-        """Gives the best plans of the best placements."""
+        """Return the best plans of the best placements."""
         found: dict[str, Plan] = {}
         for plan in self.plans():
             found.setdefault(plan.problem.name, plan)
         return list(found.values())[:NUM_CLIMBED]
 
     def vary(self, plan: Plan) -> Plan:
-        """Gives a plan with one thing changed: keys of some micro-batches or operations, the rules, or an act."""
+        """Return a plan with one thing changed: keys of some micro-batches or operations, the rules, or an act."""
         random, problem = self.random, plan.problem
         num_stages, num = problem.num_stages, problem.num_micro_batches
         unit = problem.work() / (3 * problem.num_ranks)
@@ -264,12 +264,12 @@ class Search:
         return replace(plan, keys=tuple(keys))
 
     def somewhere(self, num: int) -> int:
-        """Gives a micro-batch, more often one of fill or drain."""
+        """Return a micro-batch, more often one of fill or drain."""
         place, kind = min(int(self.random.expovariate(0.4)), num - 1), self.random.random()
         return place if kind < 0.5 else num - 1 - place if kind < 0.7 else self.random.randrange(num)
 
     def vary_acts(self, plan: Plan) -> Plan:
-        """Gives a plan in which one stage acts otherwise, for some micro-batches at the ends or for all."""
+        """Return a plan in which one stage acts otherwise, for some micro-batches at the ends or for all."""
         random, problem = self.random, plan.problem
         num = problem.num_micro_batches
         ways = [0, *(int(Act[name.upper()]) for name in self.allow)]

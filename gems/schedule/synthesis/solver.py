@@ -26,7 +26,7 @@ def is_small(problem: Problem, acts: Sequence[int], template: Template) -> bool:
 
 
 def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Template | None:
-    """Gives a template of a shorter period than that of `template`, None where none is found within the budget.
+    """Return a template of a shorter period than that of `template`, None where none is found within the budget.
 
     One worker and the solver's own deterministic time keep the result the same on any machine.
     """
@@ -42,7 +42,7 @@ def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Te
 
 
 def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template | None:
-    """Solves one period: every operation has a slot modulo it, and what is held at each begin of a forward keeps the cap.
+    """Solve one period: every operation has a slot modulo it, and what is held at each begin of a forward keeps the cap.
 
     An operation starts at slot + period x turn. A rank holds, at a slot, what was begun by then and not ended: the sum
     over its activations of (turns between begin and end, and one more where the slot lies inside the rest).
@@ -106,7 +106,7 @@ def _add_cap(
     turns: dict[tuple[int, int], Any],
     length: Sequence[Sequence[int]],
 ) -> None:
-    """Holds the cap at the begin of every forward of the rank, where alone what is held grows."""
+    """Hold the cap at the begin of every forward of the rank, where alone what is held grows."""
     num_stages = problem.num_stages
     lives = [(g, stage) for g in range(group) for stage in problem.stages_of(rank, g % problem.num_directions)]
     unit = max(1, max(problem.size) // SIZE_DIGITS)

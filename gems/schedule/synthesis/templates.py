@@ -15,7 +15,7 @@ KEEP_EIGHTHS = (0, 1, 2, 3, 4, 6)
 
 
 def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]:
-    """Gives the assignments of acts to stages worth a pattern: early stages, whose activations wait longest, first.
+    """Return the assignments of acts to stages worth a pattern: early stages, whose activations wait longest, first.
 
     The last stage's activations are used at once and always stay.
     """
@@ -41,7 +41,7 @@ def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]
 
 
 def least_period(problem: Problem, acts: Sequence[int], group: int) -> int:
-    """Gives the grains that `group` micro-batches need of the busiest rank, and of its room where nothing acts."""
+    """Return the grains that `group` micro-batches need of the busiest rank, and of its room where nothing acts."""
     load, room = [0] * problem.num_ranks, [0] * problem.num_ranks
     for g in range(group):
         direction = g % problem.num_directions
@@ -58,7 +58,7 @@ def least_period(problem: Problem, acts: Sequence[int], group: int) -> int:
 
 
 def free_running(problem: Problem, acts: Sequence[int]) -> Template:
-    """Gives the template of the plain greedy: chains without a wait, at the least period, whatever collides."""
+    """Return the template of the plain greedy: chains without a wait, at the least period, whatever collides."""
     num_stages, grain = problem.num_stages, problem.grain
     group = problem.num_directions
     period = least_period(problem, acts, group)
@@ -72,14 +72,14 @@ def free_running(problem: Problem, acts: Sequence[int]) -> Template:
 
 
 def groups_of(problem: Problem) -> tuple[int, ...]:
-    """Gives the numbers of micro-batches a period to try."""
+    """Return the numbers of micro-batches a period to try."""
     return (2, 4) if problem.num_directions == 2 else (1, 2)
 
 
 def patterns(
     problem: Problem, acts: Sequence[int], group: int, budget: Budget, longest: float = float("inf")
 ) -> Iterator[Template]:
-    """Gives the template of the shortest period that keeps the cap, and before it a shorter one that overflows little.
+    """Yield the template of the shortest period that keeps the cap, and before it a shorter one that overflows little.
 
     Tries periods from the lower bound up to `longest`, and for each the phases of the micro-batches against one another.
     """
@@ -113,7 +113,7 @@ def patterns(
 
 
 def _phases(problem: Problem, period: int, group: int) -> Iterator[tuple[int, ...]]:
-    """Gives the phases of a period's micro-batches, the evenly spread ones where there are too many."""
+    """Yield the phases of a period's micro-batches, the evenly spread ones where there are too many."""
     if group == 1:
         yield (0,)
     elif group == 2:

@@ -12,7 +12,7 @@ from gems.profile.operator_graph import Op, OpGraph
 
 
 def random_graph(seed: int, num_ops: int, share: float = 0.4) -> OpGraph:
-    """Gives a graph of random times and sizes; an edge leads from lower to higher numbers."""
+    """Return a graph of random times and sizes; an edge leads from lower to higher numbers."""
     rng = random.Random(seed)
     ops = tuple(
         Op(f"op{v}", rng.uniform(0.2, 3), rng.uniform(0.2, 6), rng.randint(0, 3), rng.randint(1, 5))
@@ -23,7 +23,7 @@ def random_graph(seed: int, num_ops: int, share: float = 0.4) -> OpGraph:
 
 
 def branches(*lengths: int, blocks: int = 1, seed: int = 0) -> OpGraph:
-    """Gives blocks of branches of so many operators, with an operator before and behind each block."""
+    """Return blocks of branches of so many operators, with an operator before and behind each block."""
     rng = random.Random(seed)
     ops, edges = [Op("stem", 1.0, 2.0, 2, 1)], []
     for block in range(blocks):
@@ -41,7 +41,7 @@ def branches(*lengths: int, blocks: int = 1, seed: int = 0) -> OpGraph:
 
 
 def best_span_s(graph: OpGraph, devices: Devices) -> float:
-    """Gives the shortest step over all devices of all operators, and all orders; messages pass each other."""
+    """Return the shortest step over all devices of all operators, and all orders; messages pass each other."""
     best = float("inf")
     forwards = list(orders(graph.num_ops, graph.feeders))
     backwards = list(orders(graph.num_ops, graph.users))
@@ -58,7 +58,7 @@ def best_span_s(graph: OpGraph, devices: Devices) -> float:
 
 
 def orders(num_ops: int, before: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, ...]]:
-    """Gives all topological orders."""
+    """Yield all topological orders."""
 
     def more(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(done) == num_ops:
@@ -73,7 +73,7 @@ def orders(num_ops: int, before: tuple[tuple[int, ...], ...]) -> Iterator[tuple[
 def phase_s(
     graph: OpGraph, devices: Devices, places: tuple[int, ...], order: tuple[int, ...], is_forward: bool
 ) -> float:
-    """Gives the length of one phase, written apart from the code under test."""
+    """Return the length of one phase, written apart from the code under test."""
     end = [0.0] * graph.num_ops
     free = [0.0] * devices.num
     for v in order:
@@ -87,7 +87,7 @@ def phase_s(
 
 
 def played(graph: OpGraph, devices: Devices, places: tuple[int, ...]) -> float:
-    """Gives the step of a placement with operators in the graph's own order."""
+    """Return the step of a placement with operators in the graph's own order."""
     return play(
         graph, devices, places,
         with_messages(graph, places, graph.order, True), with_messages(graph, places, graph.order[::-1], False),

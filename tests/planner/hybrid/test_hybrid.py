@@ -25,7 +25,7 @@ POSITIVE = st.floats(0.05, 20.0)
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[HybridCase, dict[float, float], dict[int, float]]:
-    """Gives a case with epochs and efficiencies at all powers of two, and these as plain tables."""
+    """Return a case with epochs and efficiencies at all powers of two, and these as plain tables."""
     batch = draw(st.sampled_from([1.0, 8.0, 64.0]))
     epochs = {batch * count: draw(POSITIVE) for count in COUNTS}
     efficiencies = {count: draw(st.floats(0.05, 1.0)) for count in COUNTS}

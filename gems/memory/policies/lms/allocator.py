@@ -79,7 +79,7 @@ class Counts:
     speculative_missed: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """Gives the counters as torch's memory statistics name them, flat."""
+        """Return the counters as torch's memory statistics name them, flat."""
         names = (
             "reclaimed", "reclaimed_bytes", "pinned", "pinned_bytes", "paged_in_bytes", "speculative", "speculative_missed",
         )  # fmt: skip
@@ -109,12 +109,12 @@ class LmsAllocator(CachingAllocator):
         self._source = ""
 
     def restart(self) -> Counts:
-        """Ends an iteration and gives its counts."""
+        """End an iteration and gives its counts."""
         counts, self.counts = self.counts, Counts()
         return counts
 
     def take(self, num_bytes: int) -> Block:
-        """Serves a request.
+        """Serve a request.
 
         Raises:
             OutOfMemoryError: everything that may leave has left, and the limit leaves no room.
@@ -128,17 +128,17 @@ class LmsAllocator(CachingAllocator):
         return block
 
     def give(self, block: Block) -> None:
-        """Frees a block."""
+        """Free a block."""
         super().give(block)
         self._num_blocks -= 1
 
     def make(self, storage: Paged) -> list[Paged]:
-        """Allocates a new storage, pinned; gives what had to leave for it."""
+        """Allocate a new storage, pinned; gives what had to leave for it."""
         storage.block = self.take(storage.num_bytes)
         return self.reclaimed
 
     def pin(self, storage: Paged) -> list[Paged]:
-        """Brings a storage to the device where it is not there, and holds it; gives what had to leave for it."""
+        """Bring a storage to the device where it is not there, and holds it; gives what had to leave for it."""
         if storage in self._inactive:
             self._withdraw(storage, is_reclaimed=False)
             self.counts.speculative_missed += storage.is_leaving
@@ -151,7 +151,7 @@ class LmsAllocator(CachingAllocator):
         return self.make(storage)
 
     def unpin(self, storage: Paged) -> None:
-        """Queues a storage up; starts its copy out at once where the last iteration says that it will be reclaimed."""
+        """Queue a storage up; starts its copy out at once where the last iteration says that it will be reclaimed."""
         assert storage.block is not None
         self._inactive[storage] = None
         self._inactive_bytes += storage.block.num_bytes
@@ -163,7 +163,7 @@ class LmsAllocator(CachingAllocator):
         self.counts.speculative += storage.is_leaving
 
     def drop(self, storage: Paged) -> None:
-        """Frees a storage that nobody needs any more, wherever it is."""
+        """Free a storage that nobody needs any more, wherever it is."""
         if storage in self._inactive:
             self._withdraw(storage, is_reclaimed=False)
         if storage.identity is not None:
@@ -182,7 +182,7 @@ class LmsAllocator(CachingAllocator):
         return block
 
     def _from_device(self, size: int, is_small: bool, source: str) -> Block | None:
-        """Takes a segment from the device if the limit allows it."""
+        """Take a segment from the device if the limit allows it."""
         before = self.reserved_bytes
         block = super()._segment(size, is_small)
         if self.reserved_bytes > self.limit_bytes:
@@ -211,7 +211,7 @@ class LmsAllocator(CachingAllocator):
         return None
 
     def _suitable(self, size: int, is_small: bool) -> Paged | None:
-        """Gives the storage whose leaving makes room by itself."""
+        """Return the storage whose leaving makes room by itself."""
         best, best_bytes = None, 0
         for storage in self._of_pool(is_small):
             assert storage.block is not None
@@ -246,7 +246,7 @@ class LmsAllocator(CachingAllocator):
         self._histories[storage.identity].record(is_reclaimed)
 
     def _give_back_segments(self) -> None:
-        """Gives segments that are free as a whole back to the device."""
+        """Return segments that are free as a whole back to the device."""
         for free in self._free.values():
             whole = [entry[2] for entry in free if entry[2].before is None and entry[2].behind is None]
             for block in whole:
@@ -260,13 +260,13 @@ class LmsAllocator(CachingAllocator):
 
 
 def _room_around(block: Block) -> int:
-    """Gives what a block would be once freed and joined with its free neighbours, in bytes."""
+    """Return what a block would be once freed and joined with its free neighbours, in bytes."""
     around = (other for other in (block.before, block.behind) if other is not None and other.is_free)
     return block.num_bytes + sum(other.num_bytes for other in around)
 
 
 def _segment_bytes(storage: Paged) -> int:
-    """Gives the size of the segment that a storage lies in."""
+    """Return the size of the segment that a storage lies in."""
     block = storage.block
     assert block is not None
     while block.before is not None:

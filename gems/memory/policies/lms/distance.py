@@ -38,7 +38,7 @@ class _Holder:
     is_least: bool = False
 
     def tune(self, given: tuple[int | None, ...], is_last: bool) -> bool:
-        """Finds parameters, at last those that swap everything and wait for it; says whether any are left to try."""
+        """Find parameters, at last those that swap everything and wait for it; says whether any are left to try."""
         self.tuned = None if is_last else tune(self.layers.graph, self.room_bytes, *given)
         if self.tuned is None and not self.is_least:
             _, ahead, groupby, _ = given
@@ -46,7 +46,7 @@ class _Holder:
         return self.tuned is not None
 
     def tighten(self, limit_bytes: int, held_bytes: int) -> None:
-        """Asks for other parameters, whose memory is less in the proportion in which the ranks hold too much."""
+        """Ask for other parameters, whose memory is less in the proportion in which the ranks hold too much."""
         assert self.tuned is not None
         played = play(self.layers.graph, self.tuned.parameters, inf).peak_bytes
         share = (limit_bytes - self.static_bytes) / max(1, held_bytes - self.static_bytes)
@@ -62,7 +62,7 @@ def lms(
     sync_mode: int | None = None,
     ratio: float | None = None,
 ) -> MemoryPlan:
-    """Gives the plan of the parameters, of which those that are None are found by the tuner (`gems.memory.policies.lms.tuner`).
+    """Return the plan of the parameters, of which those that are None are found by the tuner (`gems.memory.policies.lms.tuner`).
 
     Each rank is tuned under M = (limit - what never leaves it) x ratio, by default 0.9, and 0.8 with replicas. That sees
     one micro-batch and no workspace; where a rank then holds more than its limit, it is tuned again under less, and where
@@ -99,7 +99,7 @@ def lms(
 
 
 def static_bytes(case: MemoryCase, rank: int) -> int:
-    """Gives what a rank holds throughout: parameters, gradients, the optimizer's state, buffers, images of the step."""
+    """Return what a rank holds throughout: parameters, gradients, the optimizer's state, buffers, images of the step."""
     copies = OPTIMIZERS[case.optimizer].copies
     directions = list(case.schedule.directions().values())
     total = 0
@@ -149,7 +149,7 @@ def _held(holder: _Holder, outcome: Outcome | None) -> int:
 
 
 def _too_large(case: MemoryCase, holder: _Holder, outcome: Outcome | None) -> DoesNotFitError:
-    """Says what a rank needs with everything swapped at once."""
+    """Report what a rank needs with everything swapped at once."""
     assert outcome is not None and case.limit_bytes is not None
     rank = max(holder.ranks, key=lambda rank: outcome.peak_bytes[rank])
     return DoesNotFitError(f"rank {rank} under lms", outcome.peak_bytes[rank], case.limit_bytes, _HELP)

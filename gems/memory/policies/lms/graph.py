@@ -117,13 +117,13 @@ class Graph:
         return bool(self._reached[op] >> other & 1)
 
     def far_consumers(self, tensor: Tensor, threshold: int) -> tuple[int, ...]:
-        """Gives the readers of a tensor that are more than `threshold` levels from its maker, nearest first."""
+        """Return the readers of a tensor that are more than `threshold` levels from its maker, nearest first."""
         from_level = self.levels[tensor.maker]
         far = {op for op in tensor.consumers if self.levels[op] - from_level > threshold}
         return self._by_level(far)
 
     def groups(self, ops: Sequence[int], groupby: int) -> tuple[tuple[int, ...], ...]:
-        """Joins operations, nearest first, whose levels lie at most `groupby` from the one before; with 0 none."""
+        """Join operations, nearest first, whose levels lie at most `groupby` from the one before; with 0 none."""
         found: list[list[int]] = []
         for op in ops:
             if groupby > 0 and found and self.levels[op] - self.levels[found[-1][-1]] <= groupby:
@@ -133,7 +133,7 @@ class Graph:
         return tuple(map(tuple, found))
 
     def control(self, maker: int, consumer: int, ahead: int) -> int | None:
-        """Gives the operation behind which a tensor is to come back for `consumer`, None where there is none.
+        """Return the operation behind which a tensor is to come back for `consumer`, None where there is none.
 
         It is the latest that leads to the consumer, lies more than `ahead` levels before it and behind the maker;
         at most 10 levels are searched, and of one level the first is taken.
@@ -147,7 +147,7 @@ class Graph:
         return None
 
     def swaps(self, threshold: int, ahead: int, groupby: int, is_swapin_sync: bool) -> tuple[Swap, ...]:
-        """Gives what is swapped under these parameters, and how it comes back."""
+        """Return what is swapped under these parameters, and how it comes back."""
         found = []
         for index, tensor in enumerate(self.tensors):
             far = self.far_consumers(tensor, threshold) if tensor.is_movable else ()

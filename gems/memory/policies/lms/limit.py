@@ -26,7 +26,7 @@ _HELP = "lms_limit pages out saved tensors only: use memory=plan, more partition
 
 
 def lms_limit(case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "first") -> MemoryPlan:
-    """Gives the plan of what is reclaimed in a step that repeats itself.
+    """Return the plan of what is reclaimed in a step that repeats itself.
 
     A layer is offloaded where, over its micro-batches, most of the bytes that leave with it are reclaimed before its
     backward; its memory is free where the first of them is needed by another, and it comes back on demand. What is not
@@ -78,7 +78,7 @@ def _too_large(rank: int, needed_bytes: int, limit_bytes: int) -> DoesNotFitErro
 
 
 def _plan(case: MemoryCase, played: Mapping[int, RankPaging]) -> MemoryPlan:
-    """Offloads the layers most of whose bytes are reclaimed, over all ranks that hold them."""
+    """Offload the layers most of whose bytes are reclaimed, over all ranks that hold them."""
     uses: dict[int, list[Use]] = {}
     for paging in played.values():
         for layer, use in paging.uses.items():

@@ -79,7 +79,7 @@ class RankPaging:
         self._now = 0
 
     def settle(self) -> None:
-        """Plays steps until one reclaims as the one before did, at most 8.
+        """Simulate steps until one reclaims as the one before did, at most 8.
 
         Raises:
             OutOfMemoryError: a request that does not fit although everything that may leave has left.
@@ -96,7 +96,7 @@ class RankPaging:
             before = self.uses
 
     def _take_static(self) -> None:
-        """Takes what no step gives back: parameters, gradients, the optimizer's state, buffers, images."""
+        """Take what no step gives back: parameters, gradients, the optimizer's state, buffers, images."""
         case, take = self._case, self.allocator.take
         directions = list(case.schedule.directions().values())
         for direction, stage in case.schedule.placement.stages_on(self._rank):
@@ -134,7 +134,7 @@ class RankPaging:
             self._give(self._flights.pop(key).others)
 
     def _forward(self, flight: _Flight, layer: int, passing: Sequence[Any]) -> list[Any]:
-        """Runs a layer's forward; gives what it hands on that nobody saves."""
+        """Run a layer's forward; gives what it hands on that nobody saves."""
         stage = flight.stage
         read = [paged for number in stage.reads[layer] for paged in flight.paged[number]]
         self._pin(read)
@@ -157,7 +157,7 @@ class RankPaging:
         return handed
 
     def _backward(self, flight: _Flight, layer: int, passing: Sequence[Any], is_split: bool) -> list[Any]:
-        """Runs a layer's backward; gives the gradient that it hands back."""
+        """Run a layer's backward; gives the gradient that it hands back."""
         stage, profile = flight.stage, self._case.profile.layers[layer]
         flight.back.add(layer)
         self._pin([paged for number in stage.saves[layer] for paged in flight.paged[number]])
@@ -182,7 +182,7 @@ class RankPaging:
         return block
 
     def _pin(self, storages: Sequence[Paged]) -> None:
-        """Pins those that are there before any is paged in, so that none leaves for another of the same operation."""
+        """Pin those that are there before any is paged in, so that none leaves for another of the same operation."""
         away = [storage for storage in storages if storage.block is None]
         for storage in (*(one for one in storages if one.block is not None), *away):
             self._note(self.allocator.pin(storage))
@@ -193,7 +193,7 @@ class RankPaging:
                 self.allocator.unpin(storage)
 
     def _note(self, reclaimed: Sequence[Paged]) -> None:
-        """Notes what is reclaimed between forward and backward of the layer that it leaves with, once each, and how soon."""
+        """Record what is reclaimed between forward and backward of the layer that it leaves with, once each, and how soon."""
         for paged in reclaimed:
             flight, storage = self._of[paged]
             layer = storage.owner

@@ -45,7 +45,7 @@ class RankGraph:
         self.graph = Graph(num_ops, tuple(self._tensors))
 
     def segments(self, parameters: Parameters) -> dict[int, Segment]:
-        """Gives the segments of the layers of which most of the bytes that leave with them are swapped for their backward.
+        """Return the segments of the layers of which most of the bytes that leave with them are swapped for their backward.
 
         A copy back is posted right behind the operation that sets it off: so many actions ahead as run in between.
         """
@@ -96,12 +96,12 @@ class RankGraph:
 
 
 def _ahead(back: Return) -> int:
-    """Gives the operations that run between the one that sets off a return and the first that reads it."""
+    """Return the operations that run between the one that sets off a return and the first that reads it."""
     return 0 if back.trigger is None else back.consumers[0] - back.trigger - 1
 
 
 def _first_runs(schedule: Schedule, rank: int) -> list[tuple[_Held, bool]]:
-    """Gives when a rank runs one micro-batch of each of its stages, in the order of its list: forward, or backward."""
+    """Return when a rank runs one micro-batch of each of its stages, in the order of its list: forward, or backward."""
     first: dict[_Held, int | None] = {}
     runs = []
     for action in schedule.rows[rank]:

@@ -39,7 +39,7 @@ class Parameters:
         return self.sync_mode in (2, 3)
 
     def swaps(self, graph: Graph) -> tuple[Swap, ...]:
-        """Gives what is swapped in a graph."""
+        """Return what is swapped in a graph."""
         return graph.swaps(self.swapout_threshold, self.swapin_ahead, self.swapin_groupby, self.is_swapin_sync)
 
 
@@ -65,7 +65,7 @@ class Tuned:
 
 
 def play(graph: Graph, parameters: Parameters, limit_bytes: float) -> Played:
-    """Plays the memory of a graph, operation by operation in the order of its levels.
+    """Simulate the memory of a graph, operation by operation in the order of its levels.
 
     An operation allocates what comes back for it on demand, and its outputs; behind it what nobody reads any more is
     freed, then the copies that it sets off are allocated. A tensor that leaves is free behind its last near reader where
@@ -127,7 +127,7 @@ def tune(
     swapin_groupby: int | None = None,
     sync_mode: int | None = None,
 ) -> Tuned | None:
-    """Gives the parameters by the original's search; those that are given stay. None where even the least does not fit.
+    """Return the parameters by the original's search; those that are given stay. None where even the least does not fit.
 
     Nothing is swapped where the graph fits so (and none of the first three is given). Otherwise the synchronisation mode
     is the first, from `sync_mode` (or 0) on, under which threshold 1 fits with 1 ahead and no grouping. Then, each by a
@@ -179,7 +179,7 @@ def tune(
 def _search(
     fits: Callable[[Parameters], bool], start: Parameters, name: str, low: int, high: int, is_any: bool = False
 ) -> Parameters:
-    """Gives the last parameters that fitted in a binary search for the largest value, or the first with `is_any`."""
+    """Return the last parameters that fitted in a binary search for the largest value, or the first with `is_any`."""
     best = start
     while low <= high:
         middle = (low + high) // 2

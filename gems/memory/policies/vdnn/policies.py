@@ -37,7 +37,7 @@ _HELP = "vdnn moves saved tensors only: use memory=plan, more partitions, or a s
 
 
 def vdnn_all(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Offloads every feature extraction layer that saves anything.
+    """Offload every feature extraction layer that saves anything.
 
     As published, the rank waits at the end of each layer for the copies that ran beside it: a copy out has the next
     action of the rank to hide behind, and a copy back the one layer of the paper's window. With `asynchronous` it waits
@@ -48,13 +48,13 @@ def vdnn_all(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 
 
 def vdnn_conv(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Offloads the layers with convolutions only, whose long forward hides the copy; else as `vdnn_all`."""
+    """Offload the layers with convolutions only, whose long forward hides the copy; else as `vdnn_all`."""
     chosen = [saves and is_conv(layer) for layer, saves in zip(case.profile.layers, _saving(case), strict=True)]
     return _plan(case, "vdnn_conv", chosen, asynchronous)
 
 
 def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Takes the first that fits of the paper's trials (section III.C): none, conv, all; then conv and all with less workspace.
+    """Take the first that fits of the paper's trials (section III.C): none, conv, all; then conv and all with less workspace.
 
     The paper tries its policies with the fastest convolution algorithms first, and then gives up speed for workspace,
     convolution by convolution, down to the algorithm that needs none. torch lets nobody choose an algorithm: cuDNN's
@@ -88,7 +88,7 @@ def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 
 
 def without_workspace(profile: ModelProfile) -> ModelProfile:
-    """Gives a profile as with convolutions that need no workspace; one not measured on a GPU as it is.
+    """Return a profile as with convolutions that need no workspace; one not measured on a GPU as it is.
 
     This is a lower bound: of a composite, what its other kernels let go goes too.
     """
@@ -111,7 +111,7 @@ def is_classifier(layer: LayerProfile) -> bool:
 
 
 def _saving(case: MemoryCase) -> list[bool]:
-    """Says of each layer whether it is one of feature extraction, and saves anything large enough to be moved."""
+    """Report of each layer whether it is one of feature extraction, and saves anything large enough to be moved."""
     saving: set[int] = set()
     for first, end in pairwise(case.boundaries):
         for storage in saved_storages(case.profile, first, end, case.least_bytes):
@@ -169,7 +169,7 @@ def _lean(layer: LayerProfile) -> LayerProfile:
 
 
 def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
-    """Sets `free_after` to the actions that hide a copy out, counted in each rank's list with the profile's times."""
+    """Set `free_after` to the actions that hide a copy out, counted in each rank's list with the profile's times."""
     lowered = case.lowered(plan)
     costs = segment_costs(case.profile, plan, lowered, case.d2h_bytes_per_s, case.h2d_bytes_per_s)
     needed: dict[tuple[int, int], int] = {}
@@ -186,7 +186,7 @@ def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
 
 
 def _count_hiding(row: Sequence[Action], costs: StageCosts, needed: dict[tuple[int, int], int]) -> None:
-    """Notes for each segment the fewest actions, over its micro-batches, that run until its copy out has ended.
+    """Record for each segment the fewest actions, over its micro-batches, that run until its copy out has ended.
 
     No more than run until the stage's backward begins: there a later segment may bring back what this one has taken.
     """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def find_prefetch(
     layer: int, is_conv: Sequence[bool], is_offloaded: Sequence[bool], is_prefetched: Sequence[bool]
 ) -> int | None:
-    """Gives the layer whose input is to be fetched while the backward of `layer` runs; None for no one's.
+    """Return the layer whose input is to be fetched while the backward of `layer` runs; None for no one's.
 
     It is the nearest layer before whose input has left and is not on its way back yet. The search ends at the next
     convolution, so that nothing comes back long before it is needed (Rhu et al. 2016, arXiv 1602.08124, figure 10).
@@ -22,7 +22,7 @@ def find_prefetch(
 
 
 def prefetch_window(is_conv: Sequence[bool], is_offloaded: Sequence[bool]) -> tuple[int | None, ...]:
-    """Gives for each layer, first to last, the one whose input is fetched while the layer's backward runs.
+    """Return for each layer, first to last, the one whose input is fetched while the layer's backward runs.
 
     Every offloaded input is there once, and at the latest with the layer behind: only that of the very last layer has
     nobody to bring it, and comes on demand.

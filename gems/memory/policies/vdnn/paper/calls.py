@@ -44,7 +44,7 @@ class Window:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of forward."""
+        """Multiplication and additions of forward."""
         return 2 * self.images * self.in_channels * self.channels * prod(self.kernel) * prod(self.out_px)
 
     @property
@@ -104,7 +104,7 @@ class Network:
 
 
 def network_of(layers: Sequence[Layer], image: tuple[int, int, int], num_images: int) -> Network:
-    """Gives the calls of a mini-batch of a chain of convolutions, poolings and inceptions with its classifier.
+    """Return the calls of a mini-batch of a chain of convolutions, poolings and inceptions with its classifier.
 
     Args:
         layers: of the zoo.
@@ -147,14 +147,14 @@ class _Maker:
         self.now = self._new(image[0], image[1:])
 
     def run(self, name: str, steps: Sequence[Step]) -> None:
-        """Adds the calls of one layer behind those that are there."""
+        """Add the calls of one layer behind those that are there."""
         for step in steps:
             into = self._after(self.now, step)
             self._step(name, step, self.now, into)
             self.now = into
 
     def linear(self, name: str, in_features: int, out_features: int) -> None:
-        """Adds one of the classifier's matrix products."""
+        """Add one of the classifier's matrix products."""
         into = self._new(out_features, (1, 1))
         flops = 2 * self.num_images * in_features * out_features
         params = ITEM_BYTES * out_features * (in_features + 1)
@@ -173,7 +173,7 @@ class _Maker:
         return sum(ITEM_BYTES * self.num_images * each.channels * prod(each.px) for each in maps)
 
     def _step(self, name: str, step: Step, given: _Map, into: _Map) -> None:
-        """Adds the calls of a step that reads `given` and writes `into`, or a slice of it."""
+        """Add the calls of a step that reads `given` and writes `into`, or a slice of it."""
         if isinstance(step, Fork):
             for number, branch in enumerate(step.branches, 1):
                 self._branch(f"{name}.{number}", branch, given, into)
@@ -200,6 +200,6 @@ class _Maker:
 
 
 def _shape_after(given: _Map, step: Step) -> tuple[int, tuple[int, int]]:
-    """Gives channels, and height and width in pixels, behind a step."""
+    """Return channels, and height and width in pixels, behind a step."""
     height_px, width_px = (side_after(px, (step,)) for px in given.px)
     return channels_after(given.channels, (step,)), (height_px, width_px)

@@ -17,7 +17,7 @@ class Device:
     h2d_bytes_per_s: float
 
     def forward_s(self, call: Call) -> float:
-        """Gives the seconds of a call: of a convolution by its arithmetic alone, of others by the bytes they move.
+        """Return the seconds of a call: of a convolution by its arithmetic alone, of others by the bytes they move.
 
         A ReLU takes none: the rate of convolutions is that of whole networks, their ReLUs among it.
         """
@@ -26,6 +26,6 @@ class Device:
         return max(call.flops / self.flops_per_s, call.moved_bytes / self.memory_bytes_per_s)
 
     def backward_s(self, call: Call) -> float:
-        """Gives the seconds of backward: twice forward, once for the first convolution, whose images need no gradient."""
+        """Return the seconds of backward: twice forward, once for the first convolution, whose images need no gradient."""
         is_first = call.kind is CallKind.CONV and call.reads == 0
         return (1 if is_first else 2) * self.forward_s(call)

@@ -43,13 +43,13 @@ class Study:
         return self.managed_bytes / (self.managed_bytes + self.params_bytes)
 
     def saved(self, held_bytes: float, has_workspace: bool = True) -> float:
-        """Gives which share of the baseline's managed bytes is saved where `held_bytes` are held instead."""
+        """Return which share of the baseline's managed bytes is saved where `held_bytes` are held instead."""
         base = self.managed_bytes - (0 if has_workspace else self.workspace_bytes)
         return 1.0 - held_bytes / base
 
 
 def study(network: Network, device: Device) -> Study:
-    """Plays a step of a network under each policy.
+    """Simulate a step of a network under each policy.
 
     Under vDNN convolutions run without workspace, as its memory-optimal algorithms do; the baseline's are the fastest.
     """

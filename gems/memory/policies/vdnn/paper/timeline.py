@@ -70,7 +70,7 @@ class Timeline:
 
 
 def play(network: Network, policy: Policy, device: Device) -> Timeline:
-    """Plays one step: forward, then backward, each call with the barrier at its end."""
+    """Simulate one step: forward, then backward, each call with the barrier at its end."""
     played = _Play(network, offloads(network, policy), device)
     played.forward()
     played.backward()
@@ -79,7 +79,7 @@ def play(network: Network, policy: Policy, device: Device) -> Timeline:
 
 
 def offloads(network: Network, policy: Policy) -> tuple[bool, ...]:
-    """Gives for each call whether the buffer that it reads leaves with it: it is the last to read it in forward.
+    """Return for each call whether the buffer that it reads leaves with it: it is the last to read it in forward.
 
     What the classifier reads stays, and so does what nobody reads but the ReLU that works in place.
     """
@@ -141,7 +141,7 @@ class _Play:
                     self.gradients.discard(buffer)
 
     def _bring(self, buffer: int) -> float:
-        """Allocates a buffer on the device and gives the seconds of its copy back."""
+        """Allocate a buffer on the device and gives the seconds of its copy back."""
         if buffer in self.maps:
             return 0.0
         self.maps.add(buffer)

@@ -21,18 +21,18 @@ _FLOPS_A_PRODUCT = 8  # of two complex numbers, and the addition behind it
 
 
 def workspace_bytes(network: Network, device: Device) -> int:
-    """Gives the bytes of the one workspace that all convolutions share, each with its fastest algorithm."""
+    """Return the bytes of the one workspace that all convolutions share, each with its fastest algorithm."""
     return max((fastest(call.window, device)[1] for call in network.calls if call.window), default=0)
 
 
 def fastest(window: Window, device: Device) -> tuple[float, int]:
-    """Gives seconds and workspace bytes of the fastest algorithm for a convolution's forward."""
+    """Return seconds and workspace bytes of the fastest algorithm for a convolution's forward."""
     direct = (window.flops / device.flops_per_s, 0)
     return min((direct, *(_transformed(window, *shape, device) for shape in _transforms(window))))
 
 
 def _transforms(window: Window) -> Iterator[tuple[tuple[int, int], int]]:
-    """Gives (height, width) of the transforms that a convolution can take, and how many cover a map."""
+    """Yield (height, width) of the transforms that a convolution can take, and how many cover a map."""
     if window.stride != 1:
         return
     padded = [side + 2 * edge for side, edge in zip(window.in_px, window.padding, strict=True)]
@@ -45,7 +45,7 @@ def _transforms(window: Window) -> Iterator[tuple[tuple[int, int], int]]:
 
 
 def _transformed(window: Window, px: tuple[int, int], num_tiles: int, device: Device) -> tuple[float, int]:
-    """Gives seconds and workspace bytes of one convolution by transforms: there, product of spectra, and back."""
+    """Return seconds and workspace bytes of one convolution by transforms: there, product of spectra, and back."""
     maps = num_tiles * window.images * (window.in_channels + window.channels)
     transforms = maps + window.in_channels * window.channels
     size = math.prod(px)
