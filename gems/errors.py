@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-MOST_CHARS = 200  # of a value in an error's line
+MAX_CHARS = 200  # of a value in an error's line
 
 
 class GemsError(Exception):
@@ -103,7 +103,7 @@ def one_line(text: str) -> str:
 
 def _shown(value: object) -> str:
     text = str(value)
-    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
 
 
 def nearest(word: str, valid: Iterable[str], count: int = 3) -> list[str]:

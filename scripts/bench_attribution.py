@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from analysis.attribution import Attribution
 
-LEAST_SHARE, MOST_REST = 0.9, 0.005
+MIN_SHARE, MAX_REST = 0.9, 0.005
 ROUNDS = 2
 SCHEDULES = ("1f1b", "gems_master")
 BASE = (
@@ -79,7 +79,7 @@ def main(overrides: list[str]) -> int:
                 file=sys.stderr,
             )
     print(json.dumps(results))
-    return int(any(found["share"] < LEAST_SHARE or found["rest"] > MOST_REST for found in results))
+    return int(any(found["share"] < MIN_SHARE or found["rest"] > MAX_REST for found in results))
 
 
 def rest_of(found: Attribution) -> float:

@@ -28,7 +28,7 @@ LARGEST_OF = "resnet110_v2"
 SIZES_PX = (1024, 4096)
 STEP_PX = 128
 FIRST_PX = 512
-MOST_PX = 16384
+MAX_PX = 16384
 PARTS = ("bandwidth", "overhead", "largest", "peaks")
 GIB = 2**30
 CHILD_LIMIT_S = 560.0
@@ -98,9 +98,9 @@ def measure_largest(policies: Sequence[str], words: Sequence[str]) -> list[dict[
             return "step_s" in tried[side_px]
 
         good, bad = 0, FIRST_PX
-        while bad <= MOST_PX and fits(bad):
+        while bad <= MAX_PX and fits(bad):
             good, bad = bad, 2 * bad
-        while good and bad <= MOST_PX and bad - good > STEP_PX:
+        while good and bad <= MAX_PX and bad - good > STEP_PX:
             middle = (good + bad) // 2 // STEP_PX * STEP_PX
             good, bad = (middle, bad) if fits(middle) else (good, middle)
         rows.append({"model": LARGEST_OF, "policy": policy, "side_px": good, **tried.get(good, {})})

@@ -21,7 +21,7 @@ import numpy as np
 from gems.partition.exact import solve
 from gems.partition.problem import Problem, RankCosts, Table
 
-MOST_IN_FLIGHT = 8
+MAX_IN_FLIGHT = 8
 
 
 class Model:
@@ -67,7 +67,7 @@ class Case:
         for group in self.groups:
             moments = [
                 tuple(
-                    model.table(max(1, min(num_stages - stage, MOST_IN_FLIGHT) - moment), moment % len(group) == place)
+                    model.table(max(1, min(num_stages - stage, MAX_IN_FLIGHT) - moment), moment % len(group) == place)
                     for place, stage in enumerate(group)
                 )
                 for moment in range(self.num_moments)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gems.models.build import as_tuple
 from gems.profile.profilers.layer_run import training_loss
 
-LEAST_BYTES = 1024  # torchtune's min_offload_size
+MIN_BYTES = 1024  # torchtune's min_offload_size
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class TorchtuneRule(saved_tensors_hooks):
             traffic.see(tensor)
             num_bytes = tensor.numel() * tensor.element_size()
             is_static = isinstance(tensor, nn.Parameter | nn.Buffer)
-            if num_bytes < LEAST_BYTES or is_static:
+            if num_bytes < MIN_BYTES or is_static:
                 return tensor
             traffic.copied(tensor, num_bytes)
             return torch.empty_like(tensor, device="cpu").copy_(tensor)

@@ -18,7 +18,7 @@ from gems.trace import SOURCES
 PRECISION = 0.05  # half of the interval of the median, over the median
 TAIL = 0.10  # the 95th percentile above the median
 CLOCK_SHARE = 0.01  # error of a clock, of a step
-MOST_NAMED = 4
+MAX_NAMED = 4
 Finding = tuple[bool | None, str]
 OVER_RANKS = (
     "a step lasts from the last rank's end of the one before to its own last rank's end: the slowest rank counts"
@@ -257,7 +257,7 @@ def _name(point: Point) -> str:
 def _named(words: Iterable[str]) -> str:
     """Join words, of many the first few."""
     named = list(words)
-    shown = named if len(named) <= MOST_NAMED else [*named[:MOST_NAMED], f"{len(named) - MOST_NAMED} more"]
+    shown = named if len(named) <= MAX_NAMED else [*named[:MAX_NAMED], f"{len(named) - MAX_NAMED} more"]
     return ", ".join(shown[:-1]) + (" and " if len(shown) > 1 else "") + shown[-1]
 
 

@@ -17,7 +17,7 @@ from gems.partition.operator_placement import placement_of
 from gems.simulation.build import network_in_seconds
 
 MIB = 2**20
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 # Pal et al. 2019 (arXiv 1907.13257), DGX-1 with V100: recalled, not read again from the paper.
 PUBLISHED = {("inception_v3", 2): 1.32}
 
@@ -40,8 +40,8 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
 
 
 def _devices(word: str) -> int:
-    if not word.isdecimal() or not 1 <= int(word) <= MOST_DEVICES:
-        raise ConfigError("--devices", word, f"must be a whole number from 1 to {MOST_DEVICES}")
+    if not word.isdecimal() or not 1 <= int(word) <= MAX_DEVICES:
+        raise ConfigError("--devices", word, f"must be a whole number from 1 to {MAX_DEVICES}")
     return int(word)
 
 

@@ -27,7 +27,7 @@ from gems.planner.hybrid.quantity import Quantity
 from gems.planner.worker_step import ModelledEfficiency, Step, steps_of
 
 SCHEMA = "gems.hybrid/1"
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 WAYS = (2, 4, 8)
 
 
@@ -41,7 +41,7 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     given = read_epochs(Path(chosen[EPOCHS])) if EPOCHS in chosen else None
     losses = read_efficiency(Path(chosen[EFFICIENCY]), spec.schedule.name) if EFFICIENCY in chosen else None
     speedups = speedups_of(chosen[SPEEDUP]) if SPEEDUP in chosen else None
-    most = spec.parallel.gpus or MOST_DEVICES
+    most = spec.parallel.gpus or MAX_DEVICES
     wanted = sorted(speedups or {*WAYS, spec.parallel.partitions} - {1})
     steps, refused = steps_of(spec, (1, *(ways for ways in wanted if ways <= most)))
     efficiency = ModelledEfficiency(spec) if losses is None else losses.table

@@ -19,10 +19,10 @@ COSTS = ("uniform", "profile")
 MACHINES = ("real", "emulated", "simulated", "probe")
 PROFILES = ("fake", "measured", "incremental")
 PROFILED_ON = ("real", "fake")
-MOST_SYNC = 3
-MOST_NOISE = 0.5
+MAX_SYNC = 3
+MAX_NOISE = 0.5
 # Linux's limits, with room for what a run adds to its name and folder.
-MOST_NAME_BYTES, MOST_PART_BYTES, MOST_PATH_BYTES = 200, 255, 3000
+MAX_NAME_BYTES, MAX_PART_BYTES, MAX_PATH_BYTES = 200, 255, 3000
 # Policies that need to be told how much a device has.
 LIMITED = ("vdnn_dyn", "lms", "lms_limit", "plan")
 SCHEDULES = (*FAMILIES, FROM_FILE, PLACED)
@@ -62,15 +62,15 @@ def check_choices(spec: RunSpec) -> None:
         raise ConfigError(
             "train.resume", repr(spec.train.resume), "must be auto, never, or the folder of a run or a checkpoint"
         )
-    if len(spec.name.encode()) > MOST_NAME_BYTES:
+    if len(spec.name.encode()) > MAX_NAME_BYTES:
         raise ConfigError(
-            "name", spec.name, f"must be at most {MOST_NAME_BYTES} bytes, for it is part of a folder's name"
+            "name", spec.name, f"must be at most {MAX_NAME_BYTES} bytes, for it is part of a folder's name"
         )
     for key, path in (("runs_dir", spec.runs_dir), ("cache_dir", spec.cache_dir)):
         if path is None:
             continue
         longest = max(len(part.encode()) for part in path.split("/"))
-        if not path or longest > MOST_PART_BYTES or len(path.encode()) > MOST_PATH_BYTES:
+        if not path or longest > MAX_PART_BYTES or len(path.encode()) > MAX_PATH_BYTES:
             raise ConfigError(key, path, "must be a folder, whose path is not longer than a file system allows")
 
 
@@ -166,9 +166,9 @@ def check_ranges(spec: RunSpec) -> None:
             raise ConfigError(
                 name, number, "must be above 0 and finite" if open_end else "must be 0 or more and finite"
             )
-    if spec.machine.noise > MOST_NOISE:
+    if spec.machine.noise > MAX_NOISE:
         raise ConfigError(
-            "machine.noise", spec.machine.noise, f"must be at most {MOST_NOISE}, a share of a compute's time"
+            "machine.noise", spec.machine.noise, f"must be at most {MAX_NOISE}, a share of a compute's time"
         )
     if train.warmup_steps >= train.steps:
         raise ConfigError("train.warmup_steps", train.warmup_steps, f"must be below train.steps={train.steps}")
@@ -213,9 +213,9 @@ def check_memory(spec: RunSpec) -> None:
     for key, share in (("memory.saving", memory.saving), ("memory.ratio", memory.ratio)):
         if share is not None and share > 1:
             raise ConfigError(key, share, "must be a share of at most 1")
-    if memory.sync_mode is not None and memory.sync_mode > MOST_SYNC:
+    if memory.sync_mode is not None and memory.sync_mode > MAX_SYNC:
         raise ConfigError(
-            "memory.sync_mode", memory.sync_mode, f"must be at most {MOST_SYNC}: 0 none, 1 out, 2 in, 3 both"
+            "memory.sync_mode", memory.sync_mode, f"must be at most {MAX_SYNC}: 0 none, 1 out, 2 in, 3 both"
         )
     if memory.name == "keep":
         return

@@ -12,8 +12,8 @@ LAUNCHERS = ("mpiexec", "srun", "ibrun")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 CONTAINERS = ("none", "apptainer", "singularity", "pyxis")
 CHARGED = ("gpu-hour", "node-hour")
-MOST_SIGNAL_S = 65535  # of sbatch's --signal
-MOST_REQUEUES = 1000
+MAX_SIGNAL_S = 65535  # of sbatch's --signal
+MAX_REQUEUES = 1000
 GPU_BIND = re.compile(
     r"((verbose|quiet),)*(none|closest|(single|per_task):\d+|map_gpu:\d+(\*\d+)?(,\d+(\*\d+)?)*|"
     r"mask_gpu:(0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)"
@@ -94,8 +94,8 @@ def _check_words(cluster: ClusterConfig) -> None:
         if number is not None and number < 1:
             raise ConfigError(f"cluster.{key}", number, "must be 1 or more")
     for key, number, most in (
-        ("stop_before_s", cluster.stop_before_s, MOST_SIGNAL_S),
-        ("max_requeues", cluster.max_requeues, MOST_REQUEUES),
+        ("stop_before_s", cluster.stop_before_s, MAX_SIGNAL_S),
+        ("max_requeues", cluster.max_requeues, MAX_REQUEUES),
     ):
         if not 0 <= number <= most:
             raise ConfigError(f"cluster.{key}", number, f"must be from 0 to {most}")

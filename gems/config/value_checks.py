@@ -11,26 +11,26 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES
 
-MOST_WHOLE = 2**63 - 1
+MAX_WHOLE = 2**63 - 1
 # Products and quotients of a few numbers between these two stay finite.
-LEAST_REAL, MOST_REAL = 1e-30, 1e30
-MOST_WORLD = 2**20
+MIN_REAL, MAX_REAL = 1e-30, 1e30
+MAX_WORLD = 2**20
 # F actions of a step: a schedule of so many is made and validated within minutes.
-MOST_FORWARDS = 2**19
-MOST_LAYERS = 10**5
-MOST_SIDE = 2**20
-MOST_MINUTES = 10**6
+MAX_FORWARDS = 2**19
+MAX_LAYERS = 10**5
+MAX_SIDE = 2**20
+MAX_MINUTES = 10**6
 MOST = {
-    "parallel.partitions": MOST_WORLD, "parallel.replicas": MOST_WORLD, "parallel.micro_batches": MOST_FORWARDS,
-    "parallel.replications": MOST_FORWARDS, "parallel.parts": MOST_FORWARDS, "parallel.micro_batch_size": MOST_WORLD, "parallel.gpus": MOST_WORLD,
-    "schedule.chunks": MOST_LAYERS, "schedule.max_stages": MOST_LAYERS,
-    "model.depth": MOST_LAYERS, "model.width": MOST_SIDE, "model.vocabulary": 2**31 - 1,
-    "data.height_px": MOST_SIDE, "data.width_px": MOST_SIDE, "data.channels": MOST_SIDE, "data.num_classes": 2**31 - 1,
-    "data.length": MOST_SIDE, "data.train_images": 2**31 - 1, "data.validation_images": 2**31 - 1,
+    "parallel.partitions": MAX_WORLD, "parallel.replicas": MAX_WORLD, "parallel.micro_batches": MAX_FORWARDS,
+    "parallel.replications": MAX_FORWARDS, "parallel.parts": MAX_FORWARDS, "parallel.micro_batch_size": MAX_WORLD, "parallel.gpus": MAX_WORLD,
+    "schedule.chunks": MAX_LAYERS, "schedule.max_stages": MAX_LAYERS,
+    "model.depth": MAX_LAYERS, "model.width": MAX_SIDE, "model.vocabulary": 2**31 - 1,
+    "data.height_px": MAX_SIDE, "data.width_px": MAX_SIDE, "data.channels": MAX_SIDE, "data.num_classes": 2**31 - 1,
+    "data.length": MAX_SIDE, "data.train_images": 2**31 - 1, "data.validation_images": 2**31 - 1,
     "data.prefetch_steps": 10**4, "train.steps": 10**12, "train.warmup_steps": 10**12,
-    "cluster.nodes": MOST_WORLD, "cluster.ranks_per_node": MOST_WORLD, "cluster.cpus_per_rank": 2**16,
-    "cluster.gpus_per_node": 2**16, "cluster.usable_cpus_per_node": 2**20, "cluster.minutes": MOST_MINUTES,
-    "machine.slow_rank": MOST_WORLD, "machine.threads_per_rank": 2**12, "machine.ranks_per_node": MOST_WORLD, "memory.segments": MOST_LAYERS,
+    "cluster.nodes": MAX_WORLD, "cluster.ranks_per_node": MAX_WORLD, "cluster.cpus_per_rank": 2**16,
+    "cluster.gpus_per_node": 2**16, "cluster.usable_cpus_per_node": 2**20, "cluster.minutes": MAX_MINUTES,
+    "machine.slow_rank": MAX_WORLD, "machine.threads_per_rank": 2**12, "machine.ranks_per_node": MAX_WORLD, "memory.segments": MAX_LAYERS,
     "profile.repetitions": 10**6,
 }  # fmt: skip
 
@@ -46,7 +46,7 @@ def check_values(spec: RunSpec) -> None:
         if isinstance(value, str):
             _check_word(key, value)
         elif isinstance(value, int) and not isinstance(value, bool):
-            most = MOST.get(key, MOST_WHOLE)
+            most = MOST.get(key, MAX_WHOLE)
             if value < 0:
                 raise ConfigError(key, value, "must be 0 or more")
             if value > most:
@@ -54,8 +54,8 @@ def check_values(spec: RunSpec) -> None:
         elif isinstance(value, float):
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(key, value, "must be 0 or more and finite")
-            if value and not LEAST_REAL <= value <= MOST_REAL:
-                raise ConfigError(key, value, f"must be 0 or from {LEAST_REAL:g} to {MOST_REAL:g}")
+            if value and not MIN_REAL <= value <= MAX_REAL:
+                raise ConfigError(key, value, f"must be 0 or from {MIN_REAL:g} to {MAX_REAL:g}")
 
 
 def check_size(spec: RunSpec) -> None:
@@ -65,17 +65,17 @@ def check_size(spec: RunSpec) -> None:
         ConfigError: more ranks, or more micro-batches on more stages.
     """
     parallel, family = spec.parallel, FAMILIES.get(spec.schedule.name)
-    if spec.world_size > MOST_WORLD:
+    if spec.world_size > MAX_WORLD:
         raise ConfigError(
             "parallel.replicas", parallel.replicas,
-            f"times parallel.partitions={parallel.partitions} must be at most {MOST_WORLD} ranks",
+            f"times parallel.partitions={parallel.partitions} must be at most {MAX_WORLD} ranks",
         )  # fmt: skip
     num_stages = parallel.partitions * (family.stages(spec.schedule.chunks) if family else 1)
     forwards = num_stages * (parallel.micro_batches or 1)
-    if forwards > MOST_FORWARDS:
+    if forwards > MAX_FORWARDS:
         raise ConfigError(
             "parallel.micro_batches", parallel.micro_batches,
-            f"times {num_stages} stages is {forwards} forwards in a step, and there may be {MOST_FORWARDS}",
+            f"times {num_stages} stages is {forwards} forwards in a step, and there may be {MAX_FORWARDS}",
             "use fewer micro-batches, partitions or chunks",
         )  # fmt: skip
 

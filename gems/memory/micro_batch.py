@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gems.memory.residency import Holdings
-from gems.memory.stage_storages import MOST_STAGES, Group, StageStorages, as_bytes
+from gems.memory.stage_storages import MAX_STAGES, Group, StageStorages, as_bytes
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, WAIT_KINDS, Action, Kind
 
 Place = tuple[int, int, int | None]  # direction, stage, micro-batch
@@ -171,7 +171,7 @@ class MicroBatch:
             self._moved_bytes = storages.total(self.holdings.prefetch(segment))
 
 
-@lru_cache(maxsize=MOST_STAGES)
+@lru_cache(maxsize=MAX_STAGES)
 def played(storages: StageStorages, script: Script) -> tuple[State, ...]:
     """Return the state at each action of a micro-batch on a stage; micro-batches whose actions are alike are played once."""
     return MicroBatch(storages, script).play()

@@ -16,7 +16,7 @@ from gems.profile.saved_storages import Saved, saved_from
 from gems.profile.spans import Spans
 from gems.schedule.schedule import Schedule
 
-MOST_STAGES = 256  # whose storages are kept
+MAX_STAGES = 256  # whose storages are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Layers:
         self.spans = Spans(profile)
         self.storages = tuple(_told_apart(profile, index) for index in range(profile.num_layers))
         self._first_runs: dict[tuple[int, int, bool], int] = {}
-        self._stages = lru_cache(MOST_STAGES)(partial(StageStorages, self))
+        self._stages = lru_cache(MAX_STAGES)(partial(StageStorages, self))
 
     def stage(self, segments: tuple[Segment, ...], least_bytes: int) -> StageStorages:
         """Return the storages of a stage by its segments; the last ones asked for are kept, for plans differ in few stages."""

@@ -16,7 +16,7 @@ from gems.partition.solvers.pairs import expand
 Boundaries = tuple[int, ...]
 Measure = Callable[[Boundaries], Sequence[float]]
 Floats = NDArray[np.float64]
-MOST_CUTS = 2_000_000  # up to which all are looked at
+MAX_CUTS = 2_000_000  # up to which all are looked at
 ROUNDING = 1e-12
 
 
@@ -28,7 +28,7 @@ def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
     Bal and van Nieuwpoort 2024, PDP).
     """
     isolated, added = profile(measure, num_layers, num_stages)
-    if math.comb(num_layers - 1, num_stages - 1) <= MOST_CUTS:
+    if math.comb(num_layers - 1, num_stages - 1) <= MAX_CUTS:
         return brute_force(isolated, added, num_stages)
     return recommend(isolated, added, num_stages)
 

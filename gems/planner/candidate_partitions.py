@@ -18,7 +18,7 @@ from gems.schedule.placement import Placement, bidirectional, linear, looped, v
 from gems.schedule.schedule import Schedule
 
 CUT_BUDGET_S = 1.0
-MOST_TABLE_BYTES = 2**29  # of the tables in which a cut within bytes is sought
+MAX_TABLE_BYTES = 2**29  # of the tables in which a cut within bytes is sought
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Cuts:
         case = Case(self.spans.profile, schedule, optimizer, limit_bytes)
         case.__dict__["spans"] = self.spans
         num_tables = sum(len(rank.moments) * len(rank.stages) for rank in dict.fromkeys(case.memory))
-        if num_tables * 8 * self.spans.num_layers**2 > MOST_TABLE_BYTES:
+        if num_tables * 8 * self.spans.num_layers**2 > MAX_TABLE_BYTES:
             return None
         try:
             return solve(case.problem("time"), CUT_BUDGET_S).boundaries

@@ -13,7 +13,7 @@ from gems.planner.search.best_first import Found, search
 from gems.planner.search.candidate import CAPPED, Candidate, candidates
 from gems.planner.search.choice import Choice
 
-LEAST_S = 6.0  # for all questions together, however little time is left
+MIN_S = 6.0  # for all questions together, however little time is left
 NEAR = 1.05  # how near to the smallest memory that works the answer is
 MORE_GPUS = (2, 4, 8)
 GIB = 2**30
@@ -34,7 +34,7 @@ def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], n
             "parallel.gpus", num_gpus, f"none of {len(asked)} configurations could be judged", "give more time: --budget S"
         )  # fmt: skip
     begin = time.perf_counter()
-    end = max(end, begin + LEAST_S)
+    end = max(end, begin + MIN_S)
     quick = [one for one in asked if one.turn < 2]
     memory = _least_memory(planner, quick, limit, begin + (end - begin) / 2)
     needed = found.least_needed_bytes if memory is None else memory[0]

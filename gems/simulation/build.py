@@ -122,10 +122,7 @@ def depth_costs_of(spec: RunSpec) -> DepthCosts:
 
 def costs_of(spec: RunSpec, placement: Placement) -> StageCosts:
     """Return the costs of a schedule's stages in units, the gradients' all-reduce among them."""
-    if placement.feeders is None:
-        stages = depth_costs_of(spec).stages(placement.num_stages)
-    else:
-        stages = stage_costs_of(spec)
+    stages = depth_costs_of(spec).stages(placement.num_stages) if placement.feeders is None else stage_costs_of(spec)
     reduce, link = [0.0] * placement.num_stages, [0.0] * placement.num_stages
     for rank in range(placement.num_ranks):
         found = reduction_of(spec, placement, rank)

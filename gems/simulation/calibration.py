@@ -15,8 +15,8 @@ from gems.simulation.all_reduce import all_reduce
 SCHEMA = "gems.calibration/1"
 NORMAL_IQR = 1.349  # the middle half of a normal distribution, in standard deviations
 LEVELS = ("link", "node")
-MOST_NOISE = 0.5  # that machine.noise takes
-MOST_BYTES_PER_S = 1e15
+MAX_NOISE = 0.5  # that machine.noise takes
+MAX_BYTES_PER_S = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
     latency_s, per_byte = (float(value) for value in best)
     if latency_s < 0:
         latency_s, per_byte = 0.0, _alone(columns[:, 1])
-    elif per_byte < 1 / MOST_BYTES_PER_S:
-        latency_s, per_byte = _alone(columns[:, 0]), 1 / MOST_BYTES_PER_S
+    elif per_byte < 1 / MAX_BYTES_PER_S:
+        latency_s, per_byte = _alone(columns[:, 0]), 1 / MAX_BYTES_PER_S
     predicted = latency_s + per_byte * sizes
     return LinkFit(latency_s, 1 / per_byte, float(np.median(np.abs(predicted / times - 1))))
 
@@ -180,14 +180,14 @@ def machine_yaml(
     sums = [] if found.all_reduce_error is None else [
         f"all-reduces that these links predict are off by {found.all_reduce_error:.0%} (median)"
     ]  # fmt: skip
-    if found.noise > MOST_NOISE:
+    if found.noise > MAX_NOISE:
         sums.append(
-            f"compute varied by {found.noise:.0%}, of which {MOST_NOISE:.0%} is kept: calibrate on a quiet machine"
+            f"compute varied by {found.noise:.0%}, of which {MAX_NOISE:.0%} is kept: calibrate on a quiet machine"
         )
     lines = [f"# {line}" for line in (f"Calibrated: {origin}", *comments, *fits, *sums)]
     lines += [] if base is None else ["defaults:", f"  - {base}", "  - _self_"]
     lines += [f"name: {name}", f"kind: {kind}", f"device: {device}"]
-    values = found.machine() | {"noise": min(found.noise, MOST_NOISE)}
+    values = found.machine() | {"noise": min(found.noise, MAX_NOISE)}
     lines += [f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}" for key, value in values.items()]
     lines.append(f'calibrated_from: "{origin}"')
     if held_out_error is not None:

@@ -15,7 +15,7 @@ from gems.schedule.simulate import Simulation, simulate
 
 NUM_SAMPLES = 64
 NUM_DRAWS = 100
-LEAST_FACTOR = 0.1  # of a compute time, where a draw of strong noise would make it negative
+MIN_FACTOR = 0.1  # of a compute time, where a draw of strong noise would make it negative
 LEVEL = 0.95
 
 
@@ -53,7 +53,7 @@ def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) 
         normal -= normal.mean(axis=0)
         covariance = normal.T @ normal / num
         normal = np.linalg.solve(np.linalg.cholesky(covariance), normal.T).T
-    factors: np.ndarray = np.maximum(LEAST_FACTOR, 1.0 + noise * normal)
+    factors: np.ndarray = np.maximum(MIN_FACTOR, 1.0 + noise * normal)
     return factors
 
 

@@ -16,7 +16,7 @@ from gems.schedule.lower import lower
 from gems.simulation.build import compute_schedule_of
 
 PROFILE = "profile"
-LEAST_S = 1e-9  # times are above 0
+MIN_S = 1e-9  # times are above 0
 
 
 def costed(spec: RunSpec) -> RunSpec:
@@ -58,7 +58,7 @@ def costs_from(
     heaviest = sum(activations) / sum(one)
 
     def share(name: str) -> float:
-        return max(LEAST_S, sum(float(getattr(layer, name)) for layer in profile.layers) / num_ranks)
+        return max(MIN_S, sum(float(getattr(layer, name)) for layer in profile.layers) / num_ranks)
 
     return replace(
         spec.cost,
@@ -66,7 +66,7 @@ def costs_from(
         input_grad=share("input_grad_s"),
         weight_grad=share("weight_grad_s"),
         recompute=share("recompute_s"),
-        times=[max(LEAST_S, _time_s(piece)) for piece in pieces],
+        times=[max(MIN_S, _time_s(piece)) for piece in pieces],
         activations=activations,
         unit_s=1.0,
         activation_bytes=max(1, round(heaviest)),

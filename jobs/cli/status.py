@@ -21,8 +21,8 @@ from jobs.status.study_record import StudyRecord
 HEAD = ("run", "state", "job", "step", "images/s", "loss", "beat", "note")
 RIGHT = ("step", "images/s", "loss", "beat")
 GAP = "  "
-LEAST_WATCH_S = 1.0
-LEAST_NOTE_CHARS = 30
+MIN_WATCH_S = 1.0
+MIN_NOTE_CHARS = 30
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -129,7 +129,7 @@ def table(seen: Overview, *, with_points: bool = False, width: int = 0) -> str:
             name = f"  {label}"
             rows.append(_row(found, name) if found is not None else (name, MISSING, "", "", "", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    widths[-1] = max(LEAST_NOTE_CHARS, width - sum(widths[:-1]) - len(GAP) * len(widths[:-1])) if width else 0
+    widths[-1] = max(MIN_NOTE_CHARS, width - sum(widths[:-1]) - len(GAP) * len(widths[:-1])) if width else 0
     return "\n".join([*(_line(row, widths, is_cut=bool(width)) for row in rows), *_footnotes(seen)])
 
 
@@ -206,6 +206,6 @@ def _interval_s(options: Options) -> float | None:
         every_s = float(text)
     except ValueError:
         every_s = 0.0
-    if not LEAST_WATCH_S <= every_s <= threading.TIMEOUT_MAX:
-        raise ConfigError("--watch", text, f"must be {LEAST_WATCH_S:g} or more seconds", "SLURM's daemons serve all")
+    if not MIN_WATCH_S <= every_s <= threading.TIMEOUT_MAX:
+        raise ConfigError("--watch", text, f"must be {MIN_WATCH_S:g} or more seconds", "SLURM's daemons serve all")
     return every_s

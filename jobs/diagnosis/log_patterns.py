@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jobs.diagnosis.failure_cause import Cause, Finding
 
-MOST_OF_A_SIGN = 3
+MAX_OF_A_SIGN = 3
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 4 << 20  # of a longer log the middle is left out
 LINE_CHARS = 400
 LABEL = re.compile(r"^ *(?P<rank>\d{1,6}): ?")
@@ -85,7 +85,7 @@ def findings_in(lines: Iterable[str], source: str) -> list[Finding]:
             continue
         key = finding.cause, finding.may_follow
         seen[key] = seen.get(key, 0) + 1
-        if seen[key] <= MOST_OF_A_SIGN:
+        if seen[key] <= MAX_OF_A_SIGN:
             found.append(finding)
     return found
 

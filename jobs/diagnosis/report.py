@@ -17,7 +17,7 @@ from jobs.diagnosis.remedies import advice_of, blames_node
 
 SCHEMA = "gems.diagnosis/1"
 STAGE = re.compile(r"(\d+)(?:\.\d+)?[A-Z]")
-MOST_EVIDENCE = 12
+MAX_EVIDENCE = 12
 STATES = {"finished": Cause.FINISHED, "stopped": Cause.STOPPED, "requeued": Cause.WAITING, "missing": Cause.UNKNOWN}
 WAITING = ("prepared", "submitted", "pending", "starting")
 
@@ -235,7 +235,7 @@ def _evidence(evidence: Evidence, told: Finding, found: tuple[Finding, ...]) -> 
         if document
     ]
     kept = {(each.source, each.text): each for each in reversed(rows)}
-    return tuple(reversed(kept.values()))[:MOST_EVIDENCE]
+    return tuple(reversed(kept.values()))[:MAX_EVIDENCE]
 
 
 def _last_words(evidence: Evidence) -> str:

@@ -12,8 +12,8 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 
 GIB = 1 << 30
-LEAST_BYTES = 64 << 20  # logs, traces and notes of a small run
-LEAST_FILES = 1000
+MIN_BYTES = 64 << 20  # logs, traces and notes of a small run
+MIN_FILES = 1000
 OF_THE_NODE = ("tmpfs", "ramfs", "devtmpfs")  # in this machine's own memory
 SHARED = (
     "nfs",
@@ -75,13 +75,13 @@ def check_room(spec: RunSpec, place: Place, needed_bytes: int = 0) -> str:
     Raises:
         ConfigError: it does not fit.
     """
-    needed = max(needed_bytes, LEAST_BYTES)
+    needed = max(needed_bytes, MIN_BYTES)
     if place.free_bytes < needed:
         raise ConfigError(
             "runs_dir", spec.runs_dir, f"{_gib(place.free_bytes)} are free there, and the run leaves {_gib(needed)}",
             "make room, or give another folder",
         )  # fmt: skip
-    if place.files is not None and place.files < LEAST_FILES:
+    if place.files is not None and place.files < MIN_FILES:
         raise ConfigError(
             "runs_dir", spec.runs_dir, f"only {place.files} more files can be made there", "make room, or give another"
         )

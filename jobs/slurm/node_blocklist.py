@@ -14,7 +14,7 @@ from gems.utils.atomic_io import read_json, write_json
 
 FILE = "bad_nodes.json"
 LIFE = timedelta(days=14)
-MOST_RUNS = 20
+MAX_RUNS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class BadNodes:
         runs = same.runs if same is not None else ()
         if same is not None and run in runs:
             return same
-        entry = BadNode(cluster, node, reason, run, utc, (*runs, run)[-MOST_RUNS:])
+        entry = BadNode(cluster, node, reason, run, utc, (*runs, run)[-MAX_RUNS:])
         self._write([each for each in known if each is not same] + [entry])
         return entry
 

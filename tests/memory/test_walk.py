@@ -290,7 +290,7 @@ def test_whole_stages_that_are_run_again_or_leave() -> None:
 
 
 def test_the_storages_of_the_last_stages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_storages, "MOST_STAGES", 2)
+    monkeypatch.setattr(stage_storages, "MAX_STAGES", 2)
     made = Layers(random_profile(6, 0))
     whole, *halves = (
         tuple(Segment(first, end, Choice.RECOMPUTE) for first, end in spans)

@@ -84,6 +84,6 @@ def test_many_cuts_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
         return predict(isolated, [0.0, *added[1:]], run)
 
     assert mcap(measure, 12, 4) == brute_force(isolated, added, 4)
-    monkeypatch.setattr(module, "MOST_CUTS", 100)
+    monkeypatch.setattr(module, "MAX_CUTS", 100)
     seen = profile(measure, 12, 4)
     assert mcap(measure, 12, 4) == recommend(*seen, 4)

@@ -14,7 +14,7 @@ from gems.profile import LayerProfile, ModelProfile
 from gems.profile.profilers import measured
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.incremental import Devices, incremental_profile
-from gems.profile.profilers.measured import MOST_RUNS, WARM_UP_RUNS, measured_profile, medians_s
+from gems.profile.profilers.measured import MAX_RUNS, WARM_UP_RUNS, measured_profile, medians_s
 from gems.profile.profilers.roofline import Rates, Roofline, rates_of, roofline_times
 from gems.profile.spans import Spans
 
@@ -40,15 +40,15 @@ def untimed(layer: LayerProfile) -> LayerProfile:
 
 class TestMeasured:
     def test_small_layers_run_more_often_than_they_are_asked_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        taken = [9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.0] + [2.0] * MOST_RUNS
+        taken = [9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.0] + [2.0] * MAX_RUNS
         times = iter(taken)
-        monkeypatch.setattr(measured, "LEAST_TIMED_S", 1e9)
+        monkeypatch.setattr(measured, "MIN_TIMED_S", 1e9)
         assert medians_s(lambda: (next(times), 5.0), 3) == (2.0, 5.0)
-        assert len(list(times)) == len(taken) - WARM_UP_RUNS - MOST_RUNS
+        assert len(list(times)) == len(taken) - WARM_UP_RUNS - MAX_RUNS
 
     def test_large_layers_run_as_often_as_they_are_asked_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
         times = iter([9.0] * WARM_UP_RUNS + [1.0, 3.0, 2.5])
-        monkeypatch.setattr(measured, "LEAST_TIMED_S", 0.0)
+        monkeypatch.setattr(measured, "MIN_TIMED_S", 0.0)
         assert medians_s(lambda: (next(times),), 3) == (2.5,)
         assert not list(times)
 

@@ -15,7 +15,7 @@ from gems.errors import ConfigError
 from gems.schedule.costs import Network
 from gems.simulation.all_reduce import all_reduce
 from gems.simulation.calibration import (
-    MOST_NOISE,
+    MAX_NOISE,
     SCHEMA,
     Calibration,
     LinkFit,
@@ -135,5 +135,5 @@ class TestFile:
 
     def test_noise_that_no_prediction_takes_is_cut_and_told(self) -> None:
         text = machine_yaml(Calibration({"link": LinkFit(1e-6, 1e9, 0.1)}, 1.5), "x", "real", "cpu", "a busy machine")
-        assert yaml.safe_load(text)["noise"] == MOST_NOISE and "quiet machine" in text
+        assert yaml.safe_load(text)["noise"] == MAX_NOISE and "quiet machine" in text
         assert set(yaml.safe_load(text)) <= set(MachineConfig.__dataclass_fields__)

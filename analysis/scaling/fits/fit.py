@@ -13,7 +13,7 @@ from analysis.scaling.fits.series import Series
 from gems.errors import ConfigError
 
 MAX_EXTRAPOLATION = 4
-_MOST_LOG = 2.0  # of a resampled deviation: further out a law says nothing, and exp() would overflow
+_MAX_LOG = 2.0  # of a resampled deviation: further out a law says nothing, and exp() would overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int)
     share = np.sqrt(max(0.0, 1.0 - explained / variance)) if variance > 0.0 else 0.0
     sizes = np.sqrt(num_points / rng.chisquare(freedom, (num_draws, 1)))
     moved = series.deviations + share * sizes * residuals[rng.integers(0, num_points, (num_draws, num_points))]
-    costs_s: np.ndarray = fitted_s * np.exp(np.clip(moved, -_MOST_LOG, _MOST_LOG))
+    costs_s: np.ndarray = fitted_s * np.exp(np.clip(moved, -_MAX_LOG, _MAX_LOG))
     return costs_s
 
 

@@ -19,7 +19,7 @@ from gems.trace import DTYPES, KINDS
 
 COMPUTE_S = 0.001
 NUM_HOPS = 84
-LEAST_TRIPS = 2
+MIN_TRIPS = 2
 Times = dict[tuple[str, int], tuple[int, int]]  # kind and micro-batch -> begin and end in ns, on a rank's own clock
 
 
@@ -47,7 +47,7 @@ def measure_hop(transport: Transport, control: Transport, num_bytes: int, look_s
     num_ranks, rank = transport.size, transport.rank
     if num_ranks == 1:
         return 0.0
-    trips = max(LEAST_TRIPS, NUM_HOPS // (2 * (num_ranks - 1)))
+    trips = max(MIN_TRIPS, NUM_HOPS // (2 * (num_ranks - 1)))
     chain = add_transfers(layer_parallel(num_ranks, trips))
     rows = _Rows(rank)
     recorder = Recorder(rows, Holdings())

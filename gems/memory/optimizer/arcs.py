@@ -8,7 +8,7 @@ from gems.memory.optimizer.storages import StageLayers
 from gems.memory.plan import Choice
 
 # how many possible segments a stage may have, about; longer ones are left out where it has more
-MOST_ARCS = 1200
+MAX_ARCS = 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Arc:
 
 def longest_arc(num_layers: int) -> int:
     """Return how many layers of a stage may be run again together, in the programme; the stage as a whole may in any case."""
-    return max(2, MOST_ARCS // (2 * num_layers))
+    return max(2, MAX_ARCS // (2 * num_layers))
 
 
 def arcs_of(stage: StageLayers) -> list[Arc]:

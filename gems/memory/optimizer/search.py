@@ -16,7 +16,7 @@ ACTIONS_PER_S = 60_000  # actions of a list that a common core walks and simulat
 ACTIONS_OF_A_LAYER = 10  # what finding out a layer's storages costs beside
 HOTTEST = 0.02  # the share of a step that annealing first gives away lightly
 STARTS = 3  # plans from which a descent begins
-MOST_ROUNDS = 20_000  # a case so small that all its plans are known soon must end too
+MAX_ROUNDS = 20_000  # a case so small that all its plans are known soon must end too
 RUNS = (2, 3, 4, 6)  # lengths of segments that are run again as one change
 CHOICES = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.CHEAP)
 Cut = tuple[tuple[Segment, ...], ...]
@@ -143,7 +143,7 @@ class Search:
     def _anneal(self, best: Tried) -> Tried:
         """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
         now, whole, rounds = best, max(self.plays.left, 1.0), 0
-        while not self.plays.is_spent and not self.is_good(best) and rounds < MOST_ROUNDS:
+        while not self.plays.is_spent and not self.is_good(best) and rounds < MAX_ROUNDS:
             rounds += 1
             stages = _by_layer(now.outcome.plan.stages)
             stage = self._random.randrange(len(stages))

@@ -18,8 +18,8 @@ from gems.models.layer import Layer
 from gems.models.steps import chain_layer, conv
 
 _SKIPS = "gems.models.blocks.skips"
-_LEAST_LEVELS = 2
-_MOST_LEVELS = 12
+_MIN_LEVELS = 2
+_MAX_LEVELS = 12
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -57,9 +57,9 @@ def stride_px(model: ModelConfig) -> int:
 
 
 def _check_levels(model: ModelConfig) -> None:
-    if not _LEAST_LEVELS <= model.depth <= _MOST_LEVELS:
+    if not _MIN_LEVELS <= model.depth <= _MAX_LEVELS:
         raise ConfigError(
-            "model.depth", model.depth, f"a U-Net has {_LEAST_LEVELS} to {_MOST_LEVELS} levels", "published: 5"
+            "model.depth", model.depth, f"a U-Net has {_MIN_LEVELS} to {_MAX_LEVELS} levels", "published: 5"
         )
 
 

@@ -9,8 +9,8 @@ from gems.partition.dlplacer.devices import Devices, Timed
 from gems.partition.dlplacer.simulate import play, with_messages
 from gems.profile.operator_graph import OpGraph
 
-MOST_ROUNDS = 20
-MOST_MOVES = 4000
+MAX_ROUNDS = 20
+MAX_MOVES = 4000
 
 
 def heft(graph: OpGraph, devices: Devices) -> Timed | None:
@@ -121,10 +121,10 @@ def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
 
 def _moved(graph: OpGraph, devices: Devices, best: Timed) -> Timed:
     tries = 0
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         before = best.span_s
         for v, place in product(range(graph.num_ops), range(devices.num)):
-            if place == best.places[v] or tries >= MOST_MOVES:
+            if place == best.places[v] or tries >= MAX_MOVES:
                 continue
             places = (*best.places[:v], place, *best.places[v + 1 :])
             if devices.fit(graph, places):

@@ -15,7 +15,7 @@ from gems.profile.operator_graph import OpGraph
 from gems.utils.stdio import stdout_to_stderr
 
 IS_INSTALLED = find_spec("scipy") is not None
-MOST_OPS = 40  # more pairs than theirs are no matter of a minute
+MAX_OPS = 40  # more pairs than theirs are no matter of a minute
 
 
 def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float) -> Found:

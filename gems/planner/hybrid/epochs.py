@@ -18,7 +18,7 @@ from gems.errors import ConfigError
 from gems.planner.hybrid.quantity import Quantity
 
 # A law is trusted so many times beyond the batches that it was fitted to.
-MOST_BEYOND = 4.0
+MAX_BEYOND = 4.0
 
 
 class Epochs(Protocol):
@@ -134,7 +134,7 @@ class NoiseScale:
         if self.measured is None:
             return False
         least, most = self.measured
-        return not least / MOST_BEYOND <= global_batch <= most * MOST_BEYOND
+        return not least / MAX_BEYOND <= global_batch <= most * MAX_BEYOND
 
     @property
     def is_exact(self) -> bool:

@@ -19,7 +19,7 @@ EPOCHS, EFFICIENCY, SPEEDUP = "--epochs", "--efficiency", "--speedup"
 TABLE, NOISE_SCALE = "table", "noise_scale"
 # The most real of what stands for one point, first.
 SOURCES = ("measured", "emulated", "simulated")
-MOST_WAYS = 2**12
+MAX_WAYS = 2**12
 # A worker's batch counts as kept when it differs by less than this.
 SAME = 1e-6
 
@@ -175,8 +175,8 @@ def speedups_of(text: str) -> Mapping[int, Quantity]:
             raise ConfigError(
                 SPEEDUP, text, "must be M:VALUE,... or M:LOW:VALUE:HIGH,...", "for example 2:1.32,4:1.9"
             ) from error
-        if not 2 <= number_of_ways <= MOST_WAYS or number_of_ways in found:
-            raise ConfigError(SPEEDUP, text, f"must name each of its ways once, from 2 to {MOST_WAYS}")
+        if not 2 <= number_of_ways <= MAX_WAYS or number_of_ways in found:
+            raise ConfigError(SPEEDUP, text, f"must name each of its ways once, from 2 to {MAX_WAYS}")
         found[number_of_ways] = speedup
     return found
 

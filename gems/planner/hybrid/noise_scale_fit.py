@@ -15,7 +15,7 @@ from gems.planner.hybrid.quantity import SHARES, Quantity
 
 NUM_ROUNDS = 8
 # An interval is not wider than this factor: beyond, nothing is known, and products of it stay finite.
-MOST_FACTOR = 1e6
+MAX_FACTOR = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,5 +86,5 @@ def fit_noise_scale(runs: Sequence[EpochRun]) -> NoiseFit:
 
 
 def _interval(value: float, reach: float) -> Quantity:
-    factor = math.exp(min(reach, math.log(MOST_FACTOR)))
+    factor = math.exp(min(reach, math.log(MAX_FACTOR)))
     return Quantity(value, value / factor, value * factor)

@@ -13,7 +13,7 @@ from gems.errors import ConfigError
 from gems.planner.hybrid.quantity import Quantity
 
 Row = Mapping[str, Any]
-MOST_ROWS = 10_000
+MAX_ROWS = 10_000
 
 
 def read_document(option: str, path: Path) -> dict[str, Any]:
@@ -47,8 +47,8 @@ def rows_of(option: str, path: Path, document: Mapping[str, Any], *names: str) -
     rows = next((document[name] for name in names if name in document), None)
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(option, path, f"must hold rows, under {' or '.join(names)} in JSON")
-    if len(rows) > MOST_ROWS:
-        raise ConfigError(option, path, f"must hold at most {MOST_ROWS} rows")
+    if len(rows) > MAX_ROWS:
+        raise ConfigError(option, path, f"must hold at most {MAX_ROWS} rows")
     return rows
 
 

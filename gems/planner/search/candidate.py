@@ -17,8 +17,8 @@ CHUNKS = (2, 4)
 PARTS = (1, 2, 4)
 SEARCHED_CAPS = (1.0, 2.0, 4.0)
 # Slow ones are asked for up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
-MOST_SEARCHED, MOST_SLOW, MOST_PLANNED = 64, 512, 128
-MOST_FORWARDS = 2**14  # stages x micro-batches of one step
+MAX_SEARCHED, MAX_SLOW, MAX_PLANNED = 64, 512, 128
+MAX_FORWARDS = 2**14  # stages x micro-batches of one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: 
         for size in _divisors(batch):
             shape = Candidate(partitions, replicas, "1f1b", size, batch // size)
             for one in _schedules(shape):
-                if one.num_stages > num_layers or one.num_stages * one.micro_batches > MOST_FORWARDS:
+                if one.num_stages > num_layers or one.num_stages * one.micro_batches > MAX_FORWARDS:
                     continue
                 kinds = (replace(one, memory=memory, how=how) for memory, how in policies)
                 found += [each for each in kinds if _is_asked(each, num_layers)]
@@ -140,7 +140,7 @@ def _schedules(shape: Candidate) -> Iterator[Candidate]:
         yield replace(shape, schedule=name)
     for chunks in CHUNKS:
         yield replace(shape, schedule="interleaved_1f1b", chunks=chunks)
-    if p * n <= MOST_SEARCHED:
+    if p * n <= MAX_SEARCHED:
         yield from (replace(shape, schedule=CAPPED, cap=cap) for cap in SEARCHED_CAPS)
     if n % 2:
         return
@@ -155,9 +155,9 @@ def _is_asked(one: Candidate, num_layers: int) -> bool:
     """Whether what evaluating a candidate takes is within reason; a searched schedule keeps its activations."""
     if one.schedule == CAPPED:
         return one.memory == KEEP
-    if one.memory == "plan" and num_layers * one.micro_batches > MOST_PLANNED:
+    if one.memory == "plan" and num_layers * one.micro_batches > MAX_PLANNED:
         return False
-    return not one.turn or one.partitions * one.micro_batches <= MOST_SLOW
+    return not one.turn or one.partitions * one.micro_batches <= MAX_SLOW
 
 
 def _divisors(number: int) -> list[int]:

@@ -16,8 +16,8 @@ WORDS = {
     "all_reduce": "all-reduce {} more", "waiting": "bubble {} more",
 }  # fmt: skip
 COPIES = "bubble and copies {} more"
-LEAST_SHARE = 0.001  # of the first's step: what is less is not told
-MOST_REASONS = 3
+MIN_SHARE = 0.001  # of the first's step: what is less is not told
+MAX_REASONS = 3
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def reasons(first: Choice, other: Choice) -> list[str]:
         return []
     scale = first.candidate.global_batch / other.candidate.global_batch
     more = {part: scale * other.parts_s[part] - first.parts_s[part] for part in PARTS}
-    told = sorted((part for part in PARTS if more[part] > LEAST_SHARE * first.step_s), key=lambda part: -more[part])
-    said = [_words(part, other).format(_amount(more[part], first.step_s)) for part in told[:MOST_REASONS]]
+    told = sorted((part for part in PARTS if more[part] > MIN_SHARE * first.step_s), key=lambda part: -more[part])
+    said = [_words(part, other).format(_amount(more[part], first.step_s)) for part in told[:MAX_REASONS]]
     if first.epochs and other.epochs and other.epochs > first.epochs:
         said.append(f"needs {100 * (other.epochs / first.epochs - 1):.1f} % more epochs")
     if said:

@@ -32,7 +32,7 @@ from gems.utils.host_memory import keep_freed_memory
 
 WARM_UP_RUNS = 2
 # small layers run more often than they are asked to: until they took so long, and at most so many times
-LEAST_TIMED_S, MOST_RUNS = 0.05, 50
+MIN_TIMED_S, MAX_RUNS = 0.05, 50
 _SEED = 0
 
 
@@ -140,7 +140,7 @@ def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[f
         run()
     taken: list[tuple[float, ...]] = []
     begin = time.perf_counter()
-    while len(taken) < repetitions or (len(taken) < MOST_RUNS and time.perf_counter() - begin < LEAST_TIMED_S):
+    while len(taken) < repetitions or (len(taken) < MAX_RUNS and time.perf_counter() - begin < MIN_TIMED_S):
         taken.append(run())
     return tuple(map(statistics.median, zip(*taken, strict=True)))
 

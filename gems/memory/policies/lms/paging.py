@@ -13,7 +13,7 @@ from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS
 from gems.memory.policies.lms.allocator import Counts, LmsAllocator, Paged
 from gems.schedule.action import Action, Kind
 
-MOST_STEPS = 8
+MAX_STEPS = 8
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class RankPaging:
         """
         self._take_static()
         before = None
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             self.uses, self._now = {}, 0
             for action in self._case.schedule.rows[self._rank]:
                 self._act(action)
