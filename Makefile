@@ -79,7 +79,7 @@ format: setup
 
 bench: $(BENCHES)
 $(BENCHES) bench-memory-gpu: setup
-	$(PY) -m scripts.$(subst -,_,$@) $(ARGS)
+	$(PY) -m scripts.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
 
 calibrate: setup
 	$(PY) -m scripts.calibrate $(ARGS)

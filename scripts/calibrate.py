@@ -5,7 +5,7 @@
 probe.json`, and `--probe probe.json` reads it. `--kind emulated` calibrates emulated devices, whose messages wait for ranks
 to wake up. `--base NAME` takes the rest from a machine of conf/. `--runs RUN ...` takes the noise from finished runs.
 Where there is a GPU its copy engines are timed too. `--held-out ANSWER.json` notes the error that
-`scripts.bench_fidelity` found with such a calibration.
+`scripts.bench.fidelity` found with such a calibration.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def copy_rates() -> dict[str, float] | None:
         return None
     if not torch.cuda.is_available():
         return None
-    from scripts.copy_bandwidth import bandwidth
+    from scripts.bench.copy_bandwidth import bandwidth
 
     found = bandwidth(torch.device("cuda", 0), LARGE_COPY)
     return {"d2h_bytes_per_s": found.d2h_bytes_per_s, "h2d_bytes_per_s": found.h2d_bytes_per_s}

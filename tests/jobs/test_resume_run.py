@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gems.utils.atomic_io import read_json
-from scripts.bench_resume import OVERRIDES, bits, run, run_and_kill
+from scripts.bench.resume import OVERRIDES, bits, run, run_and_kill
 
 STEPS = 12
 SMALL = [

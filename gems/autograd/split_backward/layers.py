@@ -39,7 +39,7 @@ class SplitLayers:
 
     Only the instance's `forward` is replaced: classes, parameters and state_dict stay as they are, and outside of
     `into` each layer runs its class's own forward. Convolution, linear, embedding and attention are split.
-    Normalisation is whole at I by choice (`scripts/bench_split.py`), and any other layer with parameters because
+    Normalisation is whole at I by choice (`scripts/bench/split.py`), and any other layer with parameters because
     nothing is known of it.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scripts.bench_best import Contender, LiveBytes, _judge
+from scripts.bench.best import Contender, LiveBytes, _judge
 
 
 def one(engine: str, schedule: str) -> Contender:

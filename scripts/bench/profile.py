@@ -129,7 +129,7 @@ def run_child(model: str, side_px: int, device: str, first: int, end: int, num_i
     """Measure one stage in a process of its own."""
     words = [model, str(side_px), device, str(first), str(end), str(num_in_flight)]
     ended = subprocess.run(
-        [sys.executable, "-m", "scripts.bench_profile", "--stage", *words], capture_output=True, text=True
+        [sys.executable, "-m", "scripts.bench.profile", "--stage", *words], capture_output=True, text=True
     )
     if ended.returncode:
         raise RuntimeError(ended.stderr[-2000:])

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from scripts.copy_bandwidth import SIZES_BYTES, bandwidth
+from scripts.bench.copy_bandwidth import SIZES_BYTES, bandwidth
 
 MODELS = ("vgg16", "resnet152", "unet")
 LARGEST_OF = "resnet110_v2"
@@ -137,7 +137,7 @@ def measure_peaks(
 
 def _child(*words: str) -> dict[str, Any]:
     """Run one case in a process of its own, for a broken allocator or a fault must not reach the next one."""
-    command = [sys.executable, "-m", "scripts.bench_memory_gpu", "--child", *words]
+    command = [sys.executable, "-m", "scripts.bench.memory_gpu", "--child", *words]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -149,7 +149,7 @@ def _child(*words: str) -> dict[str, Any]:
 
 
 def _run_child(words: Sequence[str]) -> dict[str, Any]:
-    from scripts.memory_gpu import alone, overhead_of
+    from scripts.bench.memory_gpu_case import alone, overhead_of
 
     what, model, side_px, *more = words
     if what == "overhead":

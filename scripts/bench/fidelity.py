@@ -7,7 +7,7 @@ time of each layer and pass (before and after the others, so that a machine that
 of other sizes and schedules are compared.
 What other tenants of the host take, for a second or two at a time, is nothing that a simulation without noise knows: of a
 real run the first quartile of its steps counts, and of three profiles the fastest. The peak of an emulated run is that of its
-median step too (`scripts.step_peaks`); that of the whole run, which one late message decides, stands beside it.
+median step too (`scripts.bench.step_peaks`); that of the whole run, which one late message decides, stands beside it.
 
 Prints a table on stderr and JSON on stdout, with the median and the worst error; exits with 1 above the limits. The error
 can be kept beside a calibration: `python -m scripts.calibrate --held-out`. Takes `--part emulated|real`, `--steps N` and
@@ -33,8 +33,8 @@ from scipy.optimize import nnls
 
 from gems.config.schema import RunSpec
 from gems.simulation.calibration import Calibration, calibration_of
+from scripts.bench.fidelity_cases import CALIBRATING_REAL, EMULATED, HELD_OUT_EMULATED, HELD_OUT_REAL, REAL, Case
 from scripts.calibrate import take_probe
-from scripts.fidelity_cases import CALIBRATING_REAL, EMULATED, HELD_OUT_EMULATED, HELD_OUT_REAL, REAL, Case
 
 STEP_LIMITS, PEAK_LIMIT = (0.03, 0.08), 0.05  # median and worst of the step's; every peak's
 RUN_LIMIT_S = 550.0
@@ -103,7 +103,7 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen parts and gives 1 where the errors are above the limits."""
-    parser = argparse.ArgumentParser(prog="scripts.bench_fidelity")
+    parser = argparse.ArgumentParser(prog="scripts.bench.fidelity")
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--only", metavar="WORD", help="the cases whose name has the word")
     parser.add_argument("--steps", type=int, default=4, help="counted steps of a run")
@@ -252,7 +252,7 @@ def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
     from gems.simulation.build import costs_of
     from gems.simulation.profiled_costs import costed
     from gems.utils.atomic_io import read_json
-    from scripts.step_peaks import step_peaks
+    from scripts.bench.step_peaks import step_peaks
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = prepare(replace(spec, runs_dir=scratch))

@@ -56,7 +56,7 @@ def start(overrides: list[str]) -> int:
             f"ours {apart['ours_images_per_s']:.1f}, torch {apart['torch_images_per_s']:.1f} images/s)",
             file=sys.stderr,
         )
-    from scripts.bench_best import compete
+    from scripts.bench.best import compete
 
     results["best"] = compete(overrides)
     print(json.dumps(results))
@@ -106,7 +106,7 @@ def _run_case(overrides: list[str], engines: tuple[str, ...], num_rounds: int) -
         environment = rank_environment(1) | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-        program = [sys.executable, "-m", "scripts.bench_engine", "--rank", str(folder.path), str(num_rounds), *engines]
+        program = [sys.executable, "-m", "scripts.bench.engine", "--rank", str(folder.path), str(num_rounds), *engines]
         ended = run_ranks(mpiexec_argv(spec.world_size, program), environment, log=None, timeout_s=550.0)
         found = read_json(folder.result_json)
     if ended.returncode or not found:

@@ -29,8 +29,8 @@ from torch import nn
 from gems.errors import GemsError
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
-from scripts.memory_peers import HOOKS, hook_traffic
-from scripts.memory_rig import MIB, Ours, all_offloaded, case_of_run, ours_under, outcome_of, spec_of
+from scripts.bench.memory_peers import HOOKS, hook_traffic
+from scripts.bench.memory_rig import MIB, Ours, all_offloaded, case_of_run, ours_under, outcome_of, spec_of
 
 TRAFFIC_CASES = (("vgg16", 224), ("resnet50", 224), ("inception_v3", 256))
 BATCH = 2
@@ -140,7 +140,7 @@ def peaks(only: str, policies: Sequence[str]) -> list[dict[str, Any]]:
 def _in_child(model: str, side_px: int, policy: str) -> dict[str, Any]:
     threads = str(torch.get_num_threads())
     words = ["--threads", threads, "--alone", model, str(side_px), policy]
-    ended = subprocess.run([sys.executable, "-m", "scripts.bench_memory", *words], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-m", "scripts.bench.memory", *words], capture_output=True, text=True)
     if ended.returncode:
         print(ended.stderr, file=sys.stderr)
         return {"failed": " ".join(ended.stderr.splitlines()[-1:])}

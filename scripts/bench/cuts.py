@@ -25,7 +25,7 @@ from gems.partition.compare import PLAIN, compare
 from gems.partition.max_model_size import largest
 from gems.partition.methods import METHODS, case_of, cut_by
 from gems.simulation.build import network_in_seconds, schedule_of
-from scripts.spread import spread
+from scripts.bench.spread import spread
 
 SIDE_PX, MICRO_BATCHES, NUM_CLASSES = 256, 8, 1000
 RANKS = (4, 8)

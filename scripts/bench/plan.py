@@ -31,7 +31,7 @@ from gems.memory.policies.vdnn.policies import vdnn_dyn
 from gems.partition.even import even
 from gems.profile.store import profile_of
 from gems.schedule.families.one_f_one_b import one_f_one_b
-from scripts.spread import spread
+from scripts.bench.spread import spread
 
 SIDES_PX = (512, 2048)
 SHAPES = ((1, 1), (4, 8))

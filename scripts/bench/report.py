@@ -146,7 +146,7 @@ def _shown(folder: Path) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure the shapes and gives the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench_report")
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.report")
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--shape", choices=(*SHAPES, STUDY))
     parser.add_argument("--json", action="store_true")

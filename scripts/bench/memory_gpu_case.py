@@ -15,8 +15,8 @@ from gems.engine.supervision.monitor import _open_gpu
 from gems.errors import DoesNotFitError
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
-from scripts.memory_peers import PlainLoop, has_torchtune
-from scripts.memory_rig import case_of_run, ours_under, outcome_of, spec_of
+from scripts.bench.memory_peers import PlainLoop, has_torchtune
+from scripts.bench.memory_rig import case_of_run, ours_under, outcome_of, spec_of
 
 OURS = {"keep": ["memory=keep"], "plan": ["memory=plan", "memory.saving=0.5"]}
 THEIRS = ("plain", "save_on_cpu", "torchtune", "checkpoint")

@@ -1,4 +1,4 @@
-"""scripts.calibrate and scripts.bench_fidelity: from a probe on two ranks to a machine's file, and errors summed up."""
+"""scripts.calibrate and scripts.bench.fidelity: from a probe on two ranks to a machine's file, and errors summed up."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import costs_of, play, schedule_of
 from gems.trace import write_trace
-from scripts.bench_fidelity import Guess, Observed, Row, pace_of, predicted, summary
+from scripts.bench.fidelity import Guess, Observed, Row, pace_of, predicted, summary
+from scripts.bench.fidelity_cases import HELD_OUT_EMULATED, HELD_OUT_REAL
+from scripts.bench.step_peaks import step_peaks
 from scripts.calibrate import computes_of, main
-from scripts.fidelity_cases import HELD_OUT_EMULATED, HELD_OUT_REAL
-from scripts.step_peaks import step_peaks
 
 
 @pytest.mark.timeout(200)

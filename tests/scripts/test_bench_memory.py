@@ -8,9 +8,10 @@ from torch import nn
 
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
-from scripts import bench_memory_gpu, memory_gpu
-from scripts.memory_peers import PlainLoop, hook_traffic, loss_of
-from scripts.memory_rig import Ours, all_offloaded, case_of_run, ours_under, outcome_of, spec_of
+from scripts.bench import memory_gpu as bench_memory_gpu
+from scripts.bench import memory_gpu_case as memory_gpu
+from scripts.bench.memory_peers import PlainLoop, hook_traffic, loss_of
+from scripts.bench.memory_rig import Ours, all_offloaded, case_of_run, ours_under, outcome_of, spec_of
 
 SIDE, SIDE_OF_RUN, FLOAT = 16, 32, 4
 # of one profile, which is taken once

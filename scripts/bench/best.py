@@ -76,7 +76,7 @@ def compete(overrides: list[str]) -> dict[str, Any]:
         environment = rank_environment(1) | {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-        program = [sys.executable, "-m", "scripts.bench_best", "--rank", str(work)]
+        program = [sys.executable, "-m", "scripts.bench.best", "--rank", str(work)]
         ended = run_ranks(mpiexec_argv(2, program), environment, timeout_s=580.0)
         found = read_json(work.with_name("found.json"))
     if ended.returncode or not found:
