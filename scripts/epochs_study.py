@@ -45,7 +45,7 @@ from gems.planner.hybrid.noise_scale_fit import EpochRun, NoiseFit, fit_noise_sc
 from gems.utils.atomic_io import write_json
 
 MODEL = ("model=resnet20_v1", "model.depth=8", "model.width=4", "model.norm=group", "data=tissue", "data.height_px=16", "data.width_px=16",
-         "data.train_images=2048", "data.validation_images=512", "train.momentum=0.9")  # fmt: skip
+         "data.train_samples=2048", "data.validation_samples=512", "train.momentum=0.9")  # fmt: skip
 MICRO_BATCH = 64
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
 # The learning rate grows with the root of the batch, from this one at that batch, and is tried times each of these.

@@ -19,7 +19,7 @@ SIZES = (
 )  # fmt: skip
 TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "cheap_s")
 RUN = (
-    "model=resnet20_v1", "data=synthetic", "memory.least_bytes=0", "machine.d2h_bytes_per_s=4000",
+    "model=resnet20_v1", "data=synthetic", "memory.min_offload_bytes=0", "machine.d2h_bytes_per_s=4000",
     "machine.h2d_bytes_per_s=4000", "machine.link_bytes_per_s=20000", "machine.link_latency_s=0.001",
 )  # fmt: skip
 NUM_LAYERS = 11

@@ -125,6 +125,7 @@ KNOWN: set[tuple[str, str]] = {
     ("gems.planner.worker_step", "gems.cli.simulate.in_seconds_and_bytes"),
     ("gems.planner.worker_step", "gems.cli.simulate.predict"),
     ("gems.profile.spans", "gems.partition.problem.Table"),
+    ("jobs.diagnosis.report", "jobs.cli.status.plain"),
     ("jobs.launch.launch", "jobs.cli.collect.collect"),
     ("jobs.slurm.executor", "jobs.launch.batch.BatchJob"),
     ("jobs.slurm.site", "jobs.cli.discover.NodeKind"),

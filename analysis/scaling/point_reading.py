@@ -12,6 +12,7 @@ import yaml
 
 from analysis.metrics.run_metrics import NS, step_times_s
 from analysis.scaling.points import Point, Setting
+from gems.config.renamed_keys import with_new_names
 from gems.config.schema import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import DTYPES, SOURCES, open_trace, read_column
@@ -136,7 +137,7 @@ def _section(document: dict[str, Any], name: str, section: type[Section]) -> Sec
     if not isinstance(values, dict):
         raise ConfigError(f"run_yaml.{name}", values, "must be a mapping of keys")
     known: dict[str, Any] = getattr(section, "__dataclass_fields__", {})
-    return section(**{key: value for key, value in values.items() if key in known})
+    return section(**{key: value for key, value in with_new_names(name, values).items() if key in known})
 
 
 def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
@@ -147,7 +148,7 @@ def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
         words.append(f"cap {schedule.activation_cap:g}")
     if schedule.activation_cap_bytes is not None:
         words.append(f"cap {schedule.activation_cap_bytes} bytes")
-    return ", ".join([*words, *(f"with {action}" for action in schedule.allow)])
+    return ", ".join([*words, *(f"with {action}" for action in schedule.memory_actions)])
 
 
 def _work_s(parallel: ParallelConfig, cost: CostConfig) -> float:

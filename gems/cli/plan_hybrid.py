@@ -75,7 +75,7 @@ def _case(
         speedups,
         efficiency,
         Quantity.exact(alone),
-        (None if given is None else given.num_samples) or spec.data.train_images,
+        (None if given is None else given.num_samples) or spec.data.train_samples,
         {ways: step.misfit for ways, step in steps.items() if step.misfit is not None},
     )
 

@@ -31,7 +31,7 @@ def show_profile(spec: RunSpec, options: Options) -> int:
         points = [read_document(Path(path)) for path in options.chosen["--from"].split(",")]
         profile = extrapolated(spec, points)
     else:
-        profile = profile_of(replace(spec, profile=replace(spec.profile, whole=True)))
+        profile = profile_of(replace(spec, profile=replace(spec.profile, whole_model_peak=True)))
     if "--hdf5" in options.chosen:
         _write_hdf5(profile, Path(options.chosen["--hdf5"]))
     if options.json:

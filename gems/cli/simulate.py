@@ -146,7 +146,7 @@ def bound_of(spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Netw
     """
     if schedule.name in SEARCHED:
         return float(found_of(spec)["bound"])
-    allow = set(spec.schedule.allow)
+    allow = set(spec.schedule.memory_actions)
     allow |= {name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)}
     is_split = schedule.has_split_backward
     return memory_time_bound(costs, schedule.placement, cap, is_split, network, tuple(allow))

@@ -90,7 +90,7 @@ def check_ranges(spec: RunSpec) -> None:
         ("parallel.micro_batches", parallel.micro_batches, 1),
         ("parallel.micro_batch_size", parallel.micro_batch_size, 1),
         ("parallel.gpus", parallel.gpus, 1),
-        ("data.field_px", data.field_px, 1),
+        ("data.field_of_view_px", data.field_of_view_px, 1),
         ("model.width", spec.model.width, 1),
         ("model.vocabulary", spec.model.vocabulary, 1),
         ("machine.threads_per_rank", spec.machine.threads_per_rank, 1),
@@ -119,7 +119,7 @@ def check_ranges(spec: RunSpec) -> None:
         ("memory.sync_mode", memory.sync_mode, 0),
         ("memory.segments", memory.segments, 1),
         ("memory.limit_bytes", memory.limit_bytes, 1),
-        ("memory.least_bytes", memory.least_bytes, 0),
+        ("memory.min_offload_bytes", memory.min_offload_bytes, 0),
         ("profile.repetitions", spec.profile.repetitions, 1),
         ("seed", spec.seed, 0),
     ):
@@ -132,13 +132,13 @@ def check_ranges(spec: RunSpec) -> None:
         ("cost.link", cost.link, False),
         ("cost.recompute", cost.recompute, False),
         ("cost.offload", cost.offload, False),
-        ("cost.input", cost.input, False),
+        ("cost.input_load", cost.input_load, False),
         ("cost.unit_s", cost.unit_s, True),
         ("schedule.activation_cap", spec.schedule.activation_cap, True),
         ("schedule.budget_s", spec.schedule.budget_s, True),
         ("partition.budget_s", spec.partition.budget_s, True),
         ("memory.budget_s", memory.budget_s, True),
-        ("memory.saving", memory.saving, True),
+        ("memory.target_reduction", memory.target_reduction, True),
         ("memory.ratio", memory.ratio, True),
         ("machine.d2h_bytes_per_s", spec.machine.d2h_bytes_per_s, True),
         ("machine.h2d_bytes_per_s", spec.machine.h2d_bytes_per_s, True),
@@ -154,7 +154,7 @@ def check_ranges(spec: RunSpec) -> None:
         ("machine.noise", spec.machine.noise, False),
         ("machine.held_out_error", spec.machine.held_out_error, False),
         ("train.learning_rate", train.learning_rate, True),
-        ("train.stall_limit_s", train.stall_limit_s, True),
+        ("train.hang_timeout_s", train.hang_timeout_s, True),
         ("train.sample_interval_s", train.sample_interval_s, True),
         ("train.checkpoint_s", train.checkpoint_s, True),
         ("train.momentum", train.momentum, False),
@@ -210,7 +210,7 @@ def check_memory(spec: RunSpec) -> None:
         ConfigError: a share above 1, a policy without its limit, or one that the machine or the schedule cannot have.
     """
     memory, machine = spec.memory, spec.machine
-    for key, share in (("memory.saving", memory.saving), ("memory.ratio", memory.ratio)):
+    for key, share in (("memory.target_reduction", memory.target_reduction), ("memory.ratio", memory.ratio)):
         if share is not None and share > 1:
             raise ConfigError(key, share, "must be a share of at most 1")
     if memory.sync_mode is not None and memory.sync_mode > MAX_SYNC:
@@ -223,9 +223,9 @@ def check_memory(spec: RunSpec) -> None:
         memory.name in LIMITED
         and memory.limit_bytes is None
         and machine.device_bytes is None
-        and (memory.name != "plan" or memory.saving is None)
+        and (memory.name != "plan" or memory.target_reduction is None)
     ):
-        saving = ", or memory.saving" if memory.name == "plan" else ""
+        saving = ", or memory.target_reduction" if memory.name == "plan" else ""
         raise ConfigError(
             "memory.limit_bytes", "null", f"must be given for memory={memory.name}",
             f"give it, a machine of known memory (machine.device_bytes){saving}",
@@ -235,8 +235,8 @@ def check_memory(spec: RunSpec) -> None:
             "memory", memory.name, f"stands on a profile of real layers, and machine.kind={machine.kind} has none",
             "use memory=keep, or a machine of kind real",
         )  # fmt: skip
-    if spec.schedule.allow:
+    if spec.schedule.memory_actions:
         raise ConfigError(
-            "memory", memory.name, f"stands beside schedule.allow={list(spec.schedule.allow)}",
+            "memory", memory.name, f"stands beside schedule.memory_actions={list(spec.schedule.memory_actions)}",
             "let either the schedule's search or the policy choose what leaves the device",
         )  # fmt: skip

@@ -32,16 +32,16 @@ class ClusterConfig:
 
     `gpu_request` is the option that asks for GPUs: gpus-per-node, gpus-per-task, gres, or none where they come with the
     queue. `gpu_bind` and `cpu_bind` are srun's. `device_order` gives the GPU of each local rank, among those visible.
-    `account_suffix` is added to the account unless it ends so, and `no_mem` says that the site refuses `--mem`.
+    `account_suffix` is added to the account unless it ends so, and `supports_mem_option` says whether the site takes `--mem`.
 
     `container` is the site's runtime (none, apptainer, singularity, pyxis), used with its own `container_options` once a
     `container_image` is given; then `python` is the interpreter inside. `limits` are read in their order: the first that fits a job counts.
-    `charge_rate` is what a `charge_per` (gpu-hour or node-hour) costs, in `charge_unit`. `points_per_job` is how many points of
+    `charge_rate` is what a `charge_per` (gpu-hour or node-hour) costs, in `charge_unit`. `runs_per_job` is how many points of
     a study, each of one node at most, go into one job, one after another.
 
-    With `snapshot` a job runs the code as it was when it was submitted, from the archive in its run folder; without, the
-    code as it lies there by then. `exclude` are nodes not to use. Jobs that may take more than `ask_above_gpu_hours`
-    GPU-hours are submitted after a question only (None: without one). `stop_before_s` is how long before the time limit
+    With `archive_code` a job runs the code as it was when it was submitted, from the archive in its run folder; without, the
+    code as it lies there by then. `exclude` are nodes not to use. Jobs that may take more than `confirm_above_gpu_hours`
+    GPU-hours are submitted after a question only (None: without one). `signal_before_end_s` is how long before the time limit
     the run is asked to save and stop (0: never), and `max_requeues` how often it then starts again by itself.
     """
 
@@ -64,7 +64,7 @@ class ClusterConfig:
     gpu_bind: str | None = "none"
     cpu_bind: str | None = None
     device_order: list[int] = field(default_factory=list)
-    no_mem: bool = False
+    supports_mem_option: bool = True
     modules: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -77,11 +77,11 @@ class ClusterConfig:
     charge_per: str | None = None
     charge_rate: float | None = None
     charge_unit: str | None = None
-    snapshot: bool = True
+    archive_code: bool = True
     exclude: list[str] = field(default_factory=list)
-    points_per_job: int = 1
-    ask_above_gpu_hours: float | None = None
-    stop_before_s: int = 120
+    runs_per_job: int = 1
+    confirm_above_gpu_hours: float | None = None
+    signal_before_end_s: int = 120
     max_requeues: int = 3
 
     def __post_init__(self) -> None:

@@ -89,12 +89,12 @@ def _check_words(cluster: ClusterConfig) -> None:
     for key, number in (
         ("usable_cpus_per_node", cluster.usable_cpus_per_node),
         ("node_memory_bytes", cluster.node_memory_bytes),
-        ("points_per_job", cluster.points_per_job),
+        ("runs_per_job", cluster.runs_per_job),
     ):
         if number is not None and number < 1:
             raise ConfigError(f"cluster.{key}", number, "must be 1 or more")
     for key, number, most in (
-        ("stop_before_s", cluster.stop_before_s, MAX_SIGNAL_S),
+        ("signal_before_end_s", cluster.signal_before_end_s, MAX_SIGNAL_S),
         ("max_requeues", cluster.max_requeues, MAX_REQUEUES),
     ):
         if not 0 <= number <= most:
@@ -102,9 +102,11 @@ def _check_words(cluster: ClusterConfig) -> None:
     rate = cluster.charge_rate
     if rate is not None and not (math.isfinite(rate) and rate >= 0):
         raise ConfigError("cluster.charge_rate", rate, "must be 0 or more and finite")
-    hours = cluster.ask_above_gpu_hours
+    hours = cluster.confirm_above_gpu_hours
     if hours is not None and not (math.isfinite(hours) and hours >= 0):
-        raise ConfigError("cluster.ask_above_gpu_hours", hours, "must be 0 or more and finite", "or null: never ask")
+        raise ConfigError(
+            "cluster.confirm_above_gpu_hours", hours, "must be 0 or more and finite", "or null: never ask"
+        )
     if rate is not None and cluster.charge_per is None:
         raise ConfigError("cluster.charge_per", "null", f"must be given beside cluster.charge_rate={rate:g}",
                           one_of(CHARGED))  # fmt: skip

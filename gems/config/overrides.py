@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.cluster_presets import GROUP as CLUSTER
+from gems.config.renamed_keys import renamed_error
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, nearest, one_of
 
@@ -133,6 +134,8 @@ def _check_override(override: Override, keys: Sequence[str], folders: Sequence[P
         raise ConfigError(key, value, "names many runs, and this is one", f"python -m jobs study study={value}")
     if override.is_delete():
         raise ConfigError(f"~{key}", "", "a key cannot be taken away", f"set it instead: {key}=...")
+    if (error := renamed_error(key, str(override.input_line).partition("=")[2])) is not None:
+        raise error
     if key not in keys and not FREE.match(key):
         raise ConfigError(
             key, override.get_value_element_as_str(), "unknown key; nearest: " + ", ".join(nearest(key, keys))
@@ -170,7 +173,9 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
     given = [word.partition("=")[2] for word in words if word.partition("=")[0].lstrip("+") == key]
     wrong = re.search(r"Value '(.*?)' of type", first)
     value = wrong[1] if wrong else given[-1] if given else IN_CONF
-    if "is not in struct" in text or "not in '" in first:
+    if "is not in struct" in text or "' not in '" in text:
+        if (renamed := renamed_error(key, value)) is not None:
+            return renamed
         if FREE.match(key):
             return ConfigError(key, value, "is not there yet", f"add it with a plus: +{key}=...")
         return ConfigError(key, value, "unknown key; nearest: " + ", ".join(nearest(key, valid_keys())))

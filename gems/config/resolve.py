@@ -148,9 +148,9 @@ def check_batch(spec: RunSpec) -> None:
     """
     if spec.machine.kind != "real":
         return
-    if global_batch(spec) > spec.data.train_images and spec.data.name != "folder":
+    if global_batch(spec) > spec.data.train_samples and spec.data.name != "folder":
         raise ConfigError(
-            "data.train_images", spec.data.train_images, f"must be {global_batch(spec)} or more, the images of one step",
+            "data.train_samples", spec.data.train_samples, f"must be {global_batch(spec)} or more, the images of one step",
             "use more images, or fewer micro-batches or replicas",
         )  # fmt: skip
 

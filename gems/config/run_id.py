@@ -8,8 +8,8 @@ import json
 from gems.config.schema import RESUME_AUTO, RESUME_NEVER, RunSpec
 
 OF_THE_SITE = (
-    "hosts", "limits", "charge_per", "charge_rate", "charge_unit", "minutes", "account", "exclude", "snapshot",
-    "points_per_job", "ask_above_gpu_hours", "stop_before_s", "max_requeues",
+    "hosts", "limits", "charge_per", "charge_rate", "charge_unit", "minutes", "account", "exclude", "archive_code",
+    "runs_per_job", "confirm_above_gpu_hours", "signal_before_end_s", "max_requeues",
 )  # fmt: skip
 OF_SAFETY = ("checkpoint_steps", "checkpoint_s", "keep_checkpoints")
 

@@ -42,7 +42,10 @@ def check_schedule(spec: RunSpec) -> None:
         )
     if schedule.name == PLACED:
         _check_placed(spec)
-    for key, values, valid in (("allow", schedule.allow, ACTIONS), ("placements", schedule.placements, PLACEMENTS)):
+    for key, values, valid in (
+        ("memory_actions", schedule.memory_actions, ACTIONS),
+        ("placements", schedule.placements, PLACEMENTS),
+    ):
         for value in values:
             if value not in valid:
                 raise ConfigError(f"schedule.{key}", value, one_of(valid))
@@ -78,7 +81,7 @@ def check_pace(spec: RunSpec) -> None:
     for key, value, default in (
         ("machine.slow_rank", machine.slow_rank, None),
         ("machine.slowdown", machine.slowdown, 1.0),
-        ("cost.input", cost.input, 0.0),
+        ("cost.input_load", cost.input_load, 0.0),
     ):
         if value != default and machine.kind not in PLAYED:
             raise ConfigError(

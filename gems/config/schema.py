@@ -11,6 +11,7 @@ from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.machine import MachineConfig as MachineConfig
+from gems.config.renamed_keys import with_new_names
 from gems.config.value_types import check_types
 from gems.errors import ConfigError, nearest, one_of
 
@@ -56,9 +57,9 @@ class DataConfig:
     num_classes: int = 2
     length: int = 64
     path: str | None = None
-    field_px: int | None = None
-    train_images: int = 1024
-    validation_images: int = 256
+    field_of_view_px: int | None = None
+    train_samples: int = 1024
+    validation_samples: int = 256
     augment: bool = True
     prefetch_steps: int = 2
 
@@ -88,7 +89,7 @@ class ScheduleConfig:
     chunks: int = 2
     activation_cap: float | None = None
     activation_cap_bytes: int | None = None
-    allow: list[str] = field(default_factory=list)
+    memory_actions: list[str] = field(default_factory=list)
     placements: list[str] = field(default_factory=list)
     max_stages: int | None = None
     budget_s: float = 5.0
@@ -101,7 +102,7 @@ class ProfileConfig:
 
     `fake` needs no device: bytes from fake tensors, times from the rates of `machine`. `measured` runs each layer
     `repetitions` times or more on this device. `incremental` adds layers to a device one by one, as mCAP does, on the real
-    device or on fake tensors (`on`). With `path`, a file of `gems profile --json`, nothing is found out. `whole` adds to
+    device or on fake tensors (`on`). With `path`, a file of `gems profile --json`, nothing is found out. `whole_model_peak` adds to
     a fake profile the peak of the unsplit model by torch's own tracker, which takes long for deep ones.
     """
 
@@ -109,7 +110,7 @@ class ProfileConfig:
     path: str | None = None
     repetitions: int = 5
     on: str = "real"
-    whole: bool = False
+    whole_model_peak: bool = False
 
 
 @dataclass(slots=True)
@@ -136,10 +137,10 @@ class MemoryConfig:
     `limit_bytes`, choosing the first that is large enough or the one that fits best (`reclaim`: first, size).
     `recompute` runs forward again: of the whole stage, of each of `segments` segments (None: as many as the root of the
     layers), or of what is `cheap` in each layer. `plan` chooses for each layer, so that the peak is at most
-    `limit_bytes`, or the activations' peak is less by the share `saving`, and the predicted time is least.
+    `limit_bytes`, or the activations' peak is less by the share `target_reduction`, and the predicted time is least.
 
     `limit_bytes` is machine.device_bytes unless given; `ratio` the share of what parameters leave of it that `lms` may
-    use (None: 0.9, and 0.8 with replicas). Storages below `least_bytes` stay on the device. `budget_s` bounds the plan's
+    use (None: 0.9, and 0.8 with replicas). Storages below `min_offload_bytes` stay on the device. `budget_s` bounds the plan's
     search; above 10 s the bound is followed further too.
     """
 
@@ -153,9 +154,9 @@ class MemoryConfig:
     reclaim: str = "first"
     recompute: str = "segment"
     segments: int | None = None
-    saving: float | None = None
+    target_reduction: float | None = None
     limit_bytes: int | None = None
-    least_bytes: int = 65536
+    min_offload_bytes: int = 65536
     budget_s: float = 10.0
 
 
@@ -163,7 +164,7 @@ class MemoryConfig:
 class CostConfig:
     """Costs of one micro-batch on one of P equal parts of the model, in units of time, activations and bytes.
 
-    `unit_s` says how long a unit of time is, `activation_bytes` how large a unit of activations. `input` is the time in
+    `unit_s` says how long a unit of time is, `activation_bytes` how large a unit of activations. `input_load` is the time in
     which a rank where a direction begins reads the input of a micro-batch, one after the other, on an emulated or
     simulated machine.
     """
@@ -175,7 +176,7 @@ class CostConfig:
     link: float = 0.0
     recompute: float | None = None
     offload: float = 0.0
-    input: float = 0.0
+    input_load: float = 0.0
     times: list[float] = field(default_factory=lambda: [1.0])
     activations: list[float] = field(default_factory=lambda: [1.0])
     unit_s: float = 1.0
@@ -204,7 +205,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     dtype: str = "float32"
     evaluate: bool = True
-    stall_limit_s: float = 600.0
+    hang_timeout_s: float = 600.0
     sample_interval_s: float = 0.5
     initial_checkpoint: str | None = None
     checkpoint_steps: int | None = None
@@ -275,6 +276,7 @@ class RunSpec:
             if not isinstance(value, dict):
                 raise ConfigError(key, value, "must be a mapping of keys to values")
             section: Any = sections[key]
+            value = with_new_names(key, value)
             for inner in value:
                 if inner not in section.__dataclass_fields__:
                     raise ConfigError(

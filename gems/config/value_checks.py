@@ -26,7 +26,7 @@ MOST = {
     "schedule.chunks": MAX_LAYERS, "schedule.max_stages": MAX_LAYERS,
     "model.depth": MAX_LAYERS, "model.width": MAX_SIDE, "model.vocabulary": 2**31 - 1,
     "data.height_px": MAX_SIDE, "data.width_px": MAX_SIDE, "data.channels": MAX_SIDE, "data.num_classes": 2**31 - 1,
-    "data.length": MAX_SIDE, "data.train_images": 2**31 - 1, "data.validation_images": 2**31 - 1,
+    "data.length": MAX_SIDE, "data.train_samples": 2**31 - 1, "data.validation_samples": 2**31 - 1,
     "data.prefetch_steps": 10**4, "train.steps": 10**12, "train.warmup_steps": 10**12,
     "cluster.nodes": MAX_WORLD, "cluster.ranks_per_node": MAX_WORLD, "cluster.cpus_per_rank": 2**16,
     "cluster.gpus_per_node": 2**16, "cluster.usable_cpus_per_node": 2**20, "cluster.minutes": MAX_MINUTES,

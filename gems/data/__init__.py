@@ -34,13 +34,13 @@ IMAGES = "images"
 class Source:
     """A kind of data set: `check` raises ConfigError without decoding an image, `open` reads what it must.
 
-    `field_px` derives data.field_px where the source has such a thing. `kind` says what a sample is, as the families
+    `field_of_view_px` derives data.field_of_view_px where the source has such a thing. `kind` says what a sample is, as the families
     of models do: images, tokens (one sequence) or token_pairs (a sequence and its translation).
     """
 
     open: Callable[[DataConfig, int], Dataset]
     check: Callable[[DataConfig], None] = lambda data: None
-    field_px: Callable[[DataConfig], int | None] = lambda data: data.field_px
+    field_of_view_px: Callable[[DataConfig], int | None] = lambda data: data.field_of_view_px
     kind: str = IMAGES
 
 
@@ -61,8 +61,8 @@ def check_data(data: DataConfig) -> None:
         ("data.width_px", data.width_px, 1),
         ("data.channels", data.channels, 1),
         ("data.num_classes", data.num_classes, 2),
-        ("data.train_images", data.train_images, 1),
-        ("data.validation_images", data.validation_images, 1),
+        ("data.train_samples", data.train_samples, 1),
+        ("data.validation_samples", data.validation_samples, 1),
         ("data.prefetch_steps", data.prefetch_steps, 0),
         ("data.length", data.length, 1),
     ):
@@ -73,7 +73,7 @@ def check_data(data: DataConfig) -> None:
 
 def resolve_data(data: DataConfig) -> DataConfig:
     """Return a copy of `data` with the fields that None leaves to the source filled in."""
-    return replace(data, field_px=_source(data).field_px(data))
+    return replace(data, field_of_view_px=_source(data).field_of_view_px(data))
 
 
 def open_dataset(data: DataConfig, seed: int) -> Dataset:
@@ -116,7 +116,7 @@ def _source(data: DataConfig) -> Source:
 
 
 register("synthetic", Source(open=synthetic.SyntheticDataset))
-register("tissue", Source(open=tissue.TissueDataset, check=tissue.check, field_px=tissue.field_px))
+register("tissue", Source(open=tissue.TissueDataset, check=tissue.check, field_of_view_px=tissue.field_of_view_px))
 register("folder", Source(open=folder.FolderDataset, check=folder.check))
 register("tokens", Source(open=tokens.TokenDataset, kind=tokens.TOKENS))
 register("token_pairs", Source(open=tokens.TokenPairDataset, kind=tokens.TOKEN_PAIRS))

@@ -29,8 +29,8 @@ Files = list[tuple[Path, int]]
 class FolderDataset(Dataset):
     """Images of PATH/train/CLASS/* and PATH/validation/CLASS/*, or of PATH/CLASS/* split by the seed.
 
-    Without a split each class gives the share data.validation_images / (data.train_images +
-    data.validation_images) of its images to validation; all images are used, whatever those two counts are.
+    Without a split each class gives the share data.validation_samples / (data.train_samples +
+    data.validation_samples) of its images to validation; all images are used, whatever those two counts are.
     Classes are numbered by sorted name. An image is scaled to cover height x width and its middle kept; bytes
     map to (byte - 127.5) / 64.
     """
@@ -105,7 +105,7 @@ def _split(data: DataConfig, seed: int) -> dict[Split, Files]:
         names = _class_names(root / "train")
         return {"train": _all(root / "train", names), "validation": _all(root / "validation", names)}
     files: dict[Split, Files] = {"train": [], "validation": []}
-    share = data.validation_images / (data.train_images + data.validation_images)
+    share = data.validation_samples / (data.train_samples + data.validation_samples)
     names = _class_names(root)
     for label, name in enumerate(names):
         paths = _files_of(root / name)

@@ -23,7 +23,7 @@ class SyntheticDataset(Dataset):
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         shape = (data.channels, data.height_px, data.width_px)
-        super().__init__(shape, data.num_classes, data.train_images, data.validation_images, seed, data.augment)
+        super().__init__(shape, data.num_classes, data.train_samples, data.validation_samples, seed, data.augment)
         self._rows = np.arange(data.height_px) * _CELLS // data.height_px
         self._columns = np.arange(data.width_px) * _CELLS // data.width_px
         self._patterns = [self._pattern(number) for number in range(data.num_classes)]

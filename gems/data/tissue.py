@@ -45,7 +45,7 @@ class TissueDataset(Dataset):
     threshold of the training region, and a tile is stained when its share of positive pixels is above Otsu's
     threshold of the shares there. Training tiles lie in the left 70 % of the columns, validation tiles in the
     rest; none crosses. Positions are random, half of them on stained tissue; those of training follow the
-    seed, those of validation never change, so that accuracies of different seeds compare. `data.field_px`
+    seed, those of validation never change, so that accuracies of different seeds compare. `data.field_of_view_px`
     source pixels on the longer side are resampled to the tile.
     """
 
@@ -55,7 +55,7 @@ class TissueDataset(Dataset):
 
         otsu: Any = threshold_otsu
         shape = (data.channels, data.height_px, data.width_px)
-        super().__init__(shape, 2, data.train_images, data.validation_images, seed, data.augment)
+        super().__init__(shape, 2, data.train_samples, data.validation_samples, seed, data.augment)
         self.slide = read_slide()
         self.field_shape_px = field_shape_px(data)
         density = rgb2hed(self.slide)[:, :, 2]
@@ -126,26 +126,26 @@ def check(data: DataConfig) -> None:
         raise ConfigError("data.channels", data.channels, "tissue has 3 channels (colour), or 1 (grey)")
     if data.num_classes != 2:
         raise ConfigError("data.num_classes", data.num_classes, "tissue has 2 classes: stained or not")
-    if data.field_px is not None and not 8 <= data.field_px <= MAX_FIELD_PX:
+    if data.field_of_view_px is not None and not 8 <= data.field_of_view_px <= MAX_FIELD_PX:
         raise ConfigError(
-            "data.field_px",
-            data.field_px,
+            "data.field_of_view_px",
+            data.field_of_view_px,
             f"a field of view has 8 to {MAX_FIELD_PX} source pixels on its longer side",
             "a larger tile needs no larger field: it is resampled",
         )
 
 
-def field_px(data: DataConfig) -> int:
-    """Return `data.field_px`; where it is None, the tile's longer side cut off to 8 to 64 source pixels."""
-    if data.field_px is not None:
-        return data.field_px
+def field_of_view_px(data: DataConfig) -> int:
+    """Return `data.field_of_view_px`; where it is None, the tile's longer side cut off to 8 to 64 source pixels."""
+    if data.field_of_view_px is not None:
+        return data.field_of_view_px
     return min(max(data.height_px, data.width_px, 8), _DERIVED_FIELD_PX)
 
 
 def field_shape_px(data: DataConfig) -> tuple[int, int]:
     """Return height and width of the field of view in source pixels, of the tile's proportions."""
     longer = max(data.height_px, data.width_px)
-    height, width = (max(1, round(field_px(data) * side / longer)) for side in (data.height_px, data.width_px))
+    height, width = (max(1, round(field_of_view_px(data) * side / longer)) for side in (data.height_px, data.width_px))
     return height, width
 
 

@@ -28,7 +28,7 @@ class TokenDataset(Dataset):
 
     def __init__(self, data: DataConfig, seed: int) -> None:
         shape = shape_of(self.kind, data.length)
-        super().__init__(shape, data.num_classes, data.train_images, data.validation_images, seed, augment=False)
+        super().__init__(shape, data.num_classes, data.train_samples, data.validation_samples, seed, augment=False)
         self._length = data.length
         self._next = [
             generator(seed, "successor", number).permutation(data.num_classes) for number in range(len(CHANCES))

@@ -128,13 +128,13 @@ def build_pipeline(
     cuts = () if is_graph else cuts or cut(spec, schedule).boundaries
     contents = contents_of(spec, placement, cuts)
     boundaries = contents.boundaries(spec, dtype)
-    stall_limit_s = spec.train.stall_limit_s
+    hang_timeout_s = spec.train.hang_timeout_s
     spin_s = spin_of(ranks_here(comm))
     sharpen_sleep()
     pipeline_comm = cast(Comm, comm.Split(replica, rank))
     reduce_comm = cast(Comm, comm.Split(placement.reduce_group(rank, parallel.replicas)[0], comm.rank))
     recorder = Recorder(part, Ledger(device), device)
-    transports = open_transports(pipeline_comm, schedule.num_directions, stall_limit_s, spin_s)
+    transports = open_transports(pipeline_comm, schedule.num_directions, hang_timeout_s, spin_s)
     staging = open_staging(spec.machine.transport, device, comm)
     links = Links(schedule, rank, boundaries, transports, staging, recorder)
     built = [
@@ -145,14 +145,14 @@ def build_pipeline(
     ]
     modules = {(direction, stage): built[direction][stage] for direction, stage in placement.stages_on(rank)}
     stages = {held: Stage(kept, held[1] == 0, links.poll) for held, kept in modules.items()}
-    gradients = Gradients(modules, Transport(reduce_comm, stall_limit_s, spin_s), dtype, device)
+    gradients = Gradients(modules, Transport(reduce_comm, hang_timeout_s, spin_s), dtype, device)
     optimizer = build_optimizer(spec.train, (p for kept in modules.values() for p in kept.parameters()))
     recorder.hold(sum(stage.state_bytes for stage in stages.values()))
     segments = None
     if needs_store(schedule):
         host_bytes, sharers = spec.machine.host_bytes, ranks_here(comm)
         segments = open_segments(
-            schedule, rank, stages, plan, recorder, device, links.poll, spec.memory.least_bytes,
+            schedule, rank, stages, plan, recorder, device, links.poll, spec.memory.min_offload_bytes,
             None if host_bytes is None else host_bytes // sharers,
         )  # fmt: skip
     train = Executor(
@@ -162,7 +162,7 @@ def build_pipeline(
     forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
     evaluation_links = Links(forward, rank, boundaries, transports, staging, recorder)
     evaluate = Executor(forward, rank, stages, evaluation_links, recorder, heartbeat)
-    control = Transport(comm, stall_limit_s)
+    control = Transport(comm, hang_timeout_s)
     seed_generators(device, spec.seed, replica, rank)
     return Pipeline(
         spec, comm, rank, replica, device, schedule, contents, modules, stages, gradients, optimizer, recorder, control, train, evaluate,

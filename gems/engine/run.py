@@ -82,7 +82,7 @@ def _watchdog(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat
     from gems.engine.transport.mpi import gather_here
 
     here = gather_here(comm, Neighbour.me(comm.rank))
-    return Watchdog(folder, comm.rank, comm.size, heartbeat, spec.train.stall_limit_s, here)
+    return Watchdog(folder, comm.rank, comm.size, heartbeat, spec.train.hang_timeout_s, here)
 
 
 if __name__ == "__main__":

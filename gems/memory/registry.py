@@ -68,8 +68,8 @@ def rivals_of(case: MemoryCase) -> list[MemoryPlan]:
 def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     """Return the optimal plan under the limit, or under that of the saving, whichever is less."""
     limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
-    if memory.saving is not None:
-        limit = min(limit, limit_of_saving(case, memory.saving))
+    if memory.target_reduction is not None:
+        limit = min(limit, limit_of_saving(case, memory.target_reduction))
     limited = replace(case, limit_bytes=limit)
     found = plan(limited, limit, memory.budget_s, rivals_of(limited))
     counters = {"limit_bytes": limit, "bound_s": found.bound_s, "gap": found.gap, "method": found.method}

@@ -147,7 +147,7 @@ class Planner:
         )  # fmt: skip
         schedule = replace(
             spec.schedule, name=one.schedule, chunks=one.chunks if one.chunks > 1 else spec.schedule.chunks,
-            activation_cap=one.cap, activation_cap_bytes=None, path=None, allow=[],
+            activation_cap=one.cap, activation_cap_bytes=None, path=None, memory_actions=[],
         )  # fmt: skip
         if one.schedule == CAPPED:
             schedule = replace(schedule, budget_s=min(schedule.budget_s, SEARCH_BUDGET_S))
@@ -301,7 +301,7 @@ class Planner:
         """Return what a candidate is ranked by: seconds of a step, or of all steps to the target."""
         if self.epochs is None:
             return step_s
-        return step_s * self.epochs(one.global_batch) * self.spec.data.train_images / one.global_batch
+        return step_s * self.epochs(one.global_batch) * self.spec.data.train_samples / one.global_batch
 
     def _refined_s(self, one: Candidate) -> float:
         load = self.load(one.micro_batch_size)

@@ -14,7 +14,7 @@ from gems.models.imported.describe import source_of
 
 PROFILER = 7  # another number for profilers that would give other figures
 DISTRIBUTIONS = ("torch", "numpy")
-_UNSEEN = ("name", "path", "field_px", "train_images", "validation_images", "augment", "prefetch_steps")
+_UNSEEN = ("name", "path", "field_of_view_px", "train_samples", "validation_samples", "augment", "prefetch_steps")
 
 
 def versions() -> dict[str, str]:
@@ -58,7 +58,7 @@ def key_of(spec: RunSpec) -> dict[str, Any]:
             "machine.bfloat16_flops_per_s": machine.bfloat16_flops_per_s,
             "machine.memory_bytes_per_s": machine.memory_bytes_per_s,
             "machine.efficiency": machine.efficiency,
-            "profile.whole": profile.whole,
+            "profile.whole_model_peak": profile.whole_model_peak,
         }
     else:
         where = {

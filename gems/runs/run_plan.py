@@ -101,7 +101,7 @@ def memory_case(
     machine = spec.machine
     return MemoryCase(
         profile or profile_of(spec), schedule, boundaries, optimizer_of(spec), spec.memory.limit_bytes or machine.device_bytes,
-        machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.least_bytes,
+        machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.min_offload_bytes,
         spec.parallel.replicas,
     )  # fmt: skip
 

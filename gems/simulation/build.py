@@ -88,7 +88,7 @@ def request_of(spec: RunSpec) -> Request:
         cap=cap_of(spec),
         costs=depth_costs_of(spec),
         network=network_of(spec),
-        allow=tuple(sorted(schedule.allow)),
+        allow=tuple(sorted(schedule.memory_actions)),
         max_stages=schedule.max_stages,
         placements=tuple(schedule.placements),
         seed=spec.seed,
@@ -174,7 +174,9 @@ def pace_of(spec: RunSpec, replica: int) -> Pace:
     machine, num_ranks = spec.machine, spec.parallel.partitions
     slow = machine.slow_rank
     has_slow_rank = slow is not None and slow // num_ranks == replica
-    return Pace(slow % num_ranks if slow is not None and has_slow_rank else None, machine.slowdown, spec.cost.input)
+    return Pace(
+        slow % num_ranks if slow is not None and has_slow_rank else None, machine.slowdown, spec.cost.input_load
+    )
 
 
 def play(spec: RunSpec, made: Schedule) -> tuple[Network, Simulation]:

@@ -56,7 +56,7 @@ def probe(words: Sequence[str], options: Options) -> int:
         StalledError: they did not end, or did not start in time.
     """
     spec = compose([*OF_TWO, *words])
-    spec = replace(spec, cluster=replace(spec.cluster, snapshot=False))  # its folder is not a run's
+    spec = replace(spec, cluster=replace(spec.cluster, archive_code=False))  # its folder is not a run's
     if spec.machine.kind not in OF_MPI:
         raise ConfigError("machine.kind", spec.machine.kind, "has no ranks to probe", "use machine=auto")
     job = job_spec(spec)

@@ -12,8 +12,8 @@ from gems.config.compose import changed
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
 from gems.runs.folder import RunFolder
-from gems.utils.tables import printable
 from jobs.cli.diagnose import remember
+from jobs.cli.status import plain
 from jobs.cli.submit import start
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.failure_cause import Cause
@@ -28,7 +28,7 @@ YES, AGAIN = "--yes", "--again"
 OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=")
 # Keys that leave the results of a run as they are, or only make it longer.
 MAY_CHANGE = ("cluster.", "train.steps", "train.checkpoint_s", "train.checkpoint_steps", "train.keep_checkpoints",
-              "train.stall_limit_s", "train.resume")  # fmt: skip
+              "train.hang_timeout_s", "train.resume")  # fmt: skip
 NEEDS_CHANGE = (Cause.CONFIGURATION, Cause.DOES_NOT_FIT, Cause.DEVICE_MEMORY, Cause.WRONG_MPI)
 SENT, DONE, REFUSED, FAILED = "submitted", "finished", "refused", "failed"
 OF_STUDIES = ("failed", "lost", "stopped")
@@ -46,7 +46,7 @@ class Outcome:
 
     def line(self) -> str:
         """Describe the outcome."""
-        return printable(f"{self.folder.path.name}: {self.outcome}, {self.why}")
+        return plain(f"{self.folder.path.name}: {self.outcome}, {self.why}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome for a program."""

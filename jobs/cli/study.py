@@ -35,7 +35,7 @@ def study(words: Sequence[str], options: Options) -> int:
     Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the next call submits
     the others; with --wait the command stays until all have ended. Gives the worst of the exit codes: of the points that
     ran while it was there, and of the drawing. With --dry-run nothing runs, and the points are printed; with --stop
-    the study is cancelled, as by `jobs cancel`. Above cluster.ask_above_gpu_hours of all points together it asks first.
+    the study is cancelled, as by `jobs cancel`. Above cluster.confirm_above_gpu_hours of all points together it asks first.
 
     Raises:
         ConfigError: no such study, a point that cannot be composed, or nobody to ask; then none has run.
@@ -52,7 +52,7 @@ def study(words: Sequence[str], options: Options) -> int:
         return 0
     due = [point for point, state in zip(points, states, strict=True) if is_due(state)]
     num_due = len(due)
-    limits = [point.spec.cluster.ask_above_gpu_hours for point in due]
+    limits = [point.spec.cluster.confirm_above_gpu_hours for point in due]
     limit = min((limit for limit in limits if limit is not None), default=None)
     if not is_agreed([job_spec(point.spec) for point in due], limit, options):
         say("nothing is submitted")

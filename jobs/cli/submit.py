@@ -128,7 +128,7 @@ def _send(spec: RunSpec, job: JobSpec, options: Options) -> tuple[RunFolder, str
     need_sbatch(job)
     release(folder)
     checks = passed(preflight(spec, job, script))
-    if not is_agreed([job], spec.cluster.ask_above_gpu_hours, options):
+    if not is_agreed([job], spec.cluster.confirm_above_gpu_hours, options):
         print("jobs: nothing is submitted", file=sys.stderr)
         return None
     folder = prepare(spec)

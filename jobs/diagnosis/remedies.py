@@ -38,7 +38,7 @@ def advice_of(cause: Cause, text: str, node: str | None, evidence: Evidence) -> 
         return (
             "read the stacks in stacks/" if (evidence.folder.path / "stacks").is_dir() else "look at that rank's node",
             f"if that node is slow or its file system hangs: {again} cluster.exclude=[{node or 'NODE'}]",
-            "if the action may take that long: train.stall_limit_s",
+            "if the action may take that long: train.hang_timeout_s",
         )
     if cause is Cause.FILE_SYSTEM:
         return _file_system(text, again)
@@ -83,7 +83,7 @@ def _memory(evidence: Evidence) -> tuple[str, ...]:
 def _host_memory(evidence: Evidence) -> tuple[str, ...]:
     spec = evidence.spec
     words = ["+cluster.sbatch.mem: ask for more of the node's memory"]
-    if spec is not None and spec.cluster.no_mem:
+    if spec is not None and not spec.cluster.supports_mem_option:
         words = ["cluster.ranks_per_node: fewer ranks share a node's memory"]
     if spec is None or spec.memory.name != KEEP:
         words.append("machine.host_bytes: what offloaded activations of a node may take")

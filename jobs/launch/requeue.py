@@ -135,7 +135,7 @@ def why_stopped(job: OwnJob | None, cluster: ClusterConfig, reason: str) -> str 
         return PREEMPTED if reason == "SIGTERM" else OUT_OF_TIME if "SLURM_JOB_ID" in os.environ else None
     if job.is_preempted:
         return PREEMPTED
-    is_near = job.left_s is not None and job.left_s <= cluster.stop_before_s + TICK_S
+    is_near = job.left_s is not None and job.left_s <= cluster.signal_before_end_s + TICK_S
     return OUT_OF_TIME if is_near else None
 
 

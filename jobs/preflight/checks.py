@@ -182,7 +182,7 @@ def _room(spec: RunSpec, made: RunPlan) -> Outcome:
 
 
 def _cost(spec: RunSpec, job: JobSpec) -> str:
-    limit = spec.cluster.ask_above_gpu_hours
+    limit = spec.cluster.confirm_above_gpu_hours
     asks = "" if limit is None or job.gpu_hours <= limit else f"; above {limit:g}, so that it asks first"
     return f"at most {cost_words([job])}{asks}"
 

@@ -10,7 +10,7 @@ from gems.errors import ConfigError
 from jobs.slurm.resources import JobSpec
 
 YES = "--yes"
-KEY = "cluster.ask_above_gpu_hours"
+KEY = "cluster.confirm_above_gpu_hours"
 
 
 def cost_words(jobs: Sequence[JobSpec]) -> str:

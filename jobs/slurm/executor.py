@@ -137,10 +137,10 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[]
             "cluster", spec.cluster.name, f"sbatch refuses the job: {text}",
             "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch",
         ) from error  # fmt: skip
-    if spec.cluster.stop_before_s and not made.parameters["additional_parameters"].get("signal"):
+    if spec.cluster.signal_before_end_s and not made.parameters["additional_parameters"].get("signal"):
         print(
-            f"jobs: cluster.minutes={job.minutes} are too short to save cluster.stop_before_s="
-            f"{spec.cluster.stop_before_s} s before the end: the run ends as it is when they are over",
+            f"jobs: cluster.minutes={job.minutes} are too short to save cluster.signal_before_end_s="
+            f"{spec.cluster.signal_before_end_s} s before the end: the run ends as it is when they are over",
             file=sys.stderr,
         )  # fmt: skip
     return job_id
@@ -186,10 +186,10 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
     """Return the options that submitit has no parameter for, or that sites ask for in ways of their own."""
     free = sbatch_options(cluster.sbatch)
     memory = [name for name in free if name in MEMORY]
-    if cluster.no_mem and memory:
+    if not cluster.supports_mem_option and memory:
         raise ConfigError(
             f"cluster.sbatch.{memory[0]}", free[memory[0]], f"cluster {cluster.name} refuses options of memory",
-            "leave it out, or set cluster.no_mem=false where the site has changed that",
+            "leave it out, or set cluster.supports_mem_option=true where the site has changed that",
         )  # fmt: skip
     own = dict([job.gpu_option] if job.gpu_option else [])
     for name in own.keys() & free.keys():
@@ -210,7 +210,7 @@ def _ends(cluster: ClusterConfig, free: dict[str, Any]) -> dict[str, Any]:
     """
     ends: dict[str, Any] = {}
     if "signal" not in free and is_warned(cluster):
-        ends["signal"] = f"B:USR2@{cluster.stop_before_s}"
+        ends["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
     if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
         ends["requeue"] = True
     return ends
@@ -218,7 +218,7 @@ def _ends(cluster: ClusterConfig, free: dict[str, Any]) -> dict[str, Any]:
 
 def is_warned(cluster: ClusterConfig) -> bool:
     """Whether the job is long enough for a signal before its end: half of its time comes before that."""
-    return 0 < 2 * cluster.stop_before_s <= 60 * cluster.minutes
+    return 0 < 2 * cluster.signal_before_end_s <= 60 * cluster.minutes
 
 
 def _modules(names: list[str]) -> list[str]:
@@ -266,5 +266,5 @@ def _check_path(spec: RunSpec, job: JobSpec, folder: RunFolder) -> None:
         key, value = ("name", spec.name) if ":" in spec.name else ("runs_dir", spec.runs_dir)
         raise ConfigError(
             key, value, "must have no ':', which parts the folders that Python imports from",
-            "change it, or set cluster.snapshot=false",
+            "change it, or set cluster.archive_code=false",
         )  # fmt: skip

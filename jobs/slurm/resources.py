@@ -130,7 +130,7 @@ def job_spec(spec: RunSpec) -> JobSpec:
         charge_per=cluster.charge_per,
         charge_rate=cluster.charge_rate,
         charge_unit=cluster.charge_unit,
-        snapshot=cluster.snapshot and cluster.launcher in BATCH,
+        snapshot=cluster.archive_code and cluster.launcher in BATCH,
         is_probe=spec.machine.kind == PROBE,
     )
 

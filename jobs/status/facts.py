@@ -42,7 +42,7 @@ class Facts:
     action: str | None = None
     has_ranks: bool = False
     are_ranks_done: bool = False
-    stall_limit_s: float = math.inf
+    hang_timeout_s: float = math.inf
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -75,7 +75,7 @@ class Facts:
     def is_stalled(self, now_ns: int) -> bool:
         """Return whether the run has been still for too long: ranks in an action, or all of it before and behind."""
         age_s = self.age_s(now_ns)
-        return age_s is not None and not self.are_ranks_done and age_s > self.stall_limit_s
+        return age_s is not None and not self.are_ranks_done and age_s > self.hang_timeout_s
 
 
 def read_facts(folder: RunFolder) -> Facts:
@@ -102,7 +102,7 @@ def read_facts(folder: RunFolder) -> Facts:
     if not beats and is_going_on:
         signs.append(_utc_ns(status.get("updated_utc")))
     is_slow = newest is None or newest.step < 0 or newest.action in SLOW
-    engine_s = spec.train.stall_limit_s if spec is not None else STALLED_AFTER_S
+    engine_s = spec.train.hang_timeout_s if spec is not None else STALLED_AFTER_S
     return Facts(
         folder=folder,
         status=status,
@@ -114,7 +114,7 @@ def read_facts(folder: RunFolder) -> Facts:
         action=newest.action if newest is not None else None,
         has_ranks=bool(beats),
         are_ranks_done=bool(beats) and all(beat.action == RANK_FINISHED for beat in beats.values()),
-        stall_limit_s=engine_s if is_slow else min(STALLED_AFTER_S, engine_s),
+        hang_timeout_s=engine_s if is_slow else min(STALLED_AFTER_S, engine_s),
         sources=sources,
     )
 

@@ -1,4 +1,4 @@
-"""Several small points of a study in one job, one after another, as `cluster.points_per_job` allows.
+"""Several small points of a study in one job, one after another, as `cluster.runs_per_job` allows.
 
 One after another, and not side by side under `srun --exact`: a study is there to be timed, and neighbours on a node
 share memory bandwidth, links, power and cores of the system. It is the robust way as well: whether steps that overlap
@@ -121,7 +121,7 @@ def _site(point: Point) -> str | None:
     """Return what points of one job must share; None for a point that has a job of its own."""
     spec = point.spec
     job = job_spec(spec)
-    if spec.cluster.points_per_job == 1 or job.nodes > 1 or not job.is_batch:
+    if spec.cluster.runs_per_job == 1 or job.nodes > 1 or not job.is_batch:
         return None
     settings: dict[str, Any] = {key: value for key, value in asdict(spec.cluster).items() if key not in OF_A_POINT}
     if job.launcher == "ibrun":  # takes the number of tasks from the job
@@ -130,7 +130,7 @@ def _site(point: Point) -> str | None:
 
 
 def _fits(pack: Sequence[Point], point: Point) -> bool:
-    if len(pack) >= point.spec.cluster.points_per_job:
+    if len(pack) >= point.spec.cluster.runs_per_job:
         return False
     try:
         check_limits(point.spec, packed([*pack, point]))

@@ -39,7 +39,7 @@ PLANTS = (
     Plant("imbalance", "imbalance", ("cost.times=[8,1,1,8]",)),
     Plant("slow link", "point_to_point", ("cost.boundary_bytes=32000000",)),
     Plant("straggler", "noise", ("machine.slow_rank=1", "machine.slowdown=1.5")),
-    Plant("input stall", "input", ("cost.input=8",)),
+    Plant("input stall", "input", ("cost.input_load=8",)),
 )
 
 

@@ -52,7 +52,7 @@ LARGEST_ERROR = 0.05
 def traffic_row(model: str, side_px: int) -> dict[str, Any]:
     """Measure what each moves of one model."""
     words = [f"parallel.micro_batches={MICRO_BATCHES}", f"parallel.micro_batch_size={BATCH}"]
-    spec = spec_of(model, side_px, *words, "memory.least_bytes=0")
+    spec = spec_of(model, side_px, *words, "memory.min_offload_bytes=0")
     layers = layers_of(spec.model, spec.data)
     given = input_spec(spec.data, BATCH)
     row: dict[str, Any] = {"model": model, "side_px": side_px, "batch": BATCH}

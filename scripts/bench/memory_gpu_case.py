@@ -18,7 +18,7 @@ from gems.models.build import build_layers, input_spec
 from scripts.bench.memory_peers import PlainLoop, has_torchtune
 from scripts.bench.memory_rig import case_of_run, ours_under, outcome_of, spec_of
 
-OURS = {"keep": ["memory=keep"], "plan": ["memory=plan", "memory.saving=0.5"]}
+OURS = {"keep": ["memory=keep"], "plan": ["memory=plan", "memory.target_reduction=0.5"]}
 THEIRS = ("plain", "save_on_cpu", "torchtune", "checkpoint")
 POLICIES = {
     "keep": ["memory=keep"],

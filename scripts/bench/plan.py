@@ -62,7 +62,7 @@ def cases(only: str, machine: str) -> Iterator[tuple[dict[str, Any], MemoryCase]
                     MemoryCase(
                         profile, one_f_one_b(ranks, micro_batches), tuple(even(profile.num_layers, ranks)),
                         d2h_bytes_per_s=spec.machine.d2h_bytes_per_s, h2d_bytes_per_s=spec.machine.h2d_bytes_per_s,
-                        least_bytes=spec.memory.least_bytes,
+                        least_bytes=spec.memory.min_offload_bytes,
                     ),
                 )  # fmt: skip
 

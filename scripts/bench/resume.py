@@ -27,7 +27,7 @@ LOOK_S = 0.001
 REL_LIMIT = 1e-6
 OVERRIDES = [
     "model=resnet20_v2", "model.width=4", "model.norm=group", "data=synthetic", "data.height_px=32", "data.width_px=32",
-    "data.train_images=256", "data.validation_images=8", "parallel.partitions=2", "parallel.micro_batch_size=2",
+    "data.train_samples=256", "data.validation_samples=8", "parallel.partitions=2", "parallel.micro_batch_size=2",
     "parallel.replications=2", "parallel.parts=1", "schedule=gems_master", "machine.device=cpu", "train.optimizer=adam",
     "train.learning_rate=0.001", f"train.steps={STEPS}", "train.checkpoint_steps=2", "cluster=local",
 ]  # fmt: skip

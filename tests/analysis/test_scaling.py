@@ -50,7 +50,7 @@ def write(tmp_path: Path) -> Write:
                 partitions=partitions, replicas=replicas, micro_batches=micro_batches, micro_batch_size=micro_batch_size
             ),
             schedule=ScheduleConfig(
-                name=schedule, activation_cap=cap, activation_cap_bytes=cap_bytes, allow=list(allow)
+                name=schedule, activation_cap=cap, activation_cap_bytes=cap_bytes, memory_actions=list(allow)
             ),
             cost=CostConfig(unit_s=unit_s),
         )

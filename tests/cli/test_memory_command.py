@@ -18,7 +18,7 @@ from tests.partition.profiles import random_profile
 
 RUN = (
     "data=synthetic", "model=resnet20_v1", "parallel.partitions=2", "parallel.micro_batches=4", "schedule=1f1b",
-    "memory.least_bytes=0", "machine.d2h_bytes_per_s=2000", "machine.h2d_bytes_per_s=2000",
+    "memory.min_offload_bytes=0", "machine.d2h_bytes_per_s=2000", "machine.h2d_bytes_per_s=2000",
 )  # fmt: skip
 NUM_LAYERS = 11
 
@@ -129,10 +129,10 @@ def test_schedule_shows_segments_and_copies(gems_: Gems) -> None:
 @pytest.mark.parametrize(
     ("words", "key", "text"),
     [
-        (("memory=plan",), "memory.limit_bytes", "memory.saving"),
+        (("memory=plan",), "memory.limit_bytes", "memory.target_reduction"),
         (("memory=lms",), "memory.limit_bytes", "must be given"),
         (("memory=vdnn_al",), "memory", "vdnn_all"),
-        (("memory=plan", "memory.saving=1.5"), "memory.saving", "at most 1"),
+        (("memory=plan", "memory.target_reduction=1.5"), "memory.target_reduction", "at most 1"),
         (("memory=lms", "memory.limit_bytes=1GB", "memory.sync_mode=4"), "memory.sync_mode", "at most 3"),
         (("memory=recompute", "memory.recompute=half"), "memory.recompute", "cheap"),
         (("memory=vdnn_all", "machine=emulated"), "memory", "real"),

@@ -22,7 +22,7 @@ GPUS = ClusterConfig(launcher="srun", gpus_per_node=4)
     [
         ({"launcher": "mpirun"}, r"^cluster\.launcher=mpirun: allowed: mpiexec, srun, ibrun; did you mean "),
         ({"gpu_request": "gpus"}, r"^cluster\.gpu_request=gpus: allowed: gpus-per-node, gpus-per-task, gres, none; "),
-        ({"stop_before_s": 70000}, r"^cluster\.stop_before_s=70000: must be from 0 to 65535$"),
+        ({"signal_before_end_s": 70000}, r"^cluster\.signal_before_end_s=70000: must be from 0 to 65535$"),
         ({"max_requeues": -1}, r"^cluster\.max_requeues=-1: must be from 0 to 1000$"),
         ({"gpu_bind": "close"}, r"^cluster\.gpu_bind='close': allowed: none, closest, "),
         ({"gpu_bind": "single"}, r"^cluster\.gpu_bind='single': "),

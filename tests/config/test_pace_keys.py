@@ -1,4 +1,4 @@
-"""machine.slow_rank, machine.slowdown and cost.input: what they do to a run on paper, and where they are refused."""
+"""machine.slow_rank, machine.slowdown and cost.input_load: what they do to a run on paper, and where they are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spec_of(*words: str) -> RunSpec:
 
 
 def test_the_slow_rank_is_one_of_the_world() -> None:
-    spec = spec_of("parallel.replicas=3", "machine.slow_rank=6", "machine.slowdown=2", "cost.input=0.5")
+    spec = spec_of("parallel.replicas=3", "machine.slow_rank=6", "machine.slowdown=2", "cost.input_load=0.5")
     assert [pace_of(spec, replica) for replica in range(3)] == [
         Pace(None, 2.0, 0.5),
         Pace(2, 2.0, 0.5),
@@ -36,15 +36,15 @@ def test_the_slow_rank_is_one_of_the_world() -> None:
 
 
 def test_gems_simulate_knows_them() -> None:
-    found = predict(spec_of("cost.input=2"))
-    answer = simulation_dict(spec_of("cost.input=2"), found)
+    found = predict(spec_of("cost.input_load=2"))
+    answer = simulation_dict(spec_of("cost.input_load=2"), found)
     assert answer["input_wait_s"] == [5, 0, 0, 0] and answer["step_units"] == 35
     slow = spec_of("machine.slow_rank=0", "machine.slowdown=3")
     assert simulation_dict(slow, predict(slow))["useful_s"] == [72, 24, 24, 24]
 
 
 def test_a_simulated_trace_shows_the_wait() -> None:
-    spec = spec_of("cost.input=2", "train.steps=3", "train.warmup_steps=1")
+    spec = spec_of("cost.input_load=2", "train.steps=3", "train.warmup_steps=1")
     events = simulated_trace(spec, schedule_of(spec)).events
     waits = events[(events["kind"] == KINDS.index("INPUT")) & (events["step"] == 0)]
     assert set(waits["rank"]) == {0} and set(waits["stage"]) == {0}
@@ -60,8 +60,8 @@ def test_a_simulated_trace_shows_the_wait() -> None:
         (["machine.slow_rank=4"], "machine.slow_rank=4: must be below the world size, 4"),
         (["machine.slow_rank=1", "machine.slowdown=0.5"], "machine.slowdown=0.5: must be 1 or more"),
         (["machine.slow_rank=-1"], "machine.slow_rank=-1: must be 0 or more"),
-        (["cost.input=-1"], "cost.input=-1.0: must be 0 or more"),
-        (["machine=cpu", "cost.input=1"], "cost.input=1.0: is for a machine without devices"),
+        (["cost.input_load=-1"], "cost.input_load=-1.0: must be 0 or more"),
+        (["machine=cpu", "cost.input_load=1"], "cost.input_load=1.0: is for a machine without devices"),
         (["machine=cpu", "machine.slow_rank=1"], "machine.slow_rank=1: is for a machine without devices"),
     ],
 )

@@ -202,7 +202,7 @@ def test_no_number_may_be_without_end(key: str, number: float) -> None:
         ("data.height_px", 0),
         ("train.steps", 0),
         ("train.learning_rate", 0.0),
-        ("train.stall_limit_s", 0.0),
+        ("train.hang_timeout_s", 0.0),
         ("cost.forward", 0.0),
         ("cost.input_grad", 0.0),
         ("cluster.minutes", 0),

@@ -18,7 +18,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule__activation_cap_bytes": 0, "cost__activation_bytes": 5}, r"activation_cap_bytes=0: must be 1 or more"),
     ({"schedule__chunks": 0}, r"schedule\.chunks=0: must be 1 or more"),
     ({"schedule__budget_s": 0.0}, r"schedule\.budget_s=0\.0: must be above 0"),
-    ({"schedule__allow": ["compress"]}, r"schedule\.allow=compress: allowed: recompute, offload"),
+    ({"schedule__memory_actions": ["compress"]}, r"schedule\.memory_actions=compress: allowed: recompute, offload"),
     ({"schedule__placements": ["ring"]}, r"schedule\.placements=ring: allowed: linear, bidirectional, v, wave"),
     ({"schedule__name": "file"}, r"schedule\.path=null: must be given"),
     ({"cost__times": []}, r"cost\.times=\[\]: must be one or more numbers above 0"),
@@ -41,7 +41,7 @@ def test_refused_in_one_line(values: dict[str, Any], line: str) -> None:
 
 
 def test_what_makes_sense_is_kept() -> None:
-    values = {"schedule__activation_cap": 1.5, "schedule__allow": ["offload"], "cost__offload": 2.0}
+    values = {"schedule__activation_cap": 1.5, "schedule__memory_actions": ["offload"], "cost__offload": 2.0}
     resolved = resolve(spec_of(**values, schedule__placements=["v", "wave"], cost__recompute=0.0))
-    assert (resolved.schedule.activation_cap, resolved.schedule.allow) == (1.5, ["offload"])
+    assert (resolved.schedule.activation_cap, resolved.schedule.memory_actions) == (1.5, ["offload"])
     assert (resolved.cost.recompute, resolved.schedule.placements) == (0.0, ["v", "wave"])

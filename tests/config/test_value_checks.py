@@ -56,7 +56,7 @@ def test_ranks_and_forwards_are_bounded_together() -> None:
         ({"seed": "x"}, "seed=x: must be a whole number"),
         ({"seed": True}, "seed=True: must be a whole number"),
         ({"name": None}, "name=None: must be text"),
-        ({"train": {"stall_limit_s": "x"}}, "train.stall_limit_s=x: must be a number"),
+        ({"train": {"hang_timeout_s": "x"}}, "train.hang_timeout_s=x: must be a number"),
         ({"train": {"evaluate": 1}}, "train.evaluate=1: must be true or false"),
         ({"parallel": {"boundaries": [0, "x"]}}, "parallel.boundaries[1]=x: must be a whole number"),
         ({"parallel": {"boundaries": {}}}, "parallel.boundaries={}: must be a list"),

@@ -32,7 +32,7 @@ def test_an_unknown_source_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["height_px", "width_px", "channels", "train_images", "validation_images", "num_classes"]
+    "key", ["height_px", "width_px", "channels", "train_samples", "validation_samples", "num_classes"]
 )
 @pytest.mark.parametrize("name", ["synthetic", "tissue", "folder"])
 def test_counts_below_the_least_are_refused(name: str, key: str) -> None:

@@ -85,7 +85,7 @@ def test_without_splits_the_seed_divides_each_class(tmp_path: Path) -> None:
 
 
 def test_the_share_of_validation_follows_the_two_counts(tmp_path: Path) -> None:
-    dataset = opened(fill(tmp_path, 10), train_images=50, validation_images=50)
+    dataset = opened(fill(tmp_path, 10), train_samples=50, validation_samples=50)
     assert dataset.class_counts("validation") == (5, 5)
 
 

@@ -42,7 +42,7 @@ def test_an_image_depends_on_seed_split_and_index_alone() -> None:
 
 
 def test_classes_are_balanced_and_all_present() -> None:
-    dataset = open_dataset(DataConfig(num_classes=7, train_images=100, validation_images=21), 0)
+    dataset = open_dataset(DataConfig(num_classes=7, train_samples=100, validation_samples=21), 0)
     assert set(dataset.class_counts("train")) == {14, 15}
     assert dataset.class_counts("validation") == (3,) * 7
 
@@ -64,7 +64,7 @@ def test_the_mean_image_of_a_class_recognises_new_images_of_it(num_classes: int)
 
 @pytest.mark.parametrize("index", [-1, 256])
 def test_an_index_outside_the_split_is_refused(index: int) -> None:
-    dataset = open_dataset(DataConfig(validation_images=256), 0)
+    dataset = open_dataset(DataConfig(validation_samples=256), 0)
     with pytest.raises(IndexError, match="of 256 in validation"):
         dataset.image("validation", index)
     with pytest.raises(IndexError, match="of 256 in validation"):

@@ -19,7 +19,7 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 def tissue_data(**changes: object) -> DataConfig:
-    fields = {"name": "tissue", "train_images": 200, "validation_images": 80, **changes}
+    fields = {"name": "tissue", "train_samples": 200, "validation_samples": 80, **changes}
     return DataConfig(**fields)  # type: ignore[arg-type]
 
 
@@ -42,7 +42,7 @@ def columns_seen(dataset: TissueDataset, split: Split) -> NDArray[np.bool_]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"field_px": 128, "height_px": 64, "width_px": 64}, {"height_px": 20, "width_px": 90}]
+    "changes", [{}, {"field_of_view_px": 128, "height_px": 64, "width_px": 64}, {"height_px": 20, "width_px": 90}]
 )
 def test_no_pixel_is_in_both_splits(changes: dict[str, object]) -> None:
     dataset = opened(**changes)
@@ -53,21 +53,21 @@ def test_no_pixel_is_in_both_splits(changes: dict[str, object]) -> None:
     assert validation.any()
 
 
-@pytest.mark.parametrize("field_px", [16, 33, 64, 128])
-def test_labels_are_those_recomputed_from_the_pixels(field_px: int) -> None:
-    dataset = opened(field_px=field_px)
+@pytest.mark.parametrize("field_of_view_px", [16, 33, 64, 128])
+def test_labels_are_those_recomputed_from_the_pixels(field_of_view_px: int) -> None:
+    dataset = opened(field_of_view_px=field_of_view_px)
     slide = immunohistochemistry()
     for split in SPLITS:
         for index in range(dataset.num_images(split)):
             top, left = dataset.position_px(split, index)
-            tile = slide[top : top + field_px, left : left + field_px]
+            tile = slide[top : top + field_of_view_px, left : left + field_of_view_px]
             positive = rgb2hed(tile)[:, :, 2] > dataset.pixel_threshold
             assert dataset.label(split, index) == int(positive.mean() > dataset.share_threshold)
 
 
-@pytest.mark.parametrize("field_px", [16, 32, 64, 128])
-def test_both_splits_are_half_stained(field_px: int) -> None:
-    dataset = opened(field_px=field_px)
+@pytest.mark.parametrize("field_of_view_px", [16, 32, 64, 128])
+def test_both_splits_are_half_stained(field_of_view_px: int) -> None:
+    dataset = opened(field_of_view_px=field_of_view_px)
     for split in SPLITS:
         counts = dataset.class_counts(split)
         assert sum(counts) == dataset.num_images(split)
@@ -113,7 +113,7 @@ def test_pixels_are_the_slides_normalised_by_the_training_region() -> None:
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "field_px", "field_shape"),
+    ("height", "width", "field_of_view_px", "field_shape"),
     [
         (32, 32, None, (32, 32)),
         (1024, 1024, None, (64, 64)),
@@ -124,9 +124,9 @@ def test_pixels_are_the_slides_normalised_by_the_training_region() -> None:
     ],
 )
 def test_a_tile_of_any_size_shows_a_field_of_its_proportions(
-    height: int, width: int, field_px: int | None, field_shape: tuple[int, int]
+    height: int, width: int, field_of_view_px: int | None, field_shape: tuple[int, int]
 ) -> None:
-    dataset = opened(height_px=height, width_px=width, field_px=field_px, train_images=8)
+    dataset = opened(height_px=height, width_px=width, field_of_view_px=field_of_view_px, train_samples=8)
     assert dataset.field_shape_px == field_shape
     image = dataset.image("train", 7, 2)
     assert image.shape == dataset.shape == (3, height, width)
@@ -136,7 +136,7 @@ def test_a_tile_of_any_size_shows_a_field_of_its_proportions(
 
 
 def test_resampling_keeps_the_mean_of_the_field() -> None:
-    small, large = (opened(height_px=side, width_px=side, field_px=64) for side in (16, 256))
+    small, large = (opened(height_px=side, width_px=side, field_of_view_px=64) for side in (16, 256))
     for index in range(5):
         means = [data.image("validation", index).mean(axis=(1, 2)) for data in (small, large)]
         assert np.allclose(*means, atol=0.05)
@@ -180,8 +180,8 @@ def test_opening_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"channels": 4}, "data.channels"),
         ({"num_classes": 3}, "data.num_classes"),
-        ({"field_px": 129}, "data.field_px"),
-        ({"field_px": 4}, "data.field_px"),
+        ({"field_of_view_px": 129}, "data.field_of_view_px"),
+        ({"field_of_view_px": 4}, "data.field_of_view_px"),
     ],
 )
 def test_what_the_slide_does_not_have_is_refused(changes: dict[str, object], key: str) -> None:
@@ -197,6 +197,6 @@ def test_a_missing_slide_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_resolving_fills_the_field_of_view() -> None:
-    assert resolve_data(tissue_data(height_px=1024, width_px=512)).field_px == 64
-    assert resolve_data(tissue_data(field_px=40)).field_px == 40
-    assert resolve_data(DataConfig(name="synthetic")).field_px is None
+    assert resolve_data(tissue_data(height_px=1024, width_px=512)).field_of_view_px == 64
+    assert resolve_data(tissue_data(field_of_view_px=40)).field_of_view_px == 40
+    assert resolve_data(DataConfig(name="synthetic")).field_of_view_px is None

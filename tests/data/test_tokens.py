@@ -13,8 +13,8 @@ from gems.data import check_data, kind_of, labels_per_sample, open_dataset, samp
 from gems.data.tokens import CHANCES, START
 from gems.errors import ConfigError
 
-TOKENS = DataConfig(name="tokens", num_classes=50, length=12, train_images=40, validation_images=7)
-PAIRS = DataConfig(name="token_pairs", num_classes=50, length=12, train_images=40, validation_images=7)
+TOKENS = DataConfig(name="tokens", num_classes=50, length=12, train_samples=40, validation_samples=7)
+PAIRS = DataConfig(name="token_pairs", num_classes=50, length=12, train_samples=40, validation_samples=7)
 
 
 def test_what_a_source_gives() -> None:
@@ -57,7 +57,7 @@ def test_a_sequence_depends_on_seed_split_and_index_alone() -> None:
 
 
 def test_the_next_token_is_as_likely_as_it_says() -> None:
-    dataset = open_dataset(DataConfig(name="tokens", num_classes=10, length=400, train_images=60), 0)
+    dataset = open_dataset(DataConfig(name="tokens", num_classes=10, length=400, train_samples=60), 0)
     pairs: Counter[tuple[int, int]] = Counter()
     for index in range(60):
         tokens = dataset.image("train", index).tolist()

@@ -130,7 +130,7 @@ def test_validation_counts_every_image_once(num_validation, replicas, size, num_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ["tokens", "token_pairs"])
 def test_tokens_stay_integers_and_labels_are_one_for_each(name, dtype):
-    data = DataConfig(name=name, num_classes=7, length=5, train_images=40)
+    data = DataConfig(name=name, num_classes=7, length=5, train_samples=40)
     dataset = open_dataset(data, 0)
     feed = Feed(make_spec("1f1b", 2), dataset, 0, (0, 1), (1,), dtype, CPU)
     batch = feed.batch(0)
@@ -143,7 +143,7 @@ def test_tokens_stay_integers_and_labels_are_one_for_each(name, dtype):
 
 
 def test_validation_fills_up_with_sequences_that_count_for_nothing():
-    dataset = open_dataset(DataConfig(name="tokens", num_classes=7, length=5, validation_images=3), 0)
+    dataset = open_dataset(DataConfig(name="tokens", num_classes=7, length=5, validation_samples=3), 0)
     feed = Feed(make_spec("1f1b", 2), dataset, 0, (), (), torch.float32, CPU)
     (batch,) = feed.validation(3, 2, True, True)
     labels = torch.cat([batch.labels[0], batch.labels[1]])

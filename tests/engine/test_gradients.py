@@ -20,7 +20,7 @@ def layers(width: int = 4) -> nn.ModuleList:
 
 @pytest.fixture
 def transport(comm):
-    opened = Transport(comm, stall_limit_s=20)
+    opened = Transport(comm, hang_timeout_s=20)
     yield opened
     opened.close()
 

@@ -14,7 +14,7 @@ from gems.errors import ConfigError, StalledError
 
 @pytest.fixture
 def transport(comm):
-    opened = Transport(comm, stall_limit_s=20)
+    opened = Transport(comm, hang_timeout_s=20)
     yield opened
     opened.close()
 
@@ -105,7 +105,7 @@ def test_requests_may_be_waited_for_in_any_order(transport):
 
 def test_duplicates_do_not_hear_each_other(comm, transport):
     """Each direction has a communicator of its own: equal tags in both are different messages."""
-    other = Transport(comm, stall_limit_s=20)
+    other = Transport(comm, hang_timeout_s=20)
     here, there = torch.empty(1), torch.empty(1)
     requests = transport.receive(here, 0, 1), other.receive(there, 0, 1)
     other.send(torch.tensor([2.0]), 0, 1)
@@ -119,7 +119,7 @@ def test_duplicates_do_not_hear_each_other(comm, transport):
 
 @pytest.mark.timeout(30)
 def test_waiting_for_what_never_comes_ends(comm):
-    transport = Transport(comm, stall_limit_s=0.2)
+    transport = Transport(comm, hang_timeout_s=0.2)
     request = transport.receive(torch.empty(3), 0, 9)
     with pytest.raises(StalledError, match=r"rank 0 waited 0\.2 s for 1RECV_F3"):
         transport.wait(request, "1RECV_F3")
@@ -131,7 +131,7 @@ def test_waiting_for_what_never_comes_ends(comm):
 
 @pytest.mark.timeout(30)
 def test_a_send_that_nobody_takes_ends(comm):
-    transport = Transport(comm, stall_limit_s=0.2)
+    transport = Transport(comm, hang_timeout_s=0.2)
     big = torch.zeros(1 << 22)
     transport.send(big, 0, 9)
     with pytest.raises(StalledError, match="sends to leave"):

@@ -117,12 +117,12 @@ def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int 
     spec = RunSpec(
         model=ModelConfig(depth=8, width=4),
         data=DataConfig(
-            name="synthetic", height_px=12, width_px=8, num_classes=3, train_images=64, validation_images=8
+            name="synthetic", height_px=12, width_px=8, num_classes=3, train_samples=64, validation_samples=8
         ),
         parallel=ParallelConfig(partitions=partitions, replicas=replicas, micro_batch_size=2, micro_batches=4),
         schedule=ScheduleConfig(schedule),
         partition=PartitionConfig("even"),
-        train=TrainConfig(steps=2, warmup_steps=0, stall_limit_s=100),
+        train=TrainConfig(steps=2, warmup_steps=0, hang_timeout_s=100),
     )
     for name, value in changes.items():
         section, _, key = name.partition("__")

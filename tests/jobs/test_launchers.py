@@ -60,7 +60,7 @@ def test_sweep_runs_once_a_node(resolved: Callable[..., RunSpec]) -> None:
 
 
 def test_without_a_snapshot_the_code_as_it_is(resolved: Callable[..., RunSpec]) -> None:
-    job = job_spec(resolved("cluster=mini", "cluster.snapshot=false"))
+    job = job_spec(resolved("cluster=mini", "cluster.archive_code=false"))
     assert command(job, FOLDER)[-4:] == [sys.executable, *PROGRAM]
     assert sweep_by_srun(job, FOLDER)[-3:] == [sys.executable, "-m", "gems.launch.mpich_cleanup"]
 
@@ -98,7 +98,7 @@ def test_a_probe_starts_without_site_packages_and_knows_what_was_asked(resolved:
     argv = command(job_spec(resolved(*words)), RunFolder(Path("/runs/one")))
     code = "/runs/one/provenance/code.zip"
     assert argv[argv.index("-I") :] == ["-I", "-S", code, "gems.launch.placement_check", "/runs/one", "8", "4", "4"]
-    argv = command(job_spec(resolved(*words, "cluster.snapshot=false")), RunFolder(Path("/runs/one")))
+    argv = command(job_spec(resolved(*words, "cluster.archive_code=false")), RunFolder(Path("/runs/one")))
     place = argv.index("-I")
     assert argv[place : place + 2] == ["-I", "-S"] and argv[place + 2].endswith("/gems/launch/placement_check.py")
     assert argv[place + 3 :] == ["/runs/one", "8", "4", "4"]

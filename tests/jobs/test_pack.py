@@ -20,7 +20,7 @@ CLUSTER = ("cluster=mini", "cluster.nodes=1", "cluster.minutes=10")
 @pytest.fixture
 def point(resolved: Callable[..., RunSpec]) -> Callable[..., Point]:
     def make(*words: str, size: int = 3) -> Point:
-        return Point(words, resolved(*CLUSTER, f"cluster.points_per_job={size}", *words))
+        return Point(words, resolved(*CLUSTER, f"cluster.runs_per_job={size}", *words))
 
     return make
 

@@ -234,10 +234,10 @@ def test_a_question_on_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, ask_above_gpu_hours=3.9)
+    spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=3.9)
     assert submit(spec, Options()) == (0 if agreed else 1)
     out, err = capsys.readouterr()
-    assert "4 GPU-hours (4 GPUs for 60 min), above cluster.ask_above_gpu_hours=3.9: submit? [y/N] " in err
+    assert "4 GPU-hours (4 GPUs for 60 min), above cluster.confirm_above_gpu_hours=3.9: submit? [y/N] " in err
     assert RunFolder.of(spec).path.exists() == agreed == out.startswith("job     41")
     assert ("nothing is submitted" in err) != agreed
 
@@ -246,9 +246,9 @@ def test_nobody_is_there_to_ask(
     site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, ask_above_gpu_hours=0)
+    spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=0)
     with pytest.raises(
-        ConfigError, match=r"^cluster\.ask_above_gpu_hours=0: 4 GPU-hours .* nobody is there to ask; add --yes$"
+        ConfigError, match=r"^cluster\.confirm_above_gpu_hours=0: 4 GPU-hours .* nobody is there to ask; add --yes$"
     ):
         submit(spec, Options())
     with pytest.raises(ConfigError, match=r"nobody is there to ask"):

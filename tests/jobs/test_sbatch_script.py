@@ -121,9 +121,9 @@ def test_the_batch_process_is_told_before_the_end(resolved: Callable[..., RunSpe
         return [word for word in directives(script) if re.search("signal|requeue", word)]
 
     assert ends() == ["--requeue", "--signal=B:USR2@120"]
-    assert ends(minutes=4, stop_before_s=120)[1:] == ["--signal=B:USR2@120"]
-    assert ends(minutes=3, stop_before_s=120) == ["--requeue"]  # it would come when the run has hardly begun
-    assert ends(stop_before_s=0, max_requeues=0) == []
+    assert ends(minutes=4, signal_before_end_s=120)[1:] == ["--signal=B:USR2@120"]
+    assert ends(minutes=3, signal_before_end_s=120) == ["--requeue"]  # it would come when the run has hardly begun
+    assert ends(signal_before_end_s=0, max_requeues=0) == []
     assert ends(sbatch={"signal": "B:TERM@60", "no_requeue": True}) == ["--no-requeue", "--signal=B:TERM@60"]
 
 

@@ -158,7 +158,7 @@ def test_bash_runs_the_script_and_nothing_else(
     monkeypatch.setattr(sys, "executable", str(python))
     cluster = replace(
         base.cluster, account=f"a{odd}", partition=f"p{odd}", sbatch={"comment": odd, "qos": odd},
-        environment={"ODD": odd, "LAST": "yes"}, snapshot=":" not in odd,
+        environment={"ODD": odd, "LAST": "yes"}, archive_code=":" not in odd,
     )  # fmt: skip
     spec = replace(base, name=f"n{name}", runs_dir=str(tmp_path / "runs" / f"d{name}"), cluster=cluster)
     script = tmp_path / "script"
@@ -166,7 +166,7 @@ def test_bash_runs_the_script_and_nothing_else(
     ended = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     folder = RunFolder.of(spec)
-    code = str(folder.code_zip) if spec.cluster.snapshot else "-m"
+    code = str(folder.code_zip) if spec.cluster.archive_code else "-m"
     assert noted(notes) == ["-u", code, "submitit.core._submit", str(folder.logs)]
     found = environment_of(notes)
     assert (found["ODD"], found["LAST"], found["SRUN_CPUS_PER_TASK"]) == (odd, "yes", "1")

@@ -88,7 +88,7 @@ def test_account_with_the_sites_suffix(resolved: Callable[..., RunSpec]) -> None
 def test_a_site_that_refuses_options_of_memory(resolved: Callable[..., RunSpec], option: str) -> None:
     assert any("--mem" in line for line in script(on(resolved, sbatch={option: "1G"})))
     with pytest.raises(ConfigError, match=r"^cluster\.sbatch\.mem.*=1G: cluster slurm refuses options of memory; "):
-        script(on(resolved, sbatch={option: "1G"}, no_mem=True))
+        script(on(resolved, sbatch={option: "1G"}, supports_mem_option=False))
 
 
 def test_gpus_by_hand_beside_the_presets_own(resolved: Callable[..., RunSpec]) -> None:
@@ -138,7 +138,7 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
         runtime, "exec", "--bind=/runs/it's mine", "--pwd=/runs/it's mine", "--nv", "my image.sif", "python3.12", CODE_ZIP,
         "gems.launch.mpich_cleanup",
     ]  # fmt: skip
-    live = command(job_spec(on(resolved, **image, snapshot=False)), FOLDER)
+    live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
     assert live[live.index("exec") + 1 :] == [
         f"--bind={ROOT}", "--bind=/runs/it's mine", f"--pwd={ROOT}", "--nv", "my image.sif", "python3", "-m", *IN_JOB[1:],
     ]  # fmt: skip
@@ -155,7 +155,7 @@ def test_pyxis(resolved: Callable[..., RunSpec]) -> None:
         "--container-image=site/image:1", "--container-mounts=/runs/it's mine:/runs/it's mine",
         "--container-workdir=/runs/it's mine", "--no-container-mount-home", "python3", *IN_JOB,
     ]  # fmt: skip
-    live = command(job_spec(on(resolved, **image, snapshot=False)), FOLDER)
+    live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
     assert live[live.index("--gpu-bind=none") + 2 :] == [
         f"--container-mounts={ROOT}:{ROOT},/runs/it's mine:/runs/it's mine", f"--container-workdir={ROOT}",
         "--no-container-mount-home", "python3", "-m", *IN_JOB[1:],

@@ -27,7 +27,7 @@ def comm() -> Comm:
 
 @pytest.fixture(scope="session")
 def control(comm: Comm) -> Transport:
-    return Transport(comm, stall_limit_s=200)
+    return Transport(comm, hang_timeout_s=200)
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from tests.mpi.conftest import sub_world
 
 CPU = torch.device("cpu")
 STEPS, MIB = 2, 2**20
-IMAGES = {"name": "synthetic", "num_classes": 3, "train_images": 64}
+IMAGES = {"name": "synthetic", "num_classes": 3, "train_samples": 64}
 NETWORKS = {
     "resnet": {"depth": 20, "version": 2, "width": 4},
     "vgg": {"depth": 16, "width": 8, "norm": "none", "dropout": 0.5},
@@ -95,7 +95,7 @@ def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int =
         schedule, partitions, replicas, model=ModelConfig(name=network, **NETWORKS[network]), data=DataConfig(height_px=side_px, width_px=side_px, **IMAGES),
         partition__name="even", train__learning_rate=LEARNING_RATE,
     )  # fmt: skip
-    return replace(spec, memory=replace(memory, least_bytes=0))
+    return replace(spec, memory=replace(memory, min_offload_bytes=0))
 
 
 def played(spec: RunSpec, comm, given: RunPlan) -> tuple[Pipeline, list[torch.Tensor]]:
@@ -131,7 +131,7 @@ def limited(spec: RunSpec, comm) -> RunPlan:
 
 
 def _limited(spec: RunSpec) -> RunPlan:
-    vdnn = planned(replace(spec, memory=MemoryConfig("vdnn_all", asynchronous=True, least_bytes=0)))
+    vdnn = planned(replace(spec, memory=MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0)))
     assert vdnn.memory is not None
     least = max(vdnn.memory.peak_bytes)
     case = memory_case(spec, compute_schedule_of(spec), vdnn.boundaries)

@@ -27,7 +27,7 @@ from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
 CPU = torch.device("cpu")
-DATA = {"name": "synthetic", "num_classes": 3, "train_images": 32, "validation_images": 5}
+DATA = {"name": "synthetic", "num_classes": 3, "train_samples": 32, "validation_samples": 5}
 SIDES = {"googlenet": 64, "inception_v3": 107}
 
 

@@ -108,7 +108,7 @@ def base(schedule: str, partitions: int, replicas: int, **changes):
 
 BRANCHES = {
     "model": ModelConfig(name="googlenet", width=4, norm="batch"),
-    "data": DataConfig(name="synthetic", height_px=32, width_px=32, num_classes=3, train_images=64),
+    "data": DataConfig(name="synthetic", height_px=32, width_px=32, num_classes=3, train_samples=64),
 }
 CASES = {
     "1f1b": base("1f1b", 4, 1),

@@ -267,7 +267,7 @@ def test_the_loss_falls_and_the_result_is_kept(comm, finished):
     result = read_json(folder.result_json)
     assert result["num_steps"] == spec.train.steps
     assert result["last_loss"] < 0.5 * result["first_loss"]
-    assert result["num_validation"] == spec.data.validation_images
+    assert result["num_validation"] == spec.data.validation_samples
     assert 0.5 == result["validation_majority"] < result["validation_accuracy"] <= 1
 
 

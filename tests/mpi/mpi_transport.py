@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def transport(comm):
-    opened = Transport(comm, stall_limit_s=LIMIT_S)
+    opened = Transport(comm, hang_timeout_s=LIMIT_S)
     yield opened
     opened.drain()
     opened.close()

@@ -30,7 +30,7 @@ NETWORKS = {
 
 def make_spec(name: str, schedule: str, partitions: int, replicas: int = 1, **changes) -> RunSpec:
     model, data = NETWORKS[name]
-    sizes = {"train_images": 64, "validation_images": 9, **data}
+    sizes = {"train_samples": 64, "validation_samples": 9, **data}
     return toys.make_spec(
         schedule, partitions, replicas, model=ModelConfig(name=name, **model), data=DataConfig(**sizes),
         **{"partition__name": "even", "train__dtype": "float64", **changes},

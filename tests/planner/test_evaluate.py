@@ -145,7 +145,7 @@ def test_epochs_rank_by_the_time_to_the_target(monkeypatch: pytest.MonkeyPatch) 
     judge = Planner(spec, None, lambda batch: 10.0 if batch == 8 else 100.0)
     small, large = (judge.evaluate(Candidate(1, 4, "1f1b", 2, n)) for n in (1, 2))
     assert isinstance(small, Choice) and isinstance(large, Choice)
-    assert small.score_s == pytest.approx(small.step_s * 10 * spec.data.train_images / 8)
+    assert small.score_s == pytest.approx(small.step_s * 10 * spec.data.train_samples / 8)
     assert small.score_s < large.score_s and small.images_per_s < large.images_per_s
     assert any("more epochs" in word for word in reasons(small, large))
     load = judge.load(2)

@@ -20,7 +20,7 @@ from gems.profile.store import profile_of
 
 
 def spec_of(**changes: object) -> RunSpec:
-    data = DataConfig(name="synthetic", height_px=32, width_px=32, train_images=64)
+    data = DataConfig(name="synthetic", height_px=32, width_px=32, train_samples=64)
     plain = RunSpec(
         model=ModelConfig(depth=8),
         data=data,
@@ -58,7 +58,7 @@ class TestFile:
         assert profile_of(with_path(path)) == profile
 
     def test_another_resolution(self, path: Path) -> None:
-        data = DataConfig(name="synthetic", height_px=64, width_px=32, train_images=64)
+        data = DataConfig(name="synthetic", height_px=64, width_px=32, train_samples=64)
         assert "data.height_px=32 instead of 64" in refusal(with_path(path, data=data))
 
     def test_another_model_of_as_many_layers(self, path: Path) -> None:
@@ -111,7 +111,7 @@ class TestCache:
         "changes",
         [
             {"model": ModelConfig(depth=14)},
-            {"data": DataConfig(name="synthetic", height_px=48, width_px=32, train_images=64)},
+            {"data": DataConfig(name="synthetic", height_px=48, width_px=32, train_samples=64)},
             {"parallel": ParallelConfig(micro_batch_size=1)},
             {"machine": MachineConfig(device="cpu", memory_bytes_per_s=1e12)},
             {"profile": ProfileConfig("measured")},

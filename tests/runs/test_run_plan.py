@@ -31,7 +31,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
     for module in (gems.partition.methods, gems.runs.run_plan):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = toys.make_spec("1f1b", 2)
-    memory = MemoryConfig("vdnn_all", least_bytes=0)
+    memory = MemoryConfig("vdnn_all", min_offload_bytes=0)
     return replace(made, memory=memory, runs_dir=str(tmp_path / "runs"), cache_dir=str(tmp_path / "cache"))
 
 
@@ -56,7 +56,7 @@ def test_a_device_too_small_for_keeping_is_no_matter_for_the_cut(spec: RunSpec) 
     fits = replace(
         spec, machine=replace(spec.machine, device_bytes=most), partition=replace(spec.partition, name="exact")
     )
-    assert planned(replace(fits, memory=MemoryConfig("plan", least_bytes=0, budget_s=0.5))).memory is not None
+    assert planned(replace(fits, memory=MemoryConfig("plan", min_offload_bytes=0, budget_s=0.5))).memory is not None
     small = replace(spec, machine=replace(spec.machine, device_bytes=100))
     with pytest.raises(DoesNotFitError, match=r"rank \d of 2 under memory=vdnn_all needs \d+ bytes"):
         planned(small)

@@ -62,7 +62,7 @@ def test_a_peer_s_step_is_that_of_the_plain_loop(way):
 
 
 def test_ours_moves_each_storage_once_and_nothing_else():
-    spec = spec_of("resnet20_v1", SIDE_OF_RUN, *SMALL, "memory.least_bytes=0")
+    spec = spec_of("resnet20_v1", SIDE_OF_RUN, *SMALL, "memory.min_offload_bytes=0")
     layers = layers_of(spec.model, spec.data)
     modules = nn.ModuleList(build_layers(layers, 0, len(layers), spec.seed))
     plain = hook_traffic("save_on_cpu", modules, torch.randn(input_spec(spec.data, 2).shape))
@@ -116,7 +116,7 @@ def test_a_case_of_the_gpu_s_runs_in_every_way(monkeypatch):
     monkeypatch.setattr(memory_gpu, "_machine", lambda rates: ["machine=cpu", "model.depth=8"])
     monkeypatch.setattr(memory_gpu, "PROFILE", "profile=fake")
     monkeypatch.setattr(memory_gpu, "BATCH", 2)
-    monkeypatch.setitem(memory_gpu.OURS, "plan", ["memory=plan", "memory.saving=0.1", "memory.budget_s=1"])
+    monkeypatch.setitem(memory_gpu.OURS, "plan", ["memory=plan", "memory.target_reduction=0.1", "memory.budget_s=1"])
     row = memory_gpu.overhead_of("resnet20_v1", SIDE_OF_RUN, rounds=1, rates={})
     ways = row["ways"]
     assert set(ways) == {"keep", "plan", "plain", "save_on_cpu", "torchtune", "checkpoint"}

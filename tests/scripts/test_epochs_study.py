@@ -12,7 +12,7 @@ import torch
 from gems.planner.hybrid.inputs import read_epochs
 from scripts.epochs_study import Samples, Task, _batches, epochs_to_target, main, task_of
 
-SMALL = ("data.train_images=64", "data.validation_images=32", "data.height_px=8", "data.width_px=8")
+SMALL = ("data.train_samples=64", "data.validation_samples=32", "data.height_px=8", "data.width_px=8")
 
 
 @pytest.fixture(autouse=True, scope="module")

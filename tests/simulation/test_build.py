@@ -132,7 +132,7 @@ class TestSearch:
         assert found_of(spec) == found
 
     def test_a_search_may_recompute_in_a_run(self) -> None:
-        schedule = ScheduleConfig("capped", activation_cap=0.75, budget_s=0.5, allow=["recompute"])
+        schedule = ScheduleConfig("capped", activation_cap=0.75, budget_s=0.5, memory_actions=["recompute"])
         assert schedule_of(spec_of(schedule, 2, 4)).has_any(Kind.R)
         assert planned(spec_of(schedule, 2, 4)).schedule.has_any(Kind.R)
         assert planned(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries == ()

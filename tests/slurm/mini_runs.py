@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = [
-    "experiment=gems_master", "cluster=mini", "data=synthetic", "data.train_images=64",
-    "data.validation_images=16", "parallel.partitions=4", "parallel.micro_batches=4", "train.warmup_steps=1",
+    "experiment=gems_master", "cluster=mini", "data=synthetic", "data.train_samples=64",
+    "data.validation_samples=16", "parallel.partitions=4", "parallel.micro_batches=4", "train.warmup_steps=1",
 ]  # fmt: skip
 ENDED = ("finished", "failed", "cancelled")
 

@@ -112,7 +112,7 @@ def last_steps(folder: RunFolder) -> int:
 
 def test_a_rank_raises(preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]) -> None:
     job, folder = submit(
-        *RUN, "data=synthetic", "data.train_images=64", "model.target=faulty_net.FaultyNet", f"model.path={HERE}",
+        *RUN, "data=synthetic", "data.train_samples=64", "model.target=faulty_net.FaultyNet", f"model.path={HERE}",
         "model.kwargs={fault:raise,after:20}", "partition=even", "schedule=1f1b", "train.steps=100",
     )  # fmt: skip
     found = ended(preempt_slurm, "rank raises", job, folder, 120)
@@ -141,7 +141,7 @@ def test_a_rank_is_killed(preempt_slurm: MiniSlurm, going: Callable[..., tuple[s
 
 
 def test_a_rank_is_stopped(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
-    job, folder = going(f"train.stall_limit_s={STALL_LIMIT_S}")
+    job, folder = going(f"train.hang_timeout_s={STALL_LIMIT_S}")
     steps, victim = last_steps(folder), beats(folder)[1]
     os.kill(victim.pid, signal.SIGSTOP)
     found = ended(preempt_slurm, "rank SIGSTOPped", job, folder, STALL_LIMIT_S + 60)
@@ -207,7 +207,7 @@ def test_a_job_is_cancelled(preempt_slurm: MiniSlurm, going: Callable[..., tuple
 
 def test_a_time_limit_with_requeue(preempt_slurm: MiniSlurm, submit: Callable[..., tuple[str, RunFolder]]) -> None:
     """The run saves before its time is over, starts again by itself, and ends where an undisturbed one would."""
-    job, folder = submit(*EMULATED, "train.steps=260", "cluster.stop_before_s=60")
+    job, folder = submit(*EMULATED, "train.steps=260", "cluster.signal_before_end_s=60")
     wait_for_step(folder, 7)
     since_s = time.monotonic()
     end = datetime.now() + timedelta(seconds=70)  # minutes are whole, so the end is brought nearer
@@ -245,7 +245,7 @@ def test_preempted_by_a_higher_partition(
 
 
 def test_out_of_time_without_a_signal(preempt_slurm: MiniSlurm, going: Callable[..., tuple[str, RunFolder]]) -> None:
-    job, folder = going("cluster.stop_before_s=0")
+    job, folder = going("cluster.signal_before_end_s=0")
     end = datetime.now() + timedelta(seconds=1)
     preempt_slurm.run("scontrol", "update", f"jobid={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
     found = ended(preempt_slurm, "time limit without a signal", job, folder, TICK_S + 30)

@@ -41,7 +41,7 @@ probe_in_job(spec, job_spec(spec), folder, rank_environment(1, keep_slurm=True) 
         (["cluster.minutes=1441"], "cluster.minutes=1441: partition debug allows at most 1440; "),
         (["+cluster.sbatch.constraint=x"], "cluster=mini: sbatch refuses the job: Invalid feature specification; "),
         (["machine.device_bytes=100000"], "above machine.device_bytes=100000"),
-        (["cluster.ask_above_gpu_hours=-1"], "cluster.ask_above_gpu_hours=-1.0: must be 0 or more"),
+        (["cluster.confirm_above_gpu_hours=-1"], "cluster.confirm_above_gpu_hours=-1.0: must be 0 or more"),
     ],
 )
 def test_what_could_never_start(mini_slurm: MiniSlurm, tmp_path: Path, words: list[str], says: str) -> None:

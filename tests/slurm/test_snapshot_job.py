@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = [
-    "experiment=gems_master", "cluster=mini", "data=synthetic", "data.train_images=32", "data.validation_images=8",
+    "experiment=gems_master", "cluster=mini", "data=synthetic", "data.train_samples=32", "data.validation_samples=8",
     "parallel.partitions=4", "parallel.micro_batches=4", "train.warmup_steps=1", "train.steps=3",
 ]  # fmt: skip
 NAME = 'it\'s "q" $(touch owned) `touch owned` #1; & ünï'

@@ -48,7 +48,7 @@ def test_the_second_call_submits_only_what_was_killed(mini_slurm: MiniSlurm, tmp
 
 
 def test_points_of_one_job_have_folders_and_traces_of_their_own(mini_slurm: MiniSlurm, tmp_path: Path) -> None:
-    answer, said = study(tmp_path, "cluster.points_per_job=3", "train.steps=2", "--wait")
+    answer, said = study(tmp_path, "cluster.runs_per_job=3", "train.steps=2", "--wait")
     points = answer["points"]
     assert [point["state"] for point in points] == ["finished"] * 6, said
     numbers = [point["job_id"] for point in points]

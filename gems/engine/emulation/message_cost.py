@@ -36,7 +36,9 @@ class _Rows:
         self.times[KINDS[event["kind"]], event["micro_batch"]] = event["start_ns"], event["end_ns"]
 
 
-def measure_hop(transport: Transport, control: Transport, num_bytes: int, look_s: float, stall_limit_s: float) -> float:
+def measure_hop(
+    transport: Transport, control: Transport, num_bytes: int, look_s: float, hang_timeout_s: float
+) -> float:
     """Return seconds from the planned end of a compute to the arrival of its data at the next rank; collective.
 
     A micro-batch at a time goes down the ranks of `transport` and back, with short computes. A rank knows how long it
@@ -52,7 +54,7 @@ def measure_hop(transport: Transport, control: Transport, num_bytes: int, look_s
     rows = _Rows(rank)
     recorder = Recorder(rows, Holdings())
     links = EmulatedLinks(chain, rank, (float(num_bytes),) * num_ranks, [transport], recorder)
-    patience = Patience(links.poll, look_s, stall_limit_s)
+    patience = Patience(links.poll, look_s, hang_timeout_s)
     costs = uniform(num_ranks, num_ranks, 1.0, 1.0, 0.0)
     device = Emulated(chain, rank, costs, COMPUTE_S, 0, None, links, patience, recorder, reduce=lambda: None)
     control.barrier()

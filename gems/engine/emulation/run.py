@@ -92,12 +92,12 @@ def emulate(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat, 
 
 
 def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heartbeat: Heartbeat) -> _Rank:
-    placement, stall_limit_s, nap_s = schedule.placement, spec.train.stall_limit_s, look_s(ranks_here(comm))
+    placement, hang_timeout_s, nap_s = schedule.placement, spec.train.hang_timeout_s, look_s(ranks_here(comm))
     replica, rank = divmod(comm.rank, spec.parallel.partitions)
     costs = costs_of(spec, placement)
 
     def open_transport(of: Comm) -> Transport:
-        return Transport(of, stall_limit_s, spin_s=0.0, sleep_s=nap_s)
+        return Transport(of, hang_timeout_s, spin_s=0.0, sleep_s=nap_s)
 
     pipeline = cast(Comm, comm.Split(replica, rank))
     group = placement.reduce_group(rank, spec.parallel.replicas)
@@ -107,7 +107,7 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
     holdings = Holdings()
     recorder = Recorder(part, holdings)
     links = EmulatedLinks(schedule, rank, costs.boundary_bytes, transports, recorder)
-    patience = Patience(links.poll, nap_s, stall_limit_s)
+    patience = Patience(links.poll, nap_s, hang_timeout_s)
     gradients = np.zeros(reduced_bytes(spec, placement, rank) // 4, np.float32)
     reduce_ns = round(costs.reduce[placement.lowest_stage(rank)] * spec.cost.unit_s * 1e9)
 
@@ -124,7 +124,7 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
     )  # fmt: skip
     size = round(max(costs.boundary_bytes))
     return _Rank(
-        device, links, holdings, control, lambda: measure_hop(transports[0], control, size, nap_s, stall_limit_s)
+        device, links, holdings, control, lambda: measure_hop(transports[0], control, size, nap_s, hang_timeout_s)
     )
 
 

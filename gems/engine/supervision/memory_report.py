@@ -67,7 +67,7 @@ def _walked_bytes(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
     found: tuple[int, ...] | None = None
     if pipeline.comm.rank == 0:
         whole = MemoryPlan.keeping(pipeline.cuts)
-        plan = pipeline.plan or replace(whole, least_bytes=spec.memory.least_bytes)
+        plan = pipeline.plan or replace(whole, least_bytes=spec.memory.min_offload_bytes)
         profile = _profile_of(pipeline, path)
         optimizer = OPTIMIZERS[optimizer_of(spec)]
         walked = (walk(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))

@@ -1,6 +1,6 @@
 """The watchdog: a thread of each rank that finds stalls, has every rank leave its stacks, and ends the job.
 
-A rank has stalled when its own thread has worked on one action longer than `train.stall_limit_s` (in a phase outside of
+A rank has stalled when its own thread has worked on one action longer than `train.hang_timeout_s` (in a phase outside of
 the schedule, as start-up, loading or a checkpoint, PHASE_FACTOR times as long), or waits that long for another and
 nobody that it hangs on has begun anything within the limit. So a first step may take long on one rank after the other.
 
@@ -58,7 +58,7 @@ class Watchdog:
         rank: this one, of the world.
         num_ranks: of the world.
         heartbeat: this rank's.
-        stall_limit_s: the longest an action may take, and a wait while nobody moves.
+        hang_timeout_s: the longest an action may take, and a wait while nobody moves.
         here: the ranks of this node, this one among them.
     """
 
@@ -68,11 +68,11 @@ class Watchdog:
         rank: int,
         num_ranks: int,
         heartbeat: Heartbeat,
-        stall_limit_s: float,
+        hang_timeout_s: float,
         here: Sequence[Neighbour],
     ) -> None:
         self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
-        self._heartbeat, self._limit_s = heartbeat, stall_limit_s
+        self._heartbeat, self._limit_s = heartbeat, hang_timeout_s
         self._here = tuple(here)
         self._looks = rank in sorted(one.rank for one in here)[:NUM_LOOKOUTS]
         self._schedule: Schedule | None = None
@@ -185,7 +185,7 @@ class Watchdog:
         guard()
         doing = f"waited for {what}" if what is not None else f"been in {beat.action}"
         error = StalledError(
-            f"rank {self._rank} has {doing} for {self._still_s:.0f} s, and train.stall_limit_s={self._limit_s:g}"
+            f"rank {self._rank} has {doing} for {self._still_s:.0f} s, and train.hang_timeout_s={self._limit_s:g}"
         )
         error.waits_for = self._announce()
         frame = sys._current_frames().get(self._main)

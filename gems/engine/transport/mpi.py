@@ -100,12 +100,12 @@ class Transport:
     """
 
     def __init__(
-        self, comm: Comm, stall_limit_s: float = 600.0, spin_s: float = SPIN_S, sleep_s: float = SLEEP_S
+        self, comm: Comm, hang_timeout_s: float = 600.0, spin_s: float = SPIN_S, sleep_s: float = SLEEP_S
     ) -> None:
         self.comm = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
         self.max_tag = cast(int, self.comm.Get_attr(MPI.TAG_UB))
-        self._stall_limit_s, self._spin_s, self._sleep_s = stall_limit_s, spin_s, sleep_s
+        self._stall_limit_s, self._spin_s, self._sleep_s = hang_timeout_s, spin_s, sleep_s
         self._outgoing: list[tuple[MPI.Request, Sendable, Callable[[], None] | None]] = []
         self._incoming: list[tuple[MPI.Request, Sendable]] = []
 

@@ -160,7 +160,7 @@ def with_gradient(boundary: Boundary) -> Boundary:
 
 
 def open_transports(
-    pipeline: Comm, num_directions: int, stall_limit_s: float, spin_s: float = SPIN_S
+    pipeline: Comm, num_directions: int, hang_timeout_s: float, spin_s: float = SPIN_S
 ) -> list[Transport]:
     """Make a transport, with a communicator of its own, for each direction; collective over the pipeline."""
-    return [Transport(pipeline, stall_limit_s, spin_s) for _ in range(num_directions)]
+    return [Transport(pipeline, hang_timeout_s, spin_s) for _ in range(num_directions)]

@@ -42,16 +42,16 @@ class Waiting:
         self.count += 1
         self.what = what
 
-    def more_s(self, begin_s: float, stall_limit_s: float, what: object, who: str = "") -> float:
+    def more_s(self, begin_s: float, hang_timeout_s: float, what: object, who: str = "") -> float:
         """Return how many seconds more a wait for `what` is worth that began at `begin_s` and has come to its limit.
 
         Raises:
             StalledError: none.
         """
         if not self.still_moves():
-            waited_s = max(stall_limit_s, math.floor(time.perf_counter() - begin_s))
+            waited_s = max(hang_timeout_s, math.floor(time.perf_counter() - begin_s))
             raise StalledError(f"{who}waited {waited_s:g} s for {what}")
-        return min(max(stall_limit_s / 10, AGAIN_LEAST_S), AGAIN_MOST_S)
+        return min(max(hang_timeout_s / 10, AGAIN_LEAST_S), AGAIN_MOST_S)
 
 
 def _unknown() -> bool:
@@ -68,11 +68,11 @@ class Patience:
     earlier changes nothing for it, and spins for the last moment, since a sleep ends late where cores are busy.
     """
 
-    def __init__(self, poll: Callable[[], None], look_s: float, stall_limit_s: float) -> None:
+    def __init__(self, poll: Callable[[], None], look_s: float, hang_timeout_s: float) -> None:
         self._poll = poll
         self._look_s = look_s
         self._margin_s = min(MARGIN_S, MARGIN_S * FEW_LOOK_S / look_s) if look_s else MARGIN_S
-        self._stall_limit_s = stall_limit_s
+        self._stall_limit_s = hang_timeout_s
 
     def until(self, time_ns: int) -> None:
         """Wait until the host's monotonic clock says `time_ns`; does not return before."""

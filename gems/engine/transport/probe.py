@@ -64,7 +64,7 @@ def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
             f"MPI sees a world of {comm.size}, and the probe was started with {RANKS} ranks",
             "the launcher and the MPI that mpi4py loads must be the same: load one MPI, and see cluster.mpi",
         )  # fmt: skip
-    transport = Transport(comm, stall_limit_s=STALL_LIMIT_S)
+    transport = Transport(comm, hang_timeout_s=STALL_LIMIT_S)
     ranks = comm.gather({"node": os.uname().nodename, "gpu": _gpu(device), "sees_folder": result.parent.is_dir()})
     document: dict[str, Any] = {
         "schema": SCHEMA, "mpi": library(), "threads": thread_level(), "world_size": comm.size, "ranks": ranks,

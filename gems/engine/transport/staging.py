@@ -136,7 +136,7 @@ def open_staging(wanted: str, device: torch.device, comm: Comm) -> Staging:
 
 def _self_test(device: torch.device, comm: Comm) -> bool:
     """Send a pattern of device memory once around the ranks and compares it."""
-    transport = Transport(comm, stall_limit_s=60.0)
+    transport = Transport(comm, hang_timeout_s=60.0)
     pattern = torch.arange(1 << 16, dtype=torch.int32, device=device)
     got = torch.zeros_like(pattern)
     mine = pattern + comm.rank

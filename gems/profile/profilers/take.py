@@ -28,7 +28,7 @@ def take(spec: RunSpec) -> ModelProfile:
     profile, machine = spec.profile, spec.machine
     run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, machine)
     is_fake = profile.name == "fake" or (profile.name == "incremental" and profile.on == "fake")
-    base = fake_profile(*run, profile.whole) if is_fake else measured_profile(*run, profile.repetitions)
+    base = fake_profile(*run, profile.whole_model_peak) if is_fake else measured_profile(*run, profile.repetitions)
     if profile.name != "incremental":
         return base
     devices = Devices(*run, is_fake, OPTIMIZER_STATES[spec.train.optimizer])

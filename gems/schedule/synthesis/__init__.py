@@ -128,7 +128,7 @@ def _sparing(problem: Problem, allow: tuple[str, ...]) -> tuple[int, ...]:
 def _refuse_low_cap(request: Request) -> None:
     least = least_cap(request)
     if request.cap is not None and request.cap < least - TOLERANCE:
-        advice = "raise it" if request.allow else "raise it, or allow recompute or offload (schedule.allow)"
+        advice = "raise it" if request.allow else "raise it, or allow recompute or offload (schedule.memory_actions)"
         raise ConfigError(
             "schedule.activation_cap", f"{request.cap:g}",
             f"must be at least {least:.6g}, what one micro-batch holds on the heaviest rank", advice,
