@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from gems.memory.moments import Counts, Held, Moment, moments_of
-from gems.partition.problem import RankCosts, Table
-from gems.profile.spans import Spans
+from gems.profile.spans import RankCosts, Spans, Table
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.problem import Problem
 from gems.partition.solvers.chain import least_cost
 from gems.partition.solvers.pairs import expand
+from gems.profile.spans import RankCosts, Table
 
 Boundaries = tuple[int, ...]
 Measure = Callable[[Boundaries], Sequence[float]]

@@ -18,10 +18,10 @@ from gems.partition.even import check_boundaries, even
 from gems.partition.exact import solve
 from gems.partition.mcap import mcap
 from gems.partition.pipedream import pipedream
-from gems.partition.problem import Cut, NoCut, Problem, RankCosts
+from gems.partition.problem import Cut, NoCut, Problem
 from gems.partition.torchgpipe import block_partition
 from gems.profile import ModelProfile
-from gems.profile.spans import Spans
+from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
 from gems.schedule.costs import StageCosts
 from gems.schedule.families.gpipe import gpipe

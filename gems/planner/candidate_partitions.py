@@ -9,10 +9,10 @@ import numpy as np
 
 from gems.partition.exact import solve
 from gems.partition.methods import Case
-from gems.partition.problem import NoCut, Problem, RankCosts
+from gems.partition.problem import NoCut, Problem
 from gems.planner.search.candidate import BOTH_WAYS, TWO_STAGES, Candidate
 from gems.profile import ModelProfile
-from gems.profile.spans import Spans
+from gems.profile.spans import RankCosts, Spans
 from gems.schedule.action import Kind
 from gems.schedule.placement import Placement, bidirectional, linear, looped, v
 from gems.schedule.schedule import Schedule

@@ -1,13 +1,17 @@
-"""Spans: what layers i up to e cost together, for every i and e at once."""
+"""Tables of what layers i up to e cost together, for every i and e at once, and of what a rank's stages cost."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gems.partition.problem import Table
 from gems.profile import ModelProfile
+
+Table = NDArray[np.float64]
 
 
 class Spans:
@@ -167,3 +171,30 @@ class Spans:
         total = np.concatenate(([0.0], np.cumsum(values)))
         table: Table = total[None, :] - total[:-1, None]
         return np.maximum(table, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankCosts:
+    """What the stages of one rank cost together: the largest over `moments` of a sum over its stages.
+
+    `stages` names them. `moments[m][k]` gives, when called, the table of stage `stages[k]` at moment m of the
+    step: an array (L, L + 1) whose entry [i, e] is the cost of that stage when it holds layers i up to e (e > i; the
+    rest is not read). Where a rank has one stage, all its moments may be folded into one table, the largest of each entry.
+    """
+
+    stages: tuple[int, ...]
+    moments: tuple[tuple[Callable[[], Table], ...], ...]
+
+    def at(self, spans: Sequence[tuple[int, int]]) -> float:
+        """Return the cost with `spans[k]` = (first layer, end) of its k-th stage."""
+        return max(
+            sum(float(table()[span]) for table, span in zip(tables, spans, strict=True)) for tables in self.moments
+        )
+
+    def spans(self, boundaries: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the layers of each of its stages: stage s is layers boundaries[s] up to boundaries[s + 1]."""
+        return [(boundaries[stage], boundaries[stage + 1]) for stage in self.stages]
+
+    def under(self, boundaries: Sequence[int]) -> float:
+        """Return the cost under a cut."""
+        return self.at(self.spans(boundaries))

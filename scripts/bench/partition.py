@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from gems.partition.exact import solve
-from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.problem import Problem
+from gems.profile.spans import RankCosts, Table
 
 MAX_IN_FLIGHT = 8
 

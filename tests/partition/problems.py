@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gems.partition.problem import Problem, RankCosts, Table
-from gems.profile.spans import Spans
+from gems.partition.problem import Problem
+from gems.profile.spans import RankCosts, Spans, Table
 from tests.partition.profiles import random_profile
 
 Groups = list[tuple[int, ...]]

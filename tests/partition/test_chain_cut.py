@@ -63,7 +63,7 @@ class TestMonotone:
 
 
 def chain_of(tables: list[np.ndarray]) -> Problem:
-    from gems.partition.problem import RankCosts
+    from gems.profile.spans import RankCosts
 
     ranks = tuple(RankCosts((stage,), ((lambda table=table: table,),)) for stage, table in enumerate(tables))
     return Problem(len(tables[0]), len(tables), ranks, tuple(range(1, len(tables[0]))))

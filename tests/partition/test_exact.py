@@ -13,10 +13,10 @@ from gems.partition.even import check_boundaries, even
 from gems.partition.exact import solve
 from gems.partition.mcap import mcap
 from gems.partition.pipedream import pipedream
-from gems.partition.problem import NoCut, Problem, Table
+from gems.partition.problem import NoCut, Problem
 from gems.partition.solvers import paired, relaxed, several
 from gems.partition.torchgpipe import block_partition
-from gems.profile.spans import Spans
+from gems.profile.spans import Spans, Table
 from tests.partition.problems import MOST, PLACEMENTS, every_cut, largest, least, memory_problem, random_problem
 from tests.partition.profiles import random_profile
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gems.partition.problem import Table
 from gems.partition.solvers.tables import is_monotone, kept, minorant, valid
+from gems.profile.spans import Table
 from tests.partition.problems import memory_problem, random_problem, random_table
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.partition.problem import Problem, Table
+from gems.partition.problem import Problem
 from gems.partition.solvers.tables import is_monotone
+from gems.profile.spans import Table
 
 Windows = Sequence[tuple[int, int]]
 SMALL = 150  # layers up to which the dynamic program is the quicker one whatever the tables

@@ -8,8 +8,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.problem import Problem
 from gems.partition.solvers.tables import Low, minorant
+from gems.profile.spans import RankCosts, Table
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

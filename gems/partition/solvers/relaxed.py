@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.partition.problem import Problem, Table
+from gems.partition.problem import Problem
 from gems.partition.solvers.resettle import Shaker
 from gems.partition.solvers.tables import valid
+from gems.profile.spans import Table
 
 Floats = NDArray[np.float64]
 ROUNDS = 400

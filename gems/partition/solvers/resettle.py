@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.problem import Problem
 from gems.partition.solvers.chain import cut_chain
+from gems.profile.spans import RankCosts, Table
 
 SHAKEN = 0.5  # share of the boundaries
 

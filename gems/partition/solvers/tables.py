@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.partition.problem import Problem, RankCosts, Table
+from gems.partition.problem import Problem
+from gems.profile.spans import RankCosts, Table
 
 Low = NDArray[np.float32]
 Build = Callable[[], Table]
