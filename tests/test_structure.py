@@ -132,7 +132,7 @@ KNOWN: set[tuple[str, str]] = {
     ("jobs.slurm.site", "jobs.cli.discover.read_partitions"),
     ("jobs.studies.runner", "jobs.cli.submit.start"),
 }
-KNOWN_CROWDED = {"analysis.report", "gems.schedule"}
+KNOWN_CROWDED = {"analysis.report"}
 KNOWN_CIRCLES = [
     ["jobs.launch.batch", "jobs.launch.launch", "jobs.launch.requeue", "jobs.launch.termination", "jobs.slurm.executor"]
 ]

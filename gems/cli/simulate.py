@@ -14,16 +14,15 @@ from gems.memory.case import Outcome
 from gems.models import layers_of
 from gems.partition.methods import cut
 from gems.runs.run_plan import memory_case, planned
-from gems.schedule import SEARCHED
+from gems.schedule import CAPPED
 from gems.schedule.action import Kind
+from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.formats.grid import grid
 from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
-from gems.schedule.memory_time import memory_time_bound
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import Simulation
-from gems.schedule.waits import RankTime, rank_times
+from gems.schedule.simulate import RankTime, Simulation, rank_times
 from gems.simulation.build import cap_of, costs_of, found_of, pace_of, play, schedule_of
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
 from gems.simulation.profiled_costs import PROFILE, costed
@@ -144,7 +143,7 @@ def bound_of(spec: RunSpec, schedule: Schedule, costs: StageCosts, network: Netw
 
     A search knows its own, over all placements that it may use.
     """
-    if schedule.name in SEARCHED:
+    if schedule.name == CAPPED:
         return float(found_of(spec)["bound"])
     allow = set(spec.schedule.memory_actions)
     allow |= {name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)}

@@ -11,9 +11,8 @@ from gems.engine.activation_store.store import Place
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.tensor_router import Handing, num_bytes
 from gems.engine.transport.p2p_channels import Links
-from gems.schedule import stage_graph
 from gems.schedule.action import RECV_KINDS, Action, Kind
-from gems.schedule.dependencies import dependencies
+from gems.schedule.dependencies import dependencies, readers_by_rank
 from gems.schedule.schedule import Schedule
 
 Tensors = tuple[Tensor, ...]
@@ -168,7 +167,7 @@ class GraphHanding(Handing):
     def _is_read_here(self, made: Action) -> bool:
         placement = self._schedule.placement
         here = placement.rank_of(made.direction, made.stage)
-        return here in stage_graph.readers_by_rank(placement, made.direction, made.stage)
+        return here in readers_by_rank(placement, made.direction, made.stage)
 
 
 def _sum(parts: Sequence[Tensors]) -> Tensors:

@@ -13,6 +13,7 @@ from gems.partition.problem import Cut
 from gems.schedule.costs import FREE, Network
 from gems.schedule.families.gpipe import gpipe
 from gems.schedule.lower import lower
+from gems.schedule.request import Request
 from gems.schedule.simulate import simulate
 
 PLAIN = "exact_plain"
@@ -44,7 +45,7 @@ def plain_cut(case: Case, budget_s: float) -> Cut:
     It stands beside the cut for ranks that hold several stages: what is lost without looking at them together.
     """
     begin = time.perf_counter()
-    plain = Case(case.profile, lower(gpipe(case.num_stages, 1)), case.optimizer)
+    plain = Case(case.profile, lower(gpipe(Request(case.num_stages, 1))), case.optimizer)
     found = solve(plain.problem("peak_bytes"), budget_s)
     cost = case.problem("peak_bytes").cost(found.boundaries)
     return Cut(PLAIN, found.boundaries, cost, 0.0, False, time.perf_counter() - begin)

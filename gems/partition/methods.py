@@ -26,6 +26,7 @@ from gems.profile.store import profile_of
 from gems.schedule.costs import StageCosts
 from gems.schedule.families.gpipe import gpipe
 from gems.schedule.lower import lower
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
 
@@ -255,7 +256,7 @@ def _mcap(case: Case) -> tuple[int, ...]:
     """
     runs = case
     if any(len(costs.stages) > 1 for costs in case.memory):
-        plain = lower(gpipe(case.num_stages, 1))
+        plain = lower(gpipe(Request(case.num_stages, 1)))
         runs = Case(case.profile, plain, case.optimizer)
     return mcap(runs.peak_bytes, case.profile.num_layers, case.num_stages)
 

@@ -10,11 +10,11 @@ import numpy as np
 from gems.partition.exact import solve
 from gems.partition.methods import Case
 from gems.partition.problem import NoCut, Problem
-from gems.planner.search.candidate import BOTH_WAYS, TWO_STAGES, Candidate
+from gems.planner.search.candidate import Candidate
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.schedule.action import Kind
-from gems.schedule.placement import Placement, bidirectional, linear, looped, v
+from gems.schedule.placement import Placement, looped
 from gems.schedule.schedule import Schedule
 
 CUT_BUDGET_S = 1.0
@@ -103,12 +103,8 @@ def stashes(schedule: Schedule) -> tuple[int, ...]:
 
 
 def placement_of(one: Candidate) -> Placement:
-    """Return where a candidate's stages lie; of a searched schedule, which chooses that itself, a chain."""
-    if one.schedule in BOTH_WAYS:
-        return bidirectional(one.partitions)
-    if one.schedule in TWO_STAGES:
-        return v(one.partitions)
-    return looped(one.partitions, one.chunks) if one.chunks > 1 else linear(one.partitions)
+    """Return where a candidate's stages are; for a searched schedule, which chooses that itself, a chain."""
+    return one.family.place(one.partitions, one.chunks)
 
 
 def with_stages(one: Candidate, num_stages: int) -> Candidate:

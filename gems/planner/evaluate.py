@@ -17,13 +17,14 @@ from gems.partition.methods import optimizer_of
 from gems.planner.candidate_partitions import Cuts, TimeCut, stashes, with_stages
 from gems.planner.search.best_first import Rules, TooLarge
 from gems.planner.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of
-from gems.planner.search.candidate import CAPPED, KEEP, Candidate
+from gems.planner.search.candidate import KEEP, Candidate
 from gems.planner.search.choice import Choice
 from gems.planner.search.estimates import guess_bytes, guess_host_bytes
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.store import profile_of
 from gems.runs.run_plan import has_room, memory_case
+from gems.schedule import CAPPED
 from gems.schedule.costs import StageCosts
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule

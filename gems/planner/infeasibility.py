@@ -10,8 +10,9 @@ from typing import NoReturn
 from gems.errors import ConfigError, DoesNotFitError
 from gems.planner.evaluate import Planner
 from gems.planner.search.best_first import Found, search
-from gems.planner.search.candidate import CAPPED, Candidate, candidates
+from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
+from gems.schedule import CAPPED
 
 MIN_S = 6.0  # for all questions together, however little time is left
 NEAR = 1.05  # how near to the smallest memory that works the answer is

@@ -9,9 +9,8 @@ from enum import StrEnum
 from gems.errors import ConfigError
 from gems.runs.heartbeat import Beat
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
-from gems.schedule.dependencies import dependencies
+from gems.schedule.dependencies import dependencies, other_stage, partner_of
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import other_stage, partner_of
 
 SILENT_AFTER_S = 10.0  # signs of life come every second; on a network's file system they may lag
 FINISHED = "finished"

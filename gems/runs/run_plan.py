@@ -16,7 +16,7 @@ from gems.models import layers_of
 from gems.partition.methods import cut, optimizer_of, profile_used
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
-from gems.schedule import SEARCHED
+from gems.schedule import CAPPED
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
@@ -138,7 +138,7 @@ def _on_a_node(spec: RunSpec, on_host: Sequence[int]) -> int:
 
 def _within_layers(spec: RunSpec) -> RunSpec:
     """Keep the search of a schedule that will run to as many stages as the model has layers."""
-    if spec.machine.kind != "real" or spec.schedule.name not in SEARCHED:
+    if spec.machine.kind != "real" or spec.schedule.name != CAPPED:
         return spec
     most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
     return replace(spec, schedule=replace(spec.schedule, max_stages=most))

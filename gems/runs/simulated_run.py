@@ -17,10 +17,10 @@ from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
 from gems.schedule.action import BLOCKING_KINDS, COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
+from gems.schedule.dependencies import boundary_of
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
-from gems.schedule.transfers import boundary_of
 from gems.simulation.build import cap_of, costs_of, pace_of, play
 from gems.simulation.jitter import noisy_steps
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace

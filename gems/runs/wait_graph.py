@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from gems.runs.heartbeat import Beat
 from gems.runs.rank_state import SILENT_AFTER_S, Standing, State, World, action_of
 from gems.schedule.action import RECV_KINDS
+from gems.schedule.dependencies import partner_of
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import partner_of
 
 SHOWN = 3
 

@@ -1,12 +1,22 @@
-"""What must be complete before an action may start. Every other part asks here; nobody else knows."""
+"""What must be complete before an action may start, and the two ends of a transfer. Every other part asks here.
+
+In a chain a transfer joins neighbours. Between the stages of a graph (`Placement.feeders`) it names the stage at the
+other end in place of a segment: `2.5SEND_F0` carries what stage 2 made to the rank of stage 5, and pairs with `5.2RECV_F0`.
+What a stage makes goes once to each other rank that reads it, in the name of the lowest stage that does so there. Each
+reader's gradient comes back by itself, so that all are added up where autograd would, in its order. The stages of a graph
+run whole, with a full backward.
+"""
 
 from __future__ import annotations
 
-from gems.schedule import stage_graph
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import SEND_KINDS, Action, Kind
+from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import partner_of
 
+_TO_STAGE = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+_PARTNER = {
+    Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B,
+}  # fmt: skip
 _SAME = {
     Kind.W: Kind.I, Kind.R: Kind.F, Kind.OFFLOAD: Kind.F, Kind.FREE: Kind.OFFLOAD, Kind.AWAIT: Kind.PREFETCH,
 }  # fmt: skip
@@ -28,7 +38,7 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     kind, stage, micro_batch, direction, segment = action
     if schedule.placement.feeders is not None:
-        return stage_graph.needs(action, schedule.placement, schedule.has_transfers)
+        return _graph_needs(action, schedule.placement, schedule.has_transfers)
     if kind in _SAME:
         return (_named(_SAME[kind], stage, micro_batch, direction, segment),)
     if kind is Kind.F:
@@ -93,7 +103,7 @@ def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, A
     if placement.feeders is None:
         transfer = transfer_after(action, schedule)
         return () if transfer is None else (transfer,)
-    sends = stage_graph.sends_after(action, placement)
+    sends = _graph_sends_after(action, placement)
     receives = map(partner_of, sends)
     return tuple(
         (send, receive, placement.rank_of(receive.direction, receive.stage))
@@ -122,3 +132,86 @@ def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, 
     if ranks[stage] == there:
         return None
     return (_named(send, stage, micro_batch, direction), _named(receive, other, micro_batch, direction), there)
+
+
+def other_stage(transfer: Action) -> int:
+    """Return the stage at the other end of a transfer."""
+    return transfer.stage + _TO_STAGE[transfer.kind] if transfer.segment is None else transfer.segment
+
+
+def partner_of(transfer: Action) -> Action:
+    """Return the other half of a transfer: the receive of a send, the send of a receive."""
+    kind, stage, micro_batch, direction, other = transfer
+    mine = None if other is None else stage
+    return Action(_PARTNER[kind], other_stage(transfer), micro_batch, direction, mine)
+
+
+def sender_of(transfer: Action) -> int:
+    """Return the stage that sends, of a send or of its receive."""
+    return transfer.stage if transfer.kind in SEND_KINDS else other_stage(transfer)
+
+
+def boundary_of(transfer: Action) -> int:
+    """Return the stage whose output a transfer carries, or whose output's gradient: the lower one of its ends."""
+    return min(transfer.stage, other_stage(transfer))
+
+
+def _graph_needs(action: Action, placement: Placement, has_transfers: bool) -> tuple[Action, ...]:
+    kind, stage, micro_batch, direction, _ = action
+    here = placement.rank_of(direction, stage)
+
+    def of(kind: Kind, stage: int, other: int | None = None) -> Action:
+        return Action(kind, stage, micro_batch, direction, other)
+
+    if kind is Kind.F:
+        return tuple(
+            of(Kind.F, feeder)
+            if not has_transfers or placement.rank_of(direction, feeder) == here
+            else of(Kind.RECV_F, _first_reader(placement, direction, feeder, here), feeder)
+            for feeder in placement.feeders_of(stage)
+        )
+    if kind is Kind.B:
+        found = [of(Kind.F, stage)]
+        for reader in placement.users_of(stage):
+            is_here = not has_transfers or placement.rank_of(direction, reader) == here
+            found.append(of(Kind.B, reader) if is_here else of(Kind.RECV_B, stage, reader))
+        return tuple(found)
+    if kind is Kind.SEND_F:
+        return (of(Kind.F, stage),)
+    if kind is Kind.SEND_B:
+        return (of(Kind.B, stage),)
+    if kind is Kind.RECV_F or kind is Kind.RECV_B:
+        return (partner_of(action),)
+    return ()
+
+
+def _graph_sends_after(action: Action, placement: Placement) -> tuple[Action, ...]:
+    """Return the sends that carry what a compute action makes to other ranks."""
+    kind, stage, micro_batch, direction, _ = action
+    here = placement.rank_of(direction, stage)
+    if kind is Kind.F:
+        return tuple(
+            Action(Kind.SEND_F, stage, micro_batch, direction, readers[0])
+            for rank, readers in readers_by_rank(placement, direction, stage).items()
+            if rank != here
+        )
+    if kind is Kind.B:
+        return tuple(
+            Action(Kind.SEND_B, stage, micro_batch, direction, feeder)
+            for feeder in placement.feeders_of(stage)
+            if placement.rank_of(direction, feeder) != here
+        )
+    return ()
+
+
+def _first_reader(placement: Placement, direction: int, stage: int, rank: int) -> int:
+    """Return the lowest stage on `rank` that reads what `stage` makes."""
+    return readers_by_rank(placement, direction, stage)[rank][0]
+
+
+def readers_by_rank(placement: Placement, direction: int, stage: int) -> dict[int, list[int]]:
+    """Return the stages that read what `stage` makes, ascending, by their ranks."""
+    found: dict[int, list[int]] = {}
+    for reader in placement.users_of(stage):
+        found.setdefault(placement.rank_of(direction, reader), []).append(reader)
+    return found

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
-from gems.schedule.dependencies import dependencies
+from gems.schedule.dependencies import boundary_of, dependencies
 from gems.schedule.ledger import TOLERANCE, Ledger
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
-from gems.schedule.transfers import boundary_of
 
 ACTIVATIONS, BOUNDARIES, HOST = range(3)
 Change = tuple[float, int, float]

@@ -10,9 +10,9 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.partition.operator_placement import placed_on, stage_costs_of
-from gems.schedule import FAMILIES, FROM_FILE, PLACED, SEARCHED
+from gems.schedule import CAPPED, FAMILIES, FROM_FILE, PLACED
 from gems.schedule.costs import DepthCosts, Network, StageCosts
-from gems.schedule.families.published_schedules import named
+from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.formats.torch_csv import from_torch_csv
 from gems.schedule.lower import compute_only, lower
@@ -40,7 +40,7 @@ def compute_schedule_of(spec: RunSpec) -> Schedule:
         return _read(spec)
     if name == PLACED:
         return placed_on(spec, network_in_seconds(spec))
-    if name in SEARCHED:
+    if name == CAPPED:
         return from_json(found_of(spec)["schedule"])
     return FAMILIES[name].build(request_of(spec))
 
@@ -57,7 +57,7 @@ def found_of(spec: RunSpec) -> dict[str, Any]:
     request = request_of(spec)
 
     def search() -> dict[str, Any]:
-        found = capped(request, named(request))
+        found = capped(request, published_schedules(request))
         return {
             "schedule": to_json(found.schedule), "bound": found.bound, "placement": found.placement,
             "method": found.method, "candidates": found.candidates,

@@ -10,7 +10,7 @@ from gems.config.schema import CostConfig, RunSpec
 from gems.partition.methods import case_of, cut
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.store import profile_of
-from gems.schedule import SEARCHED
+from gems.schedule import CAPPED
 from gems.schedule.costs import DepthCosts
 from gems.schedule.lower import lower
 from gems.simulation.build import compute_schedule_of
@@ -34,7 +34,7 @@ def costed(spec: RunSpec) -> RunSpec:
         return spec
     profile = profile_of(spec)
     by_layer = replace(spec, cost=costs_from(spec, profile, list(range(profile.num_layers + 1))))
-    if spec.schedule.name in SEARCHED:
+    if spec.schedule.name == CAPPED:
         return by_layer
     schedule = lower(compute_schedule_of(by_layer))
     boundaries = cut(spec, schedule).boundaries

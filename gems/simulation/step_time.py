@@ -12,8 +12,7 @@ from gems.profile.spans import Spans
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import Simulation, simulate
-from gems.schedule.waits import rank_times
+from gems.schedule.simulate import Simulation, rank_times, simulate
 from gems.simulation.all_reduce import all_reduce
 from gems.simulation.build import layouts, network_in_seconds
 

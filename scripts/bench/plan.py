@@ -31,6 +31,7 @@ from gems.memory.policies.vdnn.policies import vdnn_dyn
 from gems.partition.even import even
 from gems.profile.store import profile_of
 from gems.schedule.families.one_f_one_b import one_f_one_b
+from gems.schedule.request import Request
 from scripts.bench.spread import spread
 
 SIDES_PX = (512, 2048)
@@ -60,7 +61,7 @@ def cases(only: str, machine: str) -> Iterator[tuple[dict[str, Any], MemoryCase]
                 yield (
                     {"model": model, "side_px": side_px, "ranks": ranks, "micro_batches": micro_batches},
                     MemoryCase(
-                        profile, one_f_one_b(ranks, micro_batches), tuple(even(profile.num_layers, ranks)),
+                        profile, one_f_one_b(Request(ranks, micro_batches)), tuple(even(profile.num_layers, ranks)),
                         d2h_bytes_per_s=spec.machine.d2h_bytes_per_s, h2d_bytes_per_s=spec.machine.h2d_bytes_per_s,
                         least_bytes=spec.memory.min_offload_bytes,
                     ),

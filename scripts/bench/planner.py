@@ -25,7 +25,7 @@ from gems.errors import DoesNotFitError
 from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.planner.evaluate import PROFILED_SIZES, Planner
 from gems.planner.search.best_first import search
-from gems.planner.search.candidate import BY_COUNTS, Candidate, candidates
+from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 from gems.runs.prepare import prepare
 from gems.simulation.profiled_costs import costed
@@ -103,9 +103,7 @@ def small() -> dict[str, Any]:
 def small_space(planner: Planner) -> list[Candidate]:
     """Return 40 configurations of 4 ranks: those that follow from counts, every one of a pipeline of 4 ranks before others."""
     layers = planner.profile(1).num_layers
-    asked = [
-        one for one in candidates(SMALL_GPUS, SMALL_BATCH, layers, has_policies=False) if one.schedule in BY_COUNTS
-    ]
+    asked = [one for one in candidates(SMALL_GPUS, SMALL_BATCH, layers, has_policies=False) if one.family.is_quick]
     asked += [
         one
         for one in candidates(SMALL_GPUS, SMALL_BATCH, layers, has_policies=False)

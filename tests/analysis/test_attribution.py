@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from analysis.attribution import CAUSES, attribution_of
-from gems.schedule import PUBLISHED
+from gems.schedule import published
 from tests.analysis.attributed import check_sums, spec_of, trace_of
 
 # 1F1B, 4 ranks, 8 micro-batches, f = i = w = 1: 24 units of compute a rank, and a bubble of 3 micro-batches.
@@ -58,7 +58,7 @@ def test_what_copies_and_recomputation_cost(tmp_path: Path) -> None:
         assert found.own_s[cause] == pytest.approx((step - 3.0,))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published())
 def test_the_parts_sum_to_the_step_whatever_the_schedule(name: str) -> None:
     spec = spec_of(
         name, replicas=2, times=[1, 1.3, 0.8, 1], link=0.05, param_bytes=100, input=0.7, boundary_bytes=10,

@@ -11,6 +11,7 @@ from gems.memory.exposure import exposures
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.profile import LayerProfile
 from gems.schedule.families.layer_parallel import layer_parallel
+from gems.schedule.request import Request
 from tests.partition.profiles import profile
 
 # three layers of 1 s forward and 2 s backward, each keeping 100 bytes that no other layer saves
@@ -19,7 +20,7 @@ LAYER = LayerProfile(
     unsaved_input_bytes=10, forward_peak_bytes=110, backward_peak_bytes=20,
 )  # fmt: skip
 CASE = MemoryCase(
-    profile([replace(LAYER, name=name) for name in "abc"]), layer_parallel(1, 1), (0, 3),
+    profile([replace(LAYER, name=name) for name in "abc"]), layer_parallel(Request(1, 1)), (0, 3),
     d2h_bytes_per_s=50.0, h2d_bytes_per_s=25.0,
 )  # fmt: skip
 

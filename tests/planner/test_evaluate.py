@@ -11,8 +11,9 @@ from gems.partition.methods import case_of
 from gems.planner.evaluate import Planner
 from gems.planner.search.best_first import TooLarge, search
 from gems.planner.search.bounds import held_at_once, in_flight, least_step_s
-from gems.planner.search.candidate import CAPPED, KEEP, Candidate, candidates
+from gems.planner.search.candidate import KEEP, Candidate, candidates
 from gems.planner.search.choice import PARTS, Choice, reasons
+from gems.schedule import CAPPED
 from gems.schedule.lower import lower
 from tests.planners import NUM_LAYERS, made_up, planner
 

@@ -14,6 +14,7 @@ from gems.schedule.costs import DepthCosts, StageCosts, uniform
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.families.zero_bubble import zb_h1, zb_h2
 from gems.schedule.placement import linear
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.validate import validate
@@ -43,7 +44,7 @@ def handcrafted(p: int, n: int, warmup: int) -> Schedule:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_zb_h1_is_the_handcrafted_schedule(p: int) -> None:
     for n in (p, 2 * p, 2 * p + 3):
-        assert zb_h1(p, n).rows == handcrafted(p, n, 1).rows
+        assert zb_h1(Request(p, n)).rows == handcrafted(p, n, 1).rows
 
 
 @settings(deadline=None, max_examples=40)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gems.schedule import PUBLISHED, generate
+from gems.schedule import generate, published
 from gems.schedule.action import Kind
 from gems.schedule.formats.grid import MAX_COLUMNS, grid
 from gems.schedule.lower import lower
@@ -26,7 +26,7 @@ def test_golden() -> None:
     assert grid(made, play(made, uniform_cost(1, 2))) == GEMS_MASTER_4_RANKS_4_MICRO_BATCHES
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published())
 def test_the_drawing_reads_back_as_the_replay(name: str) -> None:
     made = generate(name, 3, 12, 6)
     played = play(made, lambda action: 2.0 if action.kind is Kind.B else 1.0)
@@ -60,7 +60,7 @@ def test_a_small_unit_makes_no_huge_drawing() -> None:
 
 
 @given(
-    st.sampled_from(sorted(PUBLISHED)), st.integers(1, 5), st.floats(0.05, 20), st.floats(0.05, 20), st.floats(0, 5)
+    st.sampled_from(sorted(published())), st.integers(1, 5), st.floats(0.05, 20), st.floats(0.05, 20), st.floats(0, 5)
 )  # fmt: skip
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_lines_are_of_one_length(name: str, p: int, f: float, b: float, link: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.schedule import PUBLISHED, generate
+from gems.schedule import generate, published
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
 from gems.schedule.dependencies import dependencies, transfer_after
 from gems.schedule.lower import add_reduce, add_step, add_transfers, compute_only, lower
@@ -44,7 +44,7 @@ def test_receives_ahead(receives_ahead: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published())
 def test_transfers_stand_where_they_should(name: str, p: int) -> None:
     made = generate(name, p, 16, 8, budget_s=0.1)
     lowered = lower(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gems.errors import ConfigError
-from gems.schedule import PUBLISHED, generate
+from gems.schedule import generate, published
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.ledger import peaks
 from gems.schedule.lower import lower
@@ -61,7 +61,7 @@ def test_recomputation_and_the_two_halves() -> None:
     assert [(held.time, held.activations) for held in rank.held] == [(0, 0.25), (1, 1), (3, 0.5), (4, 0)]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published())
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_all_is_let_go_and_the_peak_is_the_ledgers(name: str, num_ranks: int) -> None:
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gems.errors import ConfigError
-from gems.schedule import PUBLISHED, generate
+from gems.schedule import generate, published
 from gems.schedule.families.forward_only import forward_only
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.lower import lower
@@ -17,7 +17,7 @@ from gems.schedule.validate import validate
 
 
 @pytest.mark.parametrize("p", [1, 2, 5])
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published())
 def test_round_trip_through_text(name: str, p: int) -> None:
     made = generate(name, p, 12, 2)
     for schedule in (made, lower(made)):

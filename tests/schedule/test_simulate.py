@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gems.errors import ScheduleError
-from gems.schedule import PUBLISHED, generate
+from gems.schedule import generate, published
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Action, Kind
 from gems.schedule.costs import uniform
 from gems.schedule.dependencies import dependencies, transfer_after
@@ -67,7 +67,7 @@ def test_1f1b_takes_33_units_because_receives_only_post() -> None:
 
 
 @pytest.mark.parametrize("link", [0.0, 0.5, 3.0])
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published())
 def test_compute_only_and_lowered_take_the_same_time(name: str, link: float) -> None:
     """Lowered may only be later where a receive one action ahead is posted after the data was ready to go."""
     for p, n, parts in ((1, 2, 1), (2, 4, 2), (5, 12, 2)):
@@ -108,7 +108,7 @@ def test_a_receive_posted_late_makes_the_data_late(receives_ahead: int, start: f
     assert played.start[1][schedule.rows[1].index(Action(Kind.F, 1, 1))] == start
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published())
 def test_nothing_starts_before_its_data(name: str) -> None:
     """For each compute action of the lowered list, by the ends of what it needs."""
     schedule = lower(generate(name, 4, 8, 4))

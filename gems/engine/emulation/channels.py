@@ -12,9 +12,8 @@ from gems.engine.supervision.recorder import LINK, Recorder
 from gems.engine.transport.message_tags import check_tags, first_index, most_tensors, peer_of, tag_of
 from gems.engine.transport.mpi import Channel, Transport
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
-from gems.schedule.dependencies import dependencies
+from gems.schedule.dependencies import boundary_of, dependencies
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import boundary_of
 
 
 @dataclass(slots=True)

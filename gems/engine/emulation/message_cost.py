@@ -15,6 +15,7 @@ from gems.schedule.action import Kind
 from gems.schedule.costs import uniform
 from gems.schedule.families.layer_parallel import layer_parallel
 from gems.schedule.lower import add_transfers
+from gems.schedule.request import Request
 from gems.trace import DTYPES, KINDS
 
 COMPUTE_S = 0.001
@@ -50,7 +51,7 @@ def measure_hop(
     if num_ranks == 1:
         return 0.0
     trips = max(MIN_TRIPS, NUM_HOPS // (2 * (num_ranks - 1)))
-    chain = add_transfers(layer_parallel(num_ranks, trips))
+    chain = add_transfers(layer_parallel(Request(num_ranks, trips)))
     rows = _Rows(rank)
     recorder = Recorder(rows, Holdings())
     links = EmulatedLinks(chain, rank, (float(num_bytes),) * num_ranks, [transport], recorder)

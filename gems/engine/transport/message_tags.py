@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, Kind
+from gems.schedule.dependencies import boundary_of, other_stage, sender_of
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import boundary_of, other_stage, sender_of
 
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 

@@ -16,8 +16,8 @@ from gems.engine.transport.polling import SPIN_S
 from gems.engine.transport.staging import Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.dependencies import boundary_of
 from gems.schedule.schedule import Schedule
-from gems.schedule.transfers import boundary_of
 
 Boundary = tuple[TensorSpec, ...]
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-KEEP, CAPPED = "keep", "capped"
+from gems.schedule import CAPPED, FAMILIES, Family, Request
+
+KEEP = "keep"
 # a policy with its way (memory.recompute), by what one evaluation takes
 QUICK_POLICIES = ((KEEP, ""), ("recompute", "stage"))
 SLOW_POLICIES = (("recompute", "cheap"), ("recompute", "segment"), ("vdnn_dyn", ""), ("plan", ""))
-BOTH_WAYS = ("gems_master", "gems_zb", "chimera")
-ONE_STAGE = ("1f1b", "zb_h1", "zb_h2")
-TWO_STAGES = ("zb_v", "v_half", "v_min", "dualpipe_v")
-BY_COUNTS = ("1f1b", "gems_master", "gems_zb", "chimera")
-CHUNKS = (2, 4)
-PARTS = (1, 2, 4)
-SEARCHED_CAPS = (1.0, 2.0, 4.0)
 # Slow ones are asked for up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
-MAX_SEARCHED, MAX_SLOW, MAX_PLANNED = 64, 512, 128
+MAX_SLOW, MAX_PLANNED = 512, 128
 MAX_FORWARDS = 2**14  # stages x micro-batches of one step
 
 
@@ -41,6 +36,11 @@ class Candidate:
     how: str = ""
 
     @property
+    def family(self) -> Family:
+        """The schedule's family."""
+        return FAMILIES[self.schedule]
+
+    @property
     def kept(self) -> Candidate:
         """The same configuration with all activations kept."""
         return replace(self, memory=KEEP, how="")
@@ -48,12 +48,12 @@ class Candidate:
     @property
     def num_stages(self) -> int:
         """Stages that the model is cut into; of a searched schedule at least."""
-        return self.partitions * (2 if self.schedule in TWO_STAGES else self.chunks)
+        return self.partitions * (self.family.stages(self.chunks) or 1)
 
     @property
     def num_directions(self) -> int:
         """2 where each rank holds the weights of two stages, one for each direction."""
-        return 2 if self.schedule in BOTH_WAYS else 1
+        return self.family.num_directions
 
     @property
     def global_batch(self) -> int:
@@ -70,7 +70,7 @@ class Candidate:
             return 3
         if (self.memory, self.how) in SLOW_POLICIES:
             return 2
-        return int(self.schedule not in BY_COUNTS)
+        return int(not self.family.is_quick)
 
     @property
     def label(self) -> str:
@@ -129,26 +129,17 @@ def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: 
 
 
 def _schedules(shape: Candidate) -> Iterator[Candidate]:
-    """Yield a shape with every schedule that serves its counts."""
-    p, n = shape.partitions, shape.micro_batches
-    yield shape
-    if p == 1:
+    """Yield a shape with every schedule that serves its counts, 1F1B alone on one rank, on which all orders take as long."""
+    if shape.partitions == 1:
+        yield shape
         return
-    caps = {cap for k in range(p.bit_length()) for cap in (2**k, 3 * 2**k) if cap < min(p, n)}
-    yield from (replace(shape, cap=float(cap)) for cap in sorted(caps))
-    for name in (*ONE_STAGE[1:], *TWO_STAGES):
-        yield replace(shape, schedule=name)
-    for chunks in CHUNKS:
-        yield replace(shape, schedule="interleaved_1f1b", chunks=chunks)
-    if p * n <= MAX_SEARCHED:
-        yield from (replace(shape, schedule=CAPPED, cap=cap) for cap in SEARCHED_CAPS)
-    if n % 2:
-        return
-    yield replace(shape, schedule="gems_zb")
-    yield replace(shape, schedule="chimera")
-    for parts in PARTS:
-        if n % (2 * parts) == 0:
-            yield replace(shape, schedule="gems_master", parts=parts)
+    request = Request(shape.partitions, shape.micro_batches)
+    for name, family in FAMILIES.items():
+        if family.planned is None or (family.num_directions == 2 and shape.micro_batches % 2):
+            continue
+        for size in family.planned(request):
+            chunks = size.chunks if family.stages_per_rank is None else 1
+            yield replace(shape, schedule=name, cap=size.cap, parts=size.num_parts, chunks=chunks)
 
 
 def _is_asked(one: Candidate, num_layers: int) -> bool:

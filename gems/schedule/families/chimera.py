@@ -8,10 +8,21 @@ from gems.schedule.action import Action, backward, forward
 from gems.schedule.families.halves import refuse_odd
 from gems.schedule.families.timed import in_order_of_time
 from gems.schedule.placement import bidirectional
+from gems.schedule.registry import Terms, schedule_family
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 
-def chimera(num_ranks: int, num_micro_batches: int) -> Schedule:
+def _step_units(s: Terms) -> float | None:
+    is_odd = s.p % 2
+    return s.work + (s.p - 2 + is_odd) * s.f if s.f == s.b and s.n % (s.p + is_odd) == 0 else None
+
+
+@schedule_family(
+    "chimera", step_units=_step_units, peak_units=lambda s: min(s.n, s.p), placement=bidirectional, num_directions=2,
+    is_quick=True,
+)  # fmt: skip
+def chimera(request: Request) -> Schedule:
     """Build Chimera (Li & Hoefler 2021, "Chimera: Efficiently Training Large-Scale Neural Networks").
 
     Both directions run 1F1B's slots with half of a unit of P micro-batches each; for even P their slots never meet.
@@ -23,9 +34,10 @@ def chimera(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         ConfigError: an odd number of micro-batches.
     """
+    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
     refuse_odd("chimera", num_micro_batches, "half run in each direction")
-    placement = bidirectional(num_ranks)
-    return in_order_of_time("chimera", num_micro_batches, placement, _timed(num_ranks, num_micro_batches))
+    timed = _timed(num_ranks, num_micro_batches)
+    return in_order_of_time("chimera", num_micro_batches, bidirectional(num_ranks), timed)
 
 
 def _timed(num_ranks: int, num_micro_batches: int) -> Iterator[tuple[float, Action]]:

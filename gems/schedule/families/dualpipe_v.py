@@ -8,10 +8,17 @@ from itertools import count
 from gems.errors import ConfigError
 from gems.schedule.action import Action, backward, forward, input_gradient, weight_gradient
 from gems.schedule.placement import v
+from gems.schedule.registry import Terms, schedule_family
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 
-def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
+def _step_units(s: Terms) -> float | None:
+    return s.work + (s.p - 1) * s.f / 2 if s.n >= 2 * s.p and s.is_even else None
+
+
+@schedule_family("dualpipe_v", step_units=_step_units, peak_units=lambda s: s.p + 0.5, placement=v, stages_per_rank=2)
+def dualpipe_v(request: Request) -> Schedule:
     """Build DualPipeV (DeepSeek-AI 2025, the "cut in half" form of DualPipe; Sea AI Lab).
 
     In its steady part a rank runs a forward of one chunk and a backward of the other in turn; the authors overlap
@@ -21,6 +28,7 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     Raises:
         ConfigError: fewer micro-batches than 2 P.
     """
+    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
     if num_micro_batches < 2 * num_ranks:
         raise ConfigError(
             "parallel.micro_batches", num_micro_batches,

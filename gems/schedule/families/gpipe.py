@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from gems.schedule.action import backward, forward
 from gems.schedule.placement import linear
+from gems.schedule.registry import schedule_family
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 
-def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
+@schedule_family(
+    "gpipe", step_units=lambda s: s.work + (s.p - 1) * (s.f + s.b), peak_units=lambda s: s.n, siblings="in_flight",
+    planned=None,  # 1F1B takes as long with less memory
+)  # fmt: skip
+def gpipe(request: Request) -> Schedule:
     """Build GPipe's schedule (Huang et al. 2019, section 2.3).
 
     Takes (N + P - 1)(f + b) time and holds N micro-batches of activations on every rank.
     """
+    num_micro_batches = request.num_micro_batches
     rows = tuple(
         tuple(forward(stage, m) for m in range(num_micro_batches))
         + tuple(backward(stage, m) for m in range(num_micro_batches))
-        for stage in range(num_ranks)
+        for stage in range(request.num_ranks)
     )
-    return Schedule("gpipe", num_micro_batches, linear(num_ranks), rows)
+    return Schedule("gpipe", num_micro_batches, linear(request.num_ranks), rows)

@@ -5,10 +5,33 @@ from __future__ import annotations
 from gems.errors import ConfigError
 from gems.schedule.action import Action, backward, forward
 from gems.schedule.placement import looped
+from gems.schedule.registry import Terms, schedule_family, with_sizes
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
+PLANNED_CHUNKS, RIVAL_CHUNKS = (2, 4), (2, 3, 4)
 
-def interleaved_1f1b(num_ranks: int, num_micro_batches: int, chunks: int) -> Schedule:
+
+def _step_units(s: Terms) -> float:
+    """Return W + (P - 1)(f + b) / v for N >= P, and W + (P - 1 - (v - 1)(N - 1) / v)(f + b) below."""
+    return s.work + (s.p - 1 - (s.chunks - 1) * (min(s.n, s.p) - 1) / s.chunks) * (s.f + s.b)
+
+
+def _full_step_units(s: Terms) -> float | None:
+    return None if s.n % max(1, s.n // s.p) else _step_units(s)
+
+
+def _peak_units(s: Terms) -> float:
+    """Return ((v - 1) G + 2 P - 1) / v and at most N: a bound if the groups are not full, else exact."""
+    group = -(-s.n // max(1, s.n // s.p))
+    return min(s.n, ((s.chunks - 1) * group + 2 * s.p - 1) / s.chunks)
+
+
+@schedule_family(
+    "interleaved_1f1b", step_units=_full_step_units, peak_units=_peak_units, placement=looped, stages_per_rank=None,
+    planned=with_sizes("chunks", PLANNED_CHUNKS), rival=with_sizes("chunks", RIVAL_CHUNKS),
+)  # fmt: skip
+def interleaved_1f1b(request: Request) -> Schedule:
     """Build interleaved 1F1B (Narayanan et al. 2021, section 2.2) with v = `chunks` stages a rank.
 
     Micro-batches go in N div P groups of G = ceil(N / groups), which is P where P divides N. A rank takes the
@@ -20,6 +43,7 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, chunks: int) -> Sch
     Raises:
         ConfigError: fewer than two chunks.
     """
+    num_ranks, num_micro_batches, chunks = request.num_ranks, request.num_micro_batches, request.chunks
     _check_chunks("interleaved_1f1b", chunks)
     num_groups = max(1, num_micro_batches // num_ranks)
     size = -(-num_micro_batches // num_groups)
@@ -38,7 +62,12 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, chunks: int) -> Sch
     return Schedule("interleaved_1f1b", num_micro_batches, looped(num_ranks, chunks), tuple(rows))
 
 
-def looped_bfs(num_ranks: int, num_micro_batches: int, chunks: int) -> Schedule:
+@schedule_family(
+    "looped_bfs", step_units=_step_units, peak_units=lambda s: s.n, placement=looped, stages_per_rank=None,
+    planned=None,  # interleaved 1F1B takes as long with less memory
+    rival=with_sizes("chunks", RIVAL_CHUNKS),
+)  # fmt: skip
+def looped_bfs(request: Request) -> Schedule:
     """Build looped breadth-first (Lamy-Poirier 2023) with v = `chunks` stages a rank.
 
     All micro-batches pass a rank's first stage, then all its second, and so on; backwards from the last. Takes
@@ -47,6 +76,7 @@ def looped_bfs(num_ranks: int, num_micro_batches: int, chunks: int) -> Schedule:
     Raises:
         ConfigError: fewer than two chunks.
     """
+    num_ranks, num_micro_batches, chunks = request.num_ranks, request.num_micro_batches, request.chunks
     _check_chunks("looped_bfs", chunks)
     micro_batches = range(num_micro_batches)
     rows = []

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, backward, forward
 from gems.schedule.families.timed import in_order_of_time
+from gems.schedule.ledger import TOLERANCE
 from gems.schedule.placement import linear
+from gems.schedule.registry import Terms, schedule_family, with_sizes
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 
-def one_f_one_b(num_ranks: int, num_micro_batches: int, cap: float | None = None) -> Schedule:
+def _step_units(s: Terms) -> float | None:
+    if not s.in_flight:
+        return None
+    return s.work + (s.p - 1 + (s.n - 1) // s.in_flight * (s.p - s.in_flight)) * (s.f + s.b)
+
+
+def _planned_caps(request: Request) -> Iterable[Request]:
+    """Return no cap, and caps of 1, 2, 3, 4, 6, 8, 12, ... micro-batches below P and N."""
+    p, n = request.num_ranks, request.num_micro_batches
+    caps = {cap for k in range(p.bit_length()) for cap in (2**k, 3 * 2**k) if cap < min(p, n)}
+    return with_sizes("cap", [None, *map(float, sorted(caps))])(request)
+
+
+def _most_in_flight(request: Request) -> Iterable[Request]:
+    """Return the most micro-batches that keep the cap, if any do: of K, stage s holds min(K, P - s)."""
+    p, n, cap = request.num_ranks, request.num_micro_batches, request.cap
+    if cap is None:
+        return [request]
+    sizes = request.costs.stages(p).activation
+
+    def fits(in_flight: int) -> bool:
+        return all(min(in_flight, p - stage, n) * size <= cap + TOLERANCE for stage, size in enumerate(sizes))
+
+    return with_sizes("cap", [float(k) for k in range(p, 0, -1) if fits(k)][:1])(request)
+
+
+@schedule_family(
+    "1f1b", step_units=_step_units, peak_units=lambda s: min(s.n, s.in_flight), siblings="in_flight",
+    planned=_planned_caps, rival=_most_in_flight, is_quick=True,
+)  # fmt: skip
+def one_f_one_b(request: Request) -> Schedule:
     """Build the synchronous 1F1B schedule (PipeDream-Flush: Narayanan et al. 2021, section 2.2; DAPPLE).
 
     Takes (N + P - 1)(f + b) time and holds min(N, P - stage) micro-batches of activations. With K, the integer part of
@@ -21,6 +54,7 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int, cap: float | None = None
     Raises:
         ConfigError: the cap is below one micro-batch.
     """
+    num_ranks, num_micro_batches, cap = request.num_ranks, request.num_micro_batches, request.cap
     if cap is not None and cap < 1:
         raise ConfigError(
             "schedule.activation_cap", cap, "must be 1 or more for 1f1b: a rank holds whole micro-batches of its stage",

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from gems.schedule.action import Action, forward, input_gradient
-from gems.schedule.costs import StageCosts, uniform
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.placement import v
+from gems.schedule.registry import Terms, schedule_family
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 
-def zb_v(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
+def _step_units(s: Terms) -> float | None:
+    return s.work + (s.p - 1) * s.f / 2 if s.n >= s.p and s.is_even else None
+
+
+@schedule_family(
+    "zb_v", step_units=_step_units, peak_units=lambda s: min(s.n, s.p), placement=v, stages_per_rank=2, siblings="v"
+)
+def zb_v(request: Request) -> Schedule:
     """Build ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; V-ZB in Qi et al. 2024).
 
     Holds P micro-batches of activations at most, as 1F1B; W fill what is left. With f = i = w no rank idles between its
     first and its last action for N >= 2 P - 1, and the step takes N (f + i + w) + (P - 1) f / 2 for N >= P.
     """
+    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
     rows = tuple(_row(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
     order = Schedule("zb_v", num_micro_batches, v(num_ranks), rows)
-    return place_weight_gradients(order, costs or uniform(num_ranks, 2 * num_ranks), 2 * num_ranks)
+    return place_weight_gradients(order, request.costs.stages(2 * num_ranks), 2 * num_ranks)
 
 
 def _row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:

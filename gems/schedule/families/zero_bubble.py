@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 from gems.schedule.action import Action, forward, input_gradient
-from gems.schedule.costs import StageCosts, uniform
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.placement import linear
+from gems.schedule.registry import Terms, schedule_family
+from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 
-def zb_h1(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
+def _h1_step_units(s: Terms) -> float | None:
+    return s.work + (s.p - 1) * max(s.f, s.i, s.f + s.i - s.w) if s.n >= s.p else None
+
+
+def _h2_step_units(s: Terms) -> float | None:
+    # The last rank starts (P - 1) f late, so that with no bubble the step still takes W + (P - 1) f.
+    return s.work + (s.p - 1) * max(s.f, s.f + s.i - 2 * s.w) if s.n >= 2 * s.p - 1 and s.w <= s.f else None
+
+
+@schedule_family("zb_h1", step_units=_h1_step_units, peak_units=lambda s: min(s.n, s.p), siblings="zb_h")
+def zb_h1(request: Request) -> Schedule:
     """Build ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
     1F1B's order, where a rank holds P micro-batches of activations at most and runs a W wherever it would wait or hold
     more. Built for its costs it takes, for N >= P, N (f + i + w) + (P - 1) max(f, i, f + i - w) time: for w <= f, i
     the published bubble of (P - 1)(f + i - w), a third of 1F1B's at f = i = w.
     """
-    return _zero_bubble("zb_h1", num_ranks, num_micro_batches, 1, costs)
+    return _zero_bubble("zb_h1", request, 1)
 
 
-def zb_h2(num_ranks: int, num_micro_batches: int, costs: StageCosts | None = None) -> Schedule:
+@schedule_family("zb_h2", step_units=_h2_step_units, peak_units=lambda s: min(s.n, 2 * s.p - 1), siblings="zb_h")
+def zb_h2(request: Request) -> Schedule:
     """Build ZB-H2 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
     Twice the warm-up of 1F1B, so that the first rank is busy until its first backward, and 2 P - 1 micro-batches of
     activations at most. For N >= 2 P - 1 and f = i = w no rank idles between its first and its last action.
     """
-    return _zero_bubble("zb_h2", num_ranks, num_micro_batches, 2, costs)
+    return _zero_bubble("zb_h2", request, 2)
 
 
-def _zero_bubble(name: str, num_ranks: int, num_micro_batches: int, warmup: int, costs: StageCosts | None) -> Schedule:
+def _zero_bubble(name: str, request: Request, warmup: int) -> Schedule:
+    num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
     rows = tuple(
         _row(stage, min(num_micro_batches, warmup * (num_ranks - 1 - stage)), num_micro_batches)
         for stage in range(num_ranks)
     )
     order = Schedule(name, num_micro_batches, linear(num_ranks), rows)
     most_held = warmup * (num_ranks - 1) + 1
-    return place_weight_gradients(order, costs or uniform(num_ranks, num_ranks), most_held)
+    return place_weight_gradients(order, request.costs.stages(num_ranks), most_held)
 
 
 def _row(stage: int, warmup: int, num_micro_batches: int) -> tuple[Action, ...]:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule.costs import StageCosts
+from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.ledger import TOLERANCE, peaks
 from gems.schedule.placement import Placement
+from gems.schedule.registry import CAPPED, schedule_family, with_sizes
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.synthesis.bound import span_bound
 from gems.schedule.synthesis.budget import Budget
-from gems.schedule.synthesis.build import NAME, build, placements_of
+from gems.schedule.synthesis.build import build, placements_of
 from gems.schedule.synthesis.memory_actions import Act, least_room
 from gems.schedule.synthesis.problem import SIZES_PER_UNIT, Problem, problem
 from gems.schedule.synthesis.search import Search
@@ -27,6 +29,8 @@ CHECK_SHARE = 0.7
 NUM_REPLAYED = 3
 NEAR = 1.25
 NUM_PLACEMENTS, NUM_WITH_ACTS = 5, 4
+PLANNED_CAPS = (1.0, 2.0, 4.0)
+MAX_PLANNED = 64  # ranks x micro-batches for which `gems plan` may search
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,12 @@ class Found:
     candidates: int
 
 
-def capped(request: Request, named: Iterable[Schedule] = ()) -> Found:
-    """Return the fastest schedule found for a request; `named` are schedules that it must not be slower than.
+def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
+    """Return the fastest schedule found for a request; `rivals` are schedules that it must not be slower than.
 
     Templates are patterns (modulo scheduling), bettered by annealing and, where OR-tools is installed, by its solver;
     a list scheduler makes finite steps of them, and the best of these are varied. All of it takes a number of steps that
-    follows from `budget_s`, so the result is the same for the same request on any machine. Those of `named` that
+    follows from `budget_s`, so the result is the same for the same request on any machine. Those of `rivals` that
     keep the cap, with the same ranks and micro-batches, take part. The winner is validated.
 
     Raises:
@@ -65,7 +69,7 @@ def capped(request: Request, named: Iterable[Schedule] = ()) -> Found:
     problems = {name: _problem(request, name, p, costs[name]) for name, p in _labelled(request)}
     _refuse_low_cap(request)
     possible = [one for one in problems.values() if least_room(one, _sparing(one, request.allow)) <= one.cap]
-    best = _best_named(request, named)
+    best = _best_rival(request, rivals)
     budget = Budget.of_seconds(request.budget_s)
     least = min(_time_bound(one, request.allow) for one in possible)
     chosen = _affordable(possible, budget, request.allow)
@@ -85,6 +89,17 @@ def capped(request: Request, named: Iterable[Schedule] = ()) -> Found:
     validate(best.schedule, request.costs.stages(best.schedule.num_stages), request.cap)
     shortest = min(least, _time_bound(best.problem, request.allow))
     return _report(request, best, shortest, search.tried)
+
+
+def _planned_caps(request: Request) -> Iterable[Request]:
+    is_small = request.num_ranks * request.num_micro_batches <= MAX_PLANNED
+    return with_sizes("cap", PLANNED_CAPS if is_small else ())(request)
+
+
+@schedule_family(CAPPED, stages_per_rank=0, planned=_planned_caps, rival=None)
+def fastest(request: Request) -> Schedule:
+    """Return the fastest schedule found, published ones among those tried."""
+    return capped(request, published_schedules(request)).schedule
 
 
 def least_cap(request: Request) -> float:
@@ -150,9 +165,9 @@ def _time_bound(problem: Problem, allow: tuple[str, ...] = ()) -> float:
     return span_bound(problem, allow) / problem.ticks_per_unit
 
 
-def _best_named(request: Request, named: Iterable[Schedule]) -> _Replayed | None:
+def _best_rival(request: Request, rivals: Iterable[Schedule]) -> _Replayed | None:
     best: _Replayed | None = None
-    for schedule in named:
+    for schedule in rivals:
         if (schedule.num_ranks, schedule.num_micro_batches) != (request.num_ranks, request.num_micro_batches):
             continue
         costs = request.costs.stages(schedule.num_stages)
@@ -173,7 +188,7 @@ def _report(request: Request, best: _Replayed, shortest: float, tried: int) -> F
     efficiency = best.played.efficiency
     bound = efficiency * best.played.span / shortest if shortest else 1.0
     return Found(
-        schedule=replace(best.schedule, name=NAME),
+        schedule=replace(best.schedule, name=CAPPED),
         span=best.played.span,
         efficiency=efficiency,
         bound=bound,

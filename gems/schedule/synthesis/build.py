@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from gems.schedule.action import Action, Kind
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
+from gems.schedule.registry import CAPPED
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.synthesis.problem import Problem
 
-NAME = "capped"
 WAVE_CHUNKS = (4, 8)
 
 
@@ -27,7 +27,9 @@ def build(problem: Problem, rows: Sequence[Sequence[int]]) -> Schedule:
         kind, stage = kinds[operation]
         return Action(kind, stage, m, m % problem.num_directions)
 
-    return Schedule(NAME, problem.num_micro_batches, problem.placement, tuple(tuple(map(action, row)) for row in rows))
+    return Schedule(
+        CAPPED, problem.num_micro_batches, problem.placement, tuple(tuple(map(action, row)) for row in rows)
+    )
 
 
 def placements_of(request: Request) -> list[tuple[str, Placement]]:

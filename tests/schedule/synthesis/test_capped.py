@@ -81,9 +81,9 @@ def test_it_is_never_slower_than_a_named_schedule_that_keeps_the_cap(
 ) -> None:
     asked = request(num_ranks, num_micro_batches, cap, network=Network(latency=link), placements=("linear",))
     named = [
-        gpipe(num_ranks, num_micro_batches),
-        one_f_one_b(num_ranks, num_micro_batches),
-        gems_master(num_ranks, num_micro_batches, 1),
+        gpipe(Request(num_ranks, num_micro_batches)),
+        one_f_one_b(Request(num_ranks, num_micro_batches)),
+        gems_master(Request(num_ranks, num_micro_batches)),
     ]
     found = capped(asked, named)
     held = [
@@ -97,11 +97,11 @@ def test_it_is_never_slower_than_a_named_schedule_that_keeps_the_cap(
 def test_a_named_schedule_wins_where_the_search_may_not_find_better() -> None:
     asked = request(4, 6, 1, placements=("linear",))
     winner = replace(capped(replace(asked, placements=("wave",))).schedule, name="published")
-    alone, helped = capped(asked), capped(asked, [one_f_one_b(4, 6), winner])
+    alone, helped = capped(asked), capped(asked, [one_f_one_b(Request(4, 6)), winner])
     assert (helped.method, helped.placement) == ("published", "wave")
     assert helped.span < alone.span
     assert helped.schedule == replace(winner, name="capped")
-    assert capped(asked, [one_f_one_b(4, 1), one_f_one_b(2, 6)]).span == alone.span  # of another size
+    assert capped(asked, [one_f_one_b(Request(4, 1)), one_f_one_b(Request(2, 6))]).span == alone.span  # of another size
 
 
 @pytest.mark.parametrize("allow", [(), ("offload",)])

@@ -1,4 +1,4 @@
-"""gems.schedule.memory_time: the bound against its published values, and against every schedule there is."""
+"""gems.schedule.bounds: the bound against its published values, and against every schedule there is."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gems.errors import ConfigError, ScheduleError
-from gems.schedule import PUBLISHED, generate
+from gems.schedule import generate, published
+from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import DepthCosts, Network, StageCosts, uniform
 from gems.schedule.lower import lower
-from gems.schedule.memory_time import memory_time_bound
 from gems.schedule.placement import Placement, bidirectional, linear, looped, v, wave
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
@@ -76,7 +76,7 @@ def test_what_is_held_for_the_weights_counts() -> None:
 
 
 @given(
-    name=st.sampled_from(PUBLISHED),
+    name=st.sampled_from(published()),
     num_ranks=st.integers(1, 5),
     rounds=st.integers(1, 2),
     times=st.tuples(*[st.sampled_from([0.5, 1.0, 1.5, 2.0])] * 3),

@@ -11,7 +11,7 @@ import pytest
 from gems.errors import ScheduleError
 from gems.schedule.action import Action
 from gems.schedule.costs import Network, StageCosts
-from gems.schedule.dependencies import dependencies, transfers_after
+from gems.schedule.dependencies import boundary_of, dependencies, other_stage, partner_of, sender_of, transfers_after
 from gems.schedule.families.forward_only import forward_only
 from gems.schedule.families.placed import placed
 from gems.schedule.formats.schedule_json import from_json, to_json
@@ -20,7 +20,6 @@ from gems.schedule.memory import memory_over_time
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
-from gems.schedule.transfers import boundary_of, other_stage, partner_of, sender_of
 from gems.schedule.validate import validate
 
 # 0 is read by 1, 2 and 3, of which 2 and 3 lie on another rank; 4 reads all three

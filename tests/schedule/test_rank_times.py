@@ -1,17 +1,16 @@
-"""gems.schedule.waits: the parts of a step's time on each rank, by hand and in sum."""
+"""gems.schedule.simulate: the parts of a step's time on each rank, by hand and in sum."""
 
 from __future__ import annotations
 
 import pytest
 
 from gems.errors import ConfigError
-from gems.schedule import PUBLISHED, generate
+from gems.schedule import generate, published
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import lower
 from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import simulate
-from gems.schedule.waits import RankTime, rank_times
+from gems.schedule.simulate import RankTime, rank_times, simulate
 from tests.schedule.drawings import with_rows
 
 
@@ -60,7 +59,7 @@ def test_recomputation_and_waiting_for_a_copy() -> None:
     )
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", published())
 @pytest.mark.parametrize("link", [0.0, 0.5])
 def test_the_parts_add_up_and_none_is_negative(name: str, link: float) -> None:
     try:

@@ -1,0 +1,140 @@
+"""Schedule families by name: each generator registers itself with all that anyone asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gems.schedule.placement import Placement, linear
+from gems.schedule.request import Request
+from gems.schedule.schedule import Schedule
+from gems.utils.registry import Registry
+
+CAPPED = "capped"
+FROM_FILE = "file"
+PLACED = "placed"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of a closed form, named as in the papers.
+
+    P ranks, N micro-batches, GEMS's parts, chunks of a rank, a cap in micro-batches if any; and the time that forward (f),
+    input gradient (i) and weight gradient (w) of one micro-batch take on a rank's part of the model.
+    """
+
+    p: int
+    n: int
+    parts: int = 1
+    chunks: int = 2
+    cap: float | None = None
+    f: float = 1.0
+    i: float = 1.0
+    w: float = 1.0
+
+    @property
+    def b(self) -> float:
+        """Time of a whole backward."""
+        return self.i + self.w
+
+    @property
+    def work(self) -> float:
+        """Time that a rank computes in a step."""
+        return self.n * (self.f + self.b)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether f = i = w."""
+        return self.f == self.i == self.w
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches in flight: P, or the whole part of the cap."""
+        return self.p if self.cap is None else min(self.p, int(self.cap))
+
+
+Generator = Callable[[Request], Schedule]
+Sizes = Callable[[Request], Iterable[Request]]
+ClosedForm = Callable[[Terms], float | None]
+
+
+def as_asked(request: Request) -> Iterable[Request]:
+    """Return the one size of a family that has no sizes of its own."""
+    return (request,)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A named schedule and what is known of it.
+
+    Attributes:
+        build: Makes the compute-only schedule of a request; raises ConfigError for counts that it cannot serve.
+        step_units: Time of a step with equal stages and free links; None outside of the form's range.
+        peak_units: Most activations that a rank holds, in micro-batches on one of P equal parts of the model.
+        placement: Where the stages are, as a function of `gems.schedule.placement`.
+        stages_per_rank: In one direction; None if `schedule.chunks` says it, 0 if a search does.
+        num_directions: 2 if the pipeline runs both ways, each with half of the micro-batches.
+        has_runs: Whether GEMS's replications x parts make its micro-batches.
+        planned: Sizes that `gems plan` tries; None to leave the family out.
+        rival: Sizes that a search under a cap must beat; None to leave the family out.
+        siblings: Families of one such word trade memory for time alone, so that the largest that fits is the fastest.
+        is_quick: Whether the planner tries it first, and at any size: its list follows from the counts in no time.
+    """
+
+    build: Generator
+    step_units: ClosedForm | None = None
+    peak_units: ClosedForm | None = None
+    placement: Callable[..., Placement] = linear
+    stages_per_rank: int | None = 1
+    num_directions: int = 1
+    has_runs: bool = False
+    planned: Sizes | None = as_asked
+    rival: Sizes | None = as_asked
+    siblings: str | None = None
+    is_quick: bool = False
+
+    def stages(self, chunks: int) -> int:
+        """Return the stages of a rank in one direction, 0 if they are known only once the schedule is built."""
+        return chunks if self.stages_per_rank is None else self.stages_per_rank
+
+    def place(self, num_ranks: int, chunks: int) -> Placement:
+        """Return where the stages are."""
+        return self.placement(num_ranks, chunks) if self.stages_per_rank is None else self.placement(num_ranks)
+
+    def terms(self, request: Request) -> Terms:
+        """Return the terms of this family's closed forms at the size of a request, with f = i = w = 1."""
+        chunks = self.stages(request.chunks)
+        return Terms(request.num_ranks, request.num_micro_batches, request.num_parts, chunks, request.cap)
+
+
+FAMILIES: Registry[Family] = Registry("schedule", "gems.schedule.families.*", "gems.schedule.synthesis")
+
+
+def schedule_family(name: str, **known: Any) -> Callable[[Generator], Generator]:
+    """Register the generator below as schedule=`name`; `known` are the other fields of `Family`."""
+
+    def register(build: Generator) -> Generator:
+        FAMILIES.register(name, Family(build, **known))
+        return build
+
+    return register
+
+
+def published() -> list[str]:
+    """Return the names of all families that are no search."""
+    return [name for name in FAMILIES if name != CAPPED]
+
+
+def generate(name: str, num_ranks: int, num_micro_batches: int, num_parts: int = 1, **more: object) -> Schedule:
+    """Build the compute-only schedule of a family; `more` are further fields of `Request`.
+
+    Raises:
+        ConfigError: no family of that name, or counts or a cap that it cannot serve.
+    """
+    return FAMILIES[name].build(Request(num_ranks, num_micro_batches, num_parts, **more))  # type: ignore[arg-type]
+
+
+def with_sizes(field: str, values: Iterable[Any]) -> Sizes:
+    """Return the sizes that differ in one field of the request, one for each value."""
+    return lambda request: [replace(request, **{field: value}) for value in values]

@@ -1,0 +1,137 @@
+"""Registries: what can be chosen by name, the toolkit's own and what the user's plugins add."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from gems.errors import ConfigError, nearest, one_of
+
+ENTRY_POINTS = "gems.plugins"
+KEY = "plugins"
+Entry = TypeVar("Entry")
+
+
+class Registry(Mapping[str, Entry], Generic[Entry]):
+    """Entries by name. The modules that register the toolkit's own are imported when a name is first looked up.
+
+    A module named `package.*` stands for all modules of the package. Entries come in the order of the package's tuple
+    `ORDER`, whichever module was imported first, then those that it does not name.
+    """
+
+    def __init__(self, key: str, *modules: str) -> None:
+        self.key = key
+        self.entries: dict[str, Entry] = {}
+        self._modules = list(modules)
+
+    def register(self, name: str, entry: Entry) -> Entry:
+        """Add an entry and return it.
+
+        Raises:
+            ValueError: another entry has the name.
+        """
+        if self.entries.setdefault(name, entry) is not entry:
+            raise ValueError(f"{self.key}={name} is registered already")
+        return entry
+
+    def __getitem__(self, name: str) -> Entry:
+        """Return the entry of a name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        self._fill()
+        if name not in self.entries:
+            raise ConfigError(
+                self.key, name, one_of(sorted(self.entries)), f"nearest: {', '.join(nearest(name, self.entries))}"
+            )
+        return self.entries[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the entry of a name, or `default`."""
+        self._fill()
+        return self.entries.get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self._fill()
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        self._fill()
+        return iter(list(self.entries))
+
+    def __len__(self) -> int:
+        self._fill()
+        return len(self.entries)
+
+    def _fill(self) -> None:
+        if self._modules:
+            modules, self._modules = self._modules, []
+            order = [name for module in modules for name in _import_all(module)]
+            places = {name: place for place, name in enumerate(order)}
+            found = sorted(self.entries.items(), key=lambda item: places.get(item[0], len(places)))
+            self.entries.clear()
+            self.entries.update(found)
+        _load_installed()
+
+
+def load_plugins(names: Sequence[str], folder: str | None = None) -> None:
+    """Import the user's modules, which register what they add; `folder` is where those that are not installed are.
+
+    Raises:
+        ConfigError: a module that is not there, or that cannot be imported.
+    """
+    if folder is not None and names and folder not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not error.name or not f"{name}.".startswith(f"{error.name}."):
+                raise ConfigError(KEY, name, f"imports {error.name}, which is not installed") from error
+            raise ConfigError(
+                KEY, name, f"is no module of {folder or 'this Python'}", "run where its file is, or install it"
+            ) from error
+        except Exception as error:
+            raise ConfigError(KEY, name, f"cannot be imported ({type(error).__name__}: {error})") from error
+
+
+def plugin_folder(names: Sequence[str]) -> str | None:
+    """Return the folder of the first plugin that is not installed: the current one, or one of PYTHONPATH."""
+    folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    PathFinder.invalidate_caches()
+    for name in names:
+        for folder in map(os.path.abspath, folders):
+            if PathFinder.find_spec(name.partition(".")[0], [folder]) is not None:
+                return folder
+    return None
+
+
+@cache
+def _load_installed() -> None:
+    """Import the plugins of installed packages.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    for entry in entry_points(group=ENTRY_POINTS):
+        load_plugins([entry.value.partition(":")[0]])
+
+
+def _import_all(module: str) -> Sequence[str]:
+    """Import a module, or all modules of a package, and return its `ORDER`."""
+    package, is_whole, _ = module.partition(".*")
+    found = importlib.import_module(package)
+    if is_whole:
+        for each in pkgutil.iter_modules(found.__path__):
+            importlib.import_module(f"{package}.{each.name}")
+    order: Sequence[str] = getattr(found, "ORDER", ())
+    return order
