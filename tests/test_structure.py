@@ -122,7 +122,6 @@ KNOWN: set[tuple[str, str]] = {
     ("gems.planner.evaluate", "gems.runs.run_plan.memory_case"),
     ("gems.planner.worker_step", "gems.cli.simulate.in_seconds_and_bytes"),
     ("gems.planner.worker_step", "gems.cli.simulate.predict"),
-    ("jobs.diagnosis.report", "jobs.cli.status.plain"),
     ("jobs.launch.launch", "jobs.cli.collect.collect"),
     ("jobs.slurm.executor", "jobs.launch.batch.BatchJob"),
     ("jobs.slurm.site", "jobs.cli.discover.NodeKind"),

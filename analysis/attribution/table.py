@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from analysis.attribution.causes import CAUSES, Attribution
-from analysis.metrics.units import counted, time_unit
 from gems.errors import ConfigError
+from gems.utils.units import counted, time_unit
 
 COLUMNS = ("rank", "part", "time_s", "share_of_step", "own_s")
 IDEAL = "ideal"

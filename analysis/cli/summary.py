@@ -12,9 +12,9 @@ from analysis.attribution.table import largest_line
 from analysis.io.run_facts import facts_of
 from analysis.metrics.run_metrics import Metrics
 from analysis.metrics.statistics import fewest_values
-from analysis.metrics.units import UNKNOWN, Unit, bytes_unit, counted, number, time_unit
 from gems.errors import ConfigError
 from gems.trace import Trace
+from gems.utils.units import UNKNOWN, Unit, bytes_unit, counted, number, time_unit
 
 MAX_RANK_ROWS = 16
 SOURCE_NOTES = {"emulated": "real MPI, timed sleeps for compute", "simulated": "a prediction, nothing was run"}

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from analysis.metrics.units import UNKNOWN
 from gems.planner.hybrid.break_even import Crossing
 from gems.planner.hybrid.device_allocation import NUM_DRAWS, device_counts
 from gems.planner.hybrid.pal import (
@@ -24,6 +23,7 @@ from gems.planner.hybrid.pal import (
     noise_scale_of,
 )
 from gems.planner.hybrid.quantity import Quantity, band
+from gems.utils.units import UNKNOWN
 
 SCHEMA = "gems.hybrid_projections/1"
 PAPER = "Pal et al., IEEE Micro 39(5), 2019, arXiv 1907.13257"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from analysis.metrics.units import UNKNOWN, number
 from gems.config.compose import compose
 from gems.config.schema import MachineConfig
 from gems.memory.policies.vdnn.paper.calls import network_of
@@ -13,6 +12,7 @@ from gems.memory.policies.vdnn.paper.device import Device
 from gems.memory.policies.vdnn.paper.study import Study, study
 from gems.memory.policies.vdnn.paper.timeline import Policy
 from gems.models import layers_of
+from gems.utils.units import UNKNOWN, number
 
 MACHINE = "titan_x"
 GB = 1e9

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from analysis.io.answer import made_of_answer
-from analysis.metrics.units import counted
 from analysis.papers.hybrid import PAPER, Projection, law_speedups_of, speedups_of
 from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure
 from gems.planner.hybrid.pal import WAYS, Verdict
+from gems.utils.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

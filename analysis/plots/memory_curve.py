@@ -12,10 +12,10 @@ from analysis.io.run_facts import facts_of
 from analysis.metrics.events import by_rank
 from analysis.metrics.memory_parts import buffer_bytes
 from analysis.metrics.step_window import StepWindow, step_window
-from analysis.metrics.units import Unit, bytes_unit, counted
 from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title, source_mark
 from gems.errors import ConfigError
 from gems.trace import Trace
+from gems.utils.units import Unit, bytes_unit, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from analysis.io.answer import made_of_answer
-from analysis.metrics.units import counted
 from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure, scaled_pt, set_title
+from gems.utils.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

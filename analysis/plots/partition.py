@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.io.answer import made_of_answer
-from analysis.metrics.units import counted, number
 from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure, scaled_pt, set_title
+from gems.utils.units import counted, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.metrics.statistics import Interval
-from analysis.metrics.units import counted, number
 from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, error_words, set_title
 from analysis.scaling.efficiency import agreements, bases_of, images_per_rank, kind_of, may_join, most_real
 from analysis.scaling.fits import MAX_EXTRAPOLATION, Fit, best_fits
 from analysis.scaling.fits.format import curve_ranks
 from analysis.scaling.points import Point
 from gems.trace import SOURCES
+from gems.utils.units import counted, number
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from analysis.metrics.step_window import StepWindow
-from analysis.metrics.units import counted, number
 from analysis.plots.figure import check_picture_path, save_figure
 from analysis.plots.timeline import MAX_LANES, lanes_figure
 from gems.errors import ConfigError
@@ -23,6 +22,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.validate import validate
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
+from gems.utils.units import counted, number
 
 UNIT_NS = 1_000_000  # one unit of the costs is one ms of the picture's axis
 _STREAM_OF = {Kind.OFFLOAD: STREAMS.index("copy_out"), Kind.PREFETCH: STREAMS.index("copy_in")}

@@ -12,10 +12,10 @@ from analysis.io.run_facts import RunFacts, facts_of
 from analysis.metrics.events import of_kinds, ranks_written
 from analysis.metrics.run_metrics import backward_mean_s, stage_mean_s
 from analysis.metrics.step_window import StepWindow, step_window
-from analysis.metrics.units import counted
 from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title, source_mark
 from analysis.plots.pixel_columns import blended, coverage
 from gems.trace import Trace
+from gems.utils.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

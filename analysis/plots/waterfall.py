@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from analysis.attribution import CAUSES, Attribution
 from analysis.attribution.table import WORDS, write_csv
-from analysis.metrics.units import counted, time_unit
 from analysis.plots.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title
+from gems.utils.units import counted, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

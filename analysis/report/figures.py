@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from analysis.metrics.run_metrics import Metrics
 from analysis.metrics.statistics import fewest_values
-from analysis.metrics.units import MIB, UNKNOWN, Unit, bytes_unit, number, time_unit
 from analysis.report.markup import Html, element
 from analysis.report.table import Cell
 from gems.trace import Trace
+from gems.utils.units import MIB, UNKNOWN, Unit, bytes_unit, number, time_unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import yaml
 from analysis.io.load import Loaded
 from analysis.io.run_facts import facts_of
 from analysis.metrics.run_metrics import metrics_of, step_times_s
-from analysis.metrics.units import counted
 from analysis.plots.figure import SOURCE_MARKS
 from analysis.report.chart import line_chart
 from analysis.report.figures import key_figures, overview_row
@@ -25,6 +24,7 @@ from analysis.report.selection import select_events
 from analysis.report.table import Cell
 from analysis.report.timeline_block import timeline_block, windows_json
 from gems.trace import Trace
+from gems.utils.units import counted
 
 CANVASES = (
     ("timeline", "Timeline: rank x time", "Timeline, rank by time"),

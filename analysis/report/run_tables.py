@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from analysis.metrics.run_metrics import Metrics
-from analysis.metrics.units import MIB
 from analysis.report.parts import Causes
 from analysis.report.stage_times import stage_medians_s
 from analysis.report.table import Cell, Table
 from gems.trace import Trace
+from gems.utils.units import MIB
 
 KINDS = ("F", "B", "I", "W", "R")
 PEAKS = (

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.metrics.units import counted
 from gems.trace import Trace
+from gems.utils.units import counted
 
 MAX_EVENTS = 1 << 20
 

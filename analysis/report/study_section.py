@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.metrics.units import counted, number
 from analysis.plots.scaling import scaling_figure, title
 from analysis.report.markup import Html, element, svg_image
 from analysis.report.table import Cell, Table
@@ -16,6 +15,7 @@ from analysis.scaling.fits import fits_of, why_not_fitted
 from analysis.scaling.fits.format import fit_lines
 from analysis.scaling.point_reading import read_points
 from analysis.scaling.rules import Rule, rules_of
+from gems.utils.units import counted, number
 
 COLUMNS = {
     "schedule": "schedule", "source": "source", "ranks": "ranks", "partitions": "partitions", "replicas": "replicas",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.metrics.units import UNKNOWN
 from analysis.report.markup import Html, element, joined
+from gems.utils.units import UNKNOWN
 
 Cell = str | float | int | None
 LONG_CHARS = 40  # a longer text is broken into lines

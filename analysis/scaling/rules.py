@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from analysis.metrics.statistics import Interval, fewest_values, further_values
-from analysis.metrics.units import counted, number
 from analysis.scaling.efficiency import bases_of, kind_of, may_join, neighbours
 from analysis.scaling.points import Point
 from gems.trace import SOURCES
+from gems.utils.units import counted, number
 
 PRECISION = 0.05  # half of the interval of the median, over the median
 TAIL = 0.10  # the 95th percentile above the median

@@ -9,7 +9,6 @@ from typing import Any
 
 from analysis.io.csv_file import write_csv
 from analysis.metrics.statistics import Interval
-from analysis.metrics.units import Unit, number, time_unit
 from analysis.plots.figure import save_figure
 from analysis.plots.projection import place_rows, projection_table, sensitivity_rows, write_projection
 from analysis.plots.scaling import base_words, scaling_figure, title
@@ -21,6 +20,7 @@ from analysis.scaling.points import Point
 from analysis.scaling.projection import Projection, project
 from analysis.scaling.rules import Rule, rule_lines, rules_of
 from gems.errors import ConfigError
+from gems.utils.units import Unit, number, time_unit
 
 STEM = "scaling"
 PICTURES = (".png", ".pdf")

@@ -13,7 +13,8 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import end_stranger
-from jobs.cli.status import Overview, look, plain
+from gems.utils.tables import printable
+from jobs.cli.status import Overview, look
 from jobs.slurm.jobs import cancel_jobs
 from jobs.status.facts import GOING_ON, lives_here, read_facts
 from jobs.status.lookup import RUNS_DIR, Catalogue, catalogue, run_name
@@ -38,7 +39,7 @@ class Outcome:
 
     def line(self) -> str:
         """Describe the outcome."""
-        return plain(f"{self.folder.path.name}: {self.outcome}, {self.why}")
+        return printable(f"{self.folder.path.name}: {self.outcome}, {self.why}")
 
 
 def cancel(words: Sequence[str], options: Options) -> int:
@@ -81,9 +82,9 @@ def _says_yes(seen: Overview) -> bool:
         raise ConfigError("cancel", len(active), "must be confirmed, and nobody is there to ask", f"add {YES}")
     for run in active:
         job = f", job {run.facts.job_id}" if run.facts.job_id else ""
-        print(plain(f"jobs: {run.folder.path.name} is {run.state}{job}"), file=sys.stderr)
+        print(printable(f"jobs: {run.folder.path.name} is {run.state}{job}"), file=sys.stderr)
     for study in seen.studies:
-        print(plain(f"jobs: study {study.record.name} starts no more points"), file=sys.stderr)
+        print(printable(f"jobs: study {study.record.name} starts no more points"), file=sys.stderr)
     print("jobs: cancel? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -12,7 +12,7 @@ from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError, one_of
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
-from jobs.cli.status import plain
+from gems.utils.tables import printable
 from jobs.diagnosis.evidence import read_spec
 from jobs.diagnosis.failure_cause import Cause
 from jobs.diagnosis.report import Diagnosis, diagnose_run
@@ -103,9 +103,10 @@ def _table(study: StudyRecord, points: Sequence[tuple[str, Diagnosis]]) -> str:
         same = [(label, one) for label, one in points if one.cause is cause]
         lines.append(f"{cause} ({len(same)})")
         lines += [
-            plain(f"  {label}, {one.folder.path.name}: {one.where() or 'the run'}: {one.text}") for label, one in same
+            printable(f"  {label}, {one.folder.path.name}: {one.where() or 'the run'}: {one.text}")
+            for label, one in same
         ]
-        lines.append(plain(f"  to change: {'; '.join(same[0][1].advice)}"))
+        lines.append(printable(f"  to change: {'; '.join(same[0][1].advice)}"))
     return "\n".join(lines)
 
 
@@ -160,4 +161,4 @@ def _utc(told: Diagnosis) -> str:
 
 
 def _say(text: str) -> None:
-    print(plain(f"jobs: {text}"), file=sys.stderr)
+    print(printable(f"jobs: {text}"), file=sys.stderr)

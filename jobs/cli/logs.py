@@ -15,7 +15,8 @@ from typing import IO
 from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from jobs.cli.status import plain, when
+from gems.utils.tables import printable
+from jobs.cli.status import when
 from jobs.status.facts import read_status
 from jobs.status.lookup import one_run
 from jobs.status.run_status import Condition, conditions
@@ -188,7 +189,7 @@ class _Watch:
         """Describe the state of the run."""
         start = self._seen.start_utc
         notes = [self._seen.note, f"starts about {when(start)}" if start is not None else ""]
-        return plain(
+        return printable(
             ": ".join([f"{self._folder.path.name} is {self._seen.state}", ", ".join(filter(None, notes))])
         ).rstrip(": ")
 

@@ -12,8 +12,8 @@ from gems.config.compose import changed
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
 from gems.runs.folder import RunFolder
+from gems.utils.tables import printable
 from jobs.cli.diagnose import remember
-from jobs.cli.status import plain
 from jobs.cli.submit import start
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.failure_cause import Cause
@@ -46,7 +46,7 @@ class Outcome:
 
     def line(self) -> str:
         """Describe the outcome."""
-        return plain(f"{self.folder.path.name}: {self.outcome}, {self.why}")
+        return printable(f"{self.folder.path.name}: {self.outcome}, {self.why}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome for a program."""

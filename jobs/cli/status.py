@@ -13,6 +13,7 @@ from typing import Any
 
 from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError
+from gems.utils.tables import printable
 from jobs.status.facts import MISSING
 from jobs.status.lookup import Catalogue, catalogue
 from jobs.status.run_status import Condition, conditions
@@ -139,11 +140,6 @@ def when(start: datetime) -> str:
     return f"{local:%H:%M}" if local.date() == today else f"{local:%Y-%m-%d %H:%M}"
 
 
-def plain(text: str) -> str:
-    """Return text on one line, without what a terminal would take for an order."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
 def _row(run: Condition, name: str) -> tuple[str, ...]:
     facts = run.facts
     step = "" if facts.step is None else f"{facts.step}/{'?' if facts.steps is None else facts.steps}"
@@ -151,14 +147,14 @@ def _row(run: Condition, name: str) -> tuple[str, ...]:
     if run.state == "pending" and run.start_utc is not None:
         note = f"{note}, starts about {when(run.start_utc)}".removeprefix(", ")
     return (
-        plain(name),
+        printable(name),
         f"{run.state}?" if run.is_guess else run.state,
         facts.job_id or "",
         f"~{step}" if "step" in facts.sources else step,
         "" if facts.images_per_s is None else f"{facts.images_per_s:.4g}",
         "" if facts.loss is None else f"{facts.loss:.4f}",
         "" if run.age_s is None else f"{run.age_s:.0f} s",
-        plain(note),
+        printable(note),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
-from jobs.cli.status import plain
+from gems.utils.tables import printable
 from jobs.diagnosis.evidence import Evidence, gather, read_schedule, whole
 from jobs.diagnosis.failure_cause import NOT_FAILED, Cause, Finding, judge
 from jobs.diagnosis.findings import findings_of
@@ -82,7 +82,7 @@ class Diagnosis:
     def line(self) -> str:
         """Describe the diagnosis in one short line, without the run's name."""
         where = f", {self.where()}" if self.where() else ""
-        return plain(f"{self.cause}{where}: {self.text}")
+        return printable(f"{self.cause}{where}: {self.text}")
 
     def paragraph(self) -> str:
         """Describe the whole in one paragraph."""
@@ -103,7 +103,7 @@ class Diagnosis:
         parts += self._left()
         if self.advice:
             parts.append(f"To change: {'; '.join(self.advice)}.")
-        return plain(" ".join(parts))
+        return printable(" ".join(parts))
 
     def _when(self) -> str:
         if self.step is None:

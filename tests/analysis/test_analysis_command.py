@@ -16,7 +16,6 @@ import pytest
 from analysis.__main__ import VERBS, main
 from analysis.cli.summary import summary_dict, summary_table
 from analysis.metrics.run_metrics import metrics_of
-from analysis.metrics.units import bytes_unit, number, time_unit
 from gems.trace import DTYPES, Trace, part_path, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,21 +223,6 @@ def test_table_shows_resident_and_driver_bytes(simulate: Simulate) -> None:
     text = summary_table(metrics_of(trace), trace, {})
     assert "peak, driver [GiB], rank 1" in text
     assert "peak, resident [GiB]               1.00 on all 2 ranks" in text
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(1234.6, "1235"), (99.96, "100.0"), (12.34, "12.3"), (1.0, "1.00"), (0.0, "0.00"), (0.01234, "0.0123")],
-)
-def test_numbers_keep_three_digits(value: float, shown: str) -> None:
-    assert number(value) == shown
-
-
-def test_units_follow_the_largest_figure() -> None:
-    assert [time_unit([value, None]).name for value in (2.0, 0.02, 2e-5)] == ["s", "ms", "us"]
-    assert time_unit([0.0812]).show(0.0812) == "81.2"
-    assert [bytes_unit([value]).name for value in (1 << 20, 1 << 30)] == ["MiB", "GiB"]
-    assert time_unit([None]).show(None) == "-"
 
 
 def test_start_up_loads_nothing_heavy() -> None:

@@ -14,7 +14,7 @@ from gems.engine.supervision.progress import Progress
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS
-from jobs.cli.status import look, plain, table
+from jobs.cli.status import look, table
 from jobs.status.lookup import catalogue, one_run
 from jobs.status.study_record import StudyRecord
 from tests.jobs.fake_slurm import FakeSlurm
@@ -174,7 +174,3 @@ def test_a_watcher_may_stop(some: dict[str, RunFolder], status: Status, monkeypa
 def test_an_interval_that_is_none(text: str, status: Status) -> None:
     (line,) = status("--watch", text, code=2).splitlines()
     assert line.startswith(f"jobs: --watch={text}: must be 1 or more seconds")
-
-
-def test_what_a_terminal_would_obey_is_not_printed() -> None:
-    assert plain("a\x1b]0;x\x07b\nc é") == "a ]0;x b c é"

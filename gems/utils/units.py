@@ -1,0 +1,67 @@
+"""Figures for people: units that suit a size, numbers in a few digits, shares in percent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit's name and its size in the base unit."""
+
+    name: str
+    size: float
+
+    def show(self, value: float | None) -> str:
+        """Return the number in this unit, in three to four digits; `-` for None."""
+        return UNKNOWN if value is None else number(value / self.size)
+
+
+def time_unit(values_s: Iterable[float | None]) -> Unit:
+    """Return s, ms or us by the largest of times in seconds."""
+    largest = max((abs(value) for value in values_s if value is not None), default=0.0)
+    if largest >= 1.0:
+        return Unit("s", 1.0)
+    return Unit("ms", 1e-3) if largest >= 1e-3 else Unit("us", 1e-6)
+
+
+def bytes_unit(values_bytes: Iterable[float | None]) -> Unit:
+    """Return MiB, or GiB if the largest figure reaches one."""
+    largest = max((value for value in values_bytes if value is not None), default=0.0)
+    return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", MIB)
+
+
+def number(value: float) -> str:
+    """Return a number in at least three digits: 1234, 123, 12.3, 1.23, 0.0123."""
+    size = abs(value)
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if size >= 1 or not size else f"{value:.3g}"
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """Return `1 rank`, `2 ranks`; `plural` is the ending."""
+    return f"{count} {noun}" + ("" if count == 1 else plural)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return `1.500 GiB` or, below one, `12.34 MiB`."""
+    return f"{num_bytes / GIB:.3f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.2f} MiB"
+
+
+def format_rates(latency_s: float, bytes_per_s: float) -> str:
+    """Return what a link does: `1.5 us, 12.34 GB/s`."""
+    return f"{1e6 * latency_s:.1f} us, {bytes_per_s / 1e9:.2f} GB/s"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """Return a fraction of 1 in percent, without the sign; `-` for None."""
+    return UNKNOWN if share is None else f"{100 * share:.{digits}f}"
