@@ -9,7 +9,7 @@ from typing import Any
 
 from gems.cli.framework import Options, print_json
 from gems.cli.pictures import check_picture, draw
-from gems.config.checks import check_memory
+from gems.config.constraints import check_memory
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError

@@ -2,90 +2,132 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import dataclass
 from typing import Any
 
-from gems.errors import ConfigError, nearest, one_of
+from gems.config.fields import choice, flag, number, rows, text
+
+LAUNCHERS = ("mpiexec", "srun", "ibrun")
+GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
+CONTAINERS = ("none", "apptainer", "singularity", "pyxis")
+CHARGED = ("gpu-hour", "node-hour")
+MAX_NODES = 2**20
+MAX_PER_NODE = 2**16
+MAX_MINUTES = 10**6
+MAX_SIGNAL_S = 65535  # of sbatch's --signal
+MAX_REQUEUES = 1000
+GPU_BIND = re.compile(
+    r"((verbose|quiet),)*(none|closest|(single|per_task):\d+|map_gpu:\d+(\*\d+)?(,\d+(\*\d+)?)*|"
+    r"mask_gpu:(0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)"
+)
+MAP = r"(?:map_(?:cpu|ldom):(?P<map>\d+(?:,\d+)*)|mask_(?:cpu|ldom):(?P<mask>(?:0x)?[0-9a-fA-F]+(?:,(?:0x)?[0-9a-fA-F]+)*))"
+CPU_BIND = re.compile(rf"(?:(?:verbose|quiet),)*(?:none|cores|threads|sockets|ldoms|rank|rank_ldom|{MAP})")
+CPU_BINDS = (
+    "none, cores, threads, sockets, ldoms, rank, rank_ldom, map_cpu:LIST, mask_cpu:LIST, map_ldom:LIST, mask_ldom:LIST"
+)
+MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+=@-]*")
+NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}(\[[0-9]+([,-][0-9]+)*\])?")
+HOST = re.compile(r"[A-Za-z0-9.*?\[\]!_-]+")
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+LINE = "must be printable text on one line"
+
+
+def _is_word(word: str) -> bool:
+    return bool(word) and word.isprintable()
+
+
+def _word(help: str, in_run_id: bool = True) -> str | None:
+    return text(None, help, accepts=_is_word, form=f"{LINE}, or null", in_run_id=in_run_id)
+
+
+def _lines(help: str) -> list[str]:
+    return text([], help, accepts=str.isprintable, form=LINE)
 
 
 @dataclass(slots=True)
 class QueueLimit:
-    """What a site allows to jobs of some size: minutes, and jobs that a user may have queued.
+    """What a site allows to jobs of some size; a row without a partition or QOS counts for jobs of any."""
 
-    A row counts for jobs of `partition` and `qos` (None: of any) on `min_nodes` to `max_nodes` nodes (None: no end).
-    """
-
-    partition: str | None = None
-    qos: str | None = None
-    min_nodes: int = 1
-    max_nodes: int | None = None
-    minutes: int | None = None
-    queued_jobs: int | None = None
+    partition: str | None = text(None, "partition of the jobs; null: any")
+    qos: str | None = text(None, "QOS of the jobs; null: any")
+    min_nodes: int = number(1, "nodes of the smallest jobs", min=1)
+    max_nodes: int | None = number(None, "nodes of the largest jobs; null: no limit", min=1)
+    minutes: int | None = number(None, "longest time limit", min=1)
+    queued_jobs: int | None = number(None, "jobs that a user may have queued", min=1)
 
 
 @dataclass(slots=True)
 class ClusterConfig:
-    """How ranks are started: on this machine by mpiexec, or by SLURM with the site's habits.
+    """How ranks are started: on this machine by mpiexec, or by SLURM with the site's habits."""
 
-    `hosts` are patterns of the names of login nodes, by which `cluster=auto` finds the preset. `usable_cpus_per_node` are
-    the CPUs of a node that jobs may use, as the site's SLURM counts them, and `node_memory_bytes` its memory.
-
-    `gpu_request` is the option that asks for GPUs: gpus-per-node, gpus-per-task, gres, or none where they come with the
-    queue. `gpu_bind` and `cpu_bind` are srun's. `device_order` gives the GPU of each local rank, among those visible.
-    `account_suffix` is added to the account unless it ends so, and `supports_mem_option` says whether the site takes `--mem`.
-
-    `container` is the site's runtime (none, apptainer, singularity, pyxis), used with its own `container_options` once a
-    `container_image` is given; then `python` is the interpreter inside. `limits` are read in their order: the first that fits a job counts.
-    `charge_rate` is what a `charge_per` (gpu-hour or node-hour) costs, in `charge_unit`. `runs_per_job` is how many points of
-    a study, each of one node at most, go into one job, one after another.
-
-    With `archive_code` a job runs the code as it was when it was submitted, from the archive in its run folder; without, the
-    code as it lies there by then. `exclude` are nodes not to use. Jobs that may take more than `confirm_above_gpu_hours`
-    GPU-hours are submitted after a question only (None: without one). `signal_before_end_s` is how long before the time limit
-    the run is asked to save and stop (0: never), and `max_requeues` how often it then starts again by itself.
-    """
-
-    name: str = "local"
-    launcher: str = "mpiexec"
-    hosts: list[str] = field(default_factory=list)
-    nodes: int | None = None
-    ranks_per_node: int | None = None
-    cpus_per_rank: int = 1
-    gpus_per_node: int = 0
-    usable_cpus_per_node: int | None = None
-    node_memory_bytes: int | None = None
-    minutes: int = 60
-    partition: str | None = None
-    account: str | None = None
-    account_suffix: str | None = None
-    mpi: str | None = None
-    python: str | None = None
-    gpu_request: str = "gpus-per-node"
-    gpu_bind: str | None = "none"
-    cpu_bind: str | None = None
-    device_order: list[int] = field(default_factory=list)
-    supports_mem_option: bool = True
-    modules: list[str] = field(default_factory=list)
-    setup: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-    sbatch: dict[str, Any] = field(default_factory=dict)
-    srun: list[str] = field(default_factory=list)
-    container: str = "none"
-    container_image: str | None = None
-    container_options: list[str] = field(default_factory=list)
-    limits: list[QueueLimit] = field(default_factory=list)
-    charge_per: str | None = None
-    charge_rate: float | None = None
-    charge_unit: str | None = None
-    archive_code: bool = True
-    exclude: list[str] = field(default_factory=list)
-    runs_per_job: int = 1
-    confirm_above_gpu_hours: float | None = None
-    signal_before_end_s: int = 120
-    max_requeues: int = 3
-
-    def __post_init__(self) -> None:
-        self.limits = [_limit(number, row) for number, row in enumerate(self.limits)]
+    name: str = text("local", "name of the preset")
+    launcher: str = choice("mpiexec", LAUNCHERS, "program that starts the ranks")
+    hosts: list[str] = text(
+        [], "patterns of the names of login nodes, by which cluster=auto finds the preset", accepts=HOST.fullmatch,
+        form="must be patterns of host names, as in [login*.site.org]", in_run_id=False,
+    )  # fmt: skip
+    nodes: int | None = number(None, "nodes of a job; null: as few as hold its ranks", min=1, max=MAX_NODES)
+    ranks_per_node: int | None = number(None, "ranks of a node; null: one for each GPU", min=1, max=MAX_NODES)
+    cpus_per_rank: int = number(1, "CPUs of a rank, as the site's SLURM counts them", min=1, max=MAX_PER_NODE)
+    gpus_per_node: int = number(0, "GPUs of a node", max=MAX_PER_NODE)
+    usable_cpus_per_node: int | None = number(
+        None, "CPUs of a node that jobs may use, as the site's SLURM counts them", min=1, max=MAX_NODES
+    )
+    node_memory_bytes: int | None = number(None, "host memory of a node", min=1)
+    minutes: int = number(60, "time limit of a job", min=1, max=MAX_MINUTES, in_run_id=False)
+    partition: str | None = _word("partition of a job")
+    account: str | None = _word("account that a job is charged to", in_run_id=False)
+    account_suffix: str | None = _word("suffix that the site wants at the end of an account")
+    mpi: str | None = _word("srun's --mpi")
+    python: str | None = text(None, "interpreter of the ranks, in the container if there is one; null: this one",
+                              accepts=str.isprintable, form=LINE)  # fmt: skip
+    gpu_request: str = choice(
+        "gpus-per-node", GPU_REQUESTS, "option that asks for GPUs; none: they come with the queue"
+    )
+    gpu_bind: str | None = text(
+        "none", "srun's --gpu-bind", accepts=GPU_BIND.fullmatch,
+        form="allowed: none, closest, single:N, per_task:N, map_gpu:LIST, mask_gpu:LIST",
+    )  # fmt: skip
+    cpu_bind: str | None = text(None, "srun's --cpu-bind", accepts=CPU_BIND.fullmatch, form=f"allowed: {CPU_BINDS}")
+    device_order: list[int] = number([], "GPU of each local rank, among those visible; empty: in order")
+    supports_mem_option: bool = flag(True, "whether the site takes --mem")
+    modules: list[str] = text(
+        [], "environment modules to load", accepts=MODULE.fullmatch,
+        form="must be names of modules, as in [gcc/13.2,openmpi]",
+    )  # fmt: skip
+    setup: list[str] = text([], "shell lines to run before the ranks")
+    environment: dict[str, str] = text({}, "environment variables of the ranks")
+    sbatch: dict[str, Any] = text({}, "more options of sbatch")
+    srun: list[str] = _lines("more options of srun")
+    container: str = choice("none", CONTAINERS, "the site's container runtime, used with cluster.container_image")
+    container_image: str | None = text(
+        None, "image that ranks run in", accepts=lambda word: word.isprintable() and not word.startswith("-"),
+        form="must be an image's path or name on one line",
+    )  # fmt: skip
+    container_options: list[str] = _lines("the site's options of the container runtime")
+    limits: list[QueueLimit] = rows("limits of the site's queues, of which the first that fits a job counts")
+    charge_per: str | None = choice(None, CHARGED, "what is charged", in_run_id=False)
+    charge_rate: float | None = number(None, "price of one cluster.charge_per", in_run_id=False)
+    charge_unit: str | None = text(None, "unit of the price", in_run_id=False)
+    archive_code: bool = flag(
+        True, "run a job from the code as it was at submission, from the archive in its folder", in_run_id=False
+    )
+    exclude: list[str] = text(
+        [], "nodes not to use", accepts=NODE.fullmatch, form="must be names of nodes, as in [n001,'n[003-005]']",
+        in_run_id=False,
+    )  # fmt: skip
+    runs_per_job: int = number(
+        1, "one-node points of a study that share a job, one after another", min=1, in_run_id=False
+    )
+    confirm_above_gpu_hours: float | None = number(
+        None, "GPU-hours above which a submission is confirmed first; null: never", in_run_id=False
+    )
+    signal_before_end_s: int = number(
+        120, "seconds before the time limit at which a run is asked to save and stop; 0: never", max=MAX_SIGNAL_S,
+        in_run_id=False,
+    )  # fmt: skip
+    max_requeues: int = number(3, "how often a stopped run is requeued by itself", max=MAX_REQUEUES, in_run_id=False)
 
     @property
     def full_account(self) -> str | None:
@@ -96,15 +138,8 @@ class ClusterConfig:
         return f"{self.account}{suffix}"
 
 
-def _limit(number: int, row: QueueLimit | dict[str, Any]) -> QueueLimit:
-    """Return a row of `limits`, that is a mapping where a run.yaml was read."""
-    if isinstance(row, QueueLimit):
-        return row
-    key = f"cluster.limits[{number}]"
-    if not isinstance(row, dict):
-        raise ConfigError(key, row, "must be a mapping of keys to values")
-    known = [each.name for each in fields(QueueLimit)]
-    for name in row:
-        if name not in known:
-            raise ConfigError(f"{key}.{name}", row[name], one_of(nearest(str(name), known)))
-    return QueueLimit(**row)
+def num_bound(cpu_bind: str | None) -> int | None:
+    """Return how many CPUs or masks a binding lists, or None for a word that lists none."""
+    found = CPU_BIND.fullmatch(cpu_bind or "")
+    places = found and (found["map"] or found["mask"])
+    return len(places.split(",")) if places else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.cluster_presets import GROUP as CLUSTER
+from gems.config.fields import keys
 from gems.config.renamed_keys import renamed_error
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, nearest, one_of
@@ -62,13 +62,7 @@ def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
     for folder in folders:
         groups = (path.name for path in folder.iterdir() if path.is_dir())
         yield from (group for group in groups if options_of(group, [folder]))
-    for field in dataclasses.fields(RunSpec):
-        inner = field.default_factory
-        if inner is dataclasses.MISSING:
-            yield field.name
-            continue
-        for name in getattr(inner, "__dataclass_fields__", {}):
-            yield f"{field.name}.{name}"
+    yield from (key.name for key in keys(RunSpec))
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -79,9 +73,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
     """
     given = parsed(overrides)
     folders = [CONF, *search_path(given)]
-    keys = list(valid_keys(folders))
+    valid = list(valid_keys(folders))
     for override in given:
-        _check_override(override, keys, folders)
+        _check_override(override, valid, folders)
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
@@ -125,7 +119,7 @@ def _is_package(name: str) -> bool:
         return False
 
 
-def _check_override(override: Override, keys: Sequence[str], folders: Sequence[Path]) -> None:
+def _check_override(override: Override, valid: Sequence[str], folders: Sequence[Path]) -> None:
     key = str(override.key_or_group)
     if key.startswith("hydra"):
         return
@@ -136,9 +130,9 @@ def _check_override(override: Override, keys: Sequence[str], folders: Sequence[P
         raise ConfigError(f"~{key}", "", "a key cannot be taken away", f"set it instead: {key}=...")
     if (error := renamed_error(key, str(override.input_line).partition("=")[2])) is not None:
         raise error
-    if key not in keys and not FREE.match(key):
+    if key not in valid and not FREE.match(key):
         raise ConfigError(
-            key, override.get_value_element_as_str(), "unknown key; nearest: " + ", ".join(nearest(key, keys))
+            key, override.get_value_element_as_str(), "unknown key; nearest: " + ", ".join(nearest(key, valid))
         )
     options = options_of(key, folders) + ([AUTO] if key == CLUSTER else [])
     if options and override.value() == []:

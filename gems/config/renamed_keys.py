@@ -40,5 +40,5 @@ def with_new_names(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in values.items():
         old = f"{section}.{name}"
-        found[RENAMED.get(old, old).partition(".")[2]] = not value if old in INVERTED else value
+        found[RENAMED[old].partition(".")[2] if old in RENAMED else name] = not value if old in INVERTED else value
     return found

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gems.config.checks import check_choices, check_memory, check_ranges, check_start
-from gems.config.cluster_checks import check_cluster
-from gems.config.schedule_checks import check_pace, check_schedule
+from gems.config.constraints import check_constraints
+from gems.config.fields import check_fields
 from gems.config.schema import ParallelConfig, RunSpec
-from gems.config.value_checks import check_size, check_values
 from gems.data import check_data, kind_of, labels_per_sample, resolve_data, sources_of
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, takes_of
@@ -24,20 +22,13 @@ def resolve(spec: RunSpec) -> RunSpec:
     Raises:
         ConfigError: the first value that cannot run, with what is allowed.
     """
-    check_values(spec)
+    check_fields(spec)
     spec = _resolve_target(spec)
-    check_choices(spec)
-    check_ranges(spec)
-    check_cluster(spec.cluster)
     check_data(spec.data)
     _check_kind(spec)
     check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
     parallel = _resolve_counts(spec)
-    check_size(replace(spec, parallel=parallel))
-    check_schedule(spec)
-    check_memory(spec)
-    check_pace(spec)
-    check_start(spec)
+    check_constraints(replace(spec, parallel=parallel))
     layers = layers_of(spec.model, spec.data)
     if spec.schedule.name == PLACED and not num_branching(operators_of(layers)):
         raise ConfigError(

@@ -1,29 +1,32 @@
-"""The signature: what a run's folder is called by, so that the same run finds its folder again."""
+"""The run's ID, which ends its folder's name: a hash of what the user asked for, so that the same run finds its folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 
+from gems.config.fields import keys
 from gems.config.schema import RESUME_AUTO, RESUME_NEVER, RunSpec
 
-OF_THE_SITE = (
-    "hosts", "limits", "charge_per", "charge_rate", "charge_unit", "minutes", "account", "exclude", "archive_code",
-    "runs_per_job", "confirm_above_gpu_hours", "signal_before_end_s", "max_requeues",
+# Fields of `cost` that a profile fills: what is measured is no part of what the user asked for.
+PROFILED = (
+    "forward", "input_grad", "weight_grad", "recompute", "times", "activations", "unit_s", "activation_bytes",
+    "boundary_bytes", "param_bytes",
 )  # fmt: skip
-OF_SAFETY = ("checkpoint_steps", "checkpoint_s", "keep_checkpoints")
 
 
-def signature(spec: RunSpec) -> str:
-    """Return 8 hexadecimal digits of the whole resolved configuration, but for what changes no run.
+def run_id(spec: RunSpec) -> str:
+    """Return 8 hexadecimal digits of the values of a resolved run that differ from the schema's defaults.
 
-    That are the folders of runs and of the cache, what a site allows and charges, and by which names it is known, and
-    how long a job may take, who pays for it, which nodes it shall not use, and how often the state is saved.
+    Fields with `in_run_id=False` are left out, and so is all that a profile fills. A key that a later version adds
+    changes no ID as long as it has its default.
     """
-    values = {key: value for key, value in spec.to_dict().items() if key not in ("runs_dir", "cache_dir")}
-    values["cluster"] = {key: value for key, value in values["cluster"].items() if key not in OF_THE_SITE}
-    # a run is held to it, so that it says nothing that partitions and replicas do not
-    values["parallel"] = {key: value for key, value in values["parallel"].items() if key != "gpus"}
-    unchanged = OF_SAFETY if spec.train.resume not in (RESUME_AUTO, RESUME_NEVER) else (*OF_SAFETY, "resume")
-    values["train"] = {key: value for key, value in values["train"].items() if key not in unchanged}
+    values = {}
+    for key in keys(RunSpec):
+        section, _, name = key.name.rpartition(".")
+        value = getattr(getattr(spec, section) if section else spec, name)
+        is_profiled = section == "cost" and name in PROFILED and spec.cost.name == "profile"
+        is_default = value == key.default or (key.name == "train.resume" and value in (RESUME_AUTO, RESUME_NEVER))
+        if key.rule.in_run_id and not is_profiled and not is_default:
+            values[key.name] = value
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

@@ -6,212 +6,293 @@ A field's default is the toolkit's default; `conf/` only chooses among them. `No
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
-from gems.config.machine import MachineConfig as MachineConfig
-from gems.config.renamed_keys import with_new_names
-from gems.config.value_types import check_types
-from gems.errors import ConfigError, nearest, one_of
+from gems.config.fields import build, choice, flag, number, text
+from gems.memory import POLICIES, RECLAIMS, RECOMPUTES
+from gems.partition import METHODS, OBJECTIVES
+from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
+
+DTYPES = ("float32", "float64", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+TRANSPORTS = ("auto", "host", "gpu")
+OPTIMIZERS = ("sgd", "adam")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+COSTS = ("uniform", "profile")
+MACHINES = ("real", "emulated", "simulated", "probe")
+PROFILES = ("fake", "measured", "incremental")
+RESUME_AUTO, RESUME_NEVER = "auto", "never"
+MAX_WORLD = 2**20
+# F actions of a step: a schedule of so many is made and validated within minutes.
+MAX_FORWARDS = 2**19
+MAX_LAYERS = 10**5
+MAX_SIDE = 2**20
+MAX_COUNT = 2**31 - 1
+MAX_STEPS = 10**12
+# Linux's limits, with room for what a run adds to its name and folder.
+MAX_NAME_BYTES, MAX_PART_BYTES, MAX_PATH_BYTES = 200, 255, 3000
+NAME = f"must be a folder's name: printable, at most {MAX_NAME_BYTES} bytes, without '/', not starting with '.'"
+FOLDER = "must be a folder, whose path is not longer than a file system allows"
+
+
+def _schedules() -> Iterator[str]:
+    yield from (*FAMILIES, FROM_FILE, PLACED)
+
+
+def _is_name(word: str) -> bool:
+    is_short = 0 < len(word.encode()) <= MAX_NAME_BYTES
+    return is_short and "/" not in word and word.isprintable() and not word.startswith(".")
+
+
+def _is_folder(path: str) -> bool:
+    longest = max(len(part.encode()) for part in path.split("/"))
+    return 0 < len(path.encode()) <= MAX_PATH_BYTES and longest <= MAX_PART_BYTES
 
 
 @dataclass(slots=True)
 class ModelConfig:
-    """A network by family and size; a family reads of these what it has. Or a user's own by `target`.
+    """A network by family and size, of which a family reads what it has; or a user's own, by `target`."""
 
-    `width` is the channels of the first convolution, to which the others keep their proportion. `dropout` is the rate
-    in the classifier, `auxiliary` adds the auxiliary classifier of Inception v3. Of a model of language `width` is the
-    size of what its layers hand on, and `vocabulary` the number of tokens that it tells apart.
-
-    `target` is "package.module.Class", `kwargs` its keyword arguments, `path` the folder that holds the package; the
-    name of such a network is that of its class.
-    """
-
-    name: str = "resnet"
-    depth: int = 20
-    version: int = 1
-    block: str = "auto"
-    shortcut: str = "auto"
-    width: int = 16
-    norm: str = "batch"
-    dropout: float = 0.0
-    auxiliary: bool = False
-    vocabulary: int = 32000
-    target: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    path: str | None = None
+    name: str = text("resnet", "family of the network; of a network of your own, the name of its class")
+    depth: int = number(20, "layers, as the family counts them", min=1, max=MAX_LAYERS)
+    version: int = number(1, "which of the two published forms of a ResNet", min=1, max=2)
+    block: str = text("auto", "residual block of a ResNet: basic, bottleneck, or auto, by depth and version")
+    shortcut: str = text("auto", "shortcut of a ResNet: identity, projection, or auto, by block and version")
+    width: int = number(
+        16, "channels of the first convolution, to which the others keep their proportion; of a language model, the size of "
+        "hidden states", min=1, max=MAX_SIDE,
+    )  # fmt: skip
+    norm: str = text("batch", "normalization: batch, group or none")
+    dropout: float = number(0.0, "share of values that the classifier drops, below 1", max=1)
+    auxiliary: bool = flag(False, "add the auxiliary classifier of Inception v3")
+    vocabulary: int = number(32000, "tokens that a language model knows", max=MAX_COUNT)
+    target: str | None = text(None, "a network of your own, as package.module.Class")
+    kwargs: dict[str, Any] = text({}, "keyword arguments of model.target")
+    path: str | None = text(None, "folder that holds the package of model.target")
 
 
 @dataclass(slots=True)
 class DataConfig:
-    """Where samples come from and their shape.
+    """Where samples come from, and their shape: images, or sequences of tokens."""
 
-    Samples are images, or sequences of `length` tokens, of which `num_classes` different ones occur.
-    """
-
-    name: str = "synthetic"
-    height_px: int = 32
-    width_px: int = 32
-    channels: int = 3
-    num_classes: int = 2
-    length: int = 64
-    path: str | None = None
-    field_of_view_px: int | None = None
-    train_samples: int = 1024
-    validation_samples: int = 256
-    augment: bool = True
-    prefetch_steps: int = 2
+    name: str = text("synthetic", "source of the samples")
+    height_px: int = number(32, "height of an image", min=1, max=MAX_SIDE)
+    width_px: int = number(32, "width of an image", min=1, max=MAX_SIDE)
+    channels: int = number(3, "channels of an image", min=1, max=MAX_SIDE)
+    num_classes: int = number(2, "classes of the labels, or different tokens", min=2, max=MAX_COUNT)
+    length: int = number(64, "tokens of a sequence", min=1, max=MAX_SIDE)
+    path: str | None = text(None, "folder or file of the samples, if the source reads one")
+    field_of_view_px: int | None = number(
+        None, "side of the slide that a tile shows, before it is resampled; null: that of the tile, from 8 to 64", min=1
+    )
+    train_samples: int = number(1024, "samples of an epoch", min=1, max=MAX_COUNT)
+    validation_samples: int = number(256, "samples of the validation split", min=1, max=MAX_COUNT)
+    augment: bool = flag(True, "flip and rotate training images at random")
+    prefetch_steps: int = number(2, "steps whose samples are read ahead", max=10**4)
 
 
 @dataclass(slots=True)
 class ParallelConfig:
-    """How a step is spread over ranks: world size = partitions x replicas, and `gpus` where that is given.
+    """How a step is spread over ranks: world size = partitions x replicas."""
 
-    `gpus` is what a plan may spend; a run is held to it.
-    """
-
-    partitions: int = 1
-    replicas: int = 1
-    replications: int | None = None
-    parts: int | None = None
-    micro_batches: int | None = None
-    micro_batch_size: int = 1
-    boundaries: list[int] | None = None
-    gpus: int | None = None
+    partitions: int = number(1, "ranks of one pipeline", min=1, max=MAX_WORLD)
+    replicas: int = number(1, "data-parallel copies of the pipeline", min=1, max=MAX_WORLD)
+    replications: int | None = number(
+        None, "GEMS's eta, how often the directions take turns in a step; null: from micro_batches and parts",
+        min=1, max=MAX_FORWARDS,
+    )  # fmt: skip
+    parts: int | None = number(
+        None, "micro-batches of a replication; null: from micro_batches and replications", min=1, max=MAX_FORWARDS
+    )
+    micro_batches: int | None = number(
+        None, "micro-batches of a pipeline's step; null: replications x parts", min=1, max=MAX_FORWARDS
+    )
+    micro_batch_size: int = number(1, "samples of a micro-batch", min=1, max=MAX_WORLD)
+    boundaries: list[int] | None = number(
+        None, "first layer of each stage and the number of layers, rising from 0; null: by partition="
+    )
+    gpus: int | None = number(
+        None, "GPUs that a plan may spend, and that a run must use", min=1, max=MAX_WORLD, in_run_id=False
+    )
 
 
 @dataclass(slots=True)
 class ScheduleConfig:
-    """The order of work, by its published name, or found under a cap (`capped`), or read from a file (`file`)."""
+    """The order of work."""
 
-    name: str = "gems_master"
-    chunks: int = 2
-    activation_cap: float | None = None
-    activation_cap_bytes: int | None = None
-    memory_actions: list[str] = field(default_factory=list)
-    placements: list[str] = field(default_factory=list)
-    max_stages: int | None = None
-    budget_s: float = 5.0
-    path: str | None = None
+    name: str = choice(
+        "gems_master", _schedules, "order of the work: a published one, capped (found under a cap) or file"
+    )
+    chunks: int = number(2, "stages of a rank under schedules that let it be chosen", min=1, max=MAX_LAYERS)
+    activation_cap: float | None = number(
+        None, "activations that a rank may hold; 1 is one micro-batch on the heaviest rank", above=0
+    )
+    activation_cap_bytes: int | None = number(None, "the same in bytes", min=1)
+    memory_actions: list[str] = choice([], ACTIONS, "what schedule=capped may do with activations under its cap")
+    placements: list[str] = choice([], PLACEMENTS, "placements of stages that schedule=capped tries; empty: all")
+    max_stages: int | None = number(None, "stages that schedule=capped may make", min=1, max=MAX_LAYERS)
+    budget_s: float = number(5.0, "seconds of the search of schedule=capped", above=0)
+    path: str | None = text(None, "file of schedule=file, from `gems schedule --json`")
 
 
 @dataclass(slots=True)
 class ProfileConfig:
-    """What the layers cost: how it is found out (fake, measured, incremental), or the file that has it.
+    """What the layers cost, and how that is found out."""
 
-    `fake` needs no device: bytes from fake tensors, times from the rates of `machine`. `measured` runs each layer
-    `repetitions` times or more on this device. `incremental` adds layers to a device one by one, as mCAP does, on the real
-    device or on fake tensors (`on`). With `path`, a file of `gems profile --json`, nothing is found out. `whole_model_peak` adds to
-    a fake profile the peak of the unsplit model by torch's own tracker, which takes long for deep ones.
-    """
-
-    name: str = "fake"
-    path: str | None = None
-    repetitions: int = 5
-    on: str = "real"
-    whole_model_peak: bool = False
+    name: str = choice(
+        "fake", PROFILES, "where a profile comes from: fake tensors and the rates of machine=, this device, or "
+        "layers added to a device one by one (mCAP)",
+    )  # fmt: skip
+    path: str | None = text(None, "file of `gems profile --json` to use instead")
+    repetitions: int = number(5, "how often each layer is measured at least", min=1, max=10**6)
+    on: str = choice("real", ("real", "fake"), "where profile=incremental adds layers: a real device or fake tensors")
+    whole_model_peak: bool = flag(False, "add the peak of the unsplit model by torch's tracker, slow for deep models")
 
 
 @dataclass(slots=True)
 class PartitionConfig:
-    """Where the model is cut, by the name of a method, unless parallel.boundaries says it.
+    """Where the model is cut into stages, unless parallel.boundaries is given."""
 
-    `objective` is what the exact method makes least of, on the rank that has most: peak_bytes, or time (where
-    machine.device_bytes is given, among the cuts that fit). `auto` is time for a run, which wants the fastest cut that
-    fits, and peak_bytes for `gems partition`, which shows how small a device may be.
-    """
-
-    name: str = "exact"
-    objective: str = "auto"
-    budget_s: float = 30.0
+    name: str = choice("exact", METHODS, "method of partitioning")
+    objective: str = choice(
+        "auto", OBJECTIVES, "what the exact method minimizes on the worst rank, peak_bytes or time (among the partitions "
+        "that fit machine.device_bytes); auto: time for a run, peak_bytes for `gems partition`",
+    )  # fmt: skip
+    budget_s: float = number(30.0, "seconds of the exact method's search", above=0)
 
 
 @dataclass(slots=True)
 class MemoryConfig:
-    """What becomes of activations between forward and backward, by the name of a policy.
+    """What becomes of activations between forward and backward."""
 
-    `keep` leaves them on the device. `vdnn_all`, `vdnn_conv` and `vdnn_dyn` offload the layers' inputs as vDNN does,
-    with its wait at the end of each layer unless `asynchronous`. `lms` swaps by distance in the graph, with the four
-    parameters of TFLMSv2, each found by its tuner where it is None; `lms_limit` swaps the least recently used under
-    `limit_bytes`, choosing the first that is large enough or the one that fits best (`reclaim`: first, size).
-    `recompute` runs forward again: of the whole stage, of each of `segments` segments (None: as many as the root of the
-    layers), or of what is `cheap` in each layer. `plan` chooses for each layer, so that the peak is at most
-    `limit_bytes`, or the activations' peak is less by the share `target_reduction`, and the predicted time is least.
-
-    `limit_bytes` is machine.device_bytes unless given; `ratio` the share of what parameters leave of it that `lms` may
-    use (None: 0.9, and 0.8 with replicas). Storages below `min_offload_bytes` stay on the device. `budget_s` bounds the plan's
-    search; above 10 s the bound is followed further too.
-    """
-
-    name: str = "keep"
-    asynchronous: bool = False
-    swapout_threshold: int | None = None
-    swapin_ahead: int | None = None
-    swapin_groupby: int | None = None
-    sync_mode: int | None = None
-    ratio: float | None = None
-    reclaim: str = "first"
-    recompute: str = "segment"
-    segments: int | None = None
-    target_reduction: float | None = None
-    limit_bytes: int | None = None
-    min_offload_bytes: int = 65536
-    budget_s: float = 10.0
+    name: str = choice("keep", POLICIES, "what becomes of activations between forward and backward")
+    asynchronous: bool = flag(False, "let vDNN's copies go on past the end of their layer")
+    swapout_threshold: int | None = number(
+        None, "lms: distance in levels of the graph from which tensors are swapped; null: tuned", min=1
+    )
+    swapin_ahead: int | None = number(
+        None, "lms: levels ahead of its use at which a tensor comes back; null: tuned", min=1
+    )
+    swapin_groupby: int | None = number(None, "lms: levels whose tensors come back together; null: tuned")
+    sync_mode: int | None = number(None, "lms: copies that compute waits for: 0 none, 1 out, 2 in, 3 both", max=3)
+    ratio: float | None = number(
+        None,
+        "lms: share of the memory left by parameters that it may use; null: 0.9, with replicas 0.8",
+        above=0,
+        max=1,
+    )
+    reclaim: str = choice("first", RECLAIMS, "lms_limit: swap the first tensor that is large enough, or the best fit")
+    recompute: str = choice(
+        "segment", RECOMPUTES, "what memory=recompute computes again: whole stages, segments of them, or cheap layers"
+    )
+    segments: int | None = number(
+        None, "segments of a stage under memory=recompute; null: the root of its layers", min=1, max=MAX_LAYERS
+    )
+    target_reduction: float | None = number(
+        None, "share by which memory=plan must lower the peak of activations", above=0, max=1
+    )
+    limit_bytes: int | None = number(None, "bytes that a rank may use; null: machine.device_bytes", min=1)
+    min_offload_bytes: int = number(65536, "smaller storages are never offloaded")
+    budget_s: float = number(10.0, "seconds of the search of memory=plan; above 10 its bound is refined too", above=0)
 
 
 @dataclass(slots=True)
 class CostConfig:
-    """Costs of one micro-batch on one of P equal parts of the model, in units of time, activations and bytes.
+    """Costs of one micro-batch on one of P equal parts of the model, in units of time, activations and bytes."""
 
-    `unit_s` says how long a unit of time is, `activation_bytes` how large a unit of activations. `input_load` is the time in
-    which a rank where a direction begins reads the input of a micro-batch, one after the other, on an emulated or
-    simulated machine.
-    """
+    name: str = choice("uniform", COSTS, "where costs come from: the keys below, or the model's profile")
+    forward: float = number(1.0, "time of a forward", above=0)
+    input_grad: float = number(1.0, "time of a backward for the input's gradient", above=0)
+    weight_grad: float = number(1.0, "time of a backward for the weights' gradient")
+    link: float = number(0.0, "time of a message between neighbouring ranks")
+    recompute: float | None = number(None, "time of a recompute; null: that of a forward")
+    offload: float = number(0.0, "time of a copy of one rank's activations to or from the host")
+    input_load: float = number(
+        0.0,
+        "time in which the first rank of a direction reads a micro-batch, one after the other, emulated or simulated",
+    )
+    times: list[float] = number([1.0], "relative time of equal parts of the depth", above=0, needs_entries=True)
+    activations: list[float] = number(
+        [1.0], "relative activations of equal parts of the depth", above=0, needs_entries=True
+    )
+    unit_s: float = number(1.0, "seconds of a unit of time", above=0)
+    activation_bytes: int = number(0, "bytes of a unit of activations")
+    boundary_bytes: int = number(0, "bytes of a message between stages")
+    param_bytes: int = number(0, "bytes of a rank's parameters")
 
-    name: str = "uniform"
-    forward: float = 1.0
-    input_grad: float = 1.0
-    weight_grad: float = 1.0
-    link: float = 0.0
-    recompute: float | None = None
-    offload: float = 0.0
-    input_load: float = 0.0
-    times: list[float] = field(default_factory=lambda: [1.0])
-    activations: list[float] = field(default_factory=lambda: [1.0])
-    unit_s: float = 1.0
-    activation_bytes: int = 0
-    boundary_bytes: int = 0
-    param_bytes: int = 0
 
+@dataclass(slots=True)
+class MachineConfig:
+    """What a rank computes on, and how its messages travel. The defaults are one core of a server's processor."""
 
-RESUME_AUTO, RESUME_NEVER = "auto", "never"
+    name: str = text("auto", "name of the machine in reports")
+    kind: str = choice(
+        "real", MACHINES, "real; emulated: compute is a timed wait, messages are real; simulated: nothing runs; "
+        "probe: each rank checks its place and ends",
+    )  # fmt: skip
+    device: str = choice("auto", DEVICES, "device of a rank; auto: its GPU if there is one")
+    threads_per_rank: int = number(1, "threads of a rank's compute on a processor", min=1, max=2**12)
+    transport: str = choice("auto", TRANSPORTS, "memory that messages are sent from; auto: the GPU's if MPI can")
+    link_latency_s: float = number(0.0, "latency of a message; with machine.ranks_per_node, of one between nodes")
+    link_bytes_per_s: float | None = number(
+        None, "rate of a link; with machine.ranks_per_node, of one between nodes; null: no time per byte", above=0
+    )
+    ranks_per_node: int | None = number(None, "ranks of a node, which have links of their own", min=1, max=MAX_WORLD)
+    node_latency_s: float = number(0.0, "latency of a message inside a node")
+    node_bytes_per_s: float | None = number(None, "rate of a link inside a node; null: no time per byte", above=0)
+    contention: bool = flag(False, "let a rank's messages pass one at a time each way, and a node's through one link")
+    slow_rank: int | None = number(None, "world rank that is a straggler, emulated or simulated", max=MAX_WORLD)
+    slowdown: float = number(1.0, "how many times longer machine.slow_rank computes", min=1)
+    device_bytes: int | None = number(None, "memory of a device", min=1)
+    host_bytes: int | None = number(None, "host memory of a node for the activations of its ranks together", min=1)
+    d2h_bytes_per_s: float = number(5e9, "rate of pinned copies out of a device", above=0)
+    h2d_bytes_per_s: float = number(5e9, "rate of pinned copies to a device", above=0)
+    flops_per_s: float = number(6e10, "rate in float32, as torch's convolutions compute it", above=0)
+    bfloat16_flops_per_s: float | None = number(None, "rate in bfloat16; null: the device has none", above=0)
+    float64_flops_per_s: float | None = number(None, "rate in float64; null: half that of float32", above=0)
+    memory_bytes_per_s: float = number(1e10, "rate of the device's memory", above=0)
+    efficiency: float = number(1.0, "share of the rates that kernels reach, for times of profile=fake", above=0)
+    noise: float = number(0.0, "relative standard deviation of a compute's time, drawn by seed in predictions", max=0.5)
+    calibrated_from: str | None = text(None, "what the figures were measured on")
+    held_out_error: float | None = number(
+        None, "median relative error of predicted step times in runs that were not used to calibrate"
+    )
 
 
 @dataclass(slots=True)
 class TrainConfig:
-    """The training loop.
+    """The training loop, its checkpoints and its log."""
 
-    A checkpoint of the whole state is taken every `checkpoint_steps` steps, every `checkpoint_s` seconds, or with neither
-    only when the run is asked to stop; the last `keep_checkpoints` stay. `resume` says where a run begins: `auto` at the
-    newest whole checkpoint of its folder, `never` at the first step, or else at the newest of another run's folder.
-    """
-
-    steps: int = 100
-    warmup_steps: int = 2
-    optimizer: str = "sgd"
-    learning_rate: float = 0.05
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    dtype: str = "float32"
-    evaluate: bool = True
-    hang_timeout_s: float = 600.0
-    sample_interval_s: float = 0.5
-    initial_checkpoint: str | None = None
-    checkpoint_steps: int | None = None
-    checkpoint_s: float | None = None
-    keep_checkpoints: int = 2
-    resume: str = RESUME_AUTO
+    steps: int = number(100, "optimizer steps of the run", min=1, max=MAX_STEPS)
+    warmup_steps: int = number(2, "first steps, which no figure counts; fewer than train.steps", max=MAX_STEPS)
+    optimizer: str = choice("sgd", OPTIMIZERS, "optimizer")
+    learning_rate: float = number(0.05, "learning rate", above=0)
+    momentum: float = number(0.9, "momentum of sgd")
+    weight_decay: float = number(0.0, "weight decay")
+    dtype: str = choice("float32", DTYPES, "type of parameters and activations")
+    evaluate: bool = flag(True, "measure the accuracy on the validation split at the end")
+    hang_timeout_s: float = number(
+        600.0, "seconds after which an action, or a wait in which nobody moves, is a hang", above=0
+    )
+    sample_interval_s: float = number(0.5, "seconds between samples of memory and power", above=0)
+    initial_checkpoint: str | None = text(None, "folder of a finished run, or of weights, to start from")
+    checkpoint_steps: int | None = number(
+        None, "steps between checkpoints of the whole state; null: none", min=1, in_run_id=False
+    )
+    checkpoint_s: float | None = number(
+        None, "seconds between checkpoints; null with checkpoint_steps=null: only when the run is asked to stop",
+        above=0, in_run_id=False,
+    )  # fmt: skip
+    keep_checkpoints: int = number(2, "newest checkpoints that stay", min=1, in_run_id=False)
+    resume: str = text(
+        RESUME_AUTO, "where the run begins: at the newest complete checkpoint of its folder, at the first step, or at the "
+        "newest checkpoint of another folder", accepts=lambda word: word and word.isprintable(),
+        form="must be auto, never, or the folder of a run or a checkpoint",
+    )  # fmt: skip
+    log_level: str = choice("info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False)
 
 
 @dataclass(slots=True)
@@ -232,10 +313,13 @@ class StudyConfig:
 class RunSpec:
     """One run, whole. Built by `gems.config.resolve.resolve`, written to run.yaml, read by every rank."""
 
-    name: str = "run"
-    seed: int = 0
-    runs_dir: str = "runs"
-    cache_dir: str | None = None
+    name: str = text("run", "name of the run, and of its folder", accepts=_is_name, form=NAME)
+    seed: int = number(0, "seed of all that is drawn at random")
+    runs_dir: str = text("runs", "folder of run folders", accepts=_is_folder, form=FOLDER, in_run_id=False)
+    cache_dir: str | None = text(
+        None, "folder of profiles, partitions and plans; null: $GEMS_CACHE_DIR or ~/.cache/gems",
+        accepts=_is_folder, form=FOLDER, in_run_id=False,
+    )  # fmt: skip
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -259,30 +343,9 @@ class RunSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunSpec:
-        """Read what `to_dict` gave.
+        """Return the run of a dictionary of `to_dict`, also of one with old names of keys.
 
         Raises:
             ConfigError: a key that the schema does not know, a section that is no mapping, or a value of another type.
         """
-        sections = {f.name: f.default_factory for f in fields(cls) if f.default_factory is not MISSING}
-        known = [f.name for f in fields(cls)]
-        built: dict[str, Any] = {}
-        for key, value in values.items():
-            if key not in known:
-                raise ConfigError(key, value, one_of(nearest(str(key), known)))
-            if key not in sections:
-                built[key] = value
-                continue
-            if not isinstance(value, dict):
-                raise ConfigError(key, value, "must be a mapping of keys to values")
-            section: Any = sections[key]
-            value = with_new_names(key, value)
-            for inner in value:
-                if inner not in section.__dataclass_fields__:
-                    raise ConfigError(
-                        f"{key}.{inner}", value[inner], one_of(nearest(str(inner), section.__dataclass_fields__))
-                    )
-            check_types(section, value, f"{key}.")
-            built[key] = section(**value)
-        check_types(cls, {key: value for key, value in built.items() if key not in sections})
-        return cls(**built)
+        return build(cls, values)

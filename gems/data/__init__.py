@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from gems.config.fields import check_fields
 from gems.config.schema import DataConfig
 from gems.data import folder, synthetic, tissue, tokens
 from gems.data.dataset import Dataset, Image, Split, Tokens
@@ -55,20 +56,8 @@ def register(name: str, source: Source) -> None:
 
 def check_data(data: DataConfig) -> None:
     """Raise ConfigError for data that cannot be opened, as far as can be told without decoding an image."""
-    source = _source(data)
-    for key, count, least in (
-        ("data.height_px", data.height_px, 1),
-        ("data.width_px", data.width_px, 1),
-        ("data.channels", data.channels, 1),
-        ("data.num_classes", data.num_classes, 2),
-        ("data.train_samples", data.train_samples, 1),
-        ("data.validation_samples", data.validation_samples, 1),
-        ("data.prefetch_steps", data.prefetch_steps, 0),
-        ("data.length", data.length, 1),
-    ):
-        if count < least:
-            raise ConfigError(key, count, f"must be {least} or more")
-    source.check(data)
+    check_fields(data, "data.")
+    _source(data).check(data)
 
 
 def resolve_data(data: DataConfig) -> DataConfig:

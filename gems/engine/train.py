@@ -15,7 +15,7 @@ from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
 from gems.config.resolve import global_batch, labels_per_step
-from gems.config.run_id import signature
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.data import labels_per_sample, open_dataset
 from gems.engine.batch_loader import Feed
@@ -237,7 +237,7 @@ def _attributes(spec: RunSpec, comm: Comm, device: torch.device) -> dict[str, ob
         "numpy": np.__version__,
     }
     return root_attributes(
-        "measured", signature(spec), comm.size, hostname=socket.gethostname(), device=name,
+        "measured", run_id(spec), comm.size, hostname=socket.gethostname(), device=name,
         versions=[f"{key} {value}" for key, value in versions.items()], clock="perf_counter_ns",
     )  # fmt: skip
 

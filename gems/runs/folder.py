@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from gems.config.run_id import signature
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan
@@ -36,7 +36,7 @@ class RunFolder:
     @classmethod
     def of(cls, spec: RunSpec) -> RunFolder:
         """Return the folder of a resolved run, whether or not it is there."""
-        return cls(Path(spec.runs_dir).resolve() / f"{spec.name}-{signature(spec)}")
+        return cls(Path(spec.runs_dir).resolve() / f"{spec.name}-{run_id(spec)}")
 
     @property
     def run_yaml(self) -> Path:

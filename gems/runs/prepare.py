@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from gems.config.run_id import signature
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
@@ -59,9 +59,9 @@ def prepare(spec: RunSpec) -> RunFolder:
 
 def _check_same(folder: RunFolder, spec: RunSpec) -> None:
     held = folder.read_spec()
-    if signature(held) != signature(spec):
+    if run_id(held) != run_id(spec):
         raise ConfigError(
-            "run folder", folder.path, f"holds another configuration ({signature(held)}, not {signature(spec)})",
+            "run folder", folder.path, f"holds another configuration ({run_id(held)}, not {run_id(spec)})",
             "choose another name= or runs_dir=, or move that folder away",
         )  # fmt: skip
 

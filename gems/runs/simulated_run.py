@@ -11,7 +11,7 @@ import numpy as np
 
 from gems import __version__
 from gems.config.resolve import global_batch
-from gems.config.run_id import signature
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
@@ -97,7 +97,7 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     events = [_events(spec, schedule, costs, played, memory) for played, memory in zip(drawn, held, strict=True)]
     peaks = [round(max(rank.peak - rank.parameters for rank in each)) for each in zip(*held, strict=True)]
     attributes = root_attributes(
-        "simulated", signature(spec), spec.world_size, device="simulated", clock="simulated",
+        "simulated", run_id(spec), spec.world_size, device="simulated", clock="simulated",
         versions=[f"gems {__version__}", f"numpy {np.__version__}"],
         identical_replicas=replicas, param_bytes=[round(rank.parameters) for rank in held[0]] * replicas,
         peak_allocated_bytes=peaks * replicas, steps_asked=spec.train.steps, **_credentials(spec),

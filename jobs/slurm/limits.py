@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gems.config.cluster import QueueLimit
-from gems.config.cluster_checks import places_of
+from gems.config.cluster import QueueLimit, num_bound
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from jobs.slurm.jobs import num_queued
@@ -87,7 +86,7 @@ def _check_node(spec: RunSpec, job: JobSpec) -> None:
 
 
 def _check_binding(job: JobSpec) -> None:
-    places = places_of(job.cpu_bind)
+    places = num_bound(job.cpu_bind)
     if places is not None and places < job.tasks_per_node:
         raise ConfigError(
             "cluster.cpu_bind", job.cpu_bind, f"names {places} places for {job.tasks_per_node} ranks of a node",

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from gems.config.cluster_checks import NODE_NAME
+from gems.config.cluster import NODE_NAME
 from gems.utils.atomic_io import read_json, write_json
 
 FILE = "bad_nodes.json"

@@ -13,7 +13,7 @@ import gems.errors
 import gems.partition.methods
 from gems.config.compose import compose
 from gems.config.resolve import global_batch
-from gems.config.run_id import signature
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.runs.run_plan import planned
 from tests.commands import Gems, check_refusal, runner
@@ -68,7 +68,7 @@ def test_what_is_written_runs_as_planned(gems_: Gems, tmp_path: Path, monkeypatc
     spec = compose([f"hydra.searchpath=['file://{tmp_path}']", "experiment=small_planned"])
     assert spec.name == "small_planned" and global_batch(spec) == 4 and spec.model.width == 8
     by_words = compose([*RUN, "machine.device_bytes=12000", "model.width=8", "name=small_planned", *first["overrides"]])
-    assert signature(spec) == signature(by_words)
+    assert run_id(spec) == run_id(by_words)
 
     def profile_of(spec: RunSpec) -> object:
         return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
@@ -144,7 +144,7 @@ def test_bad_options_are_one_line(gems_: Gems, words: list[str], line: str) -> N
 def test_a_run_is_held_to_its_gpus() -> None:
     spec = compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=4"])
     assert planned(spec).schedule.num_ranks == 4
-    assert signature(spec) == signature(
+    assert run_id(spec) == run_id(
         compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4"])
     )
     other = compose(

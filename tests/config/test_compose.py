@@ -209,7 +209,7 @@ class TestRefused:
         assert refusal("seed=3", "model.depth=[1", "name=x").startswith("override=model.depth=[1")
 
     def test_what_resolve_refuses(self) -> None:
-        assert refusal("parallel.partitions=0") == "parallel.partitions=0: must be 1 or more"
+        assert refusal("parallel.partitions=0") == "parallel.partitions=0: must be 1 or more; ranks of one pipeline"
 
     def test_after_a_refusal_all_is_well(self) -> None:
         refusal("schedule=gpip")

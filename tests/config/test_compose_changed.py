@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gems.config.compose import changed, compose
-from gems.config.run_id import signature
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 
@@ -22,8 +22,8 @@ def test_only_what_is_named_changes(spec: RunSpec) -> None:
     made = changed(spec, ["cluster.minutes=77", "cluster.exclude=[n1,n2]", "cluster.account=other"])
     assert made == replace(spec, cluster=replace(spec.cluster, minutes=77, exclude=["n1", "n2"], account="other"))
     assert changed(spec, []) == spec
-    assert signature(made) == signature(spec)
-    assert signature(changed(spec, ["cluster.partition=extended"])) != signature(spec)
+    assert run_id(made) == run_id(spec)
+    assert run_id(changed(spec, ["cluster.partition=extended"])) != run_id(spec)
 
 
 def test_maps_of_the_users_own_take_new_keys(spec: RunSpec) -> None:

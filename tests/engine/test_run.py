@@ -118,8 +118,8 @@ def test_an_image_that_cannot_be_decoded_ends_all_ranks(tmp_path):
     for name in ("one", "two"):
         broken_png(path / name / "3.png")
     folder = make_folder(
-        tmp_path / "runs", data__name="folder", data__path=str(path), data__num_classes=2, data__train_images=8,
-        data__validation_images=2, data__prefetch_steps=0, train__steps=50,
+        tmp_path / "runs", data__name="folder", data__path=str(path), data__num_classes=2, data__train_samples=8,
+        data__validation_samples=2, data__prefetch_steps=0, train__steps=50,
     )  # fmt: skip
     ended = launch(folder)
     assert not ended.timed_out and ended.returncode == RankFailedError.exit_code
@@ -148,7 +148,7 @@ def test_a_failure_in_an_action_is_named(tmp_path):
 
 @pytest.mark.timeout(150)
 def test_a_rank_that_waits_too_long_says_for_what(tmp_path):
-    folder = make_folder(tmp_path, train__steps=1_000_000, train__stall_limit_s=5.0)
+    folder = make_folder(tmp_path, train__steps=1_000_000, train__hang_timeout_s=5.0)
     ranks = Launched(folder)
     stopped = ranks.beat(1, 3)
     os.kill(stopped.pid, signal.SIGSTOP)

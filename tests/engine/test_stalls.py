@@ -25,7 +25,7 @@ END_LIMIT_S = STALL_LIMIT_S + 30
 START_LIMIT_S = 120.0
 CHANGES = {
     "machine__kind": "emulated", "cost__unit_s": 0.004, "cost__boundary_bytes": 100_000, "cost__activation_bytes": 700,
-    "train__steps": 1_000_000, "train__stall_limit_s": STALL_LIMIT_S,
+    "train__steps": 1_000_000, "train__hang_timeout_s": STALL_LIMIT_S,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gems.config.cluster import ClusterConfig
-from gems.config.cluster_checks import check_cluster
+from gems.config.fields import check_fields
 from gems.errors import ConfigError
 from jobs.slurm.node_blocklist import BadNodes, exclude_option
 
@@ -50,7 +50,7 @@ def test_a_name_that_is_no_host_name_is_never_kept(tmp_path: Path, name: str) ->
     assert nodes.entries() == ()
     if name != "n[1-9]":  # a user may leave out several at once
         with pytest.raises(ConfigError, match="must be names of nodes"):
-            check_cluster(ClusterConfig(exclude=[name]))
+            check_fields(ClusterConfig(exclude=[name]), "cluster.")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"nodes": 3}', '{"nodes": [3, {"node": "n1"}, {"runs": []}]}'])

@@ -13,8 +13,8 @@ import yaml
 
 from gems.cli.framework import main
 from gems.config.cluster import ClusterConfig
-from gems.config.cluster_checks import check_cluster
 from gems.config.compose import compose
+from gems.config.fields import check_fields
 from gems.config.schema import RunSpec
 from jobs.__main__ import VERBS
 from jobs.cli import discover
@@ -121,7 +121,7 @@ def test_as_json_it_is_the_same_preset(slurm: Path, capsys: pytest.CaptureFixtur
     assert main("jobs", VERBS, ["discover", "--json"]) == 0
     preset = json.loads(capsys.readouterr().out)
     assert yaml.safe_load(text) == preset
-    check_cluster(RunSpec.from_dict({"cluster": preset}).cluster)
+    check_fields(RunSpec.from_dict({"cluster": preset}).cluster)
 
 
 def test_where_there_is_no_slurm(
@@ -219,7 +219,7 @@ def test_names() -> None:
 def test_a_partition_that_is_empty_has_no_row_that_cannot_be() -> None:
     row = limit_of({"PartitionName": "old", "TotalNodes": "0", "MaxNodes": "1", "MinNodes": "2", "MaxTime": "60"})
     assert row is not None
-    check_cluster(RunSpec.from_dict({"cluster": {"limits": [row]}}).cluster)
+    check_fields(RunSpec.from_dict({"cluster": {"limits": [row]}}).cluster)
     assert limit_of({"State": "UP"}) is None
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from gems.config.checks import check_choices
-from gems.config.cluster_checks import check_cluster
+from gems.config.constraints import check_cluster
+from gems.config.fields import check_fields
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import run_ranks
@@ -136,7 +136,7 @@ def comes_through(spec: RunSpec, slot: str, odd: str) -> bool:
 
 def written(spec: RunSpec) -> tuple[str, list[str]]:
     """Return a script and the launcher's words after the checks that stand before them."""
-    check_choices(spec)
+    check_fields(spec)
     check_cluster(spec.cluster)
     job, folder = job_spec(spec), RunFolder.of(spec)
     made = executor(spec, job, folder)

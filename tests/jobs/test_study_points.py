@@ -60,7 +60,7 @@ def test_the_users_overrides_come_last_and_points_of_one_folder_count_once() -> 
     assert (point.spec.train.steps, point.spec.name) == (9, "other")
 
 
-def test_a_study_is_no_part_of_a_runs_signature() -> None:
+def test_a_study_is_no_part_of_a_runs_id() -> None:
     (alone,) = points_of(StudyConfig(BASE), "mine")
     (of_two, _) = points_of(StudyConfig(BASE, {}, [[], ["train.steps=9"]]), "mine")
     assert alone.folder.path == of_two.folder.path

@@ -19,7 +19,7 @@ PLANTS = {
     "imbalance": {"cost__times": [1.0, 2.0, 1.0, 1.0]},
     "point_to_point": {"cost__boundary_bytes": 8_000_000},
     "noise": {"machine__slow_rank": 1, "machine__slowdown": 1.6},
-    "input": {"cost__input": 8.0},
+    "input": {"cost__input_load": 8.0},
 }
 
 

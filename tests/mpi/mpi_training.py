@@ -195,7 +195,7 @@ def test_all_copies_stay_bit_equal_in_float32(comm, schedule, partitions, replic
 @pytest.mark.parametrize(("schedule", "partitions", "replicas"), WORLDS)
 def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replicas, num_validation):
     """Odd numbers of images over replicas and micro-batches: each is counted once, and filling counts for nothing."""
-    spec = make_spec(schedule, partitions, replicas, train__dtype="float64", data__validation_images=num_validation)
+    spec = make_spec(schedule, partitions, replicas, train__dtype="float64", data__validation_samples=num_validation)
     part = sub_world(comm, spec.world_size)
     if part is None:
         return

@@ -68,7 +68,7 @@ def test_a_language_model_learns_the_chain(comm):
     """Guessing the likeliest successor of each token is right for 70 %; the loss of that chain is 0.80 nats."""
     spec = make_spec(
         "biglstm", "gems_master", 2, 2, train__dtype="float32", train__steps=40, train__optimizer="adam",
-        train__learning_rate=0.03, model__width=16, data__length=16, data__train_images=512,
+        train__learning_rate=0.03, model__width=16, data__length=16, data__train_samples=512,
     )  # fmt: skip
     pipeline = build_pipeline(spec, comm, CPU)
     feed = open_feed(spec, pipeline)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gems.config.run_id import OF_SAFETY, OF_THE_SITE, signature
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
@@ -22,13 +22,13 @@ from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
+# Keys that change no result of a run.
 ASIDE = (
-    "runs_dir",
-    "cache_dir",
-    *(f"cluster.{key}" for key in OF_THE_SITE),
-    *(f"train.{key}" for key in OF_SAFETY),
-    "parallel.gpus",
-)
+    "runs_dir", "cache_dir", "parallel.gpus", "train.checkpoint_steps", "train.checkpoint_s", "train.keep_checkpoints",
+    "train.log_level", "cluster.hosts", "cluster.limits", "cluster.charge_per", "cluster.charge_rate",
+    "cluster.charge_unit", "cluster.minutes", "cluster.account", "cluster.exclude", "cluster.archive_code",
+    "cluster.runs_per_job", "cluster.confirm_above_gpu_hours", "cluster.signal_before_end_s", "cluster.max_requeues",
+)  # fmt: skip
 BUNDLE = ["code.zip", "environment.json", "packages.txt"]  # and code.diff in a checkout
 FRESH = sorted(
     ["partition.json", "provenance.json", "run.yaml", "schedule.json", "status.json"]
@@ -62,42 +62,44 @@ def with_another(key: str) -> RunSpec:
     return spec
 
 
-class TestSignature:
+class TestRunId:
     def test_leaves_cover_the_whole_configuration(self) -> None:
         assert {"name", "seed", "model.depth", "cluster.sbatch", "train.initial_checkpoint"} <= set(LEAVES)
         assert len(LEAVES) == len(set(LEAVES)) > 50
 
     @pytest.mark.parametrize("key", [key for key in LEAVES if key not in ASIDE])
     def test_every_field_changes_it(self, key: str) -> None:
-        assert signature(with_another(key)) != signature(RunSpec())
+        assert run_id(with_another(key)) != run_id(RunSpec())
 
     def test_all_of_them_differ(self) -> None:
-        signatures = {signature(with_another(key)) for key in LEAVES}
-        assert len(signatures) == len(LEAVES) - len(ASIDE) + 1
-        assert all(len(text) == 8 and int(text, 16) >= 0 for text in signatures)
+        found = {run_id(with_another(key)) for key in LEAVES}
+        assert len(found) == len(LEAVES) - len(ASIDE) + 1
+        assert all(len(text) == 8 and int(text, 16) >= 0 for text in found)
 
     def test_where_all_runs_lie_and_what_a_site_allows_does_not(self) -> None:
-        assert {signature(with_another(key)) for key in ASIDE} == {signature(RunSpec())}
+        assert {run_id(with_another(key)) for key in ASIDE} == {run_id(RunSpec())}
 
     def test_order_of_a_mapping_does_not_matter(self) -> None:
         one, other = RunSpec(), RunSpec()
         one.cluster.environment = {"A": "1", "B": "2"}
         other.cluster.environment = {"B": "2", "A": "1"}
-        assert signature(one) == signature(other)
+        assert run_id(one) == run_id(other)
 
     def test_it_survives_run_yaml(self) -> None:
         spec = with_another("train.learning_rate")
-        assert signature(RunSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict())))) == signature(spec)
+        assert run_id(RunSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict())))) == run_id(spec)
 
     def test_it_is_the_same_in_another_process(self) -> None:
         """With another hash seed, which orders sets and nothing of ours."""
-        program = "from gems.config.schema import RunSpec; from gems.runs.folder import signature; print(signature(RunSpec()))"
+        program = (
+            "from gems.config.schema import RunSpec; from gems.runs.folder import run_id; print(run_id(RunSpec()))"
+        )
         for seed in ("1", "2"):
             ended = subprocess.run(
                 [sys.executable, "-c", program],
                 cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60,
             )  # fmt: skip
-            assert (ended.stdout.strip(), ended.stderr) == (signature(RunSpec()), "")
+            assert (ended.stdout.strip(), ended.stderr) == (run_id(RunSpec()), "")
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 class TestPrepare:
     def test_a_new_folder(self, spec: RunSpec, tmp_path: Path) -> None:
         folder = prepare(spec)
-        assert folder.path == tmp_path / "runs" / f"try-{signature(spec)}"
+        assert folder.path == tmp_path / "runs" / f"try-{run_id(spec)}"
         assert folder.read_spec() == spec
         assert folder.read_status()["state"] == "prepared"
         assert folder.logs.is_dir() and folder.heartbeat(0).parent.is_dir()
@@ -173,9 +175,9 @@ class TestPrepare:
         assert (home / "step00000002/manifest.json").exists()
         assert folder.checkpoints.exists() != has_result
 
-    def test_only_the_folder_to_resume_from_is_of_the_signature(self, spec: RunSpec) -> None:
+    def test_only_the_folder_to_resume_from_is_of_the_id(self, spec: RunSpec) -> None:
         def of(resume: str) -> str:
-            return signature(dataclasses.replace(spec, train=dataclasses.replace(spec.train, resume=resume)))
+            return run_id(dataclasses.replace(spec, train=dataclasses.replace(spec.train, resume=resume)))
 
         assert of("auto") == of("never") != of("/a/run") != of("/b/run")
 
@@ -192,9 +194,7 @@ class TestRefused:
         values = spec.to_dict() | {"seed": 9}
         folder.run_yaml.write_text(yaml.safe_dump(values))
         before = contents(folder.path)
-        with pytest.raises(
-            ConfigError, match=f"holds another configuration.*not {signature(spec)}.*choose another name="
-        ):
+        with pytest.raises(ConfigError, match=f"holds another configuration.*not {run_id(spec)}.*choose another name="):
             prepare(spec)
         assert contents(folder.path) == before
 

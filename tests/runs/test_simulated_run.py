@@ -11,7 +11,7 @@ import pytest
 
 import gems.runs.simulated_run
 from gems.config.resolve import global_batch, resolve
-from gems.config.run_id import signature
+from gems.config.run_id import run_id
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
@@ -76,7 +76,7 @@ def test_events_are_those_of_the_schedule_in_their_streams() -> None:
     order = np.lexsort((trace.events["start_ns"], trace.events["rank"]))
     assert (order == np.arange(len(order))).all()
     assert trace.schedule_sha256 == schedule.digest()
-    assert trace.source == "simulated" and trace.attributes["signature"] == signature(spec)
+    assert trace.source == "simulated" and trace.attributes["signature"] == run_id(spec)
 
 
 def test_times_are_units_of_the_cost_and_steps_repeat() -> None:

@@ -18,7 +18,7 @@ from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
 from gems.config.resolve import global_batch
-from gems.config.run_id import signature
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.engine.checkpoint.resume import beginning_of
 from gems.engine.checkpoint.saver import Asks, Saver
@@ -166,6 +166,6 @@ def _attributes(spec: RunSpec, comm: Comm) -> dict[str, object]:
         "gems": __version__, "mpi4py": mpi4py_version, "mpi": library(), "h5py": h5py.__version__, "numpy": np.__version__,
     }  # fmt: skip
     return root_attributes(
-        "emulated", signature(spec), comm.size, hostname=socket.gethostname(), device="emulated",
+        "emulated", run_id(spec), comm.size, hostname=socket.gethostname(), device="emulated",
         versions=[f"{key} {value}" for key, value in versions.items()], clock="perf_counter_ns",
     )  # fmt: skip

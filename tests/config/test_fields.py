@@ -1,4 +1,4 @@
-"""gems.config.value_checks and gems.config.value_types: each value of its type, each number one that can be reckoned with."""
+"""gems.config.fields: each value has its type, and each number is one that can be computed with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gems.config.compose import compose
+from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, of_the_system
-from gems.runs.folder import signature
 
 
 def refusal(*words: str) -> str:
@@ -26,15 +26,15 @@ def refusal(*words: str) -> str:
         ("model.depth=9223372036854775807", "model.depth=9223372036854775807: must be at most 100000"),
         ("model.vocabulary=-1", "model.vocabulary=-1: must be 0 or more"),
         ("cost.unit_s=1e-300", "cost.unit_s=1e-300: must be 0 or from 1e-30 to 1e+30"),
-        ("cost.times=[[1]]", "cost.times[0]=[1]: must be one value"),
-        ("cluster.setup=[[a]]", "cluster.setup[0]=['a']: must be one value"),
+        ("cost.times=[[1]]", "cost.times[0]=[1]: must be a number"),
+        ("cluster.setup=[[a]]", "cluster.setup[0]=['a']: must be text"),
         ("train.initial_checkpoint=/", "train.initial_checkpoint=/: holds no checkpoint"),
         ("train.resume=/", "train.resume=/: is neither auto nor never, nor a folder with a checkpoint"),
         ("train.resume=''", "train.resume='': must be auto, never, or the folder"),
         ("parallel.replicas=1048577", "parallel.replicas=1048577: must be at most 1048576"),
         ("schedule=[]", "schedule=[]: allowed: "),
         ("hydra.searchpath=[pkg://no.such]", "hydra.searchpath=pkg://no.such: is no package"),
-        (f"name={'a' * 201}", f"name={'a' * 200}... (201 characters): must be at most 200 bytes"),
+        (f"name={'a' * 201}", "(203 characters): must be a folder's name: printable, at most 200 bytes"),
         (f"runs_dir={'a/' * 2000}", "must be a folder, whose path is not longer"),
         ("name=\udcff", "override='name=\\udcff': is no text in UTF-8"),
     ],
@@ -73,7 +73,7 @@ def test_a_file_is_held_to_the_schema(values: dict[str, Any], says: str) -> None
 def test_what_was_resolved_is_of_its_types() -> None:
     for words in (["experiment=quickstart"], ["cluster=perlmutter", "parallel.partitions=4"]):
         spec = compose(words)
-        assert signature(RunSpec.from_dict(spec.to_dict())) == signature(spec)
+        assert run_id(RunSpec.from_dict(spec.to_dict())) == run_id(spec)
 
 
 def test_an_integer_is_a_number() -> None:

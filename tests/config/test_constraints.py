@@ -1,4 +1,4 @@
-"""gems.config.resolve: a cap, its units, and what a search may use, refused with its key when they make no sense."""
+"""gems.config.constraints: a cap, its units, and what a search may use, refused with its key when they make no sense."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule__activation_cap_bytes": 0, "cost__activation_bytes": 5}, r"activation_cap_bytes=0: must be 1 or more"),
     ({"schedule__chunks": 0}, r"schedule\.chunks=0: must be 1 or more"),
     ({"schedule__budget_s": 0.0}, r"schedule\.budget_s=0\.0: must be above 0"),
-    ({"schedule__memory_actions": ["compress"]}, r"schedule\.memory_actions=compress: allowed: recompute, offload"),
-    ({"schedule__placements": ["ring"]}, r"schedule\.placements=ring: allowed: linear, bidirectional, v, wave"),
+    (
+        {"schedule__memory_actions": ["compress"]},
+        r"schedule\.memory_actions\[0\]=compress: allowed: recompute, offload",
+    ),
+    ({"schedule__placements": ["ring"]}, r"schedule\.placements\[0\]=ring: allowed: linear, bidirectional, v, wave"),
     ({"schedule__name": "file"}, r"schedule\.path=null: must be given"),
-    ({"cost__times": []}, r"cost\.times=\[\]: must be one or more numbers above 0"),
-    ({"cost__activations": [1.0, 0.0]}, r"cost\.activations=\[1\.0, 0\.0\]: must be one or more numbers above 0"),
+    ({"cost__times": []}, r"cost\.times=\[\]: must have one entry or more"),
+    ({"cost__activations": [1.0, 0.0]}, r"cost\.activations\[1\]=0\.0: must be above 0 and finite"),
     ({"cost__recompute": -1.0}, r"cost\.recompute=-1\.0: must be 0 or more"),
     ({"cost__offload": float("inf")}, r"cost\.offload=inf: must be 0 or more and finite"),
     ({"cost__unit_s": 0.0}, r"cost\.unit_s=0\.0: must be above 0"),

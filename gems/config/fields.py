@@ -1,0 +1,239 @@
+"""Fields of the configuration: what each may hold and what it is for, as metadata that checks, --help and errors read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from gems.config.renamed_keys import with_new_names
+from gems.errors import ConfigError, nearest, one_of
+
+T = TypeVar("T")
+MAX_INT = 2**63 - 1
+# Products and quotients of a few numbers between these two stay finite.
+MIN_REAL, MAX_REAL = 1e-30, 1e30
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "a mapping"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a field may hold, or each entry of a list.
+
+    `choices` may be a function, so that a registry is asked when a value is checked. `accepts` judges a text, and `form`
+    describes the texts that it accepts. A field with `in_run_id=False` changes no result of a run.
+    """
+
+    help: str = ""
+    min: float = 0
+    max: float = math.inf
+    above: float | None = None
+    choices: Callable[[], Iterable[str]] | None = None
+    accepts: Callable[[str], object] | None = None
+    form: str = ""
+    needs_entries: bool = False
+    in_run_id: bool = True
+
+    def allowed(self, kind: Any) -> str:
+        """Describe the allowed values of a field of type `kind`, or return "" if its type says all."""
+        if self.choices is not None:
+            return one_of(self.choices())
+        if kind not in (int, float):
+            return self.form
+        lower = f"above {self.above:g}" if self.above is not None else _plain(self.min)
+        if self.max == math.inf:
+            return lower if self.above is not None else f"{lower} or more"
+        return f"{lower} to {_plain(self.max)}"
+
+    def check(self, key: str, value: Any) -> None:
+        """Check one value that has the right type.
+
+        Raises:
+            ConfigError: with what is allowed and the help text.
+        """
+        if self.choices is not None:
+            valid = list(self.choices())
+            if value not in valid:
+                shown = key if key == "model.name" else key.removesuffix(".name")
+                raise ConfigError(
+                    shown, value, one_of(valid), f"{self.help}; did you mean {nearest(value, valid, 1)[0]}?"
+                )
+        elif isinstance(value, str):
+            self._check_text(key, value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            self._check_number(key, value)
+
+    def _check_text(self, key: str, value: str) -> None:
+        try:
+            data = value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(key, ascii(value), "is no text in UTF-8") from error
+        if b"\0" in data:
+            raise ConfigError(key, repr(value), "must not hold the character 0")
+        if self.accepts is not None and not self.accepts(value):
+            raise ConfigError(key, repr(value), self.form, self.help)
+
+    def _check_number(self, key: str, value: float) -> None:
+        is_real = isinstance(value, float)
+        if not math.isfinite(value) or value < self.min or (self.above is not None and value <= self.above):
+            lower = f"above {self.above:g}" if self.above is not None else f"{_plain(self.min)} or more"
+            raise ConfigError(key, value, f"must be {lower}{' and finite' if is_real else ''}", self.help)
+        if value > min(self.max, MAX_REAL if is_real else MAX_INT):
+            most = _plain(min(self.max, MAX_REAL if is_real else MAX_INT))
+            raise ConfigError(key, value, f"must be at most {most}", self.help)
+        if is_real and 0 < value < MIN_REAL:
+            raise ConfigError(key, value, f"must be 0 or from {MIN_REAL:g} to {MAX_REAL:g}", self.help)
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def _field(default: Any, rule: Rule) -> Any:
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata={"rule": rule})
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+def number(
+    default: T, help: str, *, min: float = 0, max: float = math.inf, above: float | None = None,
+    needs_entries: bool = False, in_run_id: bool = True,
+) -> T:  # fmt: skip
+    """Declare a number or a list of numbers from `min` (or above `above`) to `max`."""
+    rule = Rule(help, min, max, above, needs_entries=needs_entries, in_run_id=in_run_id)
+    return cast(T, _field(default, rule))
+
+
+def choice(default: T, choices: Callable[[], Iterable[str]] | Iterable[str], help: str, *, in_run_id: bool = True) -> T:
+    """Declare a text, or a list of texts, that is one of `choices`; a function is asked at each check."""
+    valid = choices if callable(choices) else lambda: choices
+    return cast(T, _field(default, Rule(help, choices=valid, in_run_id=in_run_id)))
+
+
+def text(
+    default: T, help: str, *, accepts: Callable[[str], object] | None = None, form: str = "", in_run_id: bool = True
+) -> T:
+    """Declare a text, list or mapping whose texts `accepts` takes; `form` describes them ("must be ...")."""
+    return cast(T, _field(default, Rule(help, accepts=accepts, form=form, in_run_id=in_run_id)))
+
+
+def flag(default: bool, help: str, *, in_run_id: bool = True) -> bool:
+    """Declare a key that is true or false."""
+    return cast(bool, _field(default, Rule(help, in_run_id=in_run_id)))
+
+
+def rows(help: str) -> Any:
+    """Declare a list of dataclasses whose own fields have rules; no result of a run depends on it."""
+    return _field([], Rule(help, in_run_id=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the configuration: its dotted name, the type of its values without None, its default and its rule."""
+
+    name: str
+    kind: Any
+    is_optional: bool
+    default: Any
+    rule: Rule
+
+    @property
+    def entry(self) -> Any:
+        """The type of one value: of an entry if the key holds a list."""
+        return get_args(self.kind)[0] if get_origin(self.kind) is list else self.kind
+
+
+def keys(schema: type, prefix: str = "") -> Iterator[Key]:
+    """Yield every key of a dataclass and of those in it."""
+    hints = type_hints(schema)
+    for field in fields(schema):
+        kind = hints[field.name]
+        if is_dataclass(kind):
+            yield from keys(cast(type, kind), f"{prefix}{field.name}.")
+            continue
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        bare = _without_none(kind)
+        yield Key(f"{prefix}{field.name}", bare, bare is not kind, default, field.metadata["rule"])
+
+
+@cache
+def type_hints(schema: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields."""
+    return get_type_hints(schema)
+
+
+def check_fields(config: Any, prefix: str = "", types_only: bool = False) -> None:
+    """Check each value of a dataclass by the type and, unless `types_only`, by the rule of its field.
+
+    Raises:
+        ConfigError: the first wrong value, with its key, what is allowed and the help text.
+    """
+    schema: Any = type(config)
+    hints = type_hints(schema)
+    for field in fields(config):
+        rule = field.metadata.get("rule", Rule())
+        _check(f"{prefix}{field.name}", getattr(config, field.name), hints[field.name], None if types_only else rule)
+
+
+def _check(key: str, value: Any, kind: Any, rule: Rule | None) -> None:
+    bare = _without_none(kind)
+    if value is None and bare is not kind:
+        return
+    if is_dataclass(bare) and is_dataclass(value):
+        check_fields(value, f"{key}.", rule is None)
+        return
+    origin = get_origin(bare) or bare
+    if origin in _KINDS:
+        is_right = isinstance(value, int | float) if origin is float else isinstance(value, origin)
+        if not is_right or (isinstance(value, bool) and origin in (int, float)):
+            raise ConfigError(key, value, f"must be {_KINDS[origin]}")
+    if origin is list:
+        if rule is not None and rule.needs_entries and not value:
+            raise ConfigError(key, value, "must have one entry or more", rule.help)
+        for number, entry in enumerate(value):
+            _check(f"{key}[{number}]", entry, get_args(bare)[0], rule)
+    elif origin is dict:
+        of_keys, of_values = get_args(bare)
+        for name, entry in value.items():
+            _check(f"{key}.{name}", name, of_keys, None)
+            _check(f"{key}.{name}", entry, of_values, rule if isinstance(entry, str) else None)
+    elif rule is not None:
+        rule.check(key, value)
+
+
+def _without_none(kind: Any) -> Any:
+    if isinstance(kind, UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+    return kind
+
+
+def build(schema: type[T], values: Any, key: str = "") -> T:
+    """Make a dataclass of a mapping as a file holds it, with the dataclasses in it; keys of old names are read.
+
+    Raises:
+        ConfigError: no mapping, an unknown key, or a value of another type.
+    """
+    made = _build(schema, values, key)
+    check_fields(made, f"{key}." if key else "", types_only=True)
+    return made
+
+
+def _build(schema: type[T], values: Any, key: str) -> T:
+    if not isinstance(values, Mapping):
+        raise ConfigError(key, values, "must be a mapping of keys to values")
+    hints, prefix = type_hints(cast(Any, schema)), f"{key}." if key else ""
+    made = {}
+    for name, value in with_new_names(key, values).items():
+        if name not in hints:
+            raise ConfigError(f"{prefix}{name}", value, one_of(nearest(str(name), hints)))
+        entry = get_args(hints[name])
+        if is_dataclass(hints[name]):
+            value = _build(cast(Any, hints[name]), value, f"{prefix}{name}")
+        elif isinstance(value, list) and entry and is_dataclass(entry[0]):
+            value = [_build(cast(Any, entry[0]), row, f"{prefix}{name}[{index}]") for index, row in enumerate(value)]
+        made[name] = value
+    return schema(**made)
