@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from analysis.papers.vdnn_network import Device, network_of
+from analysis.papers.vdnn_study import Policy, Study, study
 from gems.config.compose import compose
 from gems.config.schema import MachineConfig
-from gems.memory.policies.vdnn.paper.calls import network_of
-from gems.memory.policies.vdnn.paper.device import Device
-from gems.memory.policies.vdnn.paper.study import Study, study
-from gems.memory.policies.vdnn.paper.timeline import Policy
 from gems.models import layers_of
 from gems.utils.units import UNKNOWN, number
 

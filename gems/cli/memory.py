@@ -14,8 +14,7 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory import POLICIES
-from gems.memory.case import MemoryCase, Outcome
-from gems.memory.exposure import Exposure, exposures
+from gems.memory.case import Exposure, MemoryCase, Outcome, exposures
 from gems.memory.plan import Choice
 from gems.memory.registry import plan_of
 from gems.runs.run_plan import case_of_run

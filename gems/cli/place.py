@@ -11,8 +11,8 @@ from gems.cli.pictures import check_picture, draw
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import title_of
-from gems.partition.dlplacer.bounds import closed_form_s
 from gems.partition.dlplacer.place import Placement
+from gems.partition.dlplacer.subgraphs import closed_form_s
 from gems.partition.operator_placement import placement_of
 from gems.simulation.build import network_in_seconds
 

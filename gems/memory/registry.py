@@ -17,7 +17,7 @@ from gems.memory.plan import MemoryPlan
 from gems.memory.policies.lms.distance import lms
 from gems.memory.policies.lms.limit import lms_limit
 from gems.memory.policies.recompute import keep_last, recompute, run_again
-from gems.memory.policies.vdnn.policies import vdnn_all, vdnn_conv, vdnn_dyn
+from gems.memory.policies.vdnn import vdnn_all, vdnn_conv, vdnn_dyn
 
 Maker = Callable[[MemoryConfig, MemoryCase], MemoryPlan]
 

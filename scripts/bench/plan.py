@@ -27,7 +27,7 @@ from gems.memory.optimizer.optimal import plan
 from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.policies.lms.distance import lms
 from gems.memory.policies.recompute import recompute
-from gems.memory.policies.vdnn.policies import vdnn_dyn
+from gems.memory.policies.vdnn import vdnn_dyn
 from gems.partition.even import even
 from gems.profile.store import profile_of
 from gems.schedule.families.one_f_one_b import one_f_one_b

@@ -20,9 +20,8 @@ from analysis.papers.vdnn import (
     studies,
     table,
 )
+from analysis.papers.vdnn_study import Policy, Study
 from gems.config.schema import MachineConfig
-from gems.memory.policies.vdnn.paper.study import Study
-from gems.memory.policies.vdnn.paper.timeline import Policy
 
 Studied = tuple[dict[object, Study], MachineConfig]
 

@@ -11,7 +11,7 @@ import pytest
 
 from analysis.plots.placement import draw_placement, placement_figure
 from gems.errors import ConfigError
-from gems.partition.dlplacer import exact
+from gems.partition.dlplacer import cp_sat
 from gems.partition.dlplacer.place import TOLERANCE
 from gems.profile.operator_graph import Op, OpGraph
 from tests.commands import Gems, check_refusal, runner
@@ -42,7 +42,7 @@ def answer_of(gems_: Gems, *words: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.skipif(not exact.IS_INSTALLED, reason="needs OR-tools")
+@pytest.mark.skipif(not cp_sat.IS_INSTALLED, reason="needs OR-tools")
 def test_googlenet_is_faster_on_two_devices_and_proven(gems_: Gems) -> None:
     """Taken in a child process once; the next answer comes from the cache."""
     answer = answer_of(gems_, *RUN, *SMALL, *FAST)

@@ -1,4 +1,4 @@
-"""gems.memory.exposure: what a step waits for, against gaps that are read off by hand."""
+"""gems.memory.case: what a step waits for, against gaps that are read off by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gems.memory.case import MemoryCase
-from gems.memory.exposure import exposures
+from gems.memory.case import MemoryCase, exposures
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.profile import LayerProfile
 from gems.schedule.families.layer_parallel import layer_parallel

@@ -12,11 +12,10 @@ from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
 from gems.memory.layer_storages import saved_storages
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.policies.lms.distance import lms, static_bytes
+from gems.memory.policies.lms.distance import RankGraph, lms, static_bytes
+from gems.memory.policies.lms.graph import Parameters, play
 from gems.memory.policies.lms.limit import lms_limit
-from gems.memory.policies.lms.stages import RankGraph
-from gems.memory.policies.lms.tuner import Parameters, play
-from gems.memory.policies.vdnn.policies import vdnn_all
+from gems.memory.policies.vdnn import vdnn_all
 from gems.profile import ModelProfile
 from gems.schedule.action import Kind
 from gems.schedule.validate import validate

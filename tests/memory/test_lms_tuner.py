@@ -9,8 +9,7 @@ from math import inf
 
 import pytest
 
-from gems.memory.policies.lms.graph import Graph, Tensor
-from gems.memory.policies.lms.tuner import Parameters, Tuned, play, tune
+from gems.memory.policies.lms.graph import Graph, Parameters, Tensor, Tuned, play, tune
 
 GRAPHS = range(20)
 

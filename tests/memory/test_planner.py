@@ -11,13 +11,13 @@ import pytest
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
-from gems.memory.optimizer.model import PlanModel
+from gems.memory.optimizer.formulation import PlanModel
+from gems.memory.optimizer.milp import Program, Solution
 from gems.memory.optimizer.optimal import NODES, limit_of_saving, plan
-from gems.memory.optimizer.program import Program, Solution
 from gems.memory.optimizer.windows import Way, with_windows
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.recompute import recompute
-from gems.memory.policies.vdnn.policies import vdnn_all
+from gems.memory.policies.vdnn import vdnn_all
 from gems.schedule.action import Kind
 from gems.schedule.validate import validate
 from tests.memory.policy_cases import SCHEDULES, case_of, network, random_network

@@ -10,8 +10,15 @@ import pytest
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.policies.vdnn.policies import is_classifier, is_conv, vdnn_all, vdnn_conv, vdnn_dyn, without_workspace
-from gems.memory.policies.vdnn.window import prefetch_window
+from gems.memory.policies.vdnn import (
+    is_classifier,
+    is_conv,
+    prefetch_window,
+    vdnn_all,
+    vdnn_conv,
+    vdnn_dyn,
+    without_workspace,
+)
 from gems.profile import LayerProfile
 from gems.schedule.action import Kind
 from gems.schedule.validate import validate

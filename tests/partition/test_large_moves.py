@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from gems.partition.even import even
-from gems.partition.solvers.improve import improve
-from gems.partition.solvers.relaxed import Relaxation, _on_simplex
-from gems.partition.solvers.resettle import Shaker, resettle, runs_of
+from gems.partition.solvers.paired import improve
+from gems.partition.solvers.relaxed import Relaxation, Shaker, _on_simplex, resettle, runs_of
 from tests.partition.problems import PLACEMENTS, every_cut, largest, least, memory_problem, random_problem
 
 

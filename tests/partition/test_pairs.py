@@ -9,8 +9,7 @@ import pytest
 
 from gems.partition.even import even
 from gems.partition.solvers import paired
-from gems.partition.solvers.paired import cut_pairs
-from gems.partition.solvers.pairs import Pairs, expand, furthest, nearest
+from gems.partition.solvers.paired import Pairs, cut_pairs, expand, furthest, nearest
 from gems.partition.solvers.tables import minorant
 from tests.partition.problems import every_cut, least, memory_problem, random_problem, random_table
 

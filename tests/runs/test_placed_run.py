@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.partition.dlplacer import exact
+from gems.partition.dlplacer import cp_sat
 from gems.profile.operator_graph import Op, OpGraph
 from tests.commands import Gems, check_refusal, runner
 
@@ -38,7 +38,7 @@ def answer_of(gems_: Gems, *words: str) -> dict[str, object]:
     return dict(json.loads(said.out))
 
 
-@pytest.mark.skipif(not exact.IS_INSTALLED, reason="needs OR-tools")
+@pytest.mark.skipif(not cp_sat.IS_INSTALLED, reason="needs OR-tools")
 def test_the_schedule_takes_the_time_of_the_placement(gems_: Gems) -> None:
     placed, simulated = answer_of(gems_, "place", *RUN), answer_of(gems_, "simulate", *RUN)
     assert placed["optimal"] and simulated["step_s"] == pytest.approx(placed["step_s"])

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
-from gems.memory.optimizer.model import PlanModel, Relaxed
+from gems.memory.optimizer.formulation import PlanModel, Relaxed
 from gems.memory.optimizer.search import Cut, Plays, Search, Tried
-from gems.memory.optimizer.trim import trimmed
+from gems.memory.optimizer.windows import trimmed
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.stage_storages import layers_of_profile
 

@@ -1,12 +1,121 @@
-"""One stage in the plan's linear programme: which segments it is cut into, and the bytes that each layer then holds."""
+"""One stage in the plan's MILP: its storages, the segments it may be split into, and the bytes each layer then holds."""
 
 from __future__ import annotations
 
-from gems.memory.layer_storages import Storage
-from gems.memory.optimizer.arcs import Arc, arcs_of
-from gems.memory.optimizer.program import Program, Terms
-from gems.memory.optimizer.storages import StageLayers
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from gems.memory.layer_storages import Storage, made_storages
+from gems.memory.optimizer.milp import Program, Terms
 from gems.memory.plan import Choice
+from gems.memory.stage_storages import Layers, layers_of_profile
+from gems.profile import LayerProfile, ModelProfile
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers `first` up to `end` of a model, and the storages that they make and that matter to a plan."""
+
+    first: int
+    end: int
+    layers: tuple[LayerProfile, ...]
+    storages: tuple[Storage, ...]
+    told: Layers
+
+    @cached_property
+    def full_bytes(self) -> dict[int, int]:
+        """What a layer has saved, wherever in the stage it was made, by layer."""
+        found = dict.fromkeys(range(self.first, self.end), 0)
+        for each in self.storages:
+            for saver in each.savers:
+                found[saver] += each.total_bytes
+        return found
+
+    @cached_property
+    def shared(self) -> tuple[Storage, ...]:
+        """The storages that several layers see."""
+        return tuple(each for each in self.storages if not each.is_own)
+
+    @cached_property
+    def own_bytes(self) -> dict[int, int]:
+        """What only the layer itself sees and saves, by layer."""
+        return self._own(lambda each: bool(each.savers))
+
+    @cached_property
+    def own_movable_bytes(self) -> dict[int, int]:
+        """The part of `own_bytes` that a copy takes."""
+        return self._own(lambda each: bool(each.savers) and each.is_movable)
+
+    @cached_property
+    def own_product_bytes(self) -> dict[int, int]:
+        """What only the layer itself sees and a cheap second run keeps, by layer."""
+        return self._own(lambda each: each.is_product)
+
+    @cached_property
+    def own_cheap_bytes(self) -> dict[int, int]:
+        """What only the layer itself sees and saves and a cheap second run brings back, by layer."""
+        return self._own(lambda each: bool(each.savers) and not each.is_product)
+
+    @cached_property
+    def own_let_go_bytes(self) -> dict[int, int]:
+        """The part of `own_product_bytes` that nobody has saved: the second run lets it go where it uses it."""
+        return self._own(lambda each: each.is_product and not each.savers)
+
+    def layer(self, layer: int) -> LayerProfile:
+        """Return a layer by its number in the model."""
+        return self.layers[layer - self.first]
+
+    def _own(self, counts: Callable[[Storage], bool]) -> dict[int, int]:
+        found = dict.fromkeys(range(self.first, self.end), 0)
+        for each in self.storages:
+            if each.is_own and counts(each):
+                found[each.maker] += each.total_bytes
+        return found
+
+
+def stage_layers(profile: ModelProfile, first: int, end: int, least_bytes: int) -> StageLayers:
+    """Return the layers `first` up to `end` with the storages that they make; storages below `least_bytes` stay."""
+    storages = made_storages(profile, first, end, least_bytes)
+    return StageLayers(first, end, profile.layers[first:end], storages, layers_of_profile(profile))
+
+
+# how many possible segments a stage may have, about; longer ones are left out where it has more
+MAX_ARCS = 1200
+
+
+@dataclass(frozen=True, slots=True)
+class Arc:
+    """A possible segment: the layers `first` up to `end`, under one choice."""
+
+    first: int
+    end: int
+    choice: Choice
+
+
+def longest_arc(num_layers: int) -> int:
+    """Return how many layers of a stage may be run again together, in the programme; the stage as a whole may in any case."""
+    return max(2, MAX_ARCS // (2 * num_layers))
+
+
+def arcs_of(stage: StageLayers) -> list[Arc]:
+    """Return the segments that a stage may be cut into: kept and offloaded ones of a layer, others of several.
+
+    Of long stages only those up to some length, and the stage as a whole.
+    """
+    first, end = stage.first, stage.end
+    longest = longest_arc(end - first)
+    arcs = []
+    for begin in range(first, end):
+        arcs += [Arc(begin, begin + 1, choice) for choice in (Choice.KEEP, Choice.OFFLOAD)]
+        ends = [stop for stop in range(begin + 1, end + 1) if stop - begin <= longest]
+        if begin == first and end - first > longest:
+            ends.append(end)
+        for stop in ends:
+            arcs.append(Arc(begin, stop, Choice.RECOMPUTE))
+            if any(layer.cheap_s < layer.recompute_s for layer in stage.layers[begin - first : stop - first]):
+                arcs.append(Arc(begin, stop, Choice.CHEAP))
+    return arcs
 
 
 class StageBlock:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from gems.memory.case import MemoryCase, Outcome
-from gems.memory.optimizer.lanes import Lane, Place, Span, excess_bytes, lane_of
-from gems.memory.plan import Choice, MemoryPlan
+from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.walk import Point
+from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 
-TRIALS = 4  # how often windows are made anew with less room, where the walk finds more than was counted
+Place = tuple[int, int]  # stage and segment
 Widths = dict[Place, int]
+TRIALS = 4  # how often windows are made anew with less room, where the walk finds more than was counted
 
 
 class Way(Enum):
@@ -168,3 +171,194 @@ def _length_s(lane: Lane, span: Span, width: int, is_back: bool) -> float:
         last = max(span.made, span.needed - width)
         return lane.ends[span.needed - 1] - (lane.ends[last - 1] if last else 0.0)
     return lane.ends[min(span.needed - 1, span.made + width)] - lane.ends[span.made]
+
+
+@dataclass(slots=True)
+class Span:
+    """One copy of one micro-batch on a rank: made at place `made`, needed at place `needed` of its compute actions.
+
+    During the next action `next_bytes` more are held when the copy is not waited for, `out_bytes` during later ones: the
+    next segment holds what it was given anyway. `back_bytes` are held from the posting of the copy back.
+    """
+
+    place: Place
+    made: int
+    needed: int
+    next_bytes: int
+    out_bytes: int
+    back_bytes: int = 0
+
+    def out_bytes_at(self, index: int) -> int:
+        """Return what is held at a compute action where the copy is not waited for before it."""
+        return self.next_bytes if index == self.made + 1 else self.out_bytes
+
+    def mirrored(self, num_actions: int) -> Span:
+        """Return the copy back as a copy out, on a rank whose compute actions run the other way."""
+        last = num_actions - 1
+        return Span(self.place, last - self.needed, last - self.made, self.back_bytes, self.back_bytes)
+
+
+@dataclass(slots=True)
+class Lane:
+    """A rank: its copies in the order in which they are made, and of each compute action the bytes that are free during it.
+
+    `ends` are the seconds at which each would end without a wait.
+    """
+
+    room: list[int] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+def lane_of(tight: Outcome, rank: int, limit_bytes: int) -> Lane:
+    """Read a rank's played list, in which copies are waited for at once and fetched on demand."""
+    points = tight.ranks[rank].points
+    lane = Lane([limit_bytes - during for during in _during_bytes(points)])
+    made: dict[Action, Span] = {}
+    places: dict[Action, int] = {}
+    before = points[0].device_bytes if points else 0
+    for point in points:
+        action = point.action
+        forward = action._replace(kind=Kind.F)
+        if is_compute(action):
+            if action.kind is Kind.F:
+                places[action] = len(lane.ends)
+            lane.ends.append((lane.ends[-1] if lane.ends else 0.0) + tight.costs.time(action))
+        elif action.kind is Kind.OFFLOAD and action.segment is not None:
+            place = (action.stage, action.segment)
+            made[forward] = Span(place, places[forward], 0, 0, point.moved_bytes)
+            lane.spans.append(made[forward])
+        elif action.kind is Kind.FREE:
+            made[forward].next_bytes = before - point.device_bytes
+        elif action.kind is Kind.PREFETCH:
+            made[forward].needed, made[forward].back_bytes = len(lane.ends), point.device_bytes - before
+        before = point.device_bytes
+    return lane
+
+
+def excess_bytes(outcome: Outcome, limit_bytes: int) -> list[list[int]]:
+    """Return by how much each compute action of each rank is above the limit, with what is posted before it."""
+    return [[max(0, during - limit_bytes) for during in _during_bytes(rank.points)] for rank in outcome.ranks]
+
+
+def _during_bytes(points: Sequence[Point]) -> list[int]:
+    """Return the most that a rank holds during each compute action, with what stands between it and the one before."""
+    found: list[int] = []
+    during = 0
+    for point in points:
+        during = max(during, point.during_bytes)
+        if is_compute(point.action):
+            found.append(during)
+            during = 0
+        elif point.action.kind is Kind.FREE:
+            during = 0
+    return found
+
+
+def is_compute(action: Action) -> bool:
+    """Whether an action counts among a rank's compute actions; a second run belongs to the backward behind it."""
+    return action.kind in COMPUTE_KINDS and action.kind is not Kind.R
+
+
+BACKWARD = (Kind.B, Kind.I)
+
+
+def trimmed(outcome: Outcome, limit_bytes: int, play: Callable[[MemoryPlan], Outcome]) -> Outcome:
+    """Cut the windows of a played plan to what their copies used: the same time, and no byte is held for nothing.
+
+    What no copy ever takes is kept, and said to be.
+    """
+    outcome = _if_as_good(outcome, play(_without_idle(outcome)), limit_bytes)
+    ordered = _if_as_good(outcome, play(set_distances(outcome.plan, None, _in_order(outcome))), limit_bytes)
+    free, ahead = _used(ordered)
+    for widths in ((free, ahead), (free, None), (None, ahead)):
+        found = _if_as_good(ordered, play(set_distances(ordered.plan, *widths)), limit_bytes)
+        if found is not ordered:
+            return found
+    return ordered
+
+
+def _if_as_good(outcome: Outcome, other: Outcome, limit_bytes: int) -> Outcome:
+    fits = max(other.peak_bytes) <= max(limit_bytes, *outcome.peak_bytes)
+    return other if fits and other.step_s <= outcome.step_s * (1 + 1e-9) else outcome
+
+
+def _without_idle(outcome: Outcome) -> MemoryPlan:
+    """Return the plan without the offloaded segments whose windows meet, so that nothing leaves."""
+    moved = {
+        (action.stage, action.segment) for row in outcome.schedule.rows for action in row if action.kind is Kind.OFFLOAD
+    }
+    stages = tuple(
+        tuple(
+            Segment(segment.first, segment.end)
+            if segment.choice is Choice.OFFLOAD and (stage, index) not in moved
+            else segment
+            for index, segment in enumerate(segments)
+        )
+        for stage, segments in enumerate(outcome.plan.stages)
+    )
+    return replace(outcome.plan, stages=stages)
+
+
+def _in_order(outcome: Outcome) -> Widths:
+    """Return windows in which no copy back is posted before one that is needed sooner, and so carries what that one would."""
+    ahead: Widths = {}
+    for row in outcome.schedule.rows:
+        place_of = _places(row)
+        latest = 0
+        for needed, action in sorted(
+            (_needed(action, place_of), action)
+            for action in row
+            if action.kind is Kind.PREFETCH and action.segment is not None
+        ):
+            assert action.segment is not None
+            place = (action.stage, action.segment)
+            latest = max(latest, needed - outcome.plan.stages[place[0]][place[1]].ahead)
+            ahead[place] = max(ahead.get(place, 0), needed - latest)
+    return ahead
+
+
+def _places(row: Sequence[Action]) -> dict[Action, int]:
+    """Return the place of each compute action among those of a rank."""
+    return {action: place for place, action in enumerate(filter(is_compute, row))}
+
+
+def _used(outcome: Outcome) -> tuple[Widths, Widths]:
+    """Return what the played copies used of their windows, out and back.
+
+    A copy out is waited for where it has ended by then anyway, a copy back posted at the last action from which it and
+    those behind it still come in time.
+    """
+    free: Widths = {}
+    ahead: Widths = {}
+    for rank, row in enumerate(outcome.schedule.rows):
+        start, end = outcome.played.start[rank], outcome.played.end[rank]
+        place_of = _places(row)
+        compute = [index for index, action in enumerate(row) if action in place_of]
+        latest: list[tuple[int, float, Action]] = []
+        for index, action in enumerate(row):
+            if action.segment is not None and action.kind is Kind.OFFLOAD:
+                place = (action.stage, action.segment)
+                made = place_of[action._replace(kind=Kind.F)]
+                width = outcome.plan.stages[place[0]][place[1]].free_after
+                used = next((w for w in range(width) if end[compute[made + w]] >= end[index]), width)
+                free[place] = max(free.get(place, 0), used)
+            elif action.segment is not None and action.kind is Kind.PREFETCH:
+                latest.append((_needed(action, place_of), end[index] - start[index], action))
+        before = math.inf
+        for needed, copy_s, action in sorted(latest, reverse=True):
+            assert action.segment is not None
+            place = (action.stage, action.segment)
+            width = outcome.plan.stages[place[0]][place[1]].ahead
+            before = min(before, start[compute[needed]]) - copy_s
+            used = next((w for w in range(width) if start[compute[needed - w]] <= before), width)
+            ahead[place] = max(ahead.get(place, 0), used)
+    return free, ahead
+
+
+def _needed(action: Action, place_of: dict[Action, int]) -> int:
+    for kind in BACKWARD:
+        found = place_of.get(action._replace(kind=kind))
+        if found is not None:
+            return found
+    raise KeyError(action)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from gems.partition.dlplacer.devices import Devices, Timed
-from gems.partition.dlplacer.simulate import play, with_messages
+from gems.partition.dlplacer.devices import Devices, Timed, play, with_messages
 from gems.profile.operator_graph import OpGraph
 
 MAX_ROUNDS = 20

@@ -8,9 +8,8 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from gems.partition.dlplacer.devices import Devices, Timed
-from gems.partition.dlplacer.exact import Found
-from gems.partition.dlplacer.simulate import play, with_messages
+from gems.partition.dlplacer.cp_sat import Found
+from gems.partition.dlplacer.devices import Devices, Timed, play, with_messages
 from gems.profile.operator_graph import OpGraph
 from gems.utils.stdio import stdout_to_stderr
 

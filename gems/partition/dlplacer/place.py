@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, DoesNotFitError
-from gems.partition.dlplacer import exact, milp
-from gems.partition.dlplacer.bounds import span_bound_s
+from gems.partition.dlplacer import cp_sat, milp
 from gems.partition.dlplacer.devices import Devices, Timed
 from gems.partition.dlplacer.heft import heft
-from gems.partition.dlplacer.subgraphs import Piece, joined, pieces_of
+from gems.partition.dlplacer.subgraphs import Piece, joined, pieces_of, span_bound_s
 from gems.profile.operator_graph import OpGraph
 
 METHODS = ("auto", "cp_sat", "milp", "heft")
@@ -103,16 +102,16 @@ def check_memory(graph: OpGraph, devices: Devices) -> None:
         raise DoesNotFitError(f"an equal share of {devices.num} devices", share, limit, HELP)
 
 
-Solver = Callable[[OpGraph, Devices, Timed, float], exact.Found]
+Solver = Callable[[OpGraph, Devices, Timed, float], cp_sat.Found]
 
 
 def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | None]:
     if method not in METHODS:
         raise ConfigError("--method", method, f"allowed: {', '.join(METHODS)}")
-    if method == "cp_sat" or (method == "auto" and exact.IS_INSTALLED):
-        if not exact.IS_INSTALLED:
+    if method == "cp_sat" or (method == "auto" and cp_sat.IS_INSTALLED):
+        if not cp_sat.IS_INSTALLED:
             raise ConfigError("--method", method, "needs OR-tools", "install the extra: pip install .[solver]")
-        return "cp_sat", lambda graph, on, hint, limit_s: exact.solve(graph, on, hint, limit_s, seed)
+        return "cp_sat", lambda graph, on, hint, limit_s: cp_sat.solve(graph, on, hint, limit_s, seed)
     if method == "milp" and devices.has_contention:
         raise ConfigError(
             "--method", method, "lets messages pass each other", "use cp_sat or heft with machine.contention"

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from gems.partition.even import even
 from gems.partition.problem import Answer, Problem
-from gems.partition.solvers.pairs import expand
-from gems.partition.solvers.relaxed import Bound, Relaxation
-from gems.partition.solvers.resettle import Shaker
+from gems.partition.solvers.paired import expand
+from gems.partition.solvers.relaxed import Bound, Relaxation, Shaker
 from gems.partition.solvers.tables import valid
 from gems.profile.spans import Table
 

@@ -6,8 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from gems.partition.dlplacer.devices import Devices
-from gems.partition.dlplacer.simulate import play, with_messages
+from gems.partition.dlplacer.devices import Devices, play, with_messages
 from gems.profile.operator_graph import Op, OpGraph
 
 

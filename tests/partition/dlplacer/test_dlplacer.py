@@ -6,17 +6,16 @@ from dataclasses import replace
 import pytest
 
 from gems.errors import ConfigError, DoesNotFitError
-from gems.partition.dlplacer import exact, milp
-from gems.partition.dlplacer.bounds import closed_form_s, span_bound_s
+from gems.partition.dlplacer import cp_sat, milp
 from gems.partition.dlplacer.devices import Devices, Timed
 from gems.partition.dlplacer.heft import heft, timed_by_rank
 from gems.partition.dlplacer.place import TOLERANCE, place
-from gems.partition.dlplacer.subgraphs import cut_vertices, pieces_of
+from gems.partition.dlplacer.subgraphs import closed_form_s, cut_vertices, pieces_of, span_bound_s
 from gems.profile.operator_graph import Op, OpGraph
 from tests.partition.dlplacer.op_graphs import best_span_s, branches, played, random_graph
 
 TWO = Devices(2, 0.1, 0.2)
-needs_solver = pytest.mark.skipif(not exact.IS_INSTALLED, reason="needs OR-tools")
+needs_solver = pytest.mark.skipif(not cp_sat.IS_INSTALLED, reason="needs OR-tools")
 METHODS = [pytest.param("cp_sat", marks=needs_solver), "milp"]
 
 
@@ -162,7 +161,7 @@ def test_many_blocks_on_four_devices_are_proven_optimal() -> None:
 
 @pytest.mark.parametrize("has_solver", [False, True])
 def test_without_solvers_the_list_schedule_tells_its_gap(monkeypatch: pytest.MonkeyPatch, has_solver: bool) -> None:
-    monkeypatch.setattr(exact, "IS_INSTALLED", False)
+    monkeypatch.setattr(cp_sat, "IS_INSTALLED", False)
     monkeypatch.setattr(milp, "IS_INSTALLED", has_solver)
     graph = random_graph(5, 6)
     answer = place(graph, TWO)

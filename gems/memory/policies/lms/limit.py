@@ -8,15 +8,18 @@ with those rules until a step is like the one before. What is then reclaimed is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
+from gems.memory.layer_storages import Storage, saved_storages
+from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.policies.lms.allocator import OutOfMemoryError
-from gems.memory.policies.lms.paging import RankPaging, Use
+from gems.memory.policies.lms.allocator import Counts, LmsAllocator, OutOfMemoryError, Paged
+from gems.schedule.action import Action, Kind
 
 DEFAULT_SHARE = 0.95  # of the device, where no limit is given
 _UNLIMITED = 1 << 62
@@ -104,3 +107,204 @@ def _counters(played: Mapping[int, RankPaging], tries: int, limits: Sequence[int
             for rank in sorted(played)
         ],
     }
+
+
+MAX_STEPS = 8
+
+
+@dataclass(slots=True)
+class Use:
+    """What becomes of the bytes that leave with one layer, over a step.
+
+    `soonest` is the fewest actions that run between the layer's forward and the one that needs their memory, or the stage's
+    backward if that is sooner: there another layer may bring back what left with this one.
+    """
+
+    movable_bytes: int = 0
+    reclaimed_bytes: int = 0
+    soonest: int | None = None
+
+
+class _Stage:
+    """The storages of a stage by number, and which of them each layer makes, reads forward and reads backward."""
+
+    def __init__(self, case: MemoryCase, first: int, end: int) -> None:
+        self.first, self.end = first, end
+        self.storages = saved_storages(case.profile, first, end, case.least_bytes)
+        self.makes: dict[int, list[int]] = {layer: [] for layer in range(first, end)}
+        self.reads: dict[int, list[int]] = {layer: [] for layer in range(first, end)}
+        self.saves: dict[int, list[int]] = {layer: [] for layer in range(first, end)}
+        for number, storage in enumerate(self.storages):
+            self.makes[storage.maker].append(number)
+            for layer in sorted({*storage.savers, storage.maker + 1, storage.last_use}):
+                if storage.maker < layer <= storage.last_use:
+                    self.reads[layer].append(number)
+            for layer in storage.savers:
+                self.saves[layer].append(number)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One micro-batch of one stage in flight.
+
+    `forward` and `back` say when a layer's forward and whether its backward has run, `turn` when backward began.
+    """
+
+    stage: _Stage
+    paged: dict[int, list[Paged]] = field(default_factory=dict)
+    forward: dict[int, int] = field(default_factory=dict)
+    back: set[int] = field(default_factory=set)
+    turn: int | None = None
+    gone: set[Paged] = field(default_factory=set)
+    others: list[Any] = field(default_factory=list)
+
+
+class RankPaging:
+    """Plays the list of one rank step by step; `uses` is of the last step, by layer, `steps` has the counts of all."""
+
+    def __init__(self, case: MemoryCase, rank: int, limit_bytes: int, reclaim: str) -> None:
+        self.allocator = LmsAllocator(limit_bytes, reclaim)
+        self.steps: list[Counts] = []
+        self.uses: dict[int, Use] = {}
+        self._case, self._rank = case, rank
+        spans = list(pairwise(case.boundaries))
+        held = {stage for _, stage in case.schedule.placement.stages_on(rank)}
+        self._stages = {stage: _Stage(case, *spans[stage]) for stage in held}
+        self._flights: dict[tuple[int, int, int | None], _Flight] = {}
+        self._of: dict[Paged, tuple[_Flight, Storage]] = {}
+        self._now = 0
+
+    def settle(self) -> None:
+        """Simulate steps until one reclaims as the one before did, at most 8.
+
+        Raises:
+            OutOfMemoryError: a request that does not fit although everything that may leave has left.
+        """
+        self._take_static()
+        before = None
+        for _ in range(MAX_STEPS):
+            self.uses, self._now = {}, 0
+            for action in self._case.schedule.rows[self._rank]:
+                self._act(action)
+            self.steps.append(self.allocator.restart())
+            if self.uses == before:
+                return
+            before = self.uses
+
+    def _take_static(self) -> None:
+        """Take what no step gives back: parameters, gradients, the optimizer's state, buffers, images."""
+        case, take = self._case, self.allocator.take
+        directions = list(case.schedule.directions().values())
+        for direction, stage in case.schedule.placement.stages_on(self._rank):
+            for layer in case.profile.layers[self._stages[stage].first : self._stages[stage].end]:
+                for _ in range(OPTIMIZERS[case.optimizer].copies):
+                    take(layer.param_bytes)
+                for _ in range(MESSAGE_COPIES):
+                    take(layer.buffer_bytes)
+            if stage == 0:
+                for _ in range(directions.count(direction)):
+                    take(case.profile.input_bytes)
+
+    def _act(self, action: Action) -> None:
+        kind, stage = action.kind, self._stages[action.stage]
+        key = (action.direction, action.stage, action.micro_batch)
+        passing: list[Any] = []
+        if kind is Kind.F:
+            flight = self._flights[key] = _Flight(stage)
+            if stage.first:
+                flight.others.append(self._take(self._case.profile.given_bytes(stage.first)))
+            for layer in range(stage.first, stage.end):
+                passing = self._forward(flight, layer, passing)
+                self._now += 1
+        elif kind in (Kind.B, Kind.I):
+            flight = self._flights[key]
+            flight.turn = self._now
+            passing.append(self._take(self._case.profile.layers[stage.end - 1].output_grad_bytes))
+            for layer in range(stage.end - 1, stage.first - 1, -1):
+                passing = self._backward(flight, layer, passing, kind is Kind.I)
+                self._now += 1
+        elif kind is Kind.W:
+            self._now += stage.end - stage.first
+        self._give(passing)
+        if kind in (Kind.B, Kind.W):
+            self._give(self._flights.pop(key).others)
+
+    def _forward(self, flight: _Flight, layer: int, passing: Sequence[Any]) -> list[Any]:
+        """Run a layer's forward; gives what it hands on that nobody saves."""
+        stage = flight.stage
+        read = [paged for number in stage.reads[layer] for paged in flight.paged[number]]
+        self._pin(read)
+        made = 0
+        for number in stage.makes[layer]:
+            storage = stage.storages[number]
+            made += storage.total_bytes
+            mine = flight.paged[number] = [Paged(storage.num_bytes) for _ in range(storage.count)]
+            for paged in mine:
+                self._of[paged] = (flight, storage)
+                self._note(self.allocator.make(paged))
+            if storage.is_movable:
+                self._use(storage).movable_bytes += storage.total_bytes
+        extra = self._case.profile.layers[layer].forward_peak_bytes - made
+        handed = [self._take(extra)] if extra > 0 else []
+        self._give(passing)
+        flight.forward[layer] = self._now
+        used = (number for number in stage.makes[layer] if number in stage.saves[layer])
+        self._unpin([*read, *(paged for number in used for paged in flight.paged[number])])
+        return handed
+
+    def _backward(self, flight: _Flight, layer: int, passing: Sequence[Any], is_split: bool) -> list[Any]:
+        """Run a layer's backward; gives the gradient that it hands back."""
+        stage, profile = flight.stage, self._case.profile.layers[layer]
+        flight.back.add(layer)
+        self._pin([paged for number in stage.saves[layer] for paged in flight.paged[number]])
+        needed = max(0, profile.backward_peak_bytes - profile.output_grad_bytes)
+        handed = min(needed, profile.output_grad_bytes)
+        made = [self._take(num_bytes) for num_bytes in (handed, needed - handed)]
+        self._give([*passing, made[1]])
+        if is_split and profile.held_for_weights_bytes:
+            flight.others.append(self._take(profile.held_for_weights_bytes))
+        for number in stage.saves[layer]:
+            if stage.storages[number].savers[0] != layer:
+                self._unpin(flight.paged[number])
+                continue
+            for paged in flight.paged.pop(number):
+                self.allocator.drop(paged)
+                del self._of[paged]
+        return made[:1]
+
+    def _take(self, num_bytes: int) -> Any:
+        block = self.allocator.take(num_bytes)
+        self._note(self.allocator.reclaimed)
+        return block
+
+    def _pin(self, storages: Sequence[Paged]) -> None:
+        """Pin those that are there before any is paged in, so that none leaves for another of the same operation."""
+        away = [storage for storage in storages if storage.block is None]
+        for storage in (*(one for one in storages if one.block is not None), *away):
+            self._note(self.allocator.pin(storage))
+
+    def _unpin(self, storages: Iterable[Paged]) -> None:
+        for storage in storages:
+            if self._of[storage][1].is_movable:
+                self.allocator.unpin(storage)
+
+    def _note(self, reclaimed: Sequence[Paged]) -> None:
+        """Record what is reclaimed between forward and backward of the layer that it leaves with, once each, and how soon."""
+        for paged in reclaimed:
+            flight, storage = self._of[paged]
+            layer = storage.owner
+            if layer not in flight.forward or layer in flight.back or paged in flight.gone:
+                continue
+            flight.gone.add(paged)
+            use = self._use(storage)
+            use.reclaimed_bytes += storage.num_bytes
+            now = self._now if flight.turn is None else flight.turn
+            soon = now - flight.forward[layer] - 1
+            use.soonest = soon if use.soonest is None else min(use.soonest, soon)
+
+    def _use(self, storage: Storage) -> Use:
+        return self.uses.setdefault(storage.owner, Use())
+
+    def _give(self, blocks: Iterable[Any]) -> None:
+        for block in blocks:
+            self.allocator.give(block)

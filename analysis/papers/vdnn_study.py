@@ -1,18 +1,65 @@
-"""One step of a network under a vDNN policy, call by call: seconds, and the bytes that vDNN holds on the device.
-
-Rhu et al. 2016 (arXiv 1602.08124), section III: a buffer leaves with its last reader of forward, an end-of-layer barrier
-waits for the copy, and in backward at most one buffer comes back beside each call.
-"""
+"""One network of the vDNN paper on one device: what it needs without vDNN, and a step under each policy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gems.memory.policies.vdnn.paper.calls import CallKind, Network
-from gems.memory.policies.vdnn.paper.device import Device
-from gems.memory.policies.vdnn.window import prefetch_window
+from analysis.papers.vdnn_network import CallKind, Device, Network, Window
+from gems.memory.policies.vdnn import prefetch_window
+
+PARAM_COPIES = 2  # the parameters and their gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """The bytes of the baseline, which allocates all of a step at its start, and the step of each policy.
+
+    `maps_bytes` are the images and all feature maps, `gradients_bytes` the two buffers that all gradient maps share,
+    `workspace_bytes` the one that all convolutions share, `params_bytes` parameters and their gradients.
+    """
+
+    maps_bytes: int
+    gradients_bytes: int
+    workspace_bytes: int
+    params_bytes: int
+    steps: Mapping[Policy, Timeline]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the baseline without workspace: maps, gradient maps, parameters and their gradients."""
+        return self.maps_bytes + self.gradients_bytes + self.params_bytes
+
+    @property
+    def managed_bytes(self) -> int:
+        """What of the baseline vDNN manages: maps, gradient maps and workspace, not parameters, not the classifier."""
+        return self.maps_bytes + self.gradients_bytes + self.workspace_bytes
+
+    @property
+    def feature_share(self) -> float:
+        """The share of what vDNN manages in all that the baseline allocates."""
+        return self.managed_bytes / (self.managed_bytes + self.params_bytes)
+
+    def saved(self, held_bytes: float, has_workspace: bool = True) -> float:
+        """Return which share of the baseline's managed bytes is saved where `held_bytes` are held instead."""
+        base = self.managed_bytes - (0 if has_workspace else self.workspace_bytes)
+        return 1.0 - held_bytes / base
+
+
+def study(network: Network, device: Device) -> Study:
+    """Simulate a step of a network under each policy.
+
+    Under vDNN convolutions run without workspace, as its memory-optimal algorithms do; the baseline's are the fastest.
+    """
+    return Study(
+        network.map_bytes,
+        network.gradient_bytes,
+        workspace_bytes(network, device),
+        PARAM_COPIES * network.param_bytes,
+        {policy: play(network, policy, device) for policy in Policy},
+    )
 
 
 class Policy(StrEnum):
@@ -150,3 +197,46 @@ class _Play:
     def _pass(self, seconds: float) -> None:
         held = sum(self.sizes[buffer] for buffers in (self.maps, self.gradients) for buffer in buffers)
         self.moments.append(Moment(seconds, held))
+
+
+TILE_PX = 32
+_LARGEST_PX = 256  # of a padded map that cuDNN transforms in one piece
+_COMPLEX_BYTES = 8
+_FLOPS_A_PRODUCT = 8  # of two complex numbers, and the addition behind it
+
+
+def workspace_bytes(network: Network, device: Device) -> int:
+    """Return the bytes of the one workspace that all convolutions share, each with its fastest algorithm."""
+    return max((fastest(call.window, device)[1] for call in network.calls if call.window), default=0)
+
+
+def fastest(window: Window, device: Device) -> tuple[float, int]:
+    """Return seconds and workspace bytes of the fastest algorithm for a convolution's forward."""
+    direct = (window.flops / device.flops_per_s, 0)
+    return min((direct, *(_transformed(window, *shape, device) for shape in _transforms(window))))
+
+
+def _transforms(window: Window) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield (height, width) of the transforms that a convolution can take, and how many cover a map."""
+    if window.stride != 1:
+        return
+    padded = [side + 2 * edge for side, edge in zip(window.in_px, window.padding, strict=True)]
+    if max(padded) <= _LARGEST_PX:
+        height_px, width_px = (1 << (side - 1).bit_length() for side in padded)
+        yield (height_px, width_px), 1
+    if max(window.kernel) <= TILE_PX:
+        sides = zip(window.out_px, window.kernel, strict=True)
+        yield ((TILE_PX, TILE_PX), math.prod(math.ceil(side / (TILE_PX - kernel + 1)) for side, kernel in sides))
+
+
+def _transformed(window: Window, px: tuple[int, int], num_tiles: int, device: Device) -> tuple[float, int]:
+    """Return seconds and workspace bytes of one convolution by transforms: there, product of spectra, and back."""
+    maps = num_tiles * window.images * (window.in_channels + window.channels)
+    transforms = maps + window.in_channels * window.channels
+    size = math.prod(px)
+    spectrum = px[0] * (px[1] // 2 + 1)  # of real numbers half is enough
+    products = num_tiles * window.images * window.in_channels * window.channels
+    flops = transforms * 2.5 * size * math.log2(size) + _FLOPS_A_PRODUCT * spectrum * products
+    spectra_bytes = _COMPLEX_BYTES * spectrum * transforms
+    seconds = flops / device.flops_per_s + 2 * spectra_bytes / device.memory_bytes_per_s
+    return seconds, spectra_bytes

@@ -1,4 +1,4 @@
-"""A linear programme under construction, in bytes and seconds scaled to like sizes, and its solution by HiGHS."""
+"""A mixed-integer linear program under construction, in bytes and seconds scaled to like sizes, solved by HiGHS."""
 
 from __future__ import annotations
 

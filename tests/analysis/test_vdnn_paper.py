@@ -11,14 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from analysis.papers.vdnn_network import Call, CallKind, Device, Network, Window, network_of
+from analysis.papers.vdnn_study import Moment, Policy, fastest, offloads, play, study, workspace_bytes
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.memory.policies.vdnn.paper.calls import Call, CallKind, Network, Window, network_of
-from gems.memory.policies.vdnn.paper.device import Device
-from gems.memory.policies.vdnn.paper.study import study
-from gems.memory.policies.vdnn.paper.timeline import Moment, Policy, offloads, play
-from gems.memory.policies.vdnn.paper.workspace import fastest, workspace_bytes
-from gems.memory.policies.vdnn.window import find_prefetch, prefetch_window
+from gems.memory.policies.vdnn import find_prefetch, prefetch_window
 from gems.models import layers_of
 from gems.models.build import build_layers
 

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
-from gems.partition.dlplacer.devices import Devices, Timed
-from gems.partition.dlplacer.simulate import Item, Message, play, with_messages
+from gems.partition.dlplacer.devices import Devices, Item, Message, Timed, play, with_messages
 from gems.profile.operator_graph import OpGraph
 
 IS_INSTALLED = find_spec("ortools") is not None
