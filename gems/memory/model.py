@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gems.memory.moments import Counts, Held, Moment, moments_of
+from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans, Table
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
@@ -33,6 +34,22 @@ class Optimizer:
 
 
 OPTIMIZERS = {"sgd": Optimizer(1), "sgd_plain": Optimizer(0), "adam": Optimizer(2)}
+
+
+def static_blocks(
+    profile: ModelProfile, schedule: Schedule, rank: int, boundaries: Sequence[int], optimizer: Optimizer
+) -> Iterator[int]:
+    """Yield the sizes in bytes of all that a rank holds throughout a step, allocation by allocation.
+
+    These are parameters, their gradients and the optimizer's state, buffers, and the images of the step.
+    """
+    directions = list(schedule.directions().values())
+    for direction, stage in schedule.placement.stages_on(rank):
+        for layer in profile.layers[boundaries[stage] : boundaries[stage + 1]]:
+            yield from (layer.param_bytes,) * optimizer.copies
+            yield from (layer.buffer_bytes,) * MESSAGE_COPIES
+        if stage == 0:
+            yield from (profile.input_bytes,) * directions.count(direction)
 
 
 class MemoryModel:

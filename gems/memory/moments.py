@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gems.schedule.action import COMPUTE_KINDS, Action, Kind
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Action, Kind
+from gems.schedule.costs import StageCosts
+from gems.schedule.ledger import Ledger
 from gems.schedule.schedule import Schedule
 
 Held = tuple[int, int]  # (direction, stage)
@@ -123,7 +125,9 @@ _CROSSING = {
 
 class _Walk:
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        self._schedule = schedule
+        ones, zeros = (1.0,) * schedule.num_stages, (0.0,) * schedule.num_stages
+        # in units of one stash; what W needs is counted apart
+        self._ledger = Ledger(schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros))
         self._crossings = Crossings(schedule, rank)
         self._seen: set[Moment] = set()
         self.found: list[Moment] = []
@@ -135,25 +139,18 @@ class _Walk:
             self._record(None, Kind.STEP)
         elif kind in _CROSSING:
             self._crossings.post(action)
-        elif kind is Kind.OFFLOAD:
-            self._crossings.counts[held]["stashes"] -= 1
-        elif kind is Kind.PREFETCH:
-            self._crossings.counts[held]["stashes"] += 1
+        elif kind in COPY_KINDS:
+            self._crossings.counts[held]["stashes"] += 1 if kind is Kind.PREFETCH else -1
         elif kind in COMPUTE_KINDS:
             self._compute(action, held)
 
     def _compute(self, action: Action, held: Held) -> None:
         kind, mine = action.kind, self._crossings.counts[held]
-        if kind in (Kind.B, Kind.I):
-            mine["stashes"] -= 1
+        mine["stashes"] -= int(self._ledger.leaves(action))
         self._crossings.begin(action)
         self._record(held, kind)
         self._crossings.end(action)
-        if kind in (Kind.F, Kind.R):
-            again = self._schedule.has_any(Kind.R) and self._schedule.has(
-                Kind.R, action.stage, action.micro_batch, action.direction
-            )
-            mine["stashes"] += not again or kind is Kind.R
+        mine["stashes"] += int(self._ledger.brings(action))
         mine["weights"] += (kind is Kind.I) - (kind is Kind.W)
 
     def _record(self, active: Held | None, kind: Kind) -> None:

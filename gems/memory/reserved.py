@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gems.memory.caching_allocator import CachingAllocator
-from gems.memory.model import MESSAGE_COPIES, Optimizer
+from gems.memory.model import Optimizer, static_blocks
 from gems.memory.moments import Held
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule.action import Action, Kind
@@ -53,15 +53,8 @@ class _Play:
         self._given = {held: profile.given_bytes(boundaries[held[1]]) for held in self._layers}
         self._kept: dict[tuple[Held, int | None], _Kept] = {}
         self._waiting: dict[tuple[Held, int | None, str], Any] = {}
-        for (_, stage), layers in self._layers.items():
-            for layer in layers:
-                for _ in range(optimizer.copies):
-                    self.allocator.take(layer.param_bytes)
-                for _ in range(MESSAGE_COPIES):
-                    self.allocator.take(layer.buffer_bytes)
-            if stage == 0:
-                for _ in schedule.directions():
-                    self.allocator.take(profile.input_bytes)
+        for num_bytes in static_blocks(profile, schedule, rank, boundaries, optimizer):
+            self.allocator.take(num_bytes)
 
     def act(self, action: Action) -> None:
         held, kind = (action.direction, action.stage), action.kind

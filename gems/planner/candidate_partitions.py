@@ -13,7 +13,7 @@ from gems.partition.problem import NoCut, Problem
 from gems.planner.search.candidate import Candidate
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
-from gems.schedule.action import Kind
+from gems.schedule.ledger import in_flight
 from gems.schedule.placement import Placement, looped
 from gems.schedule.schedule import Schedule
 
@@ -89,16 +89,11 @@ class Cuts:
 
 
 def stashes(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each stage of a list the most micro-batches that a rank holds of it at once."""
+    """Return for each stage of a schedule the most micro-batches in flight on it."""
     counts = [1] * schedule.num_stages
     for row in schedule.rows:
-        now = [0] * schedule.num_stages
-        for action in row:
-            if action.kind is Kind.F:
-                now[action.stage] += 1
-                counts[action.stage] = max(counts[action.stage], now[action.stage])
-            elif action.kind in (Kind.B, Kind.I):
-                now[action.stage] -= 1
+        for action, now in in_flight(row):
+            counts[action.stage] = max(counts[action.stage], now[action.stage])
     return tuple(counts)
 
 

@@ -1,8 +1,13 @@
-"""The activations of one rank while its list is played: what each action brings, and what it lets go."""
+"""The activations of a rank along its schedule: what each action allocates and frees, and micro-batches in flight.
+
+Every count of activations follows these rules: the simulation, the timeline of memory, the tables of the memory model
+and the planner's bounds.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator, Mapping, Sequence
 
 from gems.errors import ScheduleError
 from gems.schedule.action import Action, Kind
@@ -14,12 +19,11 @@ BRINGING_KINDS = frozenset({Kind.F, Kind.R, Kind.PREFETCH})
 
 
 class Ledger:
-    """Counts activations held, in the unit of `StageCosts.activation`, and their peak.
+    """Counts the activations that a rank holds, in the unit of `StageCosts.activation`, and their peak.
 
-    F brings the activations of a stage or segment (only its boundary where R follows), R the rest of them, PREFETCH what
-    OFFLOAD took; I leaves what W needs, W and B leave nothing. What OFFLOAD took is let go by FREE where that is in the
-    list, and otherwise when the copy has ended. Under a cap, what brings activations waits until copies that
-    are under way have made room; room is given in the order of the list.
+    F allocates the activations of a stage or segment (only its boundary if R follows), R the rest of them, PREFETCH what
+    OFFLOAD moved out. I frees all but what W needs, B and W free everything. What OFFLOAD moved is freed by FREE if the
+    schedule has one, otherwise when the copy ends.
     """
 
     __slots__ = ("_cap", "_costs", "_granted", "_has_recompute", "_leaving", "_schedule", "held", "peak")
@@ -35,7 +39,9 @@ class Ledger:
         self.peak = 0.0
 
     def take(self, rank: int, action: Action, now: float) -> float:
-        """Count what an action brings and gives the time, `now` or later, at which there is room for it.
+        """Count what an action allocates, and return the time, `now` or later, at which there is room for it.
+
+        Under a cap an action waits for copies that make room; room is given in the order of the schedule.
 
         Raises:
             ScheduleError: there will never be room.
@@ -62,19 +68,19 @@ class Ledger:
         return now
 
     def give(self, action: Action) -> None:
-        """Count what the end of an action lets go."""
+        """Count what the end of an action frees."""
         left = self.leaves(action)
         if left:
             self.held -= left
             self.peak = max(self.peak, self.held)
 
     def give_at(self, action: Action, time: float) -> None:
-        """Count what a copy to host memory lets go when it ends."""
+        """Count what a copy to host memory frees when it ends."""
         if not self._waits_for(action):
             heapq.heappush(self._leaving, (time, self._costs.moved(action)))
 
     def brings(self, action: Action) -> float:
-        """Return the size that must be free before an action starts."""
+        """Return the size that an action allocates before it starts."""
         kind, stage, micro_batch, direction, segment = action
         costs = self._costs
         if kind is Kind.F:
@@ -88,7 +94,7 @@ class Ledger:
         return costs.moved(action) if kind is Kind.PREFETCH else 0.0
 
     def leaves(self, action: Action) -> float:
-        """Return the size that is free once an action of the rank has ended."""
+        """Return the size that an action frees when it ends."""
         costs = self._costs
         if action.kind is Kind.B:
             return costs.held("activation", action)
@@ -105,16 +111,16 @@ class Ledger:
         )
 
     def leaves_at_once(self, action: Action) -> float:
-        """Return what is counted as gone behind an action, in the order of the list alone."""
+        """Return the size that counts as freed after an action, by the order of the schedule alone."""
         if action.kind is Kind.OFFLOAD:
             return 0.0 if self._waits_for(action) else self._costs.moved(action)
         return self.leaves(action)
 
 
 def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """Return the most activations that each rank holds, from the order of its list alone.
+    """Return the peak activations of each rank, by the order of its schedule alone.
 
-    Exact where each copy out is waited for (FREE), or there is none; one that is not counts as gone when it is posted.
+    Exact if each copy out is waited for (FREE); one that is not counts as freed when it is posted.
     """
     found = []
     for row in schedule.rows:
@@ -127,3 +133,15 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
             peak = max(peak, held)
         found.append(peak)
     return tuple(found)
+
+
+def in_flight(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:
+    """Yield each action of a rank with the micro-batches in flight during it, by stage.
+
+    A micro-batch is in flight on a stage from the start of its forward to the end of its (input-gradient) backward.
+    """
+    counts = dict.fromkeys((action.stage for action in row), 0)
+    for action in row:
+        counts[action.stage] += action.kind is Kind.F
+        yield action, counts
+        counts[action.stage] -= action.kind in (Kind.B, Kind.I)

@@ -11,7 +11,7 @@ from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.memory import stage_storages
 from gems.memory.memory_actions import add_memory
 from gems.memory.micro_batch import played
-from gems.memory.model import OPTIMIZERS, MemoryModel
+from gems.memory.model import OPTIMIZERS, MemoryModel, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.segment_costs import segment_costs
 from gems.memory.stage_storages import Layers
@@ -65,6 +65,8 @@ def test_what_is_kept_in_whole_stages_is_what_the_memory_model_says(
             walks = [walk(made, plan, schedule, rank, SGD) for rank in range(ranks)]
             assert tuple(walked.peak_bytes for walked in walks) == expected
             assert not any(walked.peak_host_bytes for walked in walks)
+            static = [sum(static_blocks(made, schedule, rank, cuts, SGD)) for rank in range(ranks)]
+            assert [walked.points[-1].device_bytes for walked in walks] == static
 
 
 # a layer's own 100, an output of 40 that the next saves and, but for the last, hands on; half of its own are products

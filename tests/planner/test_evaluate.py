@@ -10,7 +10,7 @@ import pytest
 from gems.partition.methods import case_of
 from gems.planner.evaluate import Planner
 from gems.planner.search.best_first import TooLarge, search
-from gems.planner.search.bounds import held_at_once, in_flight, least_step_s
+from gems.planner.search.bounds import held_at_once, least_step_s, min_in_flight
 from gems.planner.search.candidate import KEEP, Candidate, candidates
 from gems.planner.search.choice import PARTS, Choice, reasons
 from gems.schedule import CAPPED
@@ -95,8 +95,8 @@ def test_what_a_choice_holds_is_what_the_cut_says(monkeypatch: pytest.MonkeyPatc
     made = judge._scheduled_at(one, choice.boundaries)
     case = case_of(made.run, lower(made.compute), judge.profile(1))
     assert choice.peak_bytes == case.peak_bytes(choice.boundaries)
-    assert in_flight(one) == [4, 3, 2, 1]
-    assert all(held >= count for held, count in zip(held_at_once(made.compute), in_flight(one), strict=True))
+    assert min_in_flight(one) == [4, 3, 2, 1]
+    assert all(held >= count for held, count in zip(held_at_once(made.compute), min_in_flight(one), strict=True))
 
 
 def test_a_tight_limit_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:

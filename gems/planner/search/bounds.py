@@ -8,7 +8,7 @@ from math import ceil
 
 from gems.planner.search.candidate import KEEP, Candidate
 from gems.profile import ModelProfile
-from gems.schedule.action import Kind
+from gems.schedule.ledger import in_flight
 from gems.schedule.schedule import Schedule
 
 _SPLIT_LINEAR = ("zb_h1", "zb_h2")
@@ -106,8 +106,8 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
     elif one.schedule == "gems_zb":
         chain = load.forward_s + n * load.input_grad_s
     elif one.schedule == "1f1b":
-        in_flight = int(min(p, one.cap or p))
-        chain = max(time_s / (1 - (1 - 1 / (n * again)) ** p), ceil(n / in_flight) * time_s)
+        most = int(min(p, one.cap or p))
+        chain = max(time_s / (1 - (1 - 1 / (n * again)) ** p), ceil(n / most) * time_s)
     elif one.schedule in _SPLIT_LINEAR and load.least_forward:
         share = load.least_forward
         chain = max(load.forward_s, share * time_s / (1 - (1 - share / n) ** p))
@@ -129,7 +129,7 @@ def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: in
         load: of its micro-batch.
         param_copies: bytes held for each byte of parameters.
         buffer_copies: bytes held for each byte of buffers.
-        held: micro-batches in flight by rank, where they are known better than by `in_flight`.
+        held: micro-batches in flight by rank, where they are known better than by `min_in_flight`.
     """
     static = static_bytes(one, load, param_copies, buffer_copies)
     least = max(static / one.partitions, load.transient_bytes)
@@ -145,7 +145,7 @@ def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: in
         kept = load.cheap_bytes
     elif one.memory != KEEP:
         return int(least)
-    held = held or in_flight(one)
+    held = held or min_in_flight(one)
     balanced = kept / sum(1 / count for count in held)
     together = (min(held) * kept + static) / one.partitions
     return int(max(least, balanced, together))
@@ -156,8 +156,8 @@ def static_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: i
     return one.num_directions * (param_copies * load.param_bytes + buffer_copies * load.buffer_bytes)
 
 
-def in_flight(one: Candidate) -> Sequence[float]:
-    """Return for each rank how many micro-batches it holds at once of each of its stages at least."""
+def min_in_flight(one: Candidate) -> Sequence[float]:
+    """Return the fewest micro-batches that each rank has in flight on each of its stages at its peak."""
     p, n = one.partitions, one.micro_batches
     if one.schedule == "1f1b":
         return [int(min(n, p - rank, one.cap or p)) for rank in range(p)]
@@ -165,26 +165,19 @@ def in_flight(one: Candidate) -> Sequence[float]:
 
 
 def held_at_once(schedule: Schedule) -> list[float]:
-    """Return for each rank of a list how many micro-batches it holds at once of each of its stages at least, by its own order.
+    """Return a lower bound of the micro-batches that each rank has in flight on each of its stages at once.
 
-    What a rank holds is the largest of its moments, and so at least the mean of any of them: here of the one in which it holds
-    most of the stage of which it holds least, and of those in which it holds most of each.
+    A rank's peak is the largest over its actions, and so at least the mean over any of them: here the action at which the
+    stage with the fewest in flight has most, and those at which each stage has most.
     """
     found = []
     for row in schedule.rows:
-        now: dict[int, int] = {}
-        for action in row:
-            now.setdefault(action.stage, 0)
-        tops = {stage: dict(now) for stage in now}
+        tops: dict[int, dict[int, int]] = {}
         fewest = 0
-        for action in row:
-            if action.kind is Kind.F:
-                now[action.stage] += 1
-                if now[action.stage] > tops[action.stage][action.stage]:
-                    tops[action.stage] = dict(now)
-                fewest = max(fewest, min(now.values()))
-            elif action.kind in (Kind.B, Kind.I):
-                now[action.stage] -= 1
-        mean = min(sum(top[stage] for top in tops.values()) / len(tops) for stage in now)
+        for action, now in in_flight(row):
+            if now[action.stage] > tops.get(action.stage, {}).get(action.stage, 0):
+                tops[action.stage] = dict(now)
+            fewest = max(fewest, min(now.values()))
+        mean = min(sum(top[stage] for top in tops.values()) / len(tops) for stage in tops)
         found.append(max(float(fewest), mean))
     return found

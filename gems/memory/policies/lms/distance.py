@@ -16,7 +16,7 @@ from typing import Any
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.layer_storages import Storage, saved_storages
-from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS
+from gems.memory.model import OPTIMIZERS, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.lms.graph import Graph, Parameters, Return, Tensor, Tuned, play, tune
 from gems.schedule.action import Kind
@@ -101,19 +101,6 @@ def lms(
     raise _too_large(case, max(holders, key=lambda one: _held(one, outcome)), outcome)
 
 
-def static_bytes(case: MemoryCase, rank: int) -> int:
-    """Return what a rank holds throughout: parameters, gradients, the optimizer's state, buffers, images of the step."""
-    copies = OPTIMIZERS[case.optimizer].copies
-    directions = list(case.schedule.directions().values())
-    total = 0
-    for direction, stage in case.schedule.placement.stages_on(rank):
-        for layer in case.profile.layers[case.boundaries[stage] : case.boundaries[stage + 1]]:
-            total += copies * layer.param_bytes + MESSAGE_COPIES * layer.buffer_bytes
-        if stage == 0:
-            total += directions.count(direction) * case.profile.input_bytes
-    return total
-
-
 def _holders(case: MemoryCase, share: float) -> list[_Holder]:
     by_stages: dict[tuple[int, ...], list[int]] = {}
     for rank in range(case.schedule.num_ranks):
@@ -121,7 +108,10 @@ def _holders(case: MemoryCase, share: float) -> list[_Holder]:
         by_stages.setdefault(stages, []).append(rank)
     found = []
     for ranks in by_stages.values():
-        static = max(static_bytes(case, rank) for rank in ranks)
+        optimizer = OPTIMIZERS[case.optimizer]
+        static = max(
+            sum(static_blocks(case.profile, case.schedule, rank, case.boundaries, optimizer)) for rank in ranks
+        )
         room = inf if case.limit_bytes is None else (case.limit_bytes - static) * share
         found.append(_Holder(ranks, RankGraph(case, ranks[0]), static, room))
     return found

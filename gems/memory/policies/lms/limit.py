@@ -16,7 +16,7 @@ from typing import Any
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, Outcome
 from gems.memory.layer_storages import Storage, saved_storages
-from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS
+from gems.memory.model import OPTIMIZERS, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.lms.allocator import Counts, LmsAllocator, OutOfMemoryError, Paged
 from gems.schedule.action import Action, Kind
@@ -180,7 +180,10 @@ class RankPaging:
         Raises:
             OutOfMemoryError: a request that does not fit although everything that may leave has left.
         """
-        self._take_static()
+        case = self._case
+        optimizer = OPTIMIZERS[case.optimizer]
+        for num_bytes in static_blocks(case.profile, case.schedule, self._rank, case.boundaries, optimizer):
+            self.allocator.take(num_bytes)
         before = None
         for _ in range(MAX_STEPS):
             self.uses, self._now = {}, 0
@@ -190,20 +193,6 @@ class RankPaging:
             if self.uses == before:
                 return
             before = self.uses
-
-    def _take_static(self) -> None:
-        """Take what no step gives back: parameters, gradients, the optimizer's state, buffers, images."""
-        case, take = self._case, self.allocator.take
-        directions = list(case.schedule.directions().values())
-        for direction, stage in case.schedule.placement.stages_on(self._rank):
-            for layer in case.profile.layers[self._stages[stage].first : self._stages[stage].end]:
-                for _ in range(OPTIMIZERS[case.optimizer].copies):
-                    take(layer.param_bytes)
-                for _ in range(MESSAGE_COPIES):
-                    take(layer.buffer_bytes)
-            if stage == 0:
-                for _ in range(directions.count(direction)):
-                    take(case.profile.input_bytes)
 
     def _act(self, action: Action) -> None:
         kind, stage = action.kind, self._stages[action.stage]
