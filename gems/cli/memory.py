@@ -14,7 +14,7 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory import POLICIES
-from gems.memory.case import Exposure, MemoryCase, Outcome, exposures
+from gems.memory.case import Exposure, MemoryCase, PlanOutcome, exposures
 from gems.memory.plan import Choice
 from gems.memory.registry import plan_of
 from gems.runs.run_plan import case_of_run
@@ -56,8 +56,8 @@ def show_memory(spec: RunSpec, options: Options) -> int:
 
 
 def _outcomes(
-    spec: RunSpec, case: MemoryCase, keeping: Outcome, names: Sequence[str]
-) -> tuple[list[Outcome], dict[str, str]]:
+    spec: RunSpec, case: MemoryCase, keeping: PlanOutcome, names: Sequence[str]
+) -> tuple[list[PlanOutcome], dict[str, str]]:
     found, refused = [], {}
     for name in names:
         memory = replace(spec.memory, name=name)
@@ -84,7 +84,7 @@ def _facts(spec: RunSpec, case: MemoryCase) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _entry(spec: RunSpec, case: MemoryCase, keeping: Outcome, outcome: Outcome) -> dict[str, Any]:
+def _entry(spec: RunSpec, case: MemoryCase, keeping: PlanOutcome, outcome: PlanOutcome) -> dict[str, Any]:
     """Return one policy's figures; `saved` is the share of the kept activations' peak that it takes off the device."""
     kept = max(rank.peak_activation_bytes for rank in keeping.ranks)
     held = max(rank.peak_activation_bytes for rank in outcome.ranks)
@@ -104,7 +104,7 @@ def _entry(spec: RunSpec, case: MemoryCase, keeping: Outcome, outcome: Outcome) 
     }
 
 
-def _segments(case: MemoryCase, outcome: Outcome) -> list[dict[str, Any]]:
+def _segments(case: MemoryCase, outcome: PlanOutcome) -> list[dict[str, Any]]:
     costs = exposures(outcome)
     names = [layer.name for layer in case.profile.layers]
     listed = []
@@ -122,7 +122,7 @@ def _segments(case: MemoryCase, outcome: Outcome) -> list[dict[str, Any]]:
     return listed
 
 
-def _curve(outcome: Outcome) -> dict[str, Any]:
+def _curve(outcome: PlanOutcome) -> dict[str, Any]:
     """Return bytes over time of the rank that holds most: on the device and in host memory.
 
     What is posted, copies and messages, counts from the next action on that the rank itself runs.

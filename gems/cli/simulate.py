@@ -10,7 +10,7 @@ from gems.cli.framework import Options, print_json
 from gems.cli.schedule import drawn_faults, shortest_time
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.memory.case import Outcome
+from gems.memory.case import PlanOutcome
 from gems.models import layers_of
 from gems.partition.methods import cut
 from gems.runs.run_plan import memory_case, planned
@@ -114,7 +114,7 @@ def _kept_memory(spec: RunSpec, made: Schedule, costs: StageCosts, played: Simul
     return tuple(_memory_of(kept, played, rank) for rank in range(made.num_ranks))
 
 
-def _memory_of(outcome: Outcome, played: Simulation, rank: int) -> RankMemory:
+def _memory_of(outcome: PlanOutcome, played: Simulation, rank: int) -> RankMemory:
     """Return a rank's bytes over time: while an action runs, and behind it."""
     held = []
     points, starts, ends = outcome.ranks[rank].points, played.start[rank], played.end[rank]

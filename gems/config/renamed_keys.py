@@ -1,4 +1,4 @@
-"""Keys that have new names: an old one is refused with the new name, and still read from a run.yaml."""
+"""Keys and values that have new names: an old one is refused with the new name, and still read from a run.yaml."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ RENAMED = {
     "schedule.allow": "schedule.memory_actions",
     "train.stall_limit_s": "train.hang_timeout_s",
 }
+VALUES = {("memory.recompute", "cheap"): "selective"}
 INVERTED = ("cluster.no_mem",)  # true of the old key is false of the new one
 
 
 def renamed_error(key: str, value: object) -> ConfigError | None:
-    """Return the error for a key that has a new name, or None."""
+    """Return the error for a key or a value that has a new name, or None."""
+    if isinstance(value, str) and (key, value) in VALUES:
+        return ConfigError(key, value, f"is now called {VALUES[key, value]}")
     if key not in RENAMED:
         return None
     return ConfigError(
@@ -36,9 +39,10 @@ def renamed_error(key: str, value: object) -> ConfigError | None:
 
 
 def with_new_names(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section of a run.yaml with old keys under their new names."""
+    """Return a section of a run.yaml with old keys and values under their new names."""
     found = {}
     for name, value in values.items():
         old = f"{section}.{name}"
+        value = VALUES.get((old, value), value) if isinstance(value, str) else value
         found[RENAMED[old].partition(".")[2] if old in RENAMED else name] = not value if old in INVERTED else value
     return found

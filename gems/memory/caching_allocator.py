@@ -25,7 +25,7 @@ class Block:
 
 
 class CachingAllocator:
-    """Plays torch's CUDA caching allocator (torch.cuda memory management notes) with its default settings.
+    """Simulate torch's CUDA caching allocator (torch.cuda memory management notes) with its default settings.
 
     Two pools, best fit, blocks split and joined with free neighbours, segments never given back. `reserved_bytes` is
     what has been taken from the device, `allocated_bytes` what is in use, rounded as the allocator counts it.

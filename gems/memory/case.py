@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from gems.memory.memory_actions import add_memory
-from gems.memory.model import OPTIMIZERS
+from gems.memory.model import OPTIMIZERS, static_blocks
 from gems.memory.plan import MemoryPlan
 from gems.memory.segment_costs import segment_costs
-from gems.memory.walk import Walked, walk
+from gems.memory.timeline import RankTimeline, rank_timeline
 from gems.profile import ModelProfile
 from gems.schedule.action import COMPUTE_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
@@ -40,7 +40,7 @@ class MemoryCase:
     num_replicas: int = 1
 
     @cached_property
-    def kept(self) -> Outcome:
+    def kept(self) -> PlanOutcome:
         """What the step is without any policy."""
         return self.outcome(MemoryPlan.keeping(self.boundaries))
 
@@ -53,27 +53,32 @@ class MemoryCase:
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule, optimizer = self.lowered(plan), OPTIMIZERS[self.optimizer]
         for rank in range(schedule.num_ranks) if ranks is None else ranks:
-            yield walk(self.profile, plan, schedule, rank, optimizer).peak_bytes
+            yield rank_timeline(self.profile, plan, schedule, rank, optimizer).peak_bytes
 
-    def outcome(self, plan: MemoryPlan) -> Outcome:
+    def static_blocks(self, rank: int) -> Iterator[int]:
+        """Yield the sizes in bytes of what a rank holds throughout a step."""
+        return static_blocks(self.profile, self.schedule, rank, self.boundaries, OPTIMIZERS[self.optimizer])
+
+    def outcome(self, plan: MemoryPlan) -> PlanOutcome:
         """Simulate a plan: bytes by the order of the list, time by simulation."""
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule = self.lowered(plan)
         costs = segment_costs(self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s)
         ranks = tuple(
-            walk(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer]) for rank in range(schedule.num_ranks)
+            rank_timeline(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer])
+            for rank in range(schedule.num_ranks)
         )
-        return Outcome(plan, schedule, costs, ranks, simulate(schedule, costs, self.network))
+        return PlanOutcome(plan, schedule, costs, ranks, simulate(schedule, costs, self.network))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanOutcome:
     """A plan with what it does: the lowered list and its costs in seconds and bytes, each rank's bytes along it, and the simulated step in seconds."""
 
     plan: MemoryPlan
     schedule: Schedule
     costs: StageCosts
-    ranks: tuple[Walked, ...]
+    ranks: tuple[RankTimeline, ...]
     played: Simulation
 
     @cached_property
@@ -126,7 +131,7 @@ class Exposure:
     back_s: float | None = None
 
 
-def exposures(outcome: Outcome) -> dict[Place, Exposure]:
+def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
     """Return what each segment of a plan costs in the simulated step."""
     found: dict[Place, Exposure] = {}
     for rank, row in enumerate(outcome.schedule.rows):
@@ -157,7 +162,7 @@ def exposures(outcome: Outcome) -> dict[Place, Exposure]:
     return found
 
 
-def _waited(action: Action, free: float, start: float, outcome: Outcome, arrival: dict[Action, float]) -> float:
+def _waited(action: Action, free: float, start: float, outcome: PlanOutcome, arrival: dict[Action, float]) -> float:
     """Return how long a rank stood still for a copy before an action, from `free` on."""
     if action.kind is Kind.FREE:
         return max(0.0, start - free)

@@ -10,11 +10,11 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import Ledger
 from gems.schedule.schedule import Schedule
 
-Held = tuple[int, int]  # (direction, stage)
+StageKey = tuple[int, int]  # (direction, stage)
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class HeldCounts:
     """Of one stage in one direction: how many micro-batches hold what.
 
     `stashes` are those between forward and backward, `weights` those between I and W. `inputs` are boundary tensors
@@ -33,14 +33,14 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Snapshot:
     """What a rank holds, by stage, while it runs an action of kind `kind` on `active`; None at the optimizer step."""
 
-    counts: tuple[tuple[Held, Counts], ...]
-    active: Held | None
+    counts: tuple[tuple[StageKey, HeldCounts], ...]
+    active: StageKey | None
     kind: Kind
 
-    def covers(self, other: Moment) -> bool:
+    def covers(self, other: Snapshot) -> bool:
         """Whether as much as in `other` is held of everything, in the same action."""
         return all(
             mine >= theirs
@@ -49,8 +49,8 @@ class Moment:
         )
 
 
-def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
-    """Return the moments of a rank's lowered list that may be its peak: none is covered by another one.
+def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
+    """Return the snapshots of a rank's lowered list that may be its peak: none is covered by another one.
 
     Of copies to host memory, what leaves is counted as gone when its copy is posted.
     """
@@ -60,8 +60,8 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     return tuple(walk.found)
 
 
-class Crossings:
-    """Counts what a rank holds while its list is played, stage by stage: `counts` has the fields of `Counts`.
+class BoundaryTensors:
+    """HeldCounts what a rank holds while its list is played, stage by stage: `counts` has the fields of `HeldCounts`.
 
     Here are the tensors that cross between stages and the images; what stages keep is counted by who asks. `begin` is
     called before a compute action is played, `end` behind it, `post` for transfers. Of a stage in segments the first one
@@ -72,7 +72,7 @@ class Crossings:
         self._schedule = schedule
         self.held = schedule.placement.stages_on(rank)
         directions = schedule.directions()
-        self.counts = {held: dict.fromkeys(Counts.__dataclass_fields__, 0) for held in self.held}
+        self.counts = {held: dict.fromkeys(HeldCounts.__dataclass_fields__, 0) for held in self.held}
         for direction, stage in self.held:
             if stage == 0:
                 self.counts[direction, 0]["images"] = sum(d == direction for d in directions.values())
@@ -109,7 +109,7 @@ class Crossings:
         for counts in self.counts.values():
             counts["outputs"] = counts["input_gradients"] = 0
 
-    def _hand(self, held: Held, what: str) -> None:
+    def _hand(self, held: StageKey, what: str) -> None:
         """Count what a neighbour on this rank takes without a message."""
         if held in self.counts:
             self.counts[held][what] += 1
@@ -128,9 +128,9 @@ class _Walk:
         ones, zeros = (1.0,) * schedule.num_stages, (0.0,) * schedule.num_stages
         # in units of one stash; what W needs is counted apart
         self._ledger = Ledger(schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros))
-        self._crossings = Crossings(schedule, rank)
-        self._seen: set[Moment] = set()
-        self.found: list[Moment] = []
+        self._crossings = BoundaryTensors(schedule, rank)
+        self._seen: set[Snapshot] = set()
+        self.found: list[Snapshot] = []
 
     def play(self, action: Action) -> None:
         kind, held = action.kind, (action.direction, action.stage)
@@ -144,7 +144,7 @@ class _Walk:
         elif kind in COMPUTE_KINDS:
             self._compute(action, held)
 
-    def _compute(self, action: Action, held: Held) -> None:
+    def _compute(self, action: Action, held: StageKey) -> None:
         kind, mine = action.kind, self._crossings.counts[held]
         mine["stashes"] -= int(self._ledger.leaves(action))
         self._crossings.begin(action)
@@ -153,21 +153,21 @@ class _Walk:
         mine["stashes"] += int(self._ledger.brings(action))
         mine["weights"] += (kind is Kind.I) - (kind is Kind.W)
 
-    def _record(self, active: Held | None, kind: Kind) -> None:
-        moment = Moment(
-            tuple((held, Counts(**self._crossings.counts[held])) for held in self._crossings.held), active, kind
+    def _record(self, active: StageKey | None, kind: Kind) -> None:
+        snapshot = Snapshot(
+            tuple((held, HeldCounts(**self._crossings.counts[held])) for held in self._crossings.held), active, kind
         )
-        if moment in self._seen:
+        if snapshot in self._seen:
             return
-        self._seen.add(moment)
+        self._seen.add(snapshot)
         alike = [other for other in self.found if (other.active, other.kind) == (active, kind)]
-        if any(other.covers(moment) for other in alike):
+        if any(other.covers(snapshot) for other in alike):
             return
-        covered = {id(other) for other in alike if moment.covers(other)}
-        self.found = [other for other in self.found if id(other) not in covered] + [moment]
+        covered = {id(other) for other in alike if snapshot.covers(other)}
+        self.found = [other for other in self.found if id(other) not in covered] + [snapshot]
 
 
-def _numbers(counts: Counts) -> Iterable[int]:
+def _numbers(counts: HeldCounts) -> Iterable[int]:
     return (
         counts.stashes, counts.weights, counts.inputs, counts.gradients, counts.outputs, counts.input_gradients,
         counts.images,

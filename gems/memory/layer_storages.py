@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gems.memory.stage_storages import layers_of_profile
+from gems.memory.stage_storages import profile_storages
 from gems.profile import ModelProfile
 
 
@@ -53,10 +53,10 @@ def made_storages(profile: ModelProfile, first: int, end: int, least_bytes: int)
     What a stage is given by another is in its receive buffer whatever the plan, and not among them. Storages below
     `least_bytes` stay.
     """
-    told = layers_of_profile(profile).storages
+    layer_storages = profile_storages(profile).storages
     found: list[Storage] = []
     for maker in range(first, end):
-        for one in told[maker]:
+        for one in layer_storages[maker]:
             savers = tuple(sorted(maker + ahead for ahead in one.savers if maker + ahead < end))
             last_use = min(end - 1, max(maker + one.last_use, *savers, maker))
             if savers or one.is_product or last_use > maker:

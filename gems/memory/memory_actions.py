@@ -50,7 +50,7 @@ class _Row:
     def _bring_back(self, index: int, action: Action) -> None:
         assert action.segment is not None
         segment = self.plan.stages[action.stage][action.segment]
-        if segment.choice.is_run_again:
+        if segment.choice.is_recomputed:
             self.again[index] = action._replace(kind=Kind.R)
         if segment.choice is not Choice.OFFLOAD:
             return

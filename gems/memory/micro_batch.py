@@ -1,4 +1,4 @@
-"""One micro-batch of a stage along its own actions: what it holds in bytes, by the rules of `Holdings`."""
+"""One micro-batch of a stage along its own actions: what it holds in bytes, by the rules of `Residency`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gems.memory.residency import Holdings
+from gems.memory.residency import Residency
 from gems.memory.stage_storages import MAX_STAGES, Group, StageStorages, as_bytes
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, WAIT_KINDS, Action, Kind
 
@@ -27,7 +27,7 @@ class State:
 
 
 class MicroBatch:
-    """Plays a micro-batch's actions on a stage.
+    """Simulates a micro-batch's actions on a stage.
 
     Beside what is saved it holds values between segments until the last segment that is given them has run, the gradient
     between two segments, and from I to W what W reads: what the profile says of the segment, its inputs, and of the
@@ -42,7 +42,7 @@ class MicroBatch:
         self._again = kinds[Kind.R]
         self._freed = kinds[Kind.FREE]
         self._has_backward = bool(kinds[Kind.B] or kinds[Kind.I])
-        self.holdings = Holdings(kinds[Kind.OFFLOAD])
+        self.holdings = Residency(kinds[Kind.OFFLOAD])
         self._passing: dict[Group, None] = {}
         self._held_for_weights: dict[int, int] = {}
         self._used_up: dict[int, list[Group]] = {}
@@ -103,12 +103,12 @@ class MicroBatch:
         layers, span = self._storages.layers, self._storages.spans_of[segment]
         if self._has_backward and segment not in self._again:
             return as_bytes(layers.spans.forward_peak[span])
-        return layers.first_run_peak_bytes(*span, self._has_backward and self._storages.is_cheap[segment])
+        return layers.first_forward_peak_bytes(*span, self._has_backward and self._storages.is_selective[segment])
 
     def _again_peak(self, segment: int) -> int:
         layers, span = self._storages.layers, self._storages.spans_of[segment]
-        if self._storages.is_cheap[segment]:
-            return layers.cheap_again_peak_bytes(*span)
+        if self._storages.is_selective[segment]:
+            return layers.selective_recompute_peak_bytes(*span)
         return as_bytes(layers.spans.forward_peak[span])
 
     def _forward(self, segment: int) -> None:
@@ -128,7 +128,7 @@ class MicroBatch:
         """Save what a second run makes anew, though W of a later segment may still hold the first of it."""
         storages = self._storages
         for group in storages.saves[segment]:
-            is_kept = group.maker < segment or (storages.is_cheap[segment] and group.is_product)
+            is_kept = group.maker < segment or (storages.is_selective[segment] and group.is_product)
             is_second = not is_kept and group in self.holdings
             key = ("second", group) if is_second else group
             self.holdings.save(key, storages.num_bytes[group], segment, group.is_movable)
@@ -138,7 +138,7 @@ class MicroBatch:
 
     def _kept_products(self, segment: int) -> list[Group]:
         storages = self._storages
-        return [group for group in storages.makes[segment] if group.is_product and storages.is_cheap[segment]]
+        return [group for group in storages.makes[segment] if group.is_product and storages.is_selective[segment]]
 
     def _backward(self, kind: Kind, segment: int) -> int:
         """Run the backward of a segment and gives what is held meanwhile."""
@@ -177,7 +177,7 @@ def played(storages: StageStorages, script: Script) -> tuple[State, ...]:
     return MicroBatch(storages, script).play()
 
 
-def scripts_of(row: Iterable[Action]) -> dict[Place, Script]:
+def micro_batch_scripts(row: Iterable[Action]) -> dict[Place, Script]:
     """Return the actions of each micro-batch on each stage of a rank's list, in their order."""
     found: dict[Place, list[tuple[Kind, int]]] = {}
     for kind, stage, micro_batch, direction, segment in row:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gems.memory.moments import Counts, Held, Moment, moments_of
+from gems.memory.in_flight import HeldCounts, Snapshot, StageKey, peak_snapshots
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans, Table
 from gems.schedule.action import Kind
@@ -69,10 +69,10 @@ class MemoryModel:
         made: dict[object, RankCosts] = {}
         listed = []
         for rank in range(schedule.num_ranks):
-            moments = moments_of(schedule, rank)
-            key = (schedule.placement.stages_on(rank), moments)
+            snapshots = peak_snapshots(schedule, rank)
+            key = (schedule.placement.stages_on(rank), snapshots)
             if key not in made:
-                made[key] = self._costs(schedule.placement.stages_on(rank), moments)
+                made[key] = self._costs(schedule.placement.stages_on(rank), snapshots)
             listed.append(made[key])
         return tuple(listed)
 
@@ -83,32 +83,34 @@ class MemoryModel:
         for rank in range(schedule.num_ranks):
             held = schedule.placement.stages_on(rank)
             stages = sorted({stage for _, stage in held})
-            moments = moments_of(schedule, rank)
-            found.append(max(sum(float(self._of_stage(each, s, spans[s])) for s in stages) for each in moments))
+            snapshots = peak_snapshots(schedule, rank)
+            found.append(max(sum(float(self._of_stage(each, s, spans[s])) for s in stages) for each in snapshots))
         return tuple(map(round, found))
 
-    def _costs(self, held: tuple[Held, ...], moments: tuple[Moment, ...]) -> RankCosts:
+    def _costs(self, held: tuple[StageKey, ...], snapshots: tuple[Snapshot, ...]) -> RankCosts:
         stages = tuple(sorted({stage for _, stage in held}))
-        tables = tuple(tuple(_kept(partial(self._table, moment, stage)) for stage in stages) for moment in moments)
+        tables = tuple(
+            tuple(_kept(partial(self._table, snapshot, stage)) for stage in stages) for snapshot in snapshots
+        )
         if len(stages) == 1:
             return RankCosts(stages, ((_kept(partial(_largest, tables)),),))
         return RankCosts(stages, tables)
 
-    def _table(self, moment: Moment, stage: int) -> Table:
-        """Return what one stage of the rank holds at a moment, wherever it lies."""
-        return np.asarray(self._of_stage(moment, stage, ...))
+    def _table(self, snapshot: Snapshot, stage: int) -> Table:
+        """Return what one stage of the rank holds at a snapshot, wherever it lies."""
+        return np.asarray(self._of_stage(snapshot, stage, ...))
 
-    def _of_stage(self, moment: Moment, stage: int, where: Where) -> Any:
-        """Return what one stage of the rank holds at a moment, in all directions that the rank holds it in."""
+    def _of_stage(self, snapshot: Snapshot, stage: int, where: Where) -> Any:
+        """Return what one stage of the rank holds at a snapshot, in all directions that the rank holds it in."""
         total: Any = 0.0
-        for held, counts in moment.counts:
+        for held, counts in snapshot.counts:
             if held[1] == stage:
                 total = total + self._static[where] + self._of(counts, where)
-                if moment.active == held:
-                    total = total + self._transient(moment.kind)[where]
+                if snapshot.active == held:
+                    total = total + self._transient(snapshot.kind)[where]
         return total
 
-    def _of(self, counts: Counts, where: Where) -> Any:
+    def _of(self, counts: HeldCounts, where: Where) -> Any:
         spans = self._spans
         found: Any = 0.0
         for number, table in (
@@ -155,7 +157,7 @@ def _kept(make: Callable[[], Table]) -> Callable[[], Table]:
 
 
 def _largest(tables: Sequence[Sequence[Callable[[], Table]]]) -> Table:
-    """Fold the moments of a rank of one stage into one."""
+    """Fold the snapshots of a rank of one stage into one."""
     largest = tables[0][0]()
     for (table,) in tables[1:]:
         largest = np.maximum(largest, table())

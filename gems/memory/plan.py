@@ -17,19 +17,23 @@ class Choice(StrEnum):
     """The policy of a segment.
 
     `KEEP` leaves what forward saved on the device. `OFFLOAD` copies it to host memory and back. `RECOMPUTE` keeps the
-    segment's inputs only and runs its forward again; `CHEAP` also keeps what convolutions and matrix products gave, so
+    segment's inputs only and runs its forward again; `SELECTIVE` also keeps what convolutions and matrix products gave, so
     that only normalisation, activation and pooling are run again.
     """
 
     KEEP = "keep"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
-    CHEAP = "cheap"
+    SELECTIVE = "selective"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Choice | None:
+        return cls.SELECTIVE if value == "cheap" else None  # its name in older plans
 
     @property
-    def is_run_again(self) -> bool:
+    def is_recomputed(self) -> bool:
         """Whether the segment's forward is run a second time before its backward."""
-        return self in (Choice.RECOMPUTE, Choice.CHEAP)
+        return self in (Choice.RECOMPUTE, Choice.SELECTIVE)
 
 
 @dataclass(frozen=True, slots=True)

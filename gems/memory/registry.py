@@ -12,7 +12,7 @@ from gems.config.schema import MemoryConfig
 from gems.errors import DoesNotFitError
 from gems.memory import RECOMPUTES
 from gems.memory.case import MemoryCase
-from gems.memory.optimizer.optimal import limit_of_saving, plan
+from gems.memory.optimizer.optimal import plan, target_limit_bytes
 from gems.memory.plan import MemoryPlan
 from gems.memory.policies.lms.distance import lms
 from gems.memory.policies.lms.limit import lms_limit
@@ -52,7 +52,7 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     return keep_last(case, plan, peaks)
 
 
-def rivals_of(case: MemoryCase) -> list[MemoryPlan]:
+def published_plans(case: MemoryCase) -> list[MemoryPlan]:
     """Return the plans of the published policies that can be had under the case's limit."""
     makers: list[Callable[[], MemoryPlan]] = [
         partial(vdnn_dyn, case), partial(vdnn_dyn, case, asynchronous=True), partial(lms, case), partial(lms_limit, case),
@@ -69,9 +69,9 @@ def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     """Return the optimal plan under the limit, or under that of the saving, whichever is less."""
     limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
     if memory.target_reduction is not None:
-        limit = min(limit, limit_of_saving(case, memory.target_reduction))
+        limit = min(limit, target_limit_bytes(case, memory.target_reduction))
     limited = replace(case, limit_bytes=limit)
-    found = plan(limited, limit, memory.budget_s, rivals_of(limited))
+    found = plan(limited, limit, memory.budget_s, published_plans(limited))
     counters = {"limit_bytes": limit, "bound_s": found.bound_s, "gap": found.gap, "method": found.method}
     return replace(found.plan, policy="plan", counters=counters)
 

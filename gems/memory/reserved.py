@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gems.memory.caching_allocator import CachingAllocator
+from gems.memory.in_flight import StageKey
 from gems.memory.model import Optimizer, static_blocks
-from gems.memory.moments import Held
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
@@ -51,8 +51,8 @@ class _Play:
             for held in schedule.placement.stages_on(rank)
         }
         self._given = {held: profile.given_bytes(boundaries[held[1]]) for held in self._layers}
-        self._kept: dict[tuple[Held, int | None], _Kept] = {}
-        self._waiting: dict[tuple[Held, int | None, str], Any] = {}
+        self._kept: dict[tuple[StageKey, int | None], _Kept] = {}
+        self._waiting: dict[tuple[StageKey, int | None, str], Any] = {}
         for num_bytes in static_blocks(profile, schedule, rank, boundaries, optimizer):
             self.allocator.take(num_bytes)
 
@@ -66,7 +66,7 @@ class _Play:
         elif kind in (Kind.B, Kind.I):
             self._backward(action, held)
 
-    def _forward(self, action: Action, held: Held) -> None:
+    def _forward(self, action: Action, held: StageKey) -> None:
         take, give = self.allocator.take, self.allocator.give
         kept = _Kept([])
         arrived = self._waiting.pop((held, action.micro_batch, Kind.RECV_F.value), None)
@@ -86,7 +86,7 @@ class _Play:
             give(block)
         self._kept[held, action.micro_batch] = kept
 
-    def _backward(self, action: Action, held: Held) -> None:
+    def _backward(self, action: Action, held: StageKey) -> None:
         take, give = self.allocator.take, self.allocator.give
         kept = self._kept.pop((held, action.micro_batch))
         arrived = self._waiting.pop((held, action.micro_batch, Kind.RECV_B.value), None)

@@ -1,4 +1,4 @@
-"""Holdings: where the storages are that one micro-batch of a stage has saved, and which of them a copy takes.
+"""Residency: where the storages are that one micro-batch of a stage has saved, and which of them a copy takes.
 
 The rules of the activation store, without tensors: the engine follows them with memory, the predictions with figures.
 """
@@ -12,7 +12,7 @@ Key = Hashable
 
 
 @dataclass(slots=True)
-class Held:
+class StorageState:
     """A saved storage. `savers` are the segments whose backward has still to read it; `~segment` stands for W of one.
 
     `taken_by` is the segment with whose copy it left, `is_kept` whether it must stay on the device after all, because a
@@ -28,7 +28,7 @@ class Held:
     on_host: bool = False
 
 
-class Holdings:
+class Residency:
     """The saved storages of one micro-batch, in one stage and direction.
 
     A storage belongs to the last segment that saves it (vDNN's reference count: a tensor leaves with its last reader,
@@ -38,14 +38,14 @@ class Holdings:
 
     def __init__(self, offloaded: Collection[int] = ()) -> None:
         self._offloaded = frozenset(offloaded)
-        self._held: dict[Key, Held] = {}
+        self._held: dict[Key, StorageState] = {}
         self._saved_by: dict[int, dict[Key, None]] = {}
         self._taken_with: dict[int, list[Key]] = {}
         self._untaken: dict[Key, None] = {}
         self._device_bytes = 0
         self._host_bytes = 0
 
-    def __getitem__(self, key: Key) -> Held:
+    def __getitem__(self, key: Key) -> StorageState:
         return self._held[key]
 
     def __contains__(self, key: Key) -> bool:
@@ -75,7 +75,7 @@ class Holdings:
         held = self._held.get(key)
         is_new = held is None
         if held is None:
-            held = self._held[key] = Held(num_bytes, is_movable=is_movable)
+            held = self._held[key] = StorageState(num_bytes, is_movable=is_movable)
             self._device_bytes += num_bytes
         held.savers.add(segment)
         self._saved_by.setdefault(segment, {})[key] = None
@@ -165,6 +165,6 @@ class Holdings:
                 self._host_bytes -= held.num_bytes
         return gone
 
-    def _bring(self, held: Held) -> None:
+    def _bring(self, held: StorageState) -> None:
         held.on_device = True
         self._device_bytes += held.num_bytes

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gems.memory.micro_batch import Script, played, scripts_of
+from gems.memory.micro_batch import Script, micro_batch_scripts, played
 from gems.memory.plan import MemoryPlan
-from gems.memory.stage_storages import StageStorages, layers_of_profile, segments_of
+from gems.memory.stage_storages import StageStorages, profile_storages, segments_of
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
 from gems.schedule.action import Kind
@@ -52,7 +52,7 @@ def segment_costs(
     What segments keep and move is that of the micro-batch of which most is moved or run again. A storage that several
     segments save counts in the first of them, which lets it go; the stage's input counts in its first segment.
     """
-    layers = layers_of_profile(profile)
+    layers = profile_storages(profile)
     scripts = _fullest_scripts(schedule)
     segments: list[tuple[SegmentCosts, ...]] = []
     for stage in range(schedule.num_stages):
@@ -76,7 +76,7 @@ class _Amounts:
     again: int = 0
     moved_out: int = 0
     moved_in: int = 0
-    is_run_again: bool = False
+    is_recomputed: bool = False
 
 
 def _amounts(storages: StageStorages, script: Script) -> list[_Amounts]:
@@ -87,7 +87,7 @@ def _amounts(storages: StageStorages, script: Script) -> list[_Amounts]:
         if kind is Kind.F:
             mine.forward = state.activation_bytes - before
         elif kind is Kind.R:
-            mine.again, mine.is_run_again = state.activation_bytes - before, True
+            mine.again, mine.is_recomputed = state.activation_bytes - before, True
         elif kind is Kind.OFFLOAD:
             mine.moved_out = state.moved_bytes
         elif kind is Kind.PREFETCH:
@@ -108,9 +108,9 @@ def _segment(
         input_grad=_sum(layers, "input_grad_s"),
         weight_grad=_sum(layers, "weight_grad_s"),
         activation=float(amounts.forward + amounts.again + given),
-        recompute=_sum(layers, "cheap_s" if storages.is_cheap[number] else "recompute_s"),
+        recompute=_sum(layers, "cheap_s" if storages.is_selective[number] else "recompute_s"),
         held_for_weights=float(storages.held_for_weights_bytes(number) + given),
-        boundary=float((amounts.forward if amounts.is_run_again else 0) + given),
+        boundary=float((amounts.forward if amounts.is_recomputed else 0) + given),
         moved=float(amounts.moved_out),
         copy_out=amounts.moved_out / d2h_bytes_per_s,
         copy_in=amounts.moved_in / h2d_bytes_per_s,
@@ -122,7 +122,7 @@ def _fullest_scripts(schedule: Schedule) -> dict[int, Script]:
     found: dict[int, Script] = {}
     most: dict[int, int] = {}
     for row in schedule.rows:
-        for (_, stage, _), script in scripts_of(row).items():
+        for (_, stage, _), script in micro_batch_scripts(row).items():
             number = sum(kind in _LEAVING for kind, _ in script)
             if number > most.get(stage, -1):
                 found[stage], most[stage] = script, number

@@ -49,17 +49,17 @@ class Layers:
         """Return the storages of a stage by its segments; the last ones asked for are kept, for plans differ in few stages."""
         return self._stages(segments, least_bytes)
 
-    def first_run_peak_bytes(self, first: int, end: int, is_cheap: bool) -> int:
+    def first_forward_peak_bytes(self, first: int, end: int, is_selective: bool) -> int:
         """Return the most bytes in use during a forward of layers first up to end that will be run again, without its inputs.
 
-        Nothing is kept of it, or with `is_cheap` what convolutions and matrix products gave.
+        Nothing is kept of it, or with `is_selective` what convolutions and matrix products gave.
         """
-        key = (first, end, is_cheap)
+        key = (first, end, is_selective)
         if key not in self._first_runs:
-            self._first_runs[key] = self._first_run_peak(first, end, is_cheap)
+            self._first_runs[key] = self._first_forward_peak(first, end, is_selective)
         return self._first_runs[key]
 
-    def cheap_again_peak_bytes(self, first: int, end: int) -> int:
+    def selective_recompute_peak_bytes(self, first: int, end: int) -> int:
         """Return the most bytes that a cheap second run makes at once, beyond its inputs and what the first one kept.
 
         What products gave is let go where it is used, unless it is saved or handed on.
@@ -74,18 +74,18 @@ class Layers:
             kept += layer.cheap_bytes
         return most
 
-    def _first_run_peak(self, first: int, end: int, is_cheap: bool) -> int:
+    def _first_forward_peak(self, first: int, end: int, is_selective: bool) -> int:
         passing: list[tuple[int, Saved]] = []
         most = kept = 0
         for index in range(first, end):
             passing = [(maker, one) for maker, one in passing if maker + one.last_use >= index]
-            earlier = sum(one.total_bytes for _, one in passing if not (is_cheap and one.is_product))
+            earlier = sum(one.total_bytes for _, one in passing if not (is_selective and one.is_product))
             layer = self.profile.layers[index]
-            told = layer.cheap_first_peak_bytes if is_cheap else layer.plain_peak_bytes
-            own = told or layer.forward_peak_bytes
+            layer_storages = layer.cheap_first_peak_bytes if is_selective else layer.plain_peak_bytes
+            own = layer_storages or layer.forward_peak_bytes
             most = max(most, kept + earlier + own)
             passing += [(index, one) for one in self.storages[index] if one.last_use]
-            kept += layer.cheap_bytes if is_cheap else 0
+            kept += layer.cheap_bytes if is_selective else 0
         return most
 
     def _unsaved_within(self, first: int, index: int) -> int:
@@ -103,7 +103,7 @@ class StageStorages:
 
     def __init__(self, layers: Layers, segments: Sequence[Segment], least_bytes: int) -> None:
         self.layers = layers
-        self.is_cheap = tuple(segment.choice is Choice.CHEAP for segment in segments)
+        self.is_selective = tuple(segment.choice is Choice.SELECTIVE for segment in segments)
         self.spans_of = tuple((segment.first, segment.end) for segment in segments)
         self.num_bytes: dict[Key, int] = {}
         self.saves: list[list[Group]] = [[] for _ in segments]
@@ -176,7 +176,7 @@ def segments_of(plan: MemoryPlan, schedule: Schedule, stage: int) -> tuple[Segme
     return segments
 
 
-def layers_of_profile(profile: ModelProfile) -> Layers:
+def profile_storages(profile: ModelProfile) -> Layers:
     """Return the layers of a profile; those of the last few profiles are kept."""
     return _layers(_Same(profile))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gems.memory.micro_batch import OWN_KINDS, Place, State, played, scripts_of
+from gems.memory.in_flight import BoundaryTensors
+from gems.memory.micro_batch import OWN_KINDS, Place, State, micro_batch_scripts, played
 from gems.memory.model import MESSAGE_COPIES, Optimizer
-from gems.memory.moments import Crossings
 from gems.memory.plan import MemoryPlan
-from gems.memory.stage_storages import as_bytes, layers_of_profile, segments_of
+from gems.memory.stage_storages import as_bytes, profile_storages, segments_of
 from gems.profile import ModelProfile
 from gems.schedule.action import COMPUTE_KINDS, RANK_KINDS, Action
 from gems.schedule.schedule import Schedule
@@ -38,7 +38,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
+class RankTimeline:
     """The points of one rank's list."""
 
     points: tuple[Point, ...]
@@ -59,26 +59,28 @@ class Walked:
         return max(point.host_bytes for point in self.points)
 
 
-def walk(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer) -> Walked:
-    """Simulate the lowered list of a rank with `Holdings`, the rules that the engine's store follows.
+def rank_timeline(
+    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer
+) -> RankTimeline:
+    """Simulate the lowered list of a rank with `Residency`, the rules that the engine's store follows.
 
     Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors that cross between
     stages, saved storages, values and gradients between segments, and the transients of each action. Where a copy out is
     not waited for (no FREE in the list), what leaves counts as gone when the copy is posted.
     """
     rank_walk = _Walk(profile, plan, schedule, rank, optimizer)
-    return Walked(tuple(rank_walk.play(action) for action in schedule.rows[rank]))
+    return RankTimeline(tuple(rank_walk.play(action) for action in schedule.rows[rank]))
 
 
 class _Walk:
     def __init__(
         self, profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer
     ) -> None:
-        self._crossings = Crossings(schedule, rank)
+        self._crossings = BoundaryTensors(schedule, rank)
         self._states = _states(profile, plan, schedule, rank)
         self._last: dict[Place, State] = {}
         self._device_bytes = self._activation_bytes = self._host_bytes = 0
-        spans, cuts = layers_of_profile(profile).spans, plan.boundaries
+        spans, cuts = profile_storages(profile).spans, plan.boundaries
         self._static_bytes = 0
         self._sizes = []
         for held in self._crossings.held:
@@ -132,11 +134,12 @@ class _Walk:
 
 def _states(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int) -> dict[Place, Iterator[State]]:
     """Return the states of each micro-batch on each stage of a rank; micro-batches whose actions are alike are played once."""
-    layers = layers_of_profile(profile)
+    layers = profile_storages(profile)
     storages = {
         stage: layers.stage(segments_of(plan, schedule, stage), plan.least_bytes)
         for _, stage in schedule.placement.stages_on(rank)
     }
     return {
-        place: iter(played(storages[place[1]], script)) for place, script in scripts_of(schedule.rows[rank]).items()
+        place: iter(played(storages[place[1]], script))
+        for place, script in micro_batch_scripts(schedule.rows[rank]).items()
     }

@@ -12,7 +12,7 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
 from gems.memory.registry import plan_within
 from gems.memory.segment_costs import segment_costs, stage_costs
-from gems.memory.walk import Walked, walk
+from gems.memory.timeline import RankTimeline, rank_timeline
 from gems.partition.methods import optimizer_of
 from gems.planner.candidate_partitions import Cuts, TimeCut, stashes, with_stages
 from gems.planner.search.best_first import Rules, TooLarge
@@ -229,9 +229,9 @@ class Planner:
                 least = min(least, error.needed_bytes)
                 continue
             schedule = case.lowered(plan)
-            walked: list[Walked] = []
+            walked: list[RankTimeline] = []
             for rank in range(schedule.num_ranks):
-                walked.append(walk(profile, plan, schedule, rank, OPTIMIZERS[case.optimizer]))
+                walked.append(rank_timeline(profile, plan, schedule, rank, OPTIMIZERS[case.optimizer]))
                 if self.limit_bytes is not None and walked[-1].peak_bytes > self.limit_bytes:
                     break
             peaks = tuple(each.peak_bytes for each in walked)

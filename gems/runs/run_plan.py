@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gems.config.resolve import check_batch, check_gpus
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.registry import plan_of
 from gems.models import layers_of
@@ -38,7 +38,7 @@ class RunPlan:
     schedule: Schedule
     boundaries: tuple[int, ...]
     profile: ModelProfile | None
-    memory: Outcome | None
+    memory: PlanOutcome | None
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -106,7 +106,7 @@ def memory_case(
     )  # fmt: skip
 
 
-def check_fits(spec: RunSpec, outcome: Outcome) -> None:
+def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:
     """Check what a memory plan leaves on the devices and takes of host memory.
 
     Raises:

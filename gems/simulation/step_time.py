@@ -6,8 +6,8 @@ from dataclasses import replace
 from statistics import fmean
 
 from gems.config.schema import RunSpec
-from gems.memory.case import MemoryCase, Outcome
-from gems.memory.stage_storages import layers_of_profile
+from gems.memory.case import MemoryCase, PlanOutcome
+from gems.memory.stage_storages import profile_storages
 from gems.profile.spans import Spans
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.placement import Placement
@@ -51,8 +51,8 @@ def slowest(run: RunSpec, schedule: Schedule, costs: StageCosts) -> tuple[Networ
     return max(((each, simulate(schedule, costs, each)) for each in networks), key=lambda pair: pair[1].span)
 
 
-def in_run(run: RunSpec, case: MemoryCase, outcome: Outcome) -> Outcome:
+def in_run(run: RunSpec, case: MemoryCase, outcome: PlanOutcome) -> PlanOutcome:
     """Return what a memory plan does as the run meets it: policies plan for one replica, which reduces nothing."""
-    schedule, spans = outcome.schedule, layers_of_profile(case.profile).spans
+    schedule, spans = outcome.schedule, profile_storages(case.profile).spans
     costs = with_reduction(run, outcome.costs, schedule.placement, case.boundaries, spans)
     return replace(outcome, costs=costs, played=slowest(run, schedule, costs)[1])

@@ -42,7 +42,7 @@ POLICIES = {
     "lms": ["memory=lms", "memory.limit_bytes={limit}"],
     "lms_limit": ["memory=lms_limit", "memory.limit_bytes={limit}"],
     "recompute": ["memory=recompute"],
-    "cheap": ["memory=recompute", "memory.recompute=cheap"],
+    "selective": ["memory=recompute", "memory.recompute=selective"],
     "plan": ["memory=plan", "memory.limit_bytes={limit}"],
 }
 MICRO_BATCHES = 2

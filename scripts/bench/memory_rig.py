@@ -15,7 +15,7 @@ from gems.engine.batch_loader import Feed
 from gems.engine.device import DTYPES, open_device
 from gems.engine.pipeline import build_pipeline
 from gems.engine.transport.mpi import world
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.memory_actions import add_memory
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.registry import plan_of
@@ -50,12 +50,12 @@ def case_of_run(spec: RunSpec) -> MemoryCase:
     return memory_case(spec, compute_schedule_of(spec), (0, len(layers_of(spec.model, spec.data))))
 
 
-def outcome_of(spec: RunSpec, case: MemoryCase) -> Outcome:
+def outcome_of(spec: RunSpec, case: MemoryCase) -> PlanOutcome:
     """Return what the configured policy makes of it."""
     return case.kept if spec.memory.name == "keep" else case.outcome(plan_of(spec.memory, case))
 
 
-def ours_under(spec: RunSpec, outcome: Outcome) -> Ours:
+def ours_under(spec: RunSpec, outcome: PlanOutcome) -> Ours:
     """Return the run of a policy's outcome; one that keeps all runs its stage whole, as a user's does."""
     if spec.memory.name == "keep":
         return Ours(spec, lower(compute_schedule_of(spec)), None)

@@ -75,7 +75,7 @@ def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
     limited = replace(case, limit_bytes=int(static + LIMITED * (kept - static)))
     for name, policy in (
         ("vdnn_dyn", lambda: vdnn_dyn(limited)), ("vdnn_dyn_async", lambda: vdnn_dyn(limited, asynchronous=True)),
-        ("lms", lambda: lms(limited)), ("recompute", lambda: recompute(case)), ("cheap", lambda: recompute(case, "cheap")),
+        ("lms", lambda: lms(limited)), ("recompute", lambda: recompute(case)), ("selective", lambda: recompute(case, "selective")),
     ):  # fmt: skip
         try:
             found = policy()

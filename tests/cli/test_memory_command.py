@@ -134,7 +134,7 @@ def test_schedule_shows_segments_and_copies(gems_: Gems) -> None:
         (("memory=vdnn_al",), "memory", "vdnn_all"),
         (("memory=plan", "memory.target_reduction=1.5"), "memory.target_reduction", "at most 1"),
         (("memory=lms", "memory.limit_bytes=1GB", "memory.sync_mode=4"), "memory.sync_mode", "at most 3"),
-        (("memory=recompute", "memory.recompute=half"), "memory.recompute", "cheap"),
+        (("memory=recompute", "memory.recompute=half"), "memory.recompute", "selective"),
         (("memory=vdnn_all", "machine=emulated"), "memory", "real"),
         (("memory=vdnn_all", "--picture", "x.gif"), "--picture", ".png"),
     ],

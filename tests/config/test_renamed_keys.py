@@ -27,6 +27,12 @@ def test_an_old_key_answers_with_its_new_name(key: str) -> None:
     assert ("swapped" in str(caught.value)) == (key in INVERTED)
 
 
+def test_an_old_value_answers_with_its_new_name() -> None:
+    with pytest.raises(ConfigError, match=r"^memory\.recompute=cheap: is now called selective$"):
+        compose(["data=synthetic", "memory.recompute=cheap"])
+    assert RunSpec.from_dict({"memory": {"recompute": "cheap"}}).memory.recompute == "selective"
+
+
 def test_an_old_key_in_a_file_answers_with_its_new_name(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  stall_limit_s: 5\n")

@@ -17,7 +17,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from tests.engine.rig import SIZE, WIDTH, N, Rig, images_and_labels
 
-KEEP, OFFLOAD, RECOMPUTE, CHEAP = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.CHEAP
+KEEP, OFFLOAD, RECOMPUTE, SELECTIVE = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.SELECTIVE
 SEED = 7
 BOUNDARY = (TensorSpec("x", (SIZE, WIDTH), torch.float32),)
 
@@ -25,9 +25,9 @@ PLANS: dict[str, tuple[Choice, ...]] = {
     "keep": (KEEP,),
     "offload": (OFFLOAD,),
     "recompute": (RECOMPUTE,),
-    "cheap": (CHEAP,),
-    "mixed": (OFFLOAD, KEEP, RECOMPUTE, OFFLOAD, CHEAP, OFFLOAD, OFFLOAD),
-    "other mix": (CHEAP, OFFLOAD, OFFLOAD, RECOMPUTE, KEEP),
+    "selective": (SELECTIVE,),
+    "mixed": (OFFLOAD, KEEP, RECOMPUTE, OFFLOAD, SELECTIVE, OFFLOAD, OFFLOAD),
+    "other mix": (SELECTIVE, OFFLOAD, OFFLOAD, RECOMPUTE, KEEP),
 }
 
 

@@ -15,7 +15,7 @@ from gems.engine.executor import Batch
 from gems.memory.memory_actions import add_memory
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.walk import walk
+from gems.memory.timeline import rank_timeline
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
 from gems.profile import ModelProfile
@@ -65,7 +65,12 @@ CASES = [
     ("amoebanet", "zb_h1"),
     ("googlenet", "gpipe"),
 ]
-CHOICES = {"offload": [Choice.OFFLOAD], "recompute": [Choice.RECOMPUTE], "cheap": [Choice.CHEAP], "all": list(Choice)}
+CHOICES = {
+    "offload": [Choice.OFFLOAD],
+    "recompute": [Choice.RECOMPUTE],
+    "selective": [Choice.SELECTIVE],
+    "all": list(Choice),
+}
 
 
 @pytest.mark.parametrize("choices", CHOICES)
@@ -102,7 +107,7 @@ def test_bytes_of_every_action_are_those_of_the_walk(name, family, choices):
         rig.run(Batch(images, labels))
     assert_same_bits(ours, whole)
     assert_nothing_left(ours)
-    walked = walk(profile_of(name), plan, schedule, 0, OPTIMIZERS["sgd"])
+    walked = rank_timeline(profile_of(name), plan, schedule, 0, OPTIMIZERS["sgd"])
     assert seen == [(point.action, point.activation_bytes, point.host_bytes) for point in walked.points]
     assert ours.executor.activations.peak_bytes == walked.peak_activation_bytes
     assert ours.segments.store.counters.num_misses == 0

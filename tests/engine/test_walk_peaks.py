@@ -13,7 +13,7 @@ from gems.engine.executor import Batch
 from gems.memory.memory_actions import add_memory
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.walk import walk
+from gems.memory.timeline import rank_timeline
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
 from gems.profile import ModelProfile
@@ -46,7 +46,7 @@ def data_of(side_px: int) -> DataConfig:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("choice", [Choice.KEEP, Choice.RECOMPUTE, Choice.CHEAP])
+@pytest.mark.parametrize("choice", [Choice.KEEP, Choice.RECOMPUTE, Choice.SELECTIVE])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_that_of_a_real_step(name: str, choice: Choice, size: int) -> None:
     model, side_px = MODELS[name]
@@ -67,7 +67,7 @@ def test_the_peak_is_that_of_a_real_step(name: str, choice: Choice, size: int) -
     watch(rig, lambda _: seen.append((live.peak_bytes, live.restart())))
     with live:
         rig.run(Batch(images, labels), 1)
-    walked = walk(profile_of(name), plan, schedule, 0, OPTIMIZERS["sgd"])
+    walked = rank_timeline(profile_of(name), plan, schedule, 0, OPTIMIZERS["sgd"])
     still = walked.points[-1].device_bytes
     assert walked.peak_bytes - still == pytest.approx(max(peak for peak, _ in seen), rel=0.01, abs=SLACK_BYTES)
     for point, (peak, left) in zip(walked.points, seen, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.memory.moments import Counts, moments_of
+from gems.memory.in_flight import HeldCounts, peak_snapshots
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.costs import uniform
@@ -19,20 +19,20 @@ def lowered(name: str, ranks: int, micro_batches: int, **more: int) -> Schedule:
 
 def test_one_stage_alone_holds_its_images_and_one_stash() -> None:
     (at_step, forward, backward) = sorted(
-        moments_of(lowered("layer_parallel", 1, 3), 0), key=lambda m: (m.active is not None, m.kind != "F")
+        peak_snapshots(lowered("layer_parallel", 1, 3), 0), key=lambda m: (m.active is not None, m.kind != "F")
     )
     held = (0, 0)
     assert (at_step.active, at_step.kind) == (None, Kind.STEP)
-    assert forward.counts == ((held, Counts(images=3)),)
-    assert backward.counts == ((held, Counts(images=3)),), "the stash under backward is in the transient"
+    assert forward.counts == ((held, HeldCounts(images=3)),)
+    assert backward.counts == ((held, HeldCounts(images=3)),), "the stash under backward is in the transient"
     assert (forward.kind, backward.kind) == (Kind.F, Kind.B)
 
 
 def test_1f1b_in_the_middle() -> None:
-    moments = moments_of(lowered("1f1b", 4, 8), 1)
+    snapshots = peak_snapshots(lowered("1f1b", 4, 8), 1)
     held = (0, 1)
-    forwards = [dict(m.counts)[held] for m in moments if m.kind is Kind.F]
-    backwards = [dict(m.counts)[held] for m in moments if m.kind is Kind.B]
+    forwards = [dict(m.counts)[held] for m in snapshots if m.kind is Kind.F]
+    backwards = [dict(m.counts)[held] for m in snapshots if m.kind is Kind.B]
     assert max(counts.stashes for counts in forwards) == 2, "P - r less the one that begins"
     assert max(counts.stashes for counts in backwards) == 2, "the third is under backward"
     assert max(counts.inputs for counts in (*forwards, *backwards)) == 4, "one more is posted ahead"
@@ -51,23 +51,23 @@ def test_stashes_agree_with_the_ledger_of_the_schedule(name: str, ranks: int, mi
     expected = [round(peak * chunks) for peak in peaks(schedule, uniform(ranks, schedule.num_stages))]
     for rank in range(ranks):
         most = max(
-            sum(counts.stashes + counts.weights for _, counts in moment.counts)
-            + (moment.kind in (Kind.F, Kind.B, Kind.I))
-            for moment in moments_of(schedule, rank)
+            sum(counts.stashes + counts.weights for _, counts in snapshot.counts)
+            + (snapshot.kind in (Kind.F, Kind.B, Kind.I))
+            for snapshot in peak_snapshots(schedule, rank)
         )
         assert most == expected[rank]
 
 
 def test_no_moment_covers_another() -> None:
     for rank in range(4):
-        moments = moments_of(lowered("zb_v", 4, 8), rank)
-        for one in moments:
-            alike = [m for m in moments if (m.active, m.kind) == (one.active, one.kind) and m is not one]
+        snapshots = peak_snapshots(lowered("zb_v", 4, 8), rank)
+        for one in snapshots:
+            alike = [m for m in snapshots if (m.active, m.kind) == (one.active, one.kind) and m is not one]
             assert not any(one.covers(other) for other in alike)
 
 
 def test_two_copies_of_the_middle_stage_are_two() -> None:
-    (counts, *_) = (moment.counts for moment in moments_of(lowered("gems_master", 3, 4), 1))
+    (counts, *_) = (snapshot.counts for snapshot in peak_snapshots(lowered("gems_master", 3, 4), 1))
     assert [held for held, _ in counts] == [(0, 1), (1, 1)]
 
 
@@ -76,6 +76,6 @@ def test_all_is_let_go() -> None:
     for name in ("1f1b", "zb_v", "gems_master", "interleaved_1f1b", "zb_h2"):
         schedule = lowered(name, 4, 8)
         for rank in range(4):
-            (last,) = [m for m in moments_of(schedule, rank) if m.active is None]
+            (last,) = [m for m in peak_snapshots(schedule, rank) if m.active is None]
             for _, counts in last.counts:
-                assert counts == Counts(images=counts.images)
+                assert counts == HeldCounts(images=counts.images)

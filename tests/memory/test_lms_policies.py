@@ -12,7 +12,7 @@ from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
 from gems.memory.layer_storages import saved_storages
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.policies.lms.distance import RankGraph, lms, static_bytes
+from gems.memory.policies.lms.distance import RankGraph, lms
 from gems.memory.policies.lms.graph import Parameters, play
 from gems.memory.policies.lms.limit import lms_limit
 from gems.memory.policies.vdnn import vdnn_all
@@ -108,7 +108,7 @@ def test_lms_swaps_what_is_farthest_from_its_backward() -> None:
 def test_lms_has_less_of_the_device_with_replicas() -> None:
     case = case_of(network(NET), limit_share=0.8)
     assert case.limit_bytes is not None
-    room = case.limit_bytes - static_bytes(case, 0)
+    room = case.limit_bytes - sum(case.static_blocks(0))
     assert lms(case).counters["ratio"] == 0.9  # type: ignore[index]
     two = lms(replace(case, num_replicas=2))
     assert two.counters["ratio"] == 0.8  # type: ignore[index]

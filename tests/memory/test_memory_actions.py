@@ -71,7 +71,7 @@ def test_what_would_come_back_before_it_has_left_is_kept() -> None:
     assert layer_by_layer(Segment(0, 1), Segment(1, 2, Choice.OFFLOAD)) == "0.0F0 0.1F0 0.1B0 0.0B0"
 
 
-@pytest.mark.parametrize("choice", [Choice.RECOMPUTE, Choice.CHEAP])
+@pytest.mark.parametrize("choice", [Choice.RECOMPUTE, Choice.SELECTIVE])
 def test_a_segment_is_run_again_right_before_its_backward(choice: Choice) -> None:
     assert layer_by_layer(Segment(0, 1, choice), Segment(1, 3)) == "0.0F0 0.1F0 0.1B0 0.0R0 0.0B0"
 

@@ -12,14 +12,14 @@ from gems.memory.plan import SCHEMA, Choice, MemoryPlan, Segment
 PLAN = MemoryPlan.by_layer(
     "test",
     (0, 3, 5),
-    {0: Segment(0, 1, Choice.OFFLOAD, free_after=2, ahead=3, is_awaited=True), 4: Segment(4, 5, Choice.CHEAP)},
+    {0: Segment(0, 1, Choice.OFFLOAD, free_after=2, ahead=3, is_awaited=True), 4: Segment(4, 5, Choice.SELECTIVE)},
 )
 
 
 def test_every_layer_is_a_segment_and_kept_unless_said_otherwise() -> None:
     assert PLAN.boundaries == (0, 3, 5)
     assert [[(one.first, one.end, one.choice.value) for one in stage] for stage in PLAN.stages] == [
-        [(0, 1, "offload"), (1, 2, "keep"), (2, 3, "keep")], [(3, 4, "keep"), (4, 5, "cheap")],
+        [(0, 1, "offload"), (1, 2, "keep"), (2, 3, "keep")], [(3, 4, "keep"), (4, 5, "selective")],
     ]  # fmt: skip
 
 
@@ -48,3 +48,7 @@ def test_it_comes_back_from_its_document() -> None:
 def test_another_document_is_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         MemoryPlan.from_json(PLAN.to_json() | changes)
+
+
+def test_a_plan_of_an_older_version_is_read() -> None:
+    assert Choice("cheap") is Choice.SELECTIVE

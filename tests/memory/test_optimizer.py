@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from gems.errors import DoesNotFitError
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.optimizer.formulation import PlanModel
 from gems.memory.optimizer.milp import Program, Solution
-from gems.memory.optimizer.optimal import NODES, limit_of_saving, plan
+from gems.memory.optimizer.optimal import NODES, plan, target_limit_bytes
 from gems.memory.optimizer.windows import Way, with_windows
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.recompute import recompute
@@ -37,7 +37,7 @@ def every_plan(case: MemoryCase, allowed: tuple[Choice, ...]) -> Iterator[Memory
         joined = [
             (first, choice)
             for first, choice in enumerate(choices)
-            if not first or choice is not choices[first - 1] or not choice.is_run_again
+            if not first or choice is not choices[first - 1] or not choice.is_recomputed
         ]
         if len(joined) < len(choices):
             ends = [*(first for first, _ in joined[1:]), len(choices)]
@@ -91,7 +91,7 @@ def test_the_bound_is_below_every_plan_that_fits(name: str, ranks: int, micro_ba
     validate(found.outcome.schedule)
 
 
-def settled(outcome: Outcome) -> list[Segment]:
+def settled(outcome: PlanOutcome) -> list[Segment]:
     """The segments of a chain's plan, with those kept that no copy takes."""
     moved = {action.segment for action in outcome.schedule.rows[0] if action.kind is Kind.OFFLOAD}
     return [
@@ -114,8 +114,8 @@ def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(see
             for each in made.stages[0]
             for first in range(each.first, each.end)
         ]
-        cut = [each for each in made.stages[0] if each.choice.is_run_again]
-        single = [each for each in apart if not each.choice.is_run_again]
+        cut = [each for each in made.stages[0] if each.choice.is_recomputed]
+        single = [each for each in apart if not each.choice.is_recomputed]
         stage = tuple(sorted([*cut, *single], key=lambda each: each.first))
         outcome = case.outcome(MemoryPlan("random", (stage,)))
         model = PlanModel(case, max(outcome.peak_bytes), is_whole_copies=is_whole_copies)
@@ -150,7 +150,7 @@ def test_copies_out_are_waited_for_in_the_order_in_which_they_leave() -> None:
     case = case_of(network("ccccccccl"), rate=4e9)
     layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
     bare = MemoryPlan.by_layer("test", case.boundaries, layers)
-    row = with_windows(case, bare, limit_of_saving(case, 0.4), case.outcome).schedule.rows[0]
+    row = with_windows(case, bare, target_limit_bytes(case, 0.4), case.outcome).schedule.rows[0]
     for one, other in itertools.pairwise(action for action in row if action.kind is Kind.FREE):
         left = [row.index(action._replace(kind=Kind.OFFLOAD)) for action in (one, other)]
         between = row[row.index(one) : row.index(other)]
@@ -170,7 +170,7 @@ def test_the_plan_is_never_slower_than_its_rivals_at_their_own_peak(name: str, r
 
 def test_the_outcome_is_that_of_the_plan() -> None:
     case = case_of(random_network(3), rate=2e9)
-    limit = limit_of_saving(case, 0.4)
+    limit = target_limit_bytes(case, 0.4)
     found = plan(case, limit, 0.3)
     again = case.outcome(found.plan)
     assert (again.step_s, again.peak_bytes) == (found.outcome.step_s, found.outcome.peak_bytes)
@@ -187,7 +187,7 @@ def test_what_fits_is_kept() -> None:
 
 def test_a_fast_link_hides_every_copy() -> None:
     case = case_of(network("ccccccccl"), rate=1e12)
-    found = plan(case, limit_of_saving(case, 0.5), 1.0)
+    found = plan(case, target_limit_bytes(case, 0.5), 1.0)
     assert found.outcome.step_s == pytest.approx(case.kept.step_s, rel=2e-3)
     assert found.outcome.schedule.has_any(Kind.OFFLOAD)
     assert not found.outcome.schedule.has_any(Kind.R)
@@ -195,14 +195,14 @@ def test_a_fast_link_hides_every_copy() -> None:
 
 def test_without_a_link_worth_the_name_layers_are_run_again() -> None:
     case = case_of(network("bbbbbbbbl"), rate=1e6)
-    found = plan(case, limit_of_saving(case, 0.5), 1.0)
+    found = plan(case, target_limit_bytes(case, 0.5), 1.0)
     assert found.outcome.schedule.has_any(Kind.R)
     assert not found.outcome.schedule.has_any(Kind.OFFLOAD)
 
 
 def test_windows_hold_nothing_longer_than_their_copies_last() -> None:
     case = case_of(network("ccccccccl"), rate=1e12)
-    found = plan(case, limit_of_saving(case, 0.3), 1.0)
+    found = plan(case, target_limit_bytes(case, 0.3), 1.0)
     offloaded = [segment for segment in found.plan.stages[0] if segment.choice is Choice.OFFLOAD]
     assert offloaded
     assert all(segment.free_after <= 1 and segment.ahead <= 2 for segment in offloaded)
@@ -211,7 +211,7 @@ def test_windows_hold_nothing_longer_than_their_copies_last() -> None:
 
 
 def test_the_same_plan_comes_out_again() -> None:
-    found = [plan(case, limit_of_saving(case, 0.4), 0.5) for case in [case_of(random_network(5), rate=2e9)] * 2]
+    found = [plan(case, target_limit_bytes(case, 0.4), 0.5) for case in [case_of(random_network(5), rate=2e9)] * 2]
     assert found[0].plan == found[1].plan
     assert found[0].bound_s == found[1].bound_s
 
@@ -219,7 +219,7 @@ def test_the_same_plan_comes_out_again() -> None:
 def test_a_chain_is_within_5_percent_of_its_bound() -> None:
     for rate in (2e9, 8e9):
         case = case_of(network("ccpccpcccpcccl", [64, 64, 32, 64, 64, 32, 48, 48, 48, 24, 24, 24, 24, 16]), rate=rate)
-        assert plan(case, limit_of_saving(case, 0.4), 2.0).gap < 0.05
+        assert plan(case, target_limit_bytes(case, 0.4), 2.0).gap < 0.05
 
 
 def test_a_larger_budget_follows_the_programme_further(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_a_larger_budget_follows_the_programme_further(monkeypatch: pytest.Monke
     found = {}
     for budget_s in (0.5, 10.0, 12.0):
         nodes.clear()
-        found[budget_s] = (plan(case, limit_of_saving(case, 0.4), budget_s), max(nodes))
+        found[budget_s] = (plan(case, target_limit_bytes(case, 0.4), budget_s), max(nodes))
     assert found[0.5][1] == found[10.0][1] == NODES < found[12.0][1]
     assert found[12.0][0].bound_s >= found[10.0][0].bound_s
     assert found[12.0][0].outcome.step_s <= found[0.5][0].outcome.step_s
@@ -244,15 +244,15 @@ def test_a_saving_is_of_what_comes_and_goes() -> None:
     case = case_of(network("ccccl"))
     kept = max(case.kept.peak_bytes)
     static = min(point.device_bytes for point in case.kept.ranks[0].points)
-    assert limit_of_saving(case, 0.0) == kept
-    assert limit_of_saving(case, 1.0) == static
-    assert limit_of_saving(case, 0.5) == (kept + static) // 2
+    assert target_limit_bytes(case, 0.0) == kept
+    assert target_limit_bytes(case, 1.0) == static
+    assert target_limit_bytes(case, 0.5) == (kept + static) // 2
 
 
 def test_a_limit_below_the_largest_layer_is_refused_with_its_name() -> None:
     case = case_of(network("cccbcl", [8, 8, 8, 256, 8, 8]))
     with pytest.raises(DoesNotFitError, match="largest layer b3 needs") as found:
-        plan(case, limit_of_saving(case, 0.95), 0.5)
+        plan(case, target_limit_bytes(case, 0.95), 0.5)
     least = [case.outcome(replace(each, policy="x")) for each in (vdnn_all(case), recompute(case))]
     assert found.value.needed_bytes <= min(max(each.peak_bytes) for each in least)
     assert found.value.needed_bytes > found.value.limit_bytes

@@ -41,7 +41,7 @@ def test_the_largest_part_is_least(seed: int) -> None:
     assert largest(ends) == best
 
 
-@pytest.mark.parametrize("how", ["stage", "segment", "cheap"])
+@pytest.mark.parametrize("how", ["stage", "segment", "selective"])
 @pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
 def test_plans_run(how: str, name: str, ranks: int, micro_batches: int) -> None:
     case = case_of(random_network(4), name, ranks, micro_batches)
@@ -134,23 +134,25 @@ def test_cheap_is_what_lets_something_go() -> None:
     """A block has an inner map that is no product; of the others each saved map is a product, or the next layer's."""
     case = case_of(network("bbclb"))
     assert [lets_go(layer) for layer in case.profile.layers] == [True, True, False, False, True]
-    plan = recompute(case, "cheap")
-    assert choices(plan) == [[Choice.CHEAP, Choice.CHEAP, Choice.KEEP, Choice.CHEAP]], "kept neighbours are joined"
+    plan = recompute(case, "selective")
+    assert choices(plan) == [[Choice.SELECTIVE, Choice.SELECTIVE, Choice.KEEP, Choice.SELECTIVE]], (
+        "kept neighbours are joined"
+    )
     assert [one.end - one.first for one in plan.stages[0]] == [1, 1, 2, 1]
 
 
 def test_cheap_costs_less_time_and_more_memory() -> None:
     case = case_of(network("b" * 16), "gpipe", 1, 4)
-    cheap, segment = (case.outcome(recompute(case, how)) for how in ("cheap", "segment"))
+    cheap, segment = (case.outcome(recompute(case, how)) for how in ("selective", "segment"))
     assert case.kept.step_s < cheap.step_s < segment.step_s
     assert segment.peak_bytes[0] < cheap.peak_bytes[0] < case.kept.peak_bytes[0]
 
 
 def test_cheap_in_segments_lets_go_what_layers_hand_to_each_other() -> None:
     case = case_of(network("cp" * 8), "gpipe", 1, 4)
-    single, joined = case.outcome(recompute(case, "cheap")), case.outcome(recompute(case, "cheap", 2))
+    single, joined = case.outcome(recompute(case, "selective")), case.outcome(recompute(case, "selective", 2))
     assert joined.ranks[0].peak_activation_bytes < single.ranks[0].peak_activation_bytes
-    assert {choice for stage in choices(joined.plan) for choice in stage} <= {Choice.CHEAP, Choice.KEEP}
+    assert {choice for stage in choices(joined.plan) for choice in stage} <= {Choice.SELECTIVE, Choice.KEEP}
 
 
 @pytest.mark.parametrize(

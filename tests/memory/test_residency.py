@@ -7,11 +7,11 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gems.memory.residency import Holdings
+from gems.memory.residency import Residency
 
 
 def test_a_storage_leaves_with_its_last_saver_and_stays_until_its_first() -> None:
-    holdings = Holdings({0, 1})
+    holdings = Residency({0, 1})
     holdings.save("own", 10, 0)
     holdings.save("shared", 5, 0)
     assert holdings.offload(0, {"shared"}) == ["own", "shared"], "the next one leaves too, and may share the copy"
@@ -28,7 +28,7 @@ def test_a_storage_leaves_with_its_last_saver_and_stays_until_its_first() -> Non
 
 
 def test_what_a_segment_saves_that_stays_is_not_moved() -> None:
-    holdings = Holdings({0})
+    holdings = Residency({0})
     holdings.save("own", 10, 0)
     holdings.save("output", 5, 0)
     assert holdings.offload(0, {"output"}) == ["own"], "the next segment may want it"
@@ -39,7 +39,7 @@ def test_what_a_segment_saves_that_stays_is_not_moved() -> None:
 
 def test_what_has_left_and_is_saved_by_one_that_stays_is_held_again() -> None:
     """A copy takes a carried tensor before a later segment, which is kept, saves it: while the value is in use."""
-    holdings = Holdings({0, 1})
+    holdings = Residency({0, 1})
     holdings.save("skip", 7, 0)
     holdings.offload(0, {"skip"})
     holdings.free(0)
@@ -49,7 +49,7 @@ def test_what_has_left_and_is_saved_by_one_that_stays_is_held_again() -> None:
 
 
 def test_a_copy_already_made_frees_the_memory_with_the_new_last_saver() -> None:
-    holdings = Holdings({0, 1, 3})
+    holdings = Residency({0, 1, 3})
     holdings.save("skip", 7, 0)
     assert holdings.offload(0, {"skip"}) == ["skip"]
     holdings.save("skip", 7, 2)  # stays
@@ -61,14 +61,14 @@ def test_a_copy_already_made_frees_the_memory_with_the_new_last_saver() -> None:
 
 
 def test_small_ones_are_held_and_not_moved() -> None:
-    holdings = Holdings({0})
+    holdings = Residency({0})
     holdings.save("small", 1, 0, is_movable=False)
     assert holdings.offload(0) == holdings.free(0) == holdings.prefetch(0) == []
     assert holdings.device_bytes == 1
 
 
 def test_what_only_weight_gradients_read_is_on_the_device_and_has_no_copy() -> None:
-    holdings = Holdings({0})
+    holdings = Residency({0})
     holdings.save("x", 4, 0)
     holdings.offload(0)
     holdings.free(0)
@@ -80,7 +80,7 @@ def test_what_only_weight_gradients_read_is_on_the_device_and_has_no_copy() -> N
 
 
 def test_a_miss_is_fetched() -> None:
-    holdings = Holdings({0})
+    holdings = Residency({0})
     holdings.save("x", 4, 0)
     holdings.offload(0)
     holdings.free(0)
@@ -99,7 +99,7 @@ def test_each_storage_is_moved_at_most_once_each_way_and_is_there_when_it_is_rea
     spans = [(maker, data.draw(st.integers(maker, num - 1))) for maker in makers]  # last segment that is given it
     savers = [sorted(data.draw(st.sets(st.integers(maker, last), min_size=1))) for maker, last in spans]
     sizes = [2**key for key in range(len(makers))]
-    holdings = Holdings(offloaded)
+    holdings = Residency(offloaded)
     out: Counter[int] = Counter()
     back: Counter[int] = Counter()
     for segment in segments:

@@ -1,4 +1,4 @@
-"""gems.memory.walk: bytes along a rank's list, against the memory model, figures by hand and brute-force counting."""
+"""gems.memory.timeline: bytes along a rank's list, against the memory model, figures by hand and brute-force counting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gems.memory.model import OPTIMIZERS, MemoryModel, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.segment_costs import segment_costs
 from gems.memory.stage_storages import Layers
-from gems.memory.walk import Walked, walk
+from gems.memory.timeline import RankTimeline, rank_timeline
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.saved_storages import Saved
@@ -62,7 +62,7 @@ def test_what_is_kept_in_whole_stages_is_what_the_memory_model_says(
         plan = MemoryPlan.by_layer("keep", cuts, {}).joined()
         expected = MemoryModel(Spans(made), SGD).peak_bytes(lower(compute), cuts)
         for schedule in (lower(compute), lower(add_memory(compute, plan))):
-            walks = [walk(made, plan, schedule, rank, SGD) for rank in range(ranks)]
+            walks = [rank_timeline(made, plan, schedule, rank, SGD) for rank in range(ranks)]
             assert tuple(walked.peak_bytes for walked in walks) == expected
             assert not any(walked.peak_host_bytes for walked in walks)
             static = [sum(static_blocks(made, schedule, rank, cuts, SGD)) for rank in range(ranks)]
@@ -82,17 +82,17 @@ def _layer(name: str, ahead: tuple[int, ...] = (1,)) -> LayerProfile:
 CHAIN = profile([_layer("a"), _layer("b", (1, 2)), _layer("c"), _layer("d", ())], input_bytes=30)
 
 
-def walked_of(*choices: Choice, micro_batches: int = 1, least_bytes: int = 0) -> Walked:
+def walked_of(*choices: Choice, micro_batches: int = 1, least_bytes: int = 0) -> RankTimeline:
     segments = tuple(Segment(at, at + 1, choice) for at, choice in enumerate(choices))
     plan = MemoryPlan("test", (segments,), least_bytes)
-    return walk(CHAIN, plan, lower(add_memory(generate("layer_parallel", 1, micro_batches), plan)), 0, SGD)
+    return rank_timeline(CHAIN, plan, lower(add_memory(generate("layer_parallel", 1, micro_batches), plan)), 0, SGD)
 
 
-def along(walked: Walked, what: str) -> dict[str, int]:
+def along(walked: RankTimeline, what: str) -> dict[str, int]:
     return {str(point.action): getattr(point, what) for point in walked.points}
 
 
-KEEP, OFFLOAD, RECOMPUTE, CHEAP = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.CHEAP
+KEEP, OFFLOAD, RECOMPUTE, SELECTIVE = Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.SELECTIVE
 
 
 def test_kept_by_hand() -> None:
@@ -132,11 +132,11 @@ def test_recomputed_by_hand() -> None:
 
 
 def test_cheap_by_hand() -> None:
-    held = along(walked_of(CHEAP, CHEAP, KEEP, KEEP), "activation_bytes")
+    held = along(walked_of(SELECTIVE, SELECTIVE, KEEP, KEEP), "activation_bytes")
     assert [held[f"0.{layer}F0"] for layer in range(2)] == [60, 60 + 50 + 60], "products, and b's input"
     assert held["0.1R0"] == held["0.1F0"] + 40, "the rest of b"
-    during = along(walked_of(CHEAP, CHEAP, KEEP, KEEP), "during_bytes")
-    still = walked_of(CHEAP, CHEAP, KEEP, KEEP).points[-1].device_bytes
+    during = along(walked_of(SELECTIVE, SELECTIVE, KEEP, KEEP), "during_bytes")
+    still = walked_of(SELECTIVE, SELECTIVE, KEEP, KEEP).points[-1].device_bytes
     assert during["0.0R0"] - still == 60 + 80 + 50, "products, what the second run makes, and the gradient that waits"
 
 
@@ -149,7 +149,7 @@ def test_any_plan_against_counting_storage_by_storage(profiles: dict[str, ModelP
     plan = random_plan(cuts, draw)
     schedule = lower(add_memory(compute, plan))
     for rank in range(schedule.num_ranks):
-        points = walk(made, plan, schedule, rank, SGD).points
+        points = rank_timeline(made, plan, schedule, rank, SGD).points
         assert [point.activation_bytes for point in points] == list(counted(made, plan, schedule, rank))
         assert not points[-1].activation_bytes and not points[-1].host_bytes
         out, back = (
@@ -173,7 +173,7 @@ def random_plan(cuts: tuple[int, ...], draw: random.Random) -> MemoryPlan:
 
 
 def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int):
-    """Follow every storage of every micro-batch by itself, by the words of the policies and not by `Holdings`."""
+    """Follow every storage of every micro-batch by itself, by the words of the policies and not by `Residency`."""
     held: dict[tuple, set[int]] = {}  # storage -> segments whose backward will read it
     away: set[tuple] = set()
     leaving: dict[tuple, list[tuple]] = {}
@@ -213,7 +213,7 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
         new: list[tuple] = []
         if kind is Kind.F and has(Kind.R, segment):
             new = given_to(segment)
-            if segments[segment].choice is Choice.CHEAP:
+            if segments[segment].choice is Choice.SELECTIVE:
                 new += [key for key, (maker, one) in storages.items() if part_of[maker] == segment and one.is_product]
         elif kind in (Kind.F, Kind.R):
             new = saved_by(segment)
@@ -258,7 +258,7 @@ def counted(made: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int)
 
 def test_costs_of_segments() -> None:
     plan = MemoryPlan(
-        "test", ((Segment(0, 1, OFFLOAD), Segment(1, 2, CHEAP), Segment(2, 3, RECOMPUTE), Segment(3, 4)),)
+        "test", ((Segment(0, 1, OFFLOAD), Segment(1, 2, SELECTIVE), Segment(2, 3, RECOMPUTE), Segment(3, 4)),)
     )
     schedule = lower(add_memory(generate("layer_parallel", 1, 3), plan))
     costs = segment_costs(CHAIN, plan, schedule, 10.0, 20.0)
@@ -285,7 +285,7 @@ def test_whole_stages_that_are_run_again_or_leave() -> None:
     ):
         more = tuple(forward._replace(kind=kind) for kind in kinds)
         schedule = Schedule("test", 1, compute.placement, ((forward, *more, backward),))
-        walked = walk(CHAIN, plan, lower(schedule), 0, SGD)
+        walked = rank_timeline(CHAIN, plan, lower(schedule), 0, SGD)
         held = along(walked, "activation_bytes")
         assert {name: held[name] for name in after} == after
         assert walked.peak_host_bytes == (550 if Kind.OFFLOAD in kinds else 0)
@@ -312,9 +312,9 @@ def test_micro_batches_that_are_alike_are_played_once() -> None:
     plan = MemoryPlan.by_layer("test", cuts, {at: Segment(at, at + 1, OFFLOAD) for at in range(110)})
     schedule = lower(add_memory(generate("1f1b", 4, 8), plan))
     before = played.cache_info()
-    first = [walk(made, plan, schedule, rank, SGD) for rank in range(4)]
+    first = [rank_timeline(made, plan, schedule, rank, SGD) for rank in range(4)]
     once = played.cache_info()
     assert once.hits + once.misses - before.hits - before.misses == 4 * 8
     assert once.misses - before.misses < 4 * 8
-    assert [walk(made, plan, schedule, rank, SGD) for rank in range(4)] == first
+    assert [rank_timeline(made, plan, schedule, rank, SGD) for rank in range(4)] == first
     assert played.cache_info().misses == once.misses

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from gems.errors import DoesNotFitError
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.policies.vdnn import (
     is_classifier,
@@ -32,7 +32,7 @@ def listed(case: MemoryCase, plan: MemoryPlan) -> list[str]:
     ]
 
 
-def copies(outcome: Outcome) -> list[str]:
+def copies(outcome: PlanOutcome) -> list[str]:
     return [str(action) for row in outcome.schedule.rows for action in row if action.kind is Kind.OFFLOAD]
 
 

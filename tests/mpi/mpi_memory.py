@@ -59,7 +59,7 @@ POLICIES = {
     "lms_limit": MemoryConfig("lms_limit"),
     "recompute of stages": MemoryConfig("recompute", recompute="stage"),
     "recompute": MemoryConfig("recompute"),
-    "recompute of what is cheap": MemoryConfig("recompute", recompute="cheap"),
+    "selective recomputation": MemoryConfig("recompute", recompute="selective"),
     "plan": MemoryConfig("plan", budget_s=0.5),
 }
 # each network under each schedule, and each policy at least once; with GEMS_ALL_CASES=1 all three together, and with

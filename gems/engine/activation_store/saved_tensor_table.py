@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 from gems.autograd.memory_counter import storages_of
 from gems.engine.activation_store.copies import Copy
 from gems.engine.activation_store.saved_storage import SavedStorage
-from gems.memory.residency import Holdings, Key
+from gems.memory.residency import Key, Residency
 
 
 class Shelf:
@@ -28,7 +28,7 @@ class Shelf:
             offloaded: those of them whose storages leave the device.
             given: what the stage is given, which whoever gave it counts.
         """
-        self.holdings = Holdings(offloaded)
+        self.holdings = Residency(offloaded)
         self.open = set(segments)
         self.leaving: dict[int, Copy] = {}
         self.coming: dict[int, Copy] = {}

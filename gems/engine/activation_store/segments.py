@@ -85,7 +85,7 @@ def open_segments(
             modules = nn.ModuleList(stage.modules[cut.first - cuts[0].first : cut.end - cuts[0].first])
             parts[direction, number, name] = StoredSegment(
                 stage, modules, (direction, number), name or 0, name == names[-1], store, poll,
-                cut.choice is Choice.CHEAP,
+                cut.choice is Choice.SELECTIVE,
             )  # fmt: skip
     return Segments(parts, store, pool)
 

@@ -39,7 +39,7 @@ class Counters:
 class ActivationStore:
     """Keeps what the forwards of segments save, by direction, stage and micro-batch, and moves it as the list says.
 
-    `Holdings` has the rules: each storage is counted once and moved once each way, however many tensors name it.
+    `Residency` has the rules: each storage is counted once and moved once each way, however many tensors name it.
     Parameters, buffers and what a stage was given stay what they are. On a processor host memory is a second arena,
     and all else is the same. Backward hooks run on autograd's threads, so whatever changes something takes the lock.
     """

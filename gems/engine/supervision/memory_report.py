@@ -9,7 +9,7 @@ from pathlib import Path
 from gems.engine.pipeline import Pipeline
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
-from gems.memory.walk import walk
+from gems.memory.timeline import rank_timeline
 from gems.partition.methods import optimizer_of
 from gems.profile import ModelProfile
 from gems.profile.profilers.fake import fake_profile
@@ -70,7 +70,7 @@ def _walked_bytes(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
         plan = pipeline.plan or replace(whole, least_bytes=spec.memory.min_offload_bytes)
         profile = _profile_of(pipeline, path)
         optimizer = OPTIMIZERS[optimizer_of(spec)]
-        walked = (walk(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))
+        walked = (rank_timeline(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))
         found = tuple(rank.peak_activation_bytes for rank in walked)
     of_pipeline: tuple[int, ...] = pipeline.comm.bcast(found)
     return of_pipeline * spec.parallel.replicas

@@ -10,8 +10,8 @@ from gems.memory.case import MemoryCase
 from gems.memory.optimizer.milp import Program, Solution, Terms
 from gems.memory.optimizer.stage import Arc, StageBlock, stage_layers
 from gems.memory.plan import Choice, MemoryPlan
-from gems.memory.stage_storages import layers_of_profile
-from gems.memory.walk import Point
+from gems.memory.stage_storages import profile_storages
+from gems.memory.timeline import Point
 from gems.schedule.action import COMPUTE_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 from gems.schedule.schedule import Schedule
@@ -45,7 +45,7 @@ class PlanModel:
         self.case, self.limit_bytes, self.moves_all = case, limit_bytes, moves_all
         layer_plan = MemoryPlan.by_layer("keep", case.boundaries, {})
         kept = replace(case, schedule=with_whole_backward(case.schedule)).outcome(layer_plan)
-        self.spans = layers_of_profile(case.profile).spans
+        self.spans = profile_storages(case.profile).spans
         self.program = Program(max(limit_bytes, 1), max(kept.step_s, 1e-12))
         self.blocks = [
             StageBlock(self.program, stage_layers(case.profile, first, end, case.least_bytes))

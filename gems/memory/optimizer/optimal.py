@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gems.errors import DoesNotFitError
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.optimizer.formulation import PlanModel, Relaxed
-from gems.memory.optimizer.search import Cut, Plays, Search, Tried
+from gems.memory.optimizer.search import Candidate, Cut, PlanSimulator, Search
 from gems.memory.optimizer.windows import trimmed
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.stage_storages import layers_of_profile
+from gems.memory.stage_storages import profile_storages
 
 POLICY = "plan"
 # For which limits and prices of copies the programme is solved beside: the share of the largest layer's saved bytes that is
@@ -42,13 +42,13 @@ class Planned:
     """
 
     plan: MemoryPlan
-    outcome: Outcome
+    outcome: PlanOutcome
     bound_s: float
     gap: float
     method: str
 
 
-def limit_of_saving(case: MemoryCase, saving: float) -> int:
+def target_limit_bytes(case: MemoryCase, saving: float) -> int:
     """Return the limit in bytes at which the rank with the most has saved a share of what comes and goes in a step.
 
     Parameters, gradients, the optimizer's state and the step's images stay, whatever the plan.
@@ -72,14 +72,14 @@ def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[M
         DoesNotFitError: no plan fits that is known; names the layer that needs the most by itself, and the least bytes
             that a plan reached.
     """
-    plays = Plays(case, SEARCH_SHARE * budget_s)
+    plays = PlanSimulator(case, SEARCH_SHARE * budget_s)
     search = Search(case, limit_bytes, plays)
-    kept = Tried(case.kept, limit_bytes)
+    kept = Candidate(case.kept, limit_bytes)
     if not kept.excess_bytes:
         return _planned(case.kept, case.kept.step_s, "keep")
     tried = [("all layers alike", search.judge(cut)) for cut in _simple(case)]
     for rival in rivals:
-        tried.append((rival.policy, Tried(plays(rival), limit_bytes)))
+        tried.append((rival.policy, Candidate(plays(rival), limit_bytes)))
         tried.append((rival.policy, search.judge(rival.stages)))
     bound_s = 0.0
     for bound_s, cut in _by_programme(case, limit_bytes, budget_s):
@@ -97,7 +97,7 @@ def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[M
     return _planned(trimmed(search.joined(found).outcome, limit_bytes, plays), bound_s, method)
 
 
-def _planned(outcome: Outcome, bound_s: float, method: str) -> Planned:
+def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
     made = replace(outcome.plan, policy=POLICY)
     bound_s = min(bound_s, outcome.step_s)
     return Planned(
@@ -127,7 +127,7 @@ def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterat
         if whole is not None:
             bound_s = max(bound_s, whole.bound_s)
             yield bound_s, _rounded(case, whole) if whole.weights else None
-    spans = layers_of_profile(case.profile).spans
+    spans = profile_storages(case.profile).spans
     largest = max(float(spans.stash[layer, layer + 1]) for layer in range(case.profile.num_layers))
     for margin, copy_share in VARIANTS if is_exact else FLUID_VARIANTS[: 1 + is_chain]:
         model = PlanModel(case, int(limit_bytes - margin * largest), is_whole_copies=is_exact)
@@ -164,9 +164,9 @@ def _simple(case: MemoryCase) -> Iterator[Cut]:
         yield tuple(stages)
 
 
-def _too_small(case: MemoryCase, least: Outcome, limit_bytes: int) -> DoesNotFitError:
+def _too_small(case: MemoryCase, least: PlanOutcome, limit_bytes: int) -> DoesNotFitError:
     """Describe what stands in the way: the layer with which the best plan is above the limit, and what it holds by itself."""
-    spans = layers_of_profile(case.profile).spans
+    spans = profile_storages(case.profile).spans
     rank = least.fullest_rank
     stages = {stage for _, stage in case.schedule.placement.stages_on(rank)}
     held = [layer for stage in stages for layer in range(case.boundaries[stage], case.boundaries[stage + 1])]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.optimizer.windows import Way, with_windows
 from gems.memory.plan import Choice, MemoryPlan, Segment
 
@@ -18,19 +18,19 @@ HOTTEST = 0.02  # the share of a step that annealing first gives away lightly
 STARTS = 3  # plans from which a descent begins
 MAX_ROUNDS = 20_000  # a case so small that all its plans are known soon must end too
 RUNS = (2, 3, 4, 6)  # lengths of segments that are run again as one change
-CHOICES = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.CHEAP)
+CHOICES = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.SELECTIVE)
 Cut = tuple[tuple[Segment, ...], ...]
 Move = Callable[[tuple[Segment, ...]], tuple[Segment, ...] | None]
 
 
-class Plays:
-    """Plays plans on a case and counts actions against a budget, so that a search is the same on every machine."""
+class PlanSimulator:
+    """Simulates plans on a case and counts actions against a budget, so that a search is the same on every machine."""
 
     def __init__(self, case: MemoryCase, budget_s: float) -> None:
         self.case = case
         self.left = budget_s * ACTIONS_PER_S
 
-    def __call__(self, plan: MemoryPlan) -> Outcome:
+    def __call__(self, plan: MemoryPlan) -> PlanOutcome:
         """Simulate a plan and counts what that took."""
         found = self.case.outcome(plan)
         self.left -= sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
@@ -43,10 +43,10 @@ class Plays:
 
 
 @dataclass(frozen=True, eq=False)
-class Tried:
+class Candidate:
     """A plan played; the better one has the lower `cost`: bytes above the limit first, seconds then."""
 
-    outcome: Outcome
+    outcome: PlanOutcome
     limit_bytes: int
 
     @property
@@ -66,22 +66,22 @@ class Search:
     It ends where a plan takes no more than `good_s`, seconds. Copies get their windows in one `way`.
     """
 
-    def __init__(self, case: MemoryCase, limit_bytes: int, plays: Plays) -> None:
+    def __init__(self, case: MemoryCase, limit_bytes: int, plays: PlanSimulator) -> None:
         self.case, self.limit_bytes, self.plays = case, limit_bytes, plays
         self.good_s = 0.0
         self.way = Way.OUT_FIRST
-        self._tried: dict[tuple[Cut, Way], Tried] = {}
+        self._tried: dict[tuple[Cut, Way], Candidate] = {}
         self._random = random.Random(0)
 
-    def judge(self, stages: Cut) -> Tried:
+    def judge(self, stages: Cut) -> Candidate:
         """Return windows to the copies of a plan, and plays it; kept layers one by one, so that windows may end between them."""
         key = (_bare(_by_layer(stages)), self.way)
         if key not in self._tried:
             outcome = with_windows(self.case, MemoryPlan("plan", key[0]), self.limit_bytes, self.plays, (self.way,))
-            self._tried[key] = Tried(outcome, self.limit_bytes)
+            self._tried[key] = Candidate(outcome, self.limit_bytes)
         return self._tried[key]
 
-    def choose_way(self, starts: Sequence[Tried]) -> list[Tried]:
+    def choose_way(self, starts: Sequence[Candidate]) -> list[Candidate]:
         """Take the way in which the best of the starts come out best, and gives all that was tried."""
         found = {way: list(starts) for way in Way}
         for start in sorted(starts, key=lambda each: each.cost)[:STARTS]:
@@ -91,11 +91,11 @@ class Search:
         self.way = min(Way, key=lambda way: min(each.cost for each in found[way]))
         return list(dict.fromkeys(each for tried in found.values() for each in tried))
 
-    def is_good(self, tried: Tried) -> bool:
+    def is_good(self, tried: Candidate) -> bool:
         """Whether a plan fits and is as fast as asked for."""
         return not tried.excess_bytes and tried.outcome.step_s <= self.good_s
 
-    def improve(self, starts: Sequence[Tried]) -> Tried:
+    def improve(self, starts: Sequence[Candidate]) -> Candidate:
         """Return the best plan found: each stage from any of the starts, single changes while one helps, then annealing."""
         starts = sorted(starts, key=lambda each: each.cost)
         best = starts[0] if self.is_good(starts[0]) else self._mix(starts[0], starts[1:])
@@ -108,16 +108,16 @@ class Search:
             best = min(best, start, key=lambda each: each.cost)
         return self._anneal(best)
 
-    def joined(self, best: Tried) -> Tried:
+    def joined(self, best: Candidate) -> Candidate:
         """Return the plan with kept neighbours in one segment where that costs nothing: a shorter list."""
         stages = MemoryPlan("plan", _bare(best.outcome.plan.stages)).joined().stages
-        found = Tried(
+        found = Candidate(
             with_windows(self.case, MemoryPlan("plan", stages), self.limit_bytes, self.plays, tuple(Way)),
             self.limit_bytes,
         )
         return found if found.cost <= (best.excess_bytes, best.outcome.step_s * (1 + 1e-9)) else best
 
-    def _mix(self, best: Tried, others: Sequence[Tried]) -> Tried:
+    def _mix(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
         """Take single stages from other plans where that helps: what one rank needs is not what all need."""
         for stage in range(len(self.case.boundaries) - 1):
             for other in others:
@@ -129,7 +129,7 @@ class Search:
                 best = found if found.cost < best.cost else best
         return best
 
-    def _descend(self, best: Tried) -> Tried:
+    def _descend(self, best: Candidate) -> Candidate:
         """Try every change once, in an order drawn anew, and takes those that help."""
         stages = _by_layer(best.outcome.plan.stages)
         moves = [(stage, move) for stage, cut in enumerate(stages) for move in _moves(cut)]
@@ -140,7 +140,7 @@ class Search:
                 best, stages = found, _by_layer(found.outcome.plan.stages)
         return best
 
-    def _anneal(self, best: Tried) -> Tried:
+    def _anneal(self, best: Candidate) -> Candidate:
         """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
         now, whole, rounds = best, max(self.plays.left, 1.0), 0
         while not self.plays.is_spent and not self.is_good(best) and rounds < MAX_ROUNDS:
@@ -158,7 +158,7 @@ class Search:
                 best = now if now.cost < best.cost else best
         return best
 
-    def _after(self, stages: Cut, stage: int, move: Move) -> Tried | None:
+    def _after(self, stages: Cut, stage: int, move: Move) -> Candidate | None:
         """Return what a change of one stage comes to; None where it changes nothing or the budget is spent."""
         changed = move(stages[stage])
         if changed is None or self.plays.is_spent:
@@ -174,7 +174,7 @@ def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
             yield partial(_chosen, first=layer, end=layer + 1, choice=choice)
         for length in RUNS:
             if layer + length <= layers.stop:
-                for choice in (Choice.RECOMPUTE, Choice.CHEAP):
+                for choice in (Choice.RECOMPUTE, Choice.SELECTIVE):
                     yield partial(_chosen, first=layer, end=layer + length, choice=choice)
         for step in (1, 2, 3):
             yield partial(_swapped, layer=layer, other=layer + step)
@@ -206,7 +206,7 @@ def _swapped(now: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment,
 def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None:
     """Parts a segment that is run again before a layer, or joins the two that meet there."""
     for index, segment in enumerate(now):
-        if not segment.choice.is_run_again:
+        if not segment.choice.is_recomputed:
             continue
         if segment.first < layer < segment.end:
             return (*now[:index], replace(segment, end=layer), replace(segment, first=layer), *now[index + 1 :])

@@ -9,7 +9,7 @@ from functools import cached_property
 from gems.memory.layer_storages import Storage, made_storages
 from gems.memory.optimizer.milp import Program, Terms
 from gems.memory.plan import Choice
-from gems.memory.stage_storages import Layers, layers_of_profile
+from gems.memory.stage_storages import Layers, profile_storages
 from gems.profile import LayerProfile, ModelProfile
 
 
@@ -21,7 +21,7 @@ class StageLayers:
     end: int
     layers: tuple[LayerProfile, ...]
     storages: tuple[Storage, ...]
-    told: Layers
+    layer_storages: Layers
 
     @cached_property
     def full_bytes(self) -> dict[int, int]:
@@ -77,7 +77,7 @@ class StageLayers:
 def stage_layers(profile: ModelProfile, first: int, end: int, least_bytes: int) -> StageLayers:
     """Return the layers `first` up to `end` with the storages that they make; storages below `least_bytes` stay."""
     storages = made_storages(profile, first, end, least_bytes)
-    return StageLayers(first, end, profile.layers[first:end], storages, layers_of_profile(profile))
+    return StageLayers(first, end, profile.layers[first:end], storages, profile_storages(profile))
 
 
 # how many possible segments a stage may have, about; longer ones are left out where it has more
@@ -114,7 +114,7 @@ def arcs_of(stage: StageLayers) -> list[Arc]:
         for stop in ends:
             arcs.append(Arc(begin, stop, Choice.RECOMPUTE))
             if any(layer.cheap_s < layer.recompute_s for layer in stage.layers[begin - first : stop - first]):
-                arcs.append(Arc(begin, stop, Choice.CHEAP))
+                arcs.append(Arc(begin, stop, Choice.SELECTIVE))
     return arcs
 
 
@@ -147,21 +147,21 @@ class StageBlock:
         """
         found = dict(self._earlier(layer))
         for arc in self.covering[layer]:
-            if arc.choice.is_run_again and arc.first < layer:
+            if arc.choice.is_recomputed and arc.first < layer:
                 size = self.program.scaled_bytes(self._brought_bytes(arc, layer))
                 found[self.at[arc]] = found.get(self.at[arc], 0.0) + size
         return found
 
     def again_bytes(self, layer: int) -> Terms:
         """Return what is on the device while a segment is run again right before the backward of its last layer."""
-        told, found = self.stage.told, dict(self._earlier(layer))
+        layer_storages, found = self.stage.layer_storages, dict(self._earlier(layer))
         for arc in self.covering[layer]:
-            if arc.choice.is_run_again and arc.end == layer + 1:
-                is_cheap = arc.choice is Choice.CHEAP
+            if arc.choice.is_recomputed and arc.end == layer + 1:
+                is_selective = arc.choice is Choice.SELECTIVE
                 size = (
-                    told.cheap_again_peak_bytes(arc.first, arc.end)
-                    if is_cheap
-                    else float(told.spans.forward_peak[arc.first, arc.end])
+                    layer_storages.selective_recompute_peak_bytes(arc.first, arc.end)
+                    if is_selective
+                    else float(layer_storages.spans.forward_peak[arc.first, arc.end])
                 )
                 found[self.at[arc]] = found.get(self.at[arc], 0.0) + self.program.scaled_bytes(size)
         return found
@@ -202,13 +202,13 @@ class StageBlock:
         return {
             self.at[arc]: self.program.scaled_s(self.again_time_s(arc))
             for arc in self.covering[layer]
-            if arc.choice.is_run_again and arc.end == layer + 1
+            if arc.choice.is_recomputed and arc.end == layer + 1
         }
 
     def again_time_s(self, arc: Arc) -> float:
         """Return the seconds that it takes to run an arc's forward again."""
         layers = [self.stage.layer(layer) for layer in range(arc.first, arc.end)]
-        return sum(layer.cheap_s if arc.choice is Choice.CHEAP else layer.recompute_s for layer in layers)
+        return sum(layer.cheap_s if arc.choice is Choice.SELECTIVE else layer.recompute_s for layer in layers)
 
     def worth_kept(self, terms: Terms) -> float:
         """Return the value of an expression where every layer is kept."""
@@ -225,8 +225,8 @@ class StageBlock:
 
     def _needs(self, each: Storage, arc: Arc, layer: int) -> bool:
         """Whether an arc over a layer holds that a storage stays on the device between forward and backward."""
-        if arc.choice.is_run_again:
-            is_product = arc.choice is Choice.CHEAP and each.is_product and layer == each.maker
+        if arc.choice.is_recomputed:
+            is_product = arc.choice is Choice.SELECTIVE and each.is_product and layer == each.maker
             return is_product or each.is_input_of(arc.first)
         if layer not in each.savers:
             return False
@@ -275,7 +275,7 @@ class StageBlock:
         for saver in earlier:
             is_there = (Choice.KEEP, Choice.OFFLOAD) if each.savers[-1] > layer else (Choice.KEEP,)
             self.program.row({variable: 1.0} | _negative(self._chosen(saver, *is_there)), low=0.0)
-        taking = [arc for arc in self.covering[layer] if arc.choice.is_run_again and each.is_input_of(arc.first)]
+        taking = [arc for arc in self.covering[layer] if arc.choice.is_recomputed and each.is_input_of(arc.first)]
         self.program.row({variable: 1.0} | {self.at[arc]: -1.0 for arc in taking}, low=0.0)
         return variable
 
@@ -289,7 +289,7 @@ class StageBlock:
             stays = stage.own_bytes[layer] - stage.own_movable_bytes[layer]
             size = {
                 Choice.KEEP: stage.own_bytes[layer], Choice.OFFLOAD: stays, Choice.RECOMPUTE: 0,
-                Choice.CHEAP: stage.own_product_bytes[layer],
+                Choice.SELECTIVE: stage.own_product_bytes[layer],
             }  # fmt: skip
             own[layer] = {self.at[arc]: self.program.scaled_bytes(size[arc.choice]) for arc in self.covering[layer]}
             moves = self.program.scaled_bytes(stage.own_movable_bytes[layer])
@@ -330,23 +330,23 @@ class StageBlock:
         """
         found = self._brought.get((layer, arc.choice))
         if found is None:
-            stage, is_cheap = self.stage, arc.choice is Choice.CHEAP
+            stage, is_selective = self.stage, arc.choice is Choice.SELECTIVE
             at = dict.fromkeys(range(stage.first, layer), 0)
             for each in stage.shared:
                 if each.last_use < layer:
-                    at[each.maker] += each.total_bytes * self._is_brought(each, is_cheap)
+                    at[each.maker] += each.total_bytes * self._is_brought(each, is_selective)
             found, total = {}, 0
             for before in range(layer - 1, stage.first - 1, -1):
                 own = stage.own_bytes[before]
-                if is_cheap:
+                if is_selective:
                     own = stage.own_cheap_bytes[before] - stage.own_let_go_bytes[before]
                 total += own + at[before]
                 found[before] = total
             self._brought[layer, arc.choice] = found
         return found[arc.first]
 
-    def _is_brought(self, each: Storage, is_cheap: bool) -> int:
-        if is_cheap and each.is_product:
+    def _is_brought(self, each: Storage, is_selective: bool) -> int:
+        if is_selective and each.is_product:
             return 0 if each.savers else -1
         return 1 if each.savers else 0
 

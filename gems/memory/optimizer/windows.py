@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.walk import Point
+from gems.memory.timeline import Point
 from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 
 Place = tuple[int, int]  # stage and segment
@@ -30,9 +30,9 @@ def with_windows(
     case: MemoryCase,
     plan: MemoryPlan,
     limit_bytes: int,
-    play: Callable[[MemoryPlan], Outcome],
+    play: Callable[[MemoryPlan], PlanOutcome],
     ways: Sequence[Way] = (Way.OUT_FIRST,),
-) -> Outcome:
+) -> PlanOutcome:
     """Return a plan its distances and plays it; of several ways the fastest.
 
     With the first two ways copies out are waited for only where an action would lack bytes, the one posted first before
@@ -210,7 +210,7 @@ class Lane:
     spans: list[Span] = field(default_factory=list)
 
 
-def lane_of(tight: Outcome, rank: int, limit_bytes: int) -> Lane:
+def lane_of(tight: PlanOutcome, rank: int, limit_bytes: int) -> Lane:
     """Read a rank's played list, in which copies are waited for at once and fetched on demand."""
     points = tight.ranks[rank].points
     lane = Lane([limit_bytes - during for during in _during_bytes(points)])
@@ -236,7 +236,7 @@ def lane_of(tight: Outcome, rank: int, limit_bytes: int) -> Lane:
     return lane
 
 
-def excess_bytes(outcome: Outcome, limit_bytes: int) -> list[list[int]]:
+def excess_bytes(outcome: PlanOutcome, limit_bytes: int) -> list[list[int]]:
     """Return by how much each compute action of each rank is above the limit, with what is posted before it."""
     return [[max(0, during - limit_bytes) for during in _during_bytes(rank.points)] for rank in outcome.ranks]
 
@@ -263,7 +263,7 @@ def is_compute(action: Action) -> bool:
 BACKWARD = (Kind.B, Kind.I)
 
 
-def trimmed(outcome: Outcome, limit_bytes: int, play: Callable[[MemoryPlan], Outcome]) -> Outcome:
+def trimmed(outcome: PlanOutcome, limit_bytes: int, play: Callable[[MemoryPlan], PlanOutcome]) -> PlanOutcome:
     """Cut the windows of a played plan to what their copies used: the same time, and no byte is held for nothing.
 
     What no copy ever takes is kept, and said to be.
@@ -278,12 +278,12 @@ def trimmed(outcome: Outcome, limit_bytes: int, play: Callable[[MemoryPlan], Out
     return ordered
 
 
-def _if_as_good(outcome: Outcome, other: Outcome, limit_bytes: int) -> Outcome:
+def _if_as_good(outcome: PlanOutcome, other: PlanOutcome, limit_bytes: int) -> PlanOutcome:
     fits = max(other.peak_bytes) <= max(limit_bytes, *outcome.peak_bytes)
     return other if fits and other.step_s <= outcome.step_s * (1 + 1e-9) else outcome
 
 
-def _without_idle(outcome: Outcome) -> MemoryPlan:
+def _without_idle(outcome: PlanOutcome) -> MemoryPlan:
     """Return the plan without the offloaded segments whose windows meet, so that nothing leaves."""
     moved = {
         (action.stage, action.segment) for row in outcome.schedule.rows for action in row if action.kind is Kind.OFFLOAD
@@ -300,7 +300,7 @@ def _without_idle(outcome: Outcome) -> MemoryPlan:
     return replace(outcome.plan, stages=stages)
 
 
-def _in_order(outcome: Outcome) -> Widths:
+def _in_order(outcome: PlanOutcome) -> Widths:
     """Return windows in which no copy back is posted before one that is needed sooner, and so carries what that one would."""
     ahead: Widths = {}
     for row in outcome.schedule.rows:
@@ -323,7 +323,7 @@ def _places(row: Sequence[Action]) -> dict[Action, int]:
     return {action: place for place, action in enumerate(filter(is_compute, row))}
 
 
-def _used(outcome: Outcome) -> tuple[Widths, Widths]:
+def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
     """Return what the played copies used of their windows, out and back.
 
     A copy out is waited for where it has ended by then anyway, a copy back posted at the last action from which it and

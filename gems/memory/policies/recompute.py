@@ -37,7 +37,7 @@ def recompute(case: MemoryCase, how: str = "segment", segments: int | None = Non
         raise ConfigError("memory.segments", segments, "must be at least 1")
     if how == "stage":
         return recompute_stages(case)
-    return recompute_cheap(case, segments) if how == "cheap" else recompute_segments(case, segments)
+    return recompute_selective(case, segments) if how == "selective" else recompute_segments(case, segments)
 
 
 def recompute_stages(case: MemoryCase) -> MemoryPlan:
@@ -85,7 +85,7 @@ def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> 
     return plan
 
 
-def recompute_cheap(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
+def recompute_selective(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
     """Run norms, activations and poolings again; what convolutions and matrix products gave is kept.
 
     Each layer is a segment, and one that would let nothing go is kept. With `segments` a stage has that many, within which
@@ -94,12 +94,12 @@ def recompute_cheap(case: MemoryCase, segments: int | None = None) -> MemoryPlan
     if segments is not None:
         plan = recompute_segments(case, segments)
         stages = tuple(
-            tuple(replace(one, choice=Choice.CHEAP) if one.choice.is_run_again else one for one in stage)
+            tuple(replace(one, choice=Choice.SELECTIVE) if one.choice.is_recomputed else one for one in stage)
             for stage in plan.stages
         )
         return replace(plan, stages=stages)
     chosen = {
-        index: Segment(index, index + 1, Choice.CHEAP)
+        index: Segment(index, index + 1, Choice.SELECTIVE)
         for index, layer in enumerate(case.profile.layers)
         if lets_go(layer)
     }

@@ -141,7 +141,7 @@ def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: in
         return int(max(least, kept / num_stages))
     if policy == ("recompute", "segment"):
         return int(max(least, kept / (num_stages * ((load.num_layers / num_stages) ** 0.5 + 2))))
-    if policy == ("recompute", "cheap"):
+    if policy == ("recompute", "selective"):
         kept = load.cheap_bytes
     elif one.memory != KEEP:
         return int(least)

@@ -10,7 +10,7 @@ from gems.schedule import CAPPED, FAMILIES, Family, Request
 KEEP = "keep"
 # a policy with its way (memory.recompute), by what one evaluation takes
 QUICK_POLICIES = ((KEEP, ""), ("recompute", "stage"))
-SLOW_POLICIES = (("recompute", "cheap"), ("recompute", "segment"), ("vdnn_dyn", ""), ("plan", ""))
+SLOW_POLICIES = (("recompute", "selective"), ("recompute", "segment"), ("vdnn_dyn", ""), ("plan", ""))
 # Slow ones are asked for up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
 MAX_SLOW, MAX_PLANNED = 512, 128
 MAX_FORWARDS = 2**14  # stages x micro-batches of one step

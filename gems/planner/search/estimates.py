@@ -20,7 +20,7 @@ def guess_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: in
     segments = max(1.0, math.sqrt(load.num_layers / stages))
     on_device, at_once = {
         KEEP: (load.kept_bytes / one.partitions, 0.0),
-        "recompute/cheap": (load.cheap_bytes / one.partitions, part / segments**2),
+        "recompute/selective": (load.cheap_bytes / one.partitions, part / segments**2),
         "recompute/stage": (chunks * handed, part),
         "recompute/segment": (chunks * segments * handed, part / segments),
     }.get(one.policy, (chunks * handed, 2.0 * load.transient_bytes))

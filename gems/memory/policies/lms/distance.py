@@ -14,9 +14,8 @@ from math import inf
 from typing import Any
 
 from gems.errors import DoesNotFitError
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.layer_storages import Storage, saved_storages
-from gems.memory.model import OPTIMIZERS, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.lms.graph import Graph, Parameters, Return, Tensor, Tuned, play, tune
 from gems.schedule.action import Kind
@@ -83,7 +82,7 @@ def lms(
     share = ratio if ratio is not None else RATIO_WITH_REPLICAS if case.num_replicas > 1 else RATIO
     holders = _holders(case, share)
     given = (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
-    outcome: Outcome | None = None
+    outcome: PlanOutcome | None = None
     for tries in range(1, _TRIES + 1):
         for holder in holders:
             if holder.tuned is None and not holder.tune(given, is_last=tries == _TRIES):
@@ -108,10 +107,7 @@ def _holders(case: MemoryCase, share: float) -> list[_Holder]:
         by_stages.setdefault(stages, []).append(rank)
     found = []
     for ranks in by_stages.values():
-        optimizer = OPTIMIZERS[case.optimizer]
-        static = max(
-            sum(static_blocks(case.profile, case.schedule, rank, case.boundaries, optimizer)) for rank in ranks
-        )
+        static = max(sum(case.static_blocks(rank)) for rank in ranks)
         room = inf if case.limit_bytes is None else (case.limit_bytes - static) * share
         found.append(_Holder(ranks, RankGraph(case, ranks[0]), static, room))
     return found
@@ -137,11 +133,11 @@ def _plan(case: MemoryCase, holders: list[_Holder], counters: Mapping[str, Any])
     return replace(plan, counters={**counters, "tuned": ranks})
 
 
-def _held(holder: _Holder, outcome: Outcome | None) -> int:
+def _held(holder: _Holder, outcome: PlanOutcome | None) -> int:
     return max(outcome.peak_bytes[rank] for rank in holder.ranks) if outcome else 0
 
 
-def _too_large(case: MemoryCase, holder: _Holder, outcome: Outcome | None) -> DoesNotFitError:
+def _too_large(case: MemoryCase, holder: _Holder, outcome: PlanOutcome | None) -> DoesNotFitError:
     """Report what a rank needs with everything swapped at once."""
     assert outcome is not None and case.limit_bytes is not None
     rank = max(holder.ranks, key=lambda rank: outcome.peak_bytes[rank])

@@ -14,9 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 from gems.errors import DoesNotFitError
-from gems.memory.case import MemoryCase, Outcome
+from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.layer_storages import Storage, saved_storages
-from gems.memory.model import OPTIMIZERS, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.lms.allocator import Counts, LmsAllocator, OutOfMemoryError, Paged
 from gems.schedule.action import Action, Kind
@@ -49,7 +48,7 @@ def lms_limit(case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "
     allowed = limit_bytes or case.limit_bytes or _UNLIMITED
     limit = limit_bytes or (int(DEFAULT_SHARE * allowed) if allowed < _UNLIMITED else _UNLIMITED)
     limits = [max(1, limit)] * case.schedule.num_ranks
-    outcome: Outcome | None = None
+    outcome: PlanOutcome | None = None
     played: dict[int, RankPaging] = {}
     for tries in range(1, _TRIES + 1):
         for rank, limit in enumerate(limits):
@@ -160,7 +159,7 @@ class _Flight:
 
 
 class RankPaging:
-    """Plays the list of one rank step by step; `uses` is of the last step, by layer, `steps` has the counts of all."""
+    """Simulates the list of one rank step by step; `uses` is of the last step, by layer, `steps` has the counts of all."""
 
     def __init__(self, case: MemoryCase, rank: int, limit_bytes: int, reclaim: str) -> None:
         self.allocator = LmsAllocator(limit_bytes, reclaim)
@@ -180,9 +179,7 @@ class RankPaging:
         Raises:
             OutOfMemoryError: a request that does not fit although everything that may leave has left.
         """
-        case = self._case
-        optimizer = OPTIMIZERS[case.optimizer]
-        for num_bytes in static_blocks(case.profile, case.schedule, self._rank, case.boundaries, optimizer):
+        for num_bytes in self._case.static_blocks(self._rank):
             self.allocator.take(num_bytes)
         before = None
         for _ in range(MAX_STEPS):
