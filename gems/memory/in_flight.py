@@ -1,4 +1,4 @@
-"""Moments: what a rank holds while it runs each action of its list, in counts of micro-batches."""
+"""What a rank holds during each action of its schedule, in counts of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ StageKey = tuple[int, int]  # (direction, stage)
 
 @dataclass(frozen=True, slots=True)
 class HeldCounts:
-    """Of one stage in one direction: how many micro-batches hold what.
+    """How many micro-batches of a stage and direction hold each kind of tensor.
 
-    `stashes` are those between forward and backward, `weights` those between I and W. `inputs` are boundary tensors
-    from the posting of their receive to the end of the backward (of W where it is split, which may read them),
-    `gradients` received gradients likewise but for the one under backward, `outputs` and `input_gradients` what was
-    handed to a send and may not have left before the next action ends. `images` are those of the whole step.
+    Attributes:
+        stashes: saved tensors, between forward and backward.
+        weights: what W needs, between I and W.
+        inputs: boundary tensors, from the posting of their receive to the end of the backward (of W if it is split).
+        gradients: received gradients likewise, except the one that is used by the running backward.
+        outputs: tensors given to a send that may not have left before the next action ends.
+        input_gradients: gradients given to a send likewise.
+        images: those of the whole step.
     """
 
     stashes: int = 0
@@ -34,14 +38,14 @@ class HeldCounts:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a rank holds, by stage, while it runs an action of kind `kind` on `active`; None at the optimizer step."""
+    """What a rank holds, by stage, during an action of kind `kind` on stage `active`; None at the optimizer step."""
 
     counts: tuple[tuple[StageKey, HeldCounts], ...]
     active: StageKey | None
     kind: Kind
 
     def covers(self, other: Snapshot) -> bool:
-        """Whether as much as in `other` is held of everything, in the same action."""
+        """Whether at least as much of everything is held as in `other`."""
         return all(
             mine >= theirs
             for (_, counts), (_, others) in zip(self.counts, other.counts, strict=True)
@@ -50,22 +54,21 @@ class Snapshot:
 
 
 def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
-    """Return the snapshots of a rank's lowered list that may be its peak: none is covered by another one.
+    """Return the snapshots of a rank's lowered schedule that may be its peak: none covers another.
 
-    Of copies to host memory, what leaves is counted as gone when its copy is posted.
+    What a copy moves to host memory counts as freed when the copy is posted.
     """
-    walk = _Walk(schedule, rank)
+    replay = _Replay(schedule, rank)
     for action in schedule.rows[rank]:
-        walk.play(action)
-    return tuple(walk.found)
+        replay.run(action)
+    return tuple(replay.found)
 
 
 class BoundaryTensors:
-    """HeldCounts what a rank holds while its list is played, stage by stage: `counts` has the fields of `HeldCounts`.
+    """Counts the tensors between stages, and the images, along a rank's schedule; `counts` has the fields of `HeldCounts`.
 
-    Here are the tensors that cross between stages and the images; what stages keep is counted by who asks. `begin` is
-    called before a compute action is played, `end` behind it, `post` for transfers. Of a stage in segments the first one
-    reads and hands back what is outside the stage, and the last one makes and is given it.
+    Call `begin` before a compute action, `end` after it, and `post` for transfers. Of a stage in segments the first one
+    reads the stage's inputs and makes their gradients, the last one makes the outputs and reads their gradients.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -78,39 +81,39 @@ class BoundaryTensors:
                 self.counts[direction, 0]["images"] = sum(d == direction for d in directions.values())
 
     def post(self, action: Action) -> None:
-        """Count what a receive allocates, or a send still holds."""
-        self.counts[action.direction, action.stage][_CROSSING[action.kind]] += 1
+        """Count what a receive allocates or a send holds."""
+        self.counts[action.direction, action.stage][_TRANSFERRED[action.kind]] += 1
 
     def begin(self, action: Action) -> None:
-        """Take the gradient that a backward was given into what that backward needs."""
+        """Move the output gradient of a backward into what that backward needs."""
         if action.kind in (Kind.B, Kind.I) and self._is_at_end(action):
             mine = self.counts[action.direction, action.stage]
             mine["gradients"] -= action.stage < self._schedule.num_stages - 1
 
     def end(self, action: Action) -> None:
-        """Count what an action leaves to its neighbours, and what it has read for the last time."""
+        """Count what an action passes to neighbours on this rank, and free what it has read for the last time."""
         self.settle()
         kind, stage, _, direction, segment = action
         mine = self.counts[direction, stage]
         if self._is_at_end(action):
             if kind is Kind.F:
-                self._hand((direction, stage + 1), "inputs")
+                self._pass_on((direction, stage + 1), "inputs")
             elif stage < self._schedule.num_stages - 1:
                 mine["gradients"] += kind is Kind.I
                 mine["gradients"] -= kind is Kind.W
         if not segment:
             if kind in (Kind.B, Kind.I):
-                self._hand((direction, stage - 1), "gradients")
+                self._pass_on((direction, stage - 1), "gradients")
             if kind in (Kind.B, Kind.W):
                 mine["inputs"] -= stage > 0
 
     def settle(self) -> None:
-        """Count what was sent before the last action as gone."""
+        """Count everything sent before the last action as gone."""
         for counts in self.counts.values():
             counts["outputs"] = counts["input_gradients"] = 0
 
-    def _hand(self, held: StageKey, what: str) -> None:
-        """Count what a neighbour on this rank takes without a message."""
+    def _pass_on(self, held: StageKey, what: str) -> None:
+        """Count what another stage of this rank receives without a message."""
         if held in self.counts:
             self.counts[held][what] += 1
 
@@ -118,44 +121,44 @@ class BoundaryTensors:
         return action.segment == self._schedule.last_segment(action.stage)
 
 
-_CROSSING = {
+_TRANSFERRED = {
     Kind.RECV_F: "inputs", Kind.RECV_B: "gradients", Kind.SEND_F: "outputs", Kind.SEND_B: "input_gradients",
 }  # fmt: skip
 
 
-class _Walk:
+class _Replay:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         ones, zeros = (1.0,) * schedule.num_stages, (0.0,) * schedule.num_stages
         # in units of one stash; what W needs is counted apart
         self._ledger = Ledger(schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros))
-        self._crossings = BoundaryTensors(schedule, rank)
+        self._boundary = BoundaryTensors(schedule, rank)
         self._seen: set[Snapshot] = set()
         self.found: list[Snapshot] = []
 
-    def play(self, action: Action) -> None:
+    def run(self, action: Action) -> None:
         kind, held = action.kind, (action.direction, action.stage)
         if kind in (Kind.REDUCE_GRAD, Kind.STEP):
-            self._crossings.settle()
+            self._boundary.settle()
             self._record(None, Kind.STEP)
-        elif kind in _CROSSING:
-            self._crossings.post(action)
+        elif kind in _TRANSFERRED:
+            self._boundary.post(action)
         elif kind in COPY_KINDS:
-            self._crossings.counts[held]["stashes"] += 1 if kind is Kind.PREFETCH else -1
+            self._boundary.counts[held]["stashes"] += 1 if kind is Kind.PREFETCH else -1
         elif kind in COMPUTE_KINDS:
             self._compute(action, held)
 
     def _compute(self, action: Action, held: StageKey) -> None:
-        kind, mine = action.kind, self._crossings.counts[held]
+        kind, mine = action.kind, self._boundary.counts[held]
         mine["stashes"] -= int(self._ledger.leaves(action))
-        self._crossings.begin(action)
+        self._boundary.begin(action)
         self._record(held, kind)
-        self._crossings.end(action)
+        self._boundary.end(action)
         mine["stashes"] += int(self._ledger.brings(action))
         mine["weights"] += (kind is Kind.I) - (kind is Kind.W)
 
     def _record(self, active: StageKey | None, kind: Kind) -> None:
         snapshot = Snapshot(
-            tuple((held, HeldCounts(**self._crossings.counts[held])) for held in self._crossings.held), active, kind
+            tuple((held, HeldCounts(**self._boundary.counts[held])) for held in self._boundary.held), active, kind
         )
         if snapshot in self._seen:
             return

@@ -1,6 +1,6 @@
-"""Residency: where the storages are that one micro-batch of a stage has saved, and which of them a copy takes.
+"""Where the storages are that a micro-batch has saved on a stage: on the device, in host memory, or both.
 
-The rules of the activation store, without tensors: the engine follows them with memory, the predictions with figures.
+These are the rules of the activation store, without tensors. The engine and the predictions both follow them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ Key = Hashable
 
 @dataclass(slots=True)
 class StorageState:
-    """A saved storage. `savers` are the segments whose backward has still to read it; `~segment` stands for W of one.
+    """A saved storage.
 
-    `taken_by` is the segment with whose copy it left, `is_kept` whether it must stay on the device after all, because a
-    segment that is not offloaded has saved it too.
+    Attributes:
+        num_bytes: its size.
+        savers: segments whose backward has still to read it; `~segment` for a segment's W.
+        is_movable: whether copies may take it.
+        is_pinned: whether it stays on the device because a segment that is not offloaded has saved it too.
+        moved_with: the segment whose copy took it.
+        on_device: whether the device has it.
+        on_host: whether host memory has it.
     """
 
     num_bytes: int
     savers: set[int] = field(default_factory=set)
     is_movable: bool = True
-    is_kept: bool = False
-    taken_by: int | None = None
+    is_pinned: bool = False
+    moved_with: int | None = None
     on_device: bool = True
     on_host: bool = False
 
@@ -31,25 +37,25 @@ class StorageState:
 class Residency:
     """The saved storages of one micro-batch, in one stage and direction.
 
-    A storage belongs to the last segment that saves it (vDNN's reference count: a tensor leaves with its last reader,
-    Rhu et al. 2016, section III): it leaves with that segment's copy and is back for that segment's backward, and stays
-    until the first segment that saved it has run its own. So no storage is copied twice in one way.
+    A storage belongs to the last segment that saves it (vDNN's reference count, Rhu et al. 2016, section III): it leaves
+    with that segment's copy, is back for that segment's backward, and stays until the backward of the first segment that
+    saved it. So no storage is copied twice in one direction.
     """
 
     def __init__(self, offloaded: Collection[int] = ()) -> None:
         self._offloaded = frozenset(offloaded)
-        self._held: dict[Key, StorageState] = {}
+        self._states: dict[Key, StorageState] = {}
         self._saved_by: dict[int, dict[Key, None]] = {}
-        self._taken_with: dict[int, list[Key]] = {}
-        self._untaken: dict[Key, None] = {}
+        self._moved: dict[int, list[Key]] = {}
+        self._unmoved: dict[Key, None] = {}
         self._device_bytes = 0
         self._host_bytes = 0
 
     def __getitem__(self, key: Key) -> StorageState:
-        return self._held[key]
+        return self._states[key]
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._held
+        return key in self._states
 
     @property
     def device_bytes(self) -> int:
@@ -62,109 +68,109 @@ class Residency:
         return self._host_bytes
 
     def is_on_device(self, key: Key) -> bool:
-        """Whether a storage is among those held on the device."""
-        held = self._held.get(key)
-        return held is not None and held.on_device
+        """Whether a storage is on the device."""
+        state = self._states.get(key)
+        return state is not None and state.on_device
 
     def save(self, key: Key, num_bytes: int, segment: int, is_movable: bool = True) -> bool:
-        """Record that a segment saves a storage, which is on the device; says whether it was not there before.
+        """Record that a segment saves a storage, and return whether it is new on the device.
 
-        One that has left the device, and is saved again while a value is still in use, stays where it is, unless a
-        segment saves it that is not offloaded.
+        A storage that has left the device stays in host memory if it is saved again, except by a segment that is not
+        offloaded.
         """
-        held = self._held.get(key)
-        is_new = held is None
-        if held is None:
-            held = self._held[key] = StorageState(num_bytes, is_movable=is_movable)
+        state = self._states.get(key)
+        is_new = state is None
+        if state is None:
+            state = self._states[key] = StorageState(num_bytes, is_movable=is_movable)
             self._device_bytes += num_bytes
-        held.savers.add(segment)
+        state.savers.add(segment)
         self._saved_by.setdefault(segment, {})[key] = None
         stays = segment not in self._offloaded
-        if held.taken_by is None:
-            if held.is_movable and not stays:
-                self._untaken[key] = None
+        if state.moved_with is None:
+            if state.is_movable and not stays:
+                self._unmoved[key] = None
             return is_new
-        if stays and not held.on_device:
-            self._bring(held)
+        if stays and not state.on_device:
+            self._bring_back(state)
             is_new = True
-        if held.is_kept and not stays:
-            # its copy is made, and the memory is free behind that of the segment that is now its last
-            held.taken_by = segment
-            self._taken_with.setdefault(segment, []).append(key)
-        held.is_kept = stays
+        if state.is_pinned and not stays:
+            # it is copied already: the device memory is free after the copy of the segment that is now its last
+            state.moved_with = segment
+            self._moved.setdefault(segment, []).append(key)
+        state.is_pinned = stays
         return is_new
 
     def offload(self, segment: int, outputs: Collection[Key] = ()) -> list[Key]:
-        """Return what the copy of a segment takes: what it and segments before it saved, each storage once.
+        """Return what the copy of a segment moves: what it and earlier segments saved, each storage once.
 
-        Its `outputs` are left to the next segment, unless that one is offloaded too and so may share the copy.
+        Its `outputs` are left to the next segment, unless that one is offloaded too and may share the copy.
         """
         stays = () if segment + 1 in self._offloaded else set(outputs)
         taken = []
-        for key in list(self._untaken):
-            if max(self._held[key].savers) not in self._offloaded:
-                del self._untaken[key]
+        for key in list(self._unmoved):
+            if max(self._states[key].savers) not in self._offloaded:
+                del self._unmoved[key]
             elif key not in stays:
                 taken.append(key)
         for key in taken:
-            held = self._held[key]
-            held.taken_by, held.on_host = segment, True
-            self._host_bytes += held.num_bytes
-            del self._untaken[key]
-        self._taken_with.setdefault(segment, []).extend(taken)
+            state = self._states[key]
+            state.moved_with, state.on_host = segment, True
+            self._host_bytes += state.num_bytes
+            del self._unmoved[key]
+        self._moved.setdefault(segment, []).extend(taken)
         return taken
 
     def free(self, segment: int) -> list[Key]:
-        """Return what leaves the device when the copy of a segment has ended."""
+        """Return what is freed on the device when the copy of a segment has ended."""
         gone = []
-        for key in self._taken_with.pop(segment, ()):
-            held = self._held.get(key)
-            if held is not None and held.taken_by == segment and held.on_device and not held.is_kept:
+        for key in self._moved.pop(segment, ()):
+            state = self._states.get(key)
+            if state is not None and state.moved_with == segment and state.on_device and not state.is_pinned:
                 gone.append(key)
-                held.on_device = False
-                self._device_bytes -= held.num_bytes
+                state.on_device = False
+                self._device_bytes -= state.num_bytes
         return gone
 
     def prefetch(self, segment: int) -> list[Key]:
-        """Return what comes back for the backward of a segment: all that it saved and that is not on the device.
+        """Return what is copied back for the backward of a segment: what it saved that is not on the device.
 
-        What has not left yet, because the copy that it shares is still out, stays.
+        What has not left yet, because the shared copy is still running, stays.
         """
         back = []
         for key in self._saved_by.get(segment, ()):
-            held = self._held[key]
-            if held.on_device:
-                held.is_kept = True
+            state = self._states[key]
+            if state.on_device:
+                state.is_pinned = True
             else:
                 back.append(key)
-                self._bring(held)
+                self._bring_back(state)
         return back
 
     def fetch(self, key: Key) -> None:
-        """Record that one storage was brought back because it was read before its copy back was posted."""
-        if not self._held[key].on_device:
-            self._bring(self._held[key])
+        """Record that a storage was copied back because it was read before its prefetch was posted."""
+        if not self._states[key].on_device:
+            self._bring_back(self._states[key])
 
     def done(self, segment: int) -> list[Key]:
-        """Return what nobody needs any more once the backward of a segment has run.
+        """Return what is no longer needed once the backward of a segment has run.
 
-        What only weight gradients have still to read is on the device, and its copy is let go.
+        What only weight gradients have still to read is on the device, so that its copy in host memory is freed.
         """
         gone = []
         for key in self._saved_by.pop(segment, ()):
-            held = self._held[key]
-            held.savers.discard(segment)
-            if not held.savers:
+            state = self._states[key]
+            state.savers.discard(segment)
+            if not state.savers:
                 gone.append(key)
-                del self._held[key]
-                self._untaken.pop(key, None)
-                self._device_bytes -= held.num_bytes if held.on_device else 0
-            if held.on_host and max(held.savers, default=-1) < 0:
+                del self._states[key]
+                self._unmoved.pop(key, None)
+                self._device_bytes -= state.num_bytes if state.on_device else 0
+            if state.on_host and max(state.savers, default=-1) < 0:
                 # the weight gradients that may still read it do so on the device
-                held.on_host = False
-                self._host_bytes -= held.num_bytes
+                state.on_host = False
+                self._host_bytes -= state.num_bytes
         return gone
 
-    def _bring(self, held: StorageState) -> None:
-        held.on_device = True
-        self._device_bytes += held.num_bytes
+    def _bring_back(self, state: StorageState) -> None:
+        state.on_device = True
+        self._device_bytes += state.num_bytes

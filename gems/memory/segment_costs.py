@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gems.memory.micro_batch import Script, micro_batch_scripts, played
+from gems.memory.micro_batch import Script, micro_batch_scripts, micro_batch_states
 from gems.memory.plan import MemoryPlan
 from gems.memory.stage_storages import StageStorages, profile_storages, segments_of
 from gems.profile import LayerProfile, ModelProfile
@@ -82,7 +82,7 @@ class _Amounts:
 def _amounts(storages: StageStorages, script: Script) -> list[_Amounts]:
     found = [_Amounts() for _ in storages.spans_of]
     before = 0
-    for (kind, segment), state in zip(script, played(storages, script), strict=True):
+    for (kind, segment), state in zip(script, micro_batch_states(storages, script), strict=True):
         mine = found[segment]
         if kind is Kind.F:
             mine.forward = state.activation_bytes - before

@@ -10,7 +10,7 @@ import pytest
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.memory import stage_storages
 from gems.memory.memory_actions import add_memory
-from gems.memory.micro_batch import played
+from gems.memory.micro_batch import micro_batch_states
 from gems.memory.model import OPTIMIZERS, MemoryModel, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.segment_costs import segment_costs
@@ -311,10 +311,10 @@ def test_micro_batches_that_are_alike_are_played_once() -> None:
     made, cuts = random_profile(110), tuple(round(110 * stage / 4) for stage in range(5))
     plan = MemoryPlan.by_layer("test", cuts, {at: Segment(at, at + 1, OFFLOAD) for at in range(110)})
     schedule = lower(add_memory(generate("1f1b", 4, 8), plan))
-    before = played.cache_info()
+    before = micro_batch_states.cache_info()
     first = [rank_timeline(made, plan, schedule, rank, SGD) for rank in range(4)]
-    once = played.cache_info()
+    once = micro_batch_states.cache_info()
     assert once.hits + once.misses - before.hits - before.misses == 4 * 8
     assert once.misses - before.misses < 4 * 8
     assert [rank_timeline(made, plan, schedule, rank, SGD) for rank in range(4)] == first
-    assert played.cache_info().misses == once.misses
+    assert micro_batch_states.cache_info().misses == once.misses
