@@ -186,7 +186,9 @@ class MemoryConfig:
     )
     reclaim: str = choice("first", RECLAIMS, "lms_limit: swap the first tensor that is large enough, or the best fit")
     recompute: str = choice(
-        "segment", RECOMPUTES, "what memory=recompute computes again: whole stages, segments of them, or selected layers"
+        "segment",
+        RECOMPUTES,
+        "what memory=recompute computes again: whole stages, segments of them, or selected layers",
     )
     segments: int | None = number(
         None, "segments of a stage under memory=recompute; null: the root of its layers", min=1, max=MAX_LAYERS
