@@ -26,5 +26,11 @@ VERBS = {
     "verify": Verb("gems.cli.verify:verify", "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip
 
+
+def run() -> int:
+    """Run the command line of this process and return its exit code."""
+    return main("gems", VERBS, sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main("gems", VERBS, sys.argv[1:]))
+    sys.exit(run())

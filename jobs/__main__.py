@@ -37,5 +37,11 @@ VERBS = {
                     takes_words=True),
 }  # fmt: skip
 
+
+def run() -> int:
+    """Run the command line of this process and return its exit code."""
+    return main("jobs", VERBS, sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main("jobs", VERBS, sys.argv[1:]))
+    sys.exit(run())

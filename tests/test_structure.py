@@ -135,7 +135,8 @@ KNOWN_CROWDED = {"analysis.report"}
 KNOWN_CIRCLES = [
     ["jobs.launch.batch", "jobs.launch.launch", "jobs.launch.requeue", "jobs.launch.termination", "jobs.slurm.executor"]
 ]
-LOGIN_NODE = ("jobs.cli.submit", "jobs.__main__", "gems.__main__", "gems.config.compose", "gems.schedule")
+LOGIN_NODE = ("gems", "jobs.cli.submit", "jobs.__main__", "gems.__main__", "gems.config.compose", "gems.schedule")
+NOT_THE_API = ("gems", "gems.__version__")
 HEAVY = ("torch", "mpi4py", "h5py", "matplotlib", "skimage", "gems.engine", "gems.trace")
 
 
@@ -198,12 +199,17 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
 
 @cache
 def import_graph() -> dict[str, set[str]]:
-    """Return the modules that each module imports, packages' own `__init__` among them."""
+    """Return the modules that each module imports, packages' own `__init__` among them.
+
+    The page of the public API imports nothing until one of its names is used; who reads the version uses none.
+    """
     graph: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         found = set()
         for name in imports(path.read_text(), package):
+            if name in NOT_THE_API:
+                continue
             while name and name not in MODULES:
                 name = name.rpartition(".")[0]
             found |= {name} - {"", module}

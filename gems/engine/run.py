@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     stop = stop_watch(folder.stop_json, launched_rank())
     stop.start()  # before MPI and all else that has threads
     try:
-        _work(folder, stop)
+        run_rank(folder, stop)
         stop.close()
     except BaseException as error:
         guard()
@@ -41,7 +41,8 @@ def main(argv: list[str]) -> None:
         end_all(code, DUMP_S if code == StalledError.exit_code else SPEAK_S)
 
 
-def _work(folder: RunFolder, stop: StopWatch) -> None:
+def run_rank(folder: RunFolder, stop: StopWatch) -> None:
+    """Run this rank of a prepared run, real or emulated; collective."""
     spec = folder.read_spec()
     if spec.machine.kind == "emulated":
         _emulate(spec, folder, stop)

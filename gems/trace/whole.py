@@ -8,8 +8,10 @@ from typing import Any
 import h5py
 import numpy as np
 
+from gems.errors import ConfigError
 from gems.trace.hdf5 import get_attributes, open_trace, set_attributes
 from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, SCHEMA_VERSION, STREAMS, LayerTimes, Trace
+from gems.trace.part import merge_parts, part_path
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -91,3 +93,24 @@ def read_trace(path: Path) -> Trace:
             layer_times=_layer_times(file),
             **tables,
         )
+
+
+def load_trace(path: Path | str) -> Trace:
+    """Read the trace of a run folder, or a trace file.
+
+    Of a run without a `trace.h5` yet, the ranks' parts are joined: their events, steps and samples, without the
+    schedule and the configuration, which are in the folder's own files.
+
+    Raises:
+        ConfigError: nothing there that can be read, or a newer major schema.
+    """
+    path = Path(path)
+    whole = path / "trace.h5"
+    if not path.is_dir() or whole.exists():
+        return read_trace(whole if path.is_dir() else path)
+    parts = sorted(part_path(path, 0).parent.glob("rank*.h5"))
+    if not parts:
+        raise ConfigError(
+            "trace", path, "holds neither trace.h5 nor trace/rank*.h5", "give a run folder or a trace file"
+        )
+    return merge_parts(parts, {})

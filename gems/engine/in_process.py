@@ -1,0 +1,97 @@
+"""Training in the processes of the caller, for programs that start their own ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gems.config.schema import RunSpec
+from gems.engine.run import run_rank
+from gems.engine.supervision.failure import SPEAK_S, end_all, guard, report
+from gems.engine.supervision.stop_request import StopWatch
+from gems.errors import ConfigError, GemsError
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
+from gems.simulation.profiled_costs import costed
+from gems.utils.atomic_io import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a finished training left.
+
+    Attributes:
+        folder: The run folder, with trace, weights and logs.
+        num_steps: Steps of all attempts together.
+        first_loss: Mean loss of the first step.
+        last_loss: Mean loss of the last step.
+        validation_accuracy: Share of validation labels predicted correctly; None with train.evaluate=false.
+        validation_loss: Mean loss over validation labels; None with train.evaluate=false.
+    """
+
+    folder: Path
+    num_steps: int
+    first_loss: float
+    last_loss: float
+    validation_accuracy: float | None = None
+    validation_loss: float | None = None
+
+
+def train(spec: RunSpec) -> TrainResult:
+    """Train a configured run in the ranks of this MPI world; collective.
+
+    A process that no launcher started is a world of one rank. Rank 0 writes the run folder, in which the run continues
+    from its newest checkpoint if there is one. A failure in a world of several ranks ends all of them with the exit
+    code of the error, since the others would wait for this rank; alone it is raised.
+
+    Raises:
+        ConfigError: a configuration that cannot be run, or another number of ranks than partitions x replicas.
+        DoesNotFitError: a rank would hold more than its device.
+    """
+    if spec.machine.kind == "simulated":
+        raise ConfigError("machine.kind", "simulated", "has no ranks to train in", "call gems.simulate")
+    if spec.machine.kind == "real":
+        from gems.engine.device import open_device
+
+        open_device(spec.machine, spec.cluster.device_order)  # before MPI, which looks at the current device
+    from gems.engine.transport.mpi import world
+
+    comm = world()
+    if comm.size != spec.world_size:
+        raise ConfigError(
+            "parallel.partitions", spec.parallel.partitions,
+            f"with parallel.replicas={spec.parallel.replicas} needs {spec.world_size} ranks, and this world has {comm.size}",
+            f"start the program by mpiexec -n {spec.world_size}",
+        )  # fmt: skip
+    found: RunFolder | GemsError | None = None
+    if comm.rank == 0:
+        try:
+            found = prepare(costed(spec))
+            found.write_status("running", host=os.uname().nodename, pid=os.getpid())
+        except GemsError as error:
+            found = error
+    found = comm.bcast(found)
+    if not isinstance(found, RunFolder):
+        assert found is not None
+        raise found
+    try:
+        run_rank(found, StopWatch(None, spares_sigterm=False))
+    except BaseException as error:
+        if comm.rank == 0:
+            found.write_status("failed", cause=f"{type(error).__name__}: {error}")
+        if comm.size == 1:
+            raise
+        guard()
+        end_all(report(found, comm.rank, error), SPEAK_S)
+    if comm.rank == 0:
+        found.write_status("finished", exit_code=0)
+    comm.Barrier()
+    return _result(found)
+
+
+def _result(folder: RunFolder) -> TrainResult:
+    document: dict[str, Any] = read_json(folder.result_json)
+    known = {field.name for field in fields(TrainResult)}
+    return TrainResult(folder=folder.path, **{key: value for key, value in document.items() if key in known})
