@@ -5,6 +5,17 @@ from __future__ import annotations
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run every Nth test only: a sample")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every = config.getoption("--every")
+    if every > 1:
+        config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % every])
+        items[:] = items[::every]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep results that took long out of the user's cache, and those of the user out of the tests."""
