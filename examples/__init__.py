@@ -1,0 +1,1 @@
+"""Examples of how to extend the toolkit, each one file."""
