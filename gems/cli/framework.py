@@ -19,13 +19,14 @@ from gems.errors import ConfigError, GemsError, nearest, of_the_system, one_of
 # Takes the preset of this machine where neither an override nor an experiment chooses one.
 AUTO_CLUSTER = "--auto-cluster"
 HYDRA_DIRECTORY = ("--config-dir", "-cd")
+HELP = ("-h", "--help")
 _CFG = ("job", "hydra", "all")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # What an option of Hydra's takes: nothing (None), one of these, or any word (). Shell completion is not among them:
 # it knows a program by one word, and ours are three.
 HYDRA_FLAGS: dict[str, tuple[str, ...] | None] = {
     "--cfg": _CFG, "-c": _CFG, "--info": _INFO, "-i": _INFO, "--package": (), "-p": (),
-    **dict.fromkeys(("--help", "-h", "--hydra-help", "--multirun", "-m", "--resolve", "--version", "--run", "-r")),
+    **dict.fromkeys((*HELP, "--hydra-help", "--multirun", "-m", "--resolve", "--version", "--run", "-r")),
 }  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
 
 
 def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in HELP:
         print(_usage(program, verbs))
         return 0 if argv else 2
     name, words = argv[0], argv[1:]
@@ -93,19 +94,33 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
     options = Options(json="--json" in words, flags=flags, chosen=chosen)
     words = [word for word in words if word != "--json" and word not in flags]
     if verb.takes_words:
-        if "-h" in words or "--help" in words:
+        if any(word in HELP for word in words):
             print(f"python -m {program} {name}: {verb.help}")
             return 0
         _refuse_flags(words, verb)
         return verb.load()(words, options) or 0
     words = _search_path(words)
     _refuse_flags(words, verb)
+    if any(word in HELP for word in words):
+        print(_help(program, name, verb, words))
+        return 0
     if any(word.split("=")[0] in HYDRA_FLAGS for word in words):
         return _through_hydra(program, name, verb, words, options)
     from gems.config.cluster_presets import AUTO
     from gems.config.compose import LOCAL, compose
 
     return verb.load()(compose(words, AUTO if AUTO_CLUSTER in flags else LOCAL), options) or 0
+
+
+def _help(program: str, name: str, verb: Verb, words: list[str]) -> str:
+    from gems.config.compose import composed
+    from gems.config.key_help import key_help
+
+    choices = [f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()]
+    own = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))
+    overrides, _ = _sort([word for word in words if word not in HELP])
+    head = [f"usage: python -m {program} {name} [key=value ...] {own}", "", verb.help, ""]
+    return "\n".join([*head, key_help(composed(overrides))])
 
 
 def _through_hydra(program: str, name: str, verb: Verb, words: list[str], options: Options) -> int:

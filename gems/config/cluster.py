@@ -106,7 +106,9 @@ class ClusterConfig:
         form="must be an image's path or name on one line",
     )  # fmt: skip
     container_options: list[str] = _lines("the site's options of the container runtime")
-    limits: list[QueueLimit] = rows("limits of the site's queues, of which the first that fits a job counts")
+    limits: list[QueueLimit] = rows(
+        "limits of the site's queues, as [{partition: a, minutes: 60}]; the first that fits a job counts"
+    )
     charge_per: str | None = choice(None, CHARGED, "what is charged", in_run_id=False)
     charge_rate: float | None = number(None, "price of one cluster.charge_per", in_run_id=False)
     charge_unit: str | None = text(None, "unit of the price", in_run_id=False)

@@ -33,12 +33,21 @@ LOCAL = "local"
 
 
 def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
-    """Compose `conf/config.yaml` with overrides and resolves it.
-
-    `cluster` is the preset where neither an override nor an experiment chooses one: a name, or auto for this machine's.
+    """Compose `conf/config.yaml` with overrides and resolve it.
 
     Raises:
-        ConfigError: an unknown key or option (with the nearest valid ones), a value that cannot run, or no preset for
+        ConfigError: as `composed`, or a value that cannot run.
+    """
+    return resolve(composed(overrides, cluster))
+
+
+def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
+    """Compose `conf/config.yaml` with overrides, without checking or deriving values.
+
+    `cluster` is the preset if neither an override nor an experiment chooses one: a name, or auto for this machine's.
+
+    Raises:
+        ConfigError: an unknown key or option (with the nearest valid ones), a value of another type, or no preset for
             this machine.
     """
     overrides = rewritten(overrides)
@@ -54,11 +63,11 @@ def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
         raise
     except Exception as error:  # Hydra has errors of its own, OmegaConf's, YAML's, the system's and plain ValueErrors
         raise translate(error, overrides) from error
-    return resolve(spec)
+    return spec
 
 
 def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Return a resolved run with some keys changed, and resolves it again; an option of a group is no key.
+    """Return a resolved run with some keys changed and resolved again; an option of a group is no key.
 
     Raises:
         ConfigError: as `compose`, or a word that is no plain key=value.

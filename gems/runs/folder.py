@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,18 @@ class RunFolder:
             raise ConfigError(
                 "run folder", self.path, f"its status.json is damaged ({error})", "move that folder away"
             ) from error
+
+
+def older_folders(spec: RunSpec) -> list[Path]:
+    """Return the folders beside a resolved run's own that hold the same configuration: earlier versions' IDs differ."""
+    own, found = RunFolder.of(spec).path, []
+    for path in sorted(own.parent.glob(f"{escape(spec.name)}-{'[0-9a-f]' * 8}")):
+        try:
+            if path != own and run_id(RunFolder(path).read_spec()) == run_id(spec):
+                found.append(path)
+        except ConfigError:  # what is no run, or cannot be read, is no older folder
+            continue
+    return found
 
 
 def _is_record(entry: Path) -> bool:

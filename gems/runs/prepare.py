@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import yaml
@@ -11,7 +12,7 @@ from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
-from gems.runs.folder import RunFolder
+from gems.runs.folder import RunFolder, older_folders
 from gems.runs.provenance import write_bundle
 from gems.runs.run_plan import planned
 from gems.utils.atomic_io import write_json
@@ -28,6 +29,12 @@ def prepare(spec: RunSpec) -> RunFolder:
             schedule that cannot be made or does not suit the model.
     """
     folder = RunFolder.of(spec)
+    for older in older_folders(spec) if not folder.path.exists() else ():
+        print(
+            f"gems: {older} is an older folder of this configuration, from an earlier version; "
+            f"train.resume={older} goes on from it",
+            file=sys.stderr,
+        )
     made = planned(spec)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)

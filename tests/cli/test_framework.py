@@ -112,7 +112,14 @@ class TestHydra:
     def test_help_lists_groups_and_keys(self, gems: Gems, option: str) -> None:
         said = gems("note", option, verbs=MINE)
         assert (said.code, said.err, SEEN) == (0, "", [])
-        assert re.search("schedule: 1f1b, .*gems_mast, gems_master", said.out) and "learning_rate: 0.05" in said.out
+        assert re.search("schedule: 1f1b, .*gems_mast, gems_master", said.out)
+        assert "\ntrain.learning_rate=0.05\n    learning rate [above 0]\n" in said.out
+
+    def test_help_shows_the_verbs_options_and_the_values_of_overrides(self, gems: Gems) -> None:
+        said = gems("note", "--help", "model=resnet101", "train.steps=7", verbs=MINE)
+        assert "[--json] [level=lowered] [--dry-run] [--pick red|blue] [--file VALUE]\n" in said.out
+        assert "\nmodel.depth=101\n" in said.out and "\ntrain.steps=7\n" in said.out
+        check_refusal(gems("note", "--help", "train.step=7", verbs=MINE), "train.step=7: unknown key")
 
     @pytest.mark.parametrize(
         "words", [["--info"], ["--info", "searchpath"], ["-i", "seed=1"], ["--hydra-help"], ["--version"]]

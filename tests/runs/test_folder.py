@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from gems.config.fields import keys
 from gems.config.run_id import run_id
-from gems.config.schema import RunSpec
+from gems.config.schema import CostConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
@@ -78,6 +79,19 @@ class TestRunId:
 
     def test_where_all_runs_lie_and_what_a_site_allows_does_not(self) -> None:
         assert {run_id(with_another(key)) for key in ASIDE} == {run_id(RunSpec())}
+
+    def test_what_a_profile_fills_does_not(self) -> None:
+        spec = RunSpec(cost=CostConfig("profile"))
+        measured = CostConfig("profile", forward=0.1, times=[1.0, 2.0], activation_bytes=77, param_bytes=5)
+        assert run_id(dataclasses.replace(spec, cost=measured)) == run_id(spec)
+        assert run_id(RunSpec(cost=CostConfig(forward=0.1))) != run_id(RunSpec())
+
+    def test_a_key_of_a_later_version_does_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spec = with_another("seed")
+        before = run_id(spec)
+        later = [key for key in keys(RunSpec) if key.name != "train.momentum"]
+        monkeypatch.setattr("gems.config.run_id.keys", lambda schema: later)
+        assert run_id(spec) == before
 
     def test_order_of_a_mapping_does_not_matter(self) -> None:
         one, other = RunSpec(), RunSpec()
@@ -186,6 +200,22 @@ class TestPrepare:
         (folder.logs / "launcher.log").write_text("it said why")
         prepare(spec)
         assert (folder.path / "attempts/001/logs/launcher.log").read_text() == "it said why"
+
+    def test_a_folder_of_an_earlier_version_is_named(self, spec: RunSpec, capsys: pytest.CaptureFixture[str]) -> None:
+        older = Path(spec.runs_dir) / "try-0123abcd"
+        prepare(spec).path.rename(older)
+        values = yaml.safe_load((older / "run.yaml").read_text())
+        values["train"]["stall_limit_s"] = values["train"].pop("hang_timeout_s")
+        del values["train"]["log_level"]
+        (older / "run.yaml").write_text(yaml.safe_dump(values))
+        (older.parent / "try-00000000").mkdir()
+        prepare(dataclasses.replace(spec, seed=9))
+        assert capsys.readouterr().err == ""
+        prepare(spec)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"gems: {older} is an older folder of this configuration")
+        prepare(spec)
+        assert capsys.readouterr().err == "", "it is said once"
 
 
 class TestRefused:
