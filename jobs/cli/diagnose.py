@@ -14,9 +14,9 @@ from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
 from gems.utils.tables import printable
 from jobs.diagnosis.evidence import read_spec
-from jobs.diagnosis.failure_cause import Cause
+from jobs.diagnosis.judge import Cause
 from jobs.diagnosis.report import Diagnosis, diagnose_run
-from jobs.slurm.node_blocklist import LIFE, BadNodes
+from jobs.diagnosis.node_blocklist import LIFE, BadNodes
 from jobs.status.lookup import RUNS_DIR, catalogue
 from jobs.status.study_record import StudyRecord
 

@@ -16,9 +16,9 @@ from gems.utils.tables import printable
 from jobs.cli.diagnose import remember
 from jobs.cli.submit import start
 from jobs.diagnosis.evidence import newest_checkpoint
-from jobs.diagnosis.failure_cause import Cause
+from jobs.diagnosis.judge import Cause
 from jobs.diagnosis.report import Diagnosis, diagnose_run
-from jobs.slurm.node_blocklist import BadNodes
+from jobs.diagnosis.node_blocklist import BadNodes
 from jobs.slurm.resources import job_spec
 from jobs.status.facts import read_status
 from jobs.status.lookup import RUNS_DIR, catalogue

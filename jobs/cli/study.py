@@ -16,7 +16,7 @@ from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
 from jobs.cli.cancel import YES, cancel
 from jobs.cli.submit import DRY_RUN
-from jobs.launch.root_cause import SIGNAL_BASE
+from jobs.diagnosis.root_cause import SIGNAL_BASE
 from jobs.preflight.cost import is_agreed
 from jobs.slurm.resources import PROBE, job_spec
 from jobs.status.run_status import ACTIVE, Condition, conditions

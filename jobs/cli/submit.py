@@ -16,8 +16,8 @@ from jobs.launch.launchers import command
 from jobs.preflight.checks import Check, is_at_home, passed, preflight, show
 from jobs.preflight.cost import is_agreed
 from jobs.slurm.limits import check_limits
-from jobs.slurm.node_blocklist import BadNodes
-from jobs.slurm.queue import release
+from jobs.diagnosis.node_blocklist import BadNodes
+from jobs.launch.submission import release
 from jobs.slurm.resources import JobSpec, job_spec
 
 DRY_RUN = "--dry-run"

@@ -20,10 +20,10 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Beat
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import read_json
-from jobs.diagnosis.failure_cause import Finding
+from jobs.diagnosis.judge import Finding
 from jobs.diagnosis.log_patterns import findings_in, lines_of
-from jobs.launch.launcher_output import LauncherWords
-from jobs.launch.root_cause import Failure, blame, read_beats, read_records, read_stall
+from jobs.diagnosis.launcher_output import LauncherWords
+from jobs.diagnosis.root_cause import Failure, blame, read_beats, read_records, read_stall
 from jobs.slurm.job_record import JobRecord, ask_record
 from jobs.status.run_status import Condition, conditions
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from gems.errors import ConfigError, DoesNotFitError, StalledError
 from jobs.diagnosis.evidence import Evidence, utc_ns, whole
-from jobs.diagnosis.failure_cause import Cause, Finding
+from jobs.diagnosis.judge import Cause, Finding
 from jobs.diagnosis.log_patterns import FOLLOWS, cause_of_words
-from jobs.launch.root_cause import FINISHED, is_consequence
+from jobs.diagnosis.root_cause import FINISHED, is_consequence
 
 SECOND_NS = 10**9
 KILL_WAIT_S = 35.0  # between SLURM's order and the end of a job that it names

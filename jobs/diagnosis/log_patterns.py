@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from jobs.diagnosis.failure_cause import Cause, Finding
+from jobs.diagnosis.judge import Cause, Finding
 
 MAX_OF_A_SIGN = 3
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 4 << 20  # of a longer log the middle is left out

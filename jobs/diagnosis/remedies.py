@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jobs.diagnosis.evidence import Evidence
-from jobs.diagnosis.failure_cause import Cause
+from jobs.diagnosis.judge import Cause
 
 # Faults of a node itself; a full quota is the user's, and a full disk that of all nodes.
 OF_A_NODE = ("Stale", "Input/output error", "Transport endpoint", "Remote I/O", "Read-only file system")

@@ -11,7 +11,7 @@ from gems.errors import StalledError
 from gems.runs.folder import RunFolder
 from gems.utils.tables import printable
 from jobs.diagnosis.evidence import Evidence, gather, read_schedule, whole
-from jobs.diagnosis.failure_cause import NOT_FAILED, Cause, Finding, judge
+from jobs.diagnosis.judge import NOT_FAILED, Cause, Finding, judge
 from jobs.diagnosis.findings import findings_of
 from jobs.diagnosis.remedies import advice_of, blames_node
 

@@ -14,15 +14,15 @@ from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, remove_
 from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.utils.process_tree import start_time
 from jobs.cli.collect import collect
-from jobs.launch.launcher_output import LauncherWords
+from jobs.diagnosis.launcher_output import LauncherWords
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
 from jobs.launch.requeue import REQUEUES_JSON, SLURM, note_requeue, requeues
-from jobs.launch.root_cause import RANK_CODES, Failure, blame, has_failed_rank, read_records
+from jobs.diagnosis.root_cause import RANK_CODES, Failure, blame, has_failed_rank, read_records
 from jobs.launch.stop_request import StopRequest
 from jobs.launch.termination import CANCELLED_CODE, go_on, of_killed, read_stopped
 from jobs.slurm.resources import SIMULATED, JobSpec, job_spec
-from jobs.slurm.slurm_json import record_end, record_start
+from jobs.launch.slurm_json import record_end, record_start
 
 # The batch script's own place. srun gives each task one; ranks of another launcher would all take these for theirs.
 OF_THE_BATCH_SCRIPT = ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NODEID")

@@ -13,7 +13,7 @@ from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from jobs.launch import requeue
 from jobs.launch.requeue import CANCELLED, NODE_FAILED, OUT_OF_TIME, PREEMPTED, PUT_BACK, SLURM
-from jobs.launch.root_cause import SIGNAL_BASE, Failure, read_records
+from jobs.diagnosis.root_cause import SIGNAL_BASE, Failure, read_records
 from jobs.slurm.resources import JobSpec
 
 CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM

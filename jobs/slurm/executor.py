@@ -29,7 +29,7 @@ from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from jobs.launch.batch import BatchJob
-from jobs.slurm.node_blocklist import exclude_option
+from jobs.diagnosis.node_blocklist import exclude_option
 from jobs.slurm.resources import JobSpec
 
 OWN_KEYS = {

@@ -17,8 +17,8 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_alive
-from jobs.launch.root_cause import FINISHED as RANK_FINISHED
-from jobs.launch.root_cause import SIGNAL_BASE, read_beats
+from jobs.diagnosis.root_cause import FINISHED as RANK_FINISHED
+from jobs.diagnosis.root_cause import SIGNAL_BASE, read_beats
 from jobs.slurm.jobs import is_job_number
 
 MISSING, UNREADABLE = "missing", "unreadable"

@@ -18,9 +18,9 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from jobs.launch.batch import BatchJob
-from jobs.launch.root_cause import SIGNAL_BASE
+from jobs.diagnosis.root_cause import SIGNAL_BASE
 from jobs.slurm.limits import check_limits, check_queue
-from jobs.slurm.queue import release
+from jobs.launch.submission import release
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.studies.points import Point
 

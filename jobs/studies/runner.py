@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from gems.cli.framework import Options
 from gems.errors import ConfigError, GemsError, RankFailedError
 from jobs.cli.submit import start
-from jobs.launch.root_cause import SIGNAL_BASE
+from jobs.diagnosis.root_cause import SIGNAL_BASE
 from jobs.preflight.cost import YES
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.resources import job_spec

@@ -17,9 +17,9 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from jobs.__main__ import VERBS
-from jobs.diagnosis.failure_cause import Cause
+from jobs.diagnosis.judge import Cause
 from jobs.diagnosis.report import Diagnosis, diagnose_run
-from jobs.slurm.node_blocklist import BadNodes
+from jobs.diagnosis.node_blocklist import BadNodes
 from jobs.status.study_record import StudyRecord
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -325,7 +325,7 @@ def test_a_folder_that_cannot_be_written_is_told_all_the_same(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("jobs.cli.diagnose.write_json", refuse)
-    monkeypatch.setattr("jobs.slurm.node_blocklist.write_json", refuse)
+    monkeypatch.setattr("jobs.diagnosis.node_blocklist.write_json", refuse)
     out, err = diagnose("one")
     assert "device failed" in out
     assert f"diagnosis.json is not kept: {folder.path} cannot be written (Permission denied)" in err

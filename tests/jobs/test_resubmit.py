@@ -16,7 +16,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
-from jobs.slurm.node_blocklist import BadNodes
+from jobs.diagnosis.node_blocklist import BadNodes
 from jobs.status.study_record import StudyRecord
 from tests.jobs.fake_slurm import FakeSlurm
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.launch.launcher_output import Death, LauncherWords
+from jobs.diagnosis.launcher_output import Death, LauncherWords
 
 HYDRA_KILLED = """
 ===================================================================================

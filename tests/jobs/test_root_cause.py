@@ -12,8 +12,8 @@ import pytest
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
-from jobs.launch.launcher_output import LauncherWords
-from jobs.launch.root_cause import blame
+from jobs.diagnosis.launcher_output import LauncherWords
+from jobs.diagnosis.root_cause import blame
 
 KILLED_3 = "srun: error: n2: task 3: Killed"
 

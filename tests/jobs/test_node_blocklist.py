@@ -11,7 +11,7 @@ import pytest
 from gems.config.cluster import ClusterConfig
 from gems.config.fields import check_fields
 from gems.errors import ConfigError
-from jobs.slurm.node_blocklist import BadNodes, exclude_option
+from jobs.diagnosis.node_blocklist import BadNodes, exclude_option
 
 NOW = datetime.now(UTC)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.diagnosis.failure_cause import Cause
+from jobs.diagnosis.judge import Cause
 from jobs.diagnosis.log_patterns import HEAD_BYTES, TAIL_BYTES, cause_of_words, findings_in, lines_of, of_line
 
 LIMIT = "slurmstepd: error: *** JOB 123 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***"

@@ -15,7 +15,7 @@ from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Beat, read_beat
 from gems.utils.atomic_io import read_json
-from jobs.launch.launcher_output import Death, LauncherWords
+from jobs.diagnosis.launcher_output import Death, LauncherWords
 
 FINISHED = "finished"  # what a heartbeat's clean end is called
 STALLED_JSON = "STALLED.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.diagnosis.failure_cause import NOT_FAILED, SPECIFIC, Cause, Finding, judge
+from jobs.diagnosis.judge import NOT_FAILED, SPECIFIC, Cause, Finding, judge
 
 
 def found(cause: Cause, time_ns: int | None = None, *, follows: bool = False) -> Finding:
