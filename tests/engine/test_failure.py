@@ -14,8 +14,9 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from gems.engine.supervision.failure import cause_of, launched_rank, report, stage_of, trouble_of
+from gems.engine.supervision.failure import cause_of, launched_rank, report, stage_of
 from gems.errors import ConfigError, DoesNotFitError, RankFailedError, ScheduleError, StalledError
+from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import read_json
@@ -83,7 +84,7 @@ def mpi_error() -> BaseException:
         (OSError(errno.ESTALE, "Stale file handle"), "file system", "ESTALE"),
         (FileNotFoundError(errno.ENOENT, "No such file"), "exception", "FileNotFoundError"),
         (ModuleNotFoundError("No module named 'tqdm'", name="tqdm"), "configuration", "lacks tqdm"),
-        (ImportError("libmpi.so.40: cannot open shared object file"), "wrong MPI", "do not fit"),
+        (ImportError("libmpi.so.40: cannot open shared object file"), "wrong MPI", "do not match"),
         (mpi_error(), "exception", "MPI failed"),
         (ConfigError("cluster.mpi", "none", "MPI sees a world of 1"), "wrong MPI", "cluster.mpi=none"),
         (ConfigError("train.steps", 0, "at least 1"), "configuration", "train.steps=0"),
@@ -95,17 +96,17 @@ def mpi_error() -> BaseException:
     ],
 )  # fmt: skip
 def test_causes_are_classed(error: BaseException, cause_class: str, words: str):
-    assert trouble_of(raised(error)).cause_class == cause_class
+    assert classify_error(raised(error)).cause == FailureCause(cause_class)
     assert words in cause_of(error) and "\n" not in cause_of(error)
 
 
 def test_the_cause_behind_an_exception_classes_it():
     error = raised(RuntimeError("could not write the trace"), OSError(errno.ENOSPC, "No space left on device"))
-    assert trouble_of(error).cause_class == "file system"
+    assert classify_error(error).cause == "file system"
     ring = RuntimeError("a")
     ring.__context__ = RuntimeError("b")
     ring.__context__.__context__ = ring
-    assert trouble_of(ring).cause_class == "exception"
+    assert classify_error(ring).cause == "exception"
 
 
 def test_an_exception_that_cannot_even_be_printed_is_told_by_its_class(tmp_path, capfd):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import faulthandler
 import os
 import signal
@@ -11,11 +10,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn, TypeVar
 
-from gems.errors import ConfigError, DoesNotFitError, GemsError, RankFailedError, StalledError
+from gems.errors import ConfigError, GemsError, RankFailedError
+from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Beat, read_beat
 from gems.schedule.action import Action
@@ -27,65 +26,6 @@ DUMP_S = 3.0  # the others look for a stall every two seconds, and need a moment
 END_LIMIT_S = 30.0
 MAX_LINES = 200
 T = TypeVar("T")
-FILE_SYSTEM = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.ESTALE,
-    errno.EROFS,
-    errno.ENODEV,
-    errno.ENOTCONN,
-    errno.EREMOTEIO,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """The class of a cause, in the words of `jobs diagnose`, and what may be added to the exception's own words."""
-
-    cause_class: str
-    hint: str = ""
-
-
-def trouble_of(error: BaseException) -> Trouble:
-    """Classes an exception by its type and error number, or by that of the first one in its chain of causes that tells."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        found = _trouble(link)
-        if found.cause_class != "exception":
-            return found
-        seen.add(id(link))
-        link = link.__cause__ or link.__context__
-    return _trouble(error)
-
-
-def _trouble(error: BaseException) -> Trouble:
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if isinstance(error, StalledError):
-        return Trouble("stalled")
-    if isinstance(error, DoesNotFitError):
-        return Trouble("does not fit")
-    if isinstance(error, ConfigError):
-        return Trouble("wrong MPI" if error.key == "cluster.mpi" else "configuration")
-    if "OutOfMemoryError" in names:
-        return Trouble("out of memory on device", "the device's memory is full")
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return Trouble("out of memory on host", "the node's memory, or the job's share of it, is full")
-    if isinstance(error, OSError) and error.errno in FILE_SYSTEM:
-        name = errno.errorcode[error.errno]
-        return Trouble("file system", f"{name}: the file system's fault, or the quota's")
-    if isinstance(error, ImportError):
-        missing = getattr(error, "name", None) or str(error)
-        text = f"{missing} {error}".lower()
-        if "libmpi" in text or "mpi4py" in text or "libpmi" in text:
-            return Trouble("wrong MPI", "mpi4py and this node's MPI library do not fit each other")
-        return Trouble(
-            "configuration", f"the environment of this node lacks {missing}: modules, container, cluster.python"
-        )
-    if type(error).__module__.startswith("mpi4py"):
-        return Trouble("exception", "MPI failed: another rank may be gone")
-    return Trouble("exception")
 
 
 def launched_rank() -> int:
@@ -115,7 +55,7 @@ def report(folder: RunFolder, rank: int, error: BaseException, frames: Sequence[
     record: dict[str, Any] = {
         "rank": rank, "node": os.uname().nodename, "pid": os.getpid(),
         "step": beat.step if beat else -1, "action": beat.action if beat else "start",
-        "stage": stage_of(beat.action) if beat else None, "cause": cause, "cause_class": trouble_of(error).cause_class,
+        "stage": stage_of(beat.action) if beat else None, "cause": cause, "cause_class": str(classify_error(error).cause),
         "kind": type(error).__name__, "errno": error.errno if isinstance(error, OSError) else None,
         "traceback": lines[-MAX_LINES:], "waits_for": getattr(error, "waits_for", None), **_memory(), "mpi": _mpi(),
         "exit_code": code, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -134,7 +74,7 @@ def cause_of(error: BaseException) -> str:
         text = " ".join(str(error).split())
         if isinstance(error, GemsError):
             return text
-        hint = trouble_of(error).hint
+        hint = classify_error(error).hint
         return " ".join(f"{type(error).__name__}: {text}{f' ({hint})' if hint else ''}".split())
     return type(error).__name__
 

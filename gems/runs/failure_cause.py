@@ -1,0 +1,93 @@
+"""Why a run ended: the one taxonomy of failures that the engine, the launcher and `jobs diagnose` share."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gems.errors import ConfigError, DoesNotFitError, StalledError
+
+FILE_SYSTEM_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENOTCONN, errno.EREMOTEIO,
+)  # fmt: skip
+
+
+class FailureCause(StrEnum):
+    """Why a run ended, or what it is doing; the value is its name in messages and JSON."""
+
+    DEVICE_MEMORY = "out of memory on device"
+    HOST_MEMORY = "out of memory on host"
+    DOES_NOT_FIT = "does not fit"
+    EXCEPTION = "exception"
+    KILLED = "killed"
+    DEVICE = "device failed"
+    NODE = "node failed"
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted"
+    CANCELLED = "cancelled"
+    STALLED = "stalled"
+    FILE_SYSTEM = "file system"
+    WRONG_MPI = "wrong MPI"
+    CONFIGURATION = "configuration"
+    LAUNCHER = "launcher"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    RUNNING = "running"
+    WAITING = "waiting"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the run ended otherwise than it should have."""
+        return self not in (self.FINISHED, self.STOPPED, self.RUNNING, self.WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorClass:
+    """The cause that an exception shows, and a hint that may follow its own message."""
+
+    cause: FailureCause
+    hint: str = ""
+
+
+def classify_error(error: BaseException) -> ErrorClass:
+    """Classify an exception by its type and error number, or by the first telling one in its chain of causes."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        found = _classify(link)
+        if found.cause is not FailureCause.EXCEPTION:
+            return found
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return _classify(error)
+
+
+def _classify(error: BaseException) -> ErrorClass:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, StalledError):
+        return ErrorClass(FailureCause.STALLED)
+    if isinstance(error, DoesNotFitError):
+        return ErrorClass(FailureCause.DOES_NOT_FIT)
+    if isinstance(error, ConfigError):
+        return ErrorClass(FailureCause.WRONG_MPI if error.key == "cluster.mpi" else FailureCause.CONFIGURATION)
+    if "OutOfMemoryError" in names:
+        return ErrorClass(FailureCause.DEVICE_MEMORY, "the device's memory is full")
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return ErrorClass(FailureCause.HOST_MEMORY, "the node's memory, or the job's share of it, is full")
+    if isinstance(error, OSError) and error.errno in FILE_SYSTEM_ERRORS:
+        name = errno.errorcode[error.errno]
+        return ErrorClass(FailureCause.FILE_SYSTEM, f"{name}: the file system's fault, or the quota's")
+    if isinstance(error, ImportError):
+        missing = getattr(error, "name", None) or str(error)
+        text = f"{missing} {error}".lower()
+        if "libmpi" in text or "mpi4py" in text or "libpmi" in text:
+            return ErrorClass(FailureCause.WRONG_MPI, "mpi4py and this node's MPI library do not match")
+        return ErrorClass(
+            FailureCause.CONFIGURATION,
+            f"the environment of this node lacks {missing}: modules, container, cluster.python",
+        )
+    if type(error).__module__.startswith("mpi4py"):
+        return ErrorClass(FailureCause.EXCEPTION, "MPI failed: another rank may be gone")
+    return ErrorClass(FailureCause.EXCEPTION)
