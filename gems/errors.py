@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 MAX_CHARS = 200  # of a value in an error's line
+SIGNAL_BASE = 128  # a shell's exit code for a signal is this and its number
 
 
 class GemsError(Exception):

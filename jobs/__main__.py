@@ -8,7 +8,7 @@ from gems.cli.framework import AUTO_CLUSTER, Verb, main
 
 VERBS = {
     "submit": Verb(
-        "jobs.cli.submit:submit", "run here, or on SLURM when the cluster preset says so: after a preflight, and a question where the job is dear "
+        "jobs.cli.submit:submit", "run here, or on SLURM when the cluster preset says so: after a preflight, and a question if the job is expensive "
         "[--yes]; [--auto-cluster: this machine's preset, unless the experiment or cluster=NAME chooses one]",
         ("--dry-run", "--yes", AUTO_CLUSTER),
     ),
@@ -22,18 +22,18 @@ VERBS = {
     "status": Verb("jobs.cli.status:status", "the runs and studies below runs_dir=runs, or those named: state, step, images/s, loss; "
                    "[RUN_OR_STUDY ...] [-v: the points of studies] [--watch SECONDS]",
                    ("-v",), {"--watch": ()}, takes_words=True),
-    "logs": Verb("jobs.cli.logs:logs", "what a run's ranks say: RUN [-f: follow it to its end] [--rank K] [--lines N or all]",
+    "logs": Verb("jobs.cli.logs:logs", "the output of a run's ranks: RUN [-f: follow it to its end] [--rank K] [--lines N or all]",
                  ("-f",), {"--rank": (), "--lines": ()}, takes_words=True),
     "cancel": Verb("jobs.cli.cancel:cancel", "end runs, and studies with the points to come: RUN_OR_STUDY ... [--yes]",
                    ("--yes",), takes_words=True),
     "diagnose": Verb("jobs.cli.diagnose:diagnose", "why runs ended, in one paragraph, and what to change: RUN_OR_STUDY ... "
-                     "[--forget NODE: take a node off the list of bad ones]", (), {"--forget": ()}, takes_words=True),
-    "resubmit": Verb("jobs.cli.resubmit:resubmit", "send runs again from their newest checkpoint, without bad nodes: RUN_OR_STUDY ... "
-                     "[cluster.KEY=value ...] [--yes: as they are] [--again: finished ones too]",
-                     ("--yes", "--again"), takes_words=True),
+                     "[--unblock NODE: remove a node from the blocklist]", (), {"--unblock": (), "--forget": ()}, takes_words=True),
+    "resubmit": Verb("jobs.cli.resubmit:resubmit", "submit runs again from their newest checkpoint, without blocked nodes: RUN_OR_STUDY ... "
+                     "[cluster.KEY=value ...] [--yes: unchanged] [--force: finished ones too]",
+                     ("--yes", "--force", "--again"), takes_words=True),
     "prepare": Verb("jobs.cli.submit:prepare_run", "make the run folder only, and print its path"),
-    "discover": Verb("jobs.cli.discover:discover", "draft a cluster preset of this site, from what its SLURM says", takes_words=True),
-    "collect": Verb("jobs.cli.collect:collect_verb", "merge the traces of a run folder, draw, print the table",
+    "discover": Verb("jobs.cli.discover:discover", "draft a cluster preset of this site, from its SLURM", takes_words=True),
+    "collect": Verb("jobs.cli.collect:collect", "merge the traces of a run folder, draw, print the table",
                     takes_words=True),
 }  # fmt: skip
 

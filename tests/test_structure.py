@@ -42,10 +42,10 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gems.cli": ("numpy", "h5py"),
     "gems": ANY,
     "jobs.slurm": ("submitit", "yaml"),
-    "jobs.launch": (),
     "jobs.status": (),
     "jobs.diagnosis": (),
     "jobs.preflight": (),
+    "jobs.launch": (),
     "jobs.studies": ("yaml",),
     "jobs.cli": ("yaml",),
     "jobs": (),
@@ -122,19 +122,9 @@ KNOWN: set[tuple[str, str]] = {
     ("gems.planner.evaluate", "gems.runs.run_plan.memory_case"),
     ("gems.planner.worker_step", "gems.cli.simulate.in_seconds_and_bytes"),
     ("gems.planner.worker_step", "gems.cli.simulate.predict"),
-    ("jobs.launch.launch", "jobs.cli.collect.collect"),
-    ("jobs.slurm.executor", "jobs.launch.batch.BatchJob"),
-    ("jobs.slurm.site", "jobs.cli.discover.NodeKind"),
-    ("jobs.slurm.site", "jobs.cli.discover.read_config"),
-    ("jobs.slurm.site", "jobs.cli.discover.read_kinds"),
-    ("jobs.slurm.site", "jobs.cli.discover.read_minutes"),
-    ("jobs.slurm.site", "jobs.cli.discover.read_partitions"),
-    ("jobs.studies.runner", "jobs.cli.submit.start"),
 }
 KNOWN_CROWDED = {"analysis.report"}
-KNOWN_CIRCLES = [
-    ["jobs.launch.batch", "jobs.launch.launch", "jobs.launch.requeue", "jobs.launch.termination", "jobs.slurm.executor"]
-]
+KNOWN_CIRCLES: list[list[str]] = []
 LOGIN_NODE = ("gems", "jobs.cli.submit", "jobs.__main__", "gems.__main__", "gems.config.compose", "gems.schedule")
 NOT_THE_API = ("gems", "gems.__version__")
 HEAVY = ("torch", "mpi4py", "h5py", "matplotlib", "skimage", "gems.engine", "gems.trace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -73,6 +74,17 @@ def read_beat(path: Path) -> Beat | None:
         return _parse(path.read_bytes())
     except FileNotFoundError:
         return None
+
+
+def read_beats(run_folder: Path) -> dict[int, Beat]:
+    """Read the last mark of every rank of a run that left a readable one."""
+    beats = {}
+    for path in sorted((run_folder / "heartbeat").glob("rank*")):
+        with contextlib.suppress(OSError, ValueError):
+            beat = read_beat(path)
+            if beat is not None:
+                beats[int(path.name.removeprefix("rank"))] = beat
+    return beats
 
 
 def _parse(content: bytes) -> Beat | None:

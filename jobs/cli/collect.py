@@ -1,59 +1,17 @@
-"""Collection: the ranks' traces become one trace, pictures and a table, in a process of its own."""
+"""`python -m jobs collect`: the traces of a run folder, merged, drawn and summed up."""
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
-from gems.cli.framework import Options, print_json
-from gems.errors import ConfigError, RankFailedError
+from gems.cli.framework import Options
+from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from gems.utils.atomic_io import read_json
-from jobs.slurm.resources import PROBE
+from jobs.launch.collect import collect as collect_traces
 
 
-def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False) -> int:
-    """Merge what the ranks left and prints the summary; gives the exit code of `python -m analysis collect`.
-
-    `is_quiet` puts the summary in logs/summary.txt. Plotting and HDF5 are loaded by the child alone.
-    """
-    if folder.read_spec().machine.kind == PROBE:
-        return _show_probe(folder, table_on_stderr=table_on_stderr, as_json=as_json, is_quiet=is_quiet)
-    sys.stdout.flush()
-    words = [sys.executable, "-m", "analysis", "collect", str(folder.path), *(["--json"] if as_json else [])]
-    with contextlib.ExitStack() as stack:
-        out: IO[str] | None = sys.stderr if table_on_stderr else None
-        if is_quiet:
-            out = stack.enter_context((folder.logs / "summary.txt").open("w"))
-        return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out).returncode
-
-
-def _show_probe(folder: RunFolder, *, table_on_stderr: bool, as_json: bool, is_quiet: bool) -> int:
-    """Report what a probe found; there is no trace of it. Without an answer of its first rank it has failed."""
-    found = read_json(folder.result_json)
-    if not found:
-        print(f"jobs: no rank of the probe {folder.path} has answered", file=sys.stderr)
-        return RankFailedError.exit_code
-    if as_json:
-        print_json(found)
-        return 0
-    gpus = found["visible_gpus"] or "those of its node"
-    line = (
-        f"probe   {found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them; "
-        f"rank 0 is on {found['node']} and sees GPUs: {gpus if found['gpus_on_node'] else 'none asked for'}"
-    )
-    if is_quiet:
-        (folder.logs / "summary.txt").write_text(f"{line}\n")
-    else:
-        print(line, file=sys.stderr if table_on_stderr else sys.stdout, flush=True)
-    return 0
-
-
-def collect_verb(words: Sequence[str], options: Options) -> int:
+def collect(words: Sequence[str], options: Options) -> int:
     """Run `python -m jobs collect RUN_FOLDER`.
 
     Raises:
@@ -63,4 +21,4 @@ def collect_verb(words: Sequence[str], options: Options) -> int:
         raise ConfigError("collect", " ".join(words), "takes one run folder", "python -m jobs collect RUN_FOLDER")
     folder = RunFolder(Path(words[0]).resolve())
     folder.read_spec()
-    return collect(folder, as_json=options.json)
+    return collect_traces(folder, as_json=options.json)

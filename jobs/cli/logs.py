@@ -1,4 +1,4 @@
-"""Logs: what the ranks of a run say, at once or until the run ends."""
+"""`python -m jobs logs`: the output of a run's ranks, at once or until the run ends."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.tables import printable
-from jobs.cli.status import when
-from jobs.status.facts import read_status
-from jobs.status.lookup import one_run
-from jobs.status.run_status import Condition, conditions
+from jobs.cli.status import format_start
+from jobs.diagnosis.evidence import log_paths
+from jobs.status.lookup import find_one_run
+from jobs.status.run_status import RunStatus, read_status, run_statuses
 
 FOLLOW = "-f"
 LINES = 100
 ALL = "all"
 POLL_S = 0.2
-ASK_EVERY_S = 15.0  # SLURM, while the run folder has nothing new to say
+QUERY_EVERY_S = 15.0  # of SLURM, while nothing changes in the run folder
 CHUNK_BYTES = 1 << 20
-BY_SRUN = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
+SRUN_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
 
 
 def logs(words: Sequence[str], options: Options) -> int:
     """Run `python -m jobs logs RUN [-f] [--rank K] [--lines N]`.
 
-    -f goes on until the run has ended and all is printed; its state and its end are said on stderr.
+    -f goes on until the run has ended and all is printed; its state and its end are reported on stderr.
 
     Raises:
         ConfigError: not one run, or a rank or a number of lines that cannot be.
     """
-    folder = one_run(words, "logs")
+    folder = find_one_run(words, "logs")
     lines = _lines(options.chosen.get("--lines"))
     printer = _Printer(_rank(folder, options.chosen.get("--rank")))
     is_followed = FOLLOW in options.flags
-    with Tail(log_of(folder)) as tail:
+    with Tail(find_log(folder)) as tail:
         try:
             printer.last(iter(tail.read, b""), lines)
             watch = _Watch(folder) if is_followed or not tail.was_there else None
@@ -58,12 +58,12 @@ def logs(words: Sequence[str], options: Options) -> int:
 
 
 def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> None:
-    """Print what comes to a log until the run has ended; a run that starts again has a new log."""
+    """Print what is added to a log until the run has ended; a run that starts again has a new log."""
     pause = threading.Event()
     while True:
-        has_ended = watch.has_ended()  # asked before the log is read, so that nothing comes behind the last look
+        has_ended = watch.has_ended()  # before the log is read, so that nothing is added after the last read
         if has_ended and not tail.was_there:
-            tail.path = log_of(folder)
+            tail.path = find_log(folder)
         chunk = tail.read()
         printer.write(chunk)
         if has_ended and not chunk:
@@ -74,17 +74,16 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
     print(f"jobs: {watch.line()}", file=sys.stderr, flush=True)
 
 
-def log_of(folder: RunFolder) -> Path:
-    """Return the log of a run's ranks; where they never started, the newest of its batch script's."""
+def find_log(folder: RunFolder) -> Path:
+    """Return the log of a run's ranks, or the newest of its batch script's if they never started."""
     log = folder.logs / "ranks.log"
-    if log.exists() or read_status(folder).get("state") in ("prepared", "submitted", "requeued", "running"):
+    if read_status(folder).get("state") in ("prepared", "submitted", "requeued", "running"):
         return log
-    batch = sorted(folder.logs.glob("*_log.out"), key=lambda path: path.stat().st_mtime_ns)
-    return batch[-1] if batch else log
+    return next(iter(log_paths(folder)), log)
 
 
 class Tail:
-    """Reads what comes to a file, which may not be there yet, and may be moved away for a new one."""
+    """Reads what is added to a file, which may not exist yet, and may be moved away for a new one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,7 +98,7 @@ class Tail:
             self._file.close()
 
     def read(self) -> bytes:
-        """Return what has come since the last call; nothing at the end."""
+        """Return what was added since the last call; nothing at the end."""
         chunk = self._file.read(CHUNK_BYTES) if self._file is not None else b""
         if not chunk and self._is_other():
             self._open()
@@ -124,14 +123,14 @@ class Tail:
 
 
 class _Printer:
-    """Prints the lines of a log, of one rank where it is given."""
+    """Prints the lines of a log, of one rank if it is given."""
 
     def __init__(self, rank: int | None) -> None:
         self._rank = rank
         self._rest = b""
 
     def last(self, chunks: Iterable[bytes], num_lines: int | None) -> None:
-        """Print the last lines of what is there already."""
+        """Print the last lines of what exists already."""
         if num_lines is None:
             for chunk in chunks:
                 self.write(chunk)
@@ -143,11 +142,11 @@ class _Printer:
         _show(b"".join(lines) + rest)
 
     def write(self, chunk: bytes) -> None:
-        """Print what has come; of one rank, the lines that have become whole."""
+        """Print what was added; of one rank, the lines that are complete."""
         _show(chunk if self._rank is None else b"".join(self._lines(chunk)))
 
     def flush(self) -> None:
-        """Print what stands behind the last line's end."""
+        """Print what follows the last line's end."""
         rest, self._rest = self._rest, b""
         if rest and self._is_wanted(rest):
             _show(rest)
@@ -159,44 +158,44 @@ class _Printer:
     def _is_wanted(self, line: bytes) -> bool:
         if self._rank is None:
             return True
-        found = BY_SRUN.match(line)
+        found = SRUN_LABEL.match(line)
         return found is not None and int(found[1]) == self._rank
 
 
 class _Watch:
-    """Watches a run for its end: its folder at each look, SLURM or its process now and then."""
+    """Watches a run for its end: its folder at each call, SLURM or its process now and then."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._status: object = None
-        self._asked_s = 0.0
-        self._said = ""
-        self._seen = self._ask()
+        self._queried_s = 0.0
+        self._reported = ""
+        self._seen = self._query()
 
     def has_ended(self) -> bool:
-        """Return whether the run has ended; says on stderr when it waits, and why."""
+        """Return whether the run has ended; report on stderr when it waits, and why."""
         status = read_status(self._folder)
-        if status != self._status or time.monotonic() - self._asked_s > ASK_EVERY_S:
-            self._seen = self._ask()
+        if status != self._status or time.monotonic() - self._queried_s > QUERY_EVERY_S:
+            self._seen = self._query()
         state = self._seen.state
-        news = f"{state} {self._seen.note}" if state == "pending" else state  # a stalled one's note tells seconds
-        if state in ("pending", "stalled", "submitted", "requeued") and news != self._said:
+        news = f"{state} {self._seen.note}" if state == "pending" else state  # a stalled one's note has seconds
+        if state in ("pending", "stalled", "submitted", "requeued") and news != self._reported:
             print(f"jobs: {self.line()}", file=sys.stderr, flush=True)
-        self._said = news
+        self._reported = news
         return not self._seen.is_active and self._seen.state != "prepared"
 
     def line(self) -> str:
         """Describe the state of the run."""
         start = self._seen.start_utc
-        notes = [self._seen.note, f"starts about {when(start)}" if start is not None else ""]
+        notes = [self._seen.note, f"starts about {format_start(start)}" if start is not None else ""]
         return printable(
             ": ".join([f"{self._folder.path.name} is {self._seen.state}", ", ".join(filter(None, notes))])
         ).rstrip(": ")
 
-    def _ask(self) -> Condition:
-        self._asked_s = time.monotonic()
-        (seen,) = conditions([self._folder]).runs
-        self._status = seen.facts.status
+    def _query(self) -> RunStatus:
+        self._queried_s = time.monotonic()
+        (seen,) = run_statuses([self._folder]).runs
+        self._status = seen.recorded.status
         return seen
 
 
@@ -221,6 +220,6 @@ def _rank(folder: RunFolder, text: str | None) -> int | None:
         raise ConfigError("--rank", text, f"must be a rank of the run: 0 to {spec.world_size - 1}")
     if spec.world_size > 1 and spec.cluster.launcher != "srun":
         raise ConfigError(
-            "--rank", text, f"cannot be told apart: {spec.cluster.launcher} does not label lines", "leave it out"
+            "--rank", text, f"is not available: {spec.cluster.launcher} does not label lines", "leave it out"
         )
     return int(text) if spec.world_size > 1 else None

@@ -1,4 +1,4 @@
-"""`python -m jobs resubmit`: runs that have ended go on from their newest checkpoint, without the nodes that failed them."""
+"""`python -m jobs resubmit`: runs that have ended resume from their newest checkpoint, without the nodes that failed them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, one_of
+from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.utils.tables import printable
-from jobs.cli.diagnose import remember
-from jobs.cli.submit import start
 from jobs.diagnosis.evidence import newest_checkpoint
-from jobs.diagnosis.judge import Cause
-from jobs.diagnosis.report import Diagnosis, diagnose_run
-from jobs.diagnosis.node_blocklist import BadNodes
+from jobs.diagnosis.node_blocklist import NodeBlocklist
+from jobs.diagnosis.report import Diagnosis, diagnose_run, record_diagnosis
+from jobs.launch.submission import start_run
+from jobs.preflight.cost import YES
 from jobs.slurm.resources import job_spec
-from jobs.status.facts import read_status
-from jobs.status.lookup import RUNS_DIR, catalogue
-from jobs.status.run_status import conditions
+from jobs.status.lookup import RUNS_DIR, find_named
+from jobs.status.run_status import read_status, run_statuses
 
-YES, AGAIN = "--yes", "--again"
+FORCE, OLD_FORCE = "--force", "--again"  # the old one until the next release
 OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=")
 # Keys that leave the results of a run as they are, or only make it longer.
 MAY_CHANGE = ("cluster.", "train.steps", "train.checkpoint_s", "train.checkpoint_steps", "train.keep_checkpoints",
               "train.hang_timeout_s", "train.resume")  # fmt: skip
-NEEDS_CHANGE = (Cause.CONFIGURATION, Cause.DOES_NOT_FIT, Cause.DEVICE_MEMORY, Cause.WRONG_MPI)
-SENT, DONE, REFUSED, FAILED = "submitted", "finished", "refused", "failed"
-OF_STUDIES = ("failed", "lost", "stopped")
+NEEDS_CHANGE = (
+    FailureCause.CONFIGURATION, FailureCause.DOES_NOT_FIT, FailureCause.DEVICE_MEMORY, FailureCause.WRONG_MPI,
+)  # fmt: skip
+FAILED_STATES = ("failed", "lost", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ResubmitResult:
     """What became of a run: submitted, finished (here), refused or failed."""
 
     folder: RunFolder
@@ -44,12 +44,8 @@ class Outcome:
     exit_code: int = 0
     job_id: str | None = None
 
-    def line(self) -> str:
-        """Describe the outcome."""
-        return printable(f"{self.folder.path.name}: {self.outcome}, {self.why}")
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the outcome for a program."""
+        """Return the result for a program."""
         return {
             "run": self.folder.path.name, "run_folder": str(self.folder.path), "outcome": self.outcome, "why": self.why,
             "exit_code": self.exit_code, "job_id": self.job_id,
@@ -59,80 +55,74 @@ class Outcome:
 def resubmit(words: Sequence[str], options: Options) -> int:
     """Run `python -m jobs resubmit RUN_OR_STUDY ... [key=value ...]`; of a study all points that have failed.
 
-    Refused are runs that go on, finished ones unless --again, and those whose cause needs a change first unless
-    --yes. Gives the worst of the exit codes, 1 for a refusal.
+    Runs that are active are refused, finished ones unless --force, and those whose cause needs a change first unless
+    --yes. Return the worst of the exit codes, 1 for a refusal.
 
     Raises:
         ConfigError: no such run or study, or a key that would make another run of it.
     """
+    if OLD_FORCE in options.flags:
+        raise ConfigError("option", OLD_FORCE, f"is now {FORCE}")
     overrides = [word for word in words if OVERRIDE.match(word) and not word.startswith(RUNS_DIR)]
     _check_keys(overrides)
-    names = [word for word in words if word not in overrides]
-    if all(name.startswith(RUNS_DIR) for name in names):
-        raise ConfigError(
-            "resubmit", "none", "name runs or studies", "python -m jobs resubmit RUN_OR_STUDY [key=value ...]"
-        )
-    found = catalogue(names, allows_several=False)
-    of_studies = [
-        seen.folder
-        for seen in conditions(
-            [folder for study in found.studies for _, folder in study.points() if folder.path.is_dir()]
-        ).runs
-        if seen.state in OF_STUDIES
-    ]
-    folders = list({folder.path: folder for folder in (*found.runs, *of_studies)}.values())
-    outcomes = []
-    for folder in folders:
-        outcomes.append(_sent(folder, overrides, options))
+    found = find_named([word for word in words if word not in overrides], "resubmit")
+    points = [folder for study in found.studies for _, folder in study.points() if folder.path.is_dir()]
+    failed = [run.folder for run in run_statuses(points).runs if run.state in FAILED_STATES]
+    results = []
+    for folder in {folder.path: folder for folder in (*found.runs, *failed)}.values():
+        results.append(_resubmit(folder, overrides, options))
         if not options.json:
-            print(outcomes[-1].line(), flush=True)
+            last = results[-1]
+            print(printable(f"{last.folder.path.name}: {last.outcome}, {last.why}"), flush=True)
     if options.json:
-        print_json({"runs": [outcome.to_dict() for outcome in outcomes]})
-    elif not outcomes:
+        print_json({"runs": [result.to_dict() for result in results]})
+    elif not results:
         print("no point has failed")
-    return max((outcome.exit_code for outcome in outcomes), default=0)
+    return max((result.exit_code for result in results), default=0)
 
 
-def excluded(spec: RunSpec, nodes: BadNodes) -> list[str]:
-    """Return the nodes that a run shall not use: its own, and those of its cluster that have failed lately."""
-    bad = [entry.node for entry in nodes.of_cluster(spec.cluster.name)]
-    return list(dict.fromkeys([*spec.cluster.exclude, *bad]))
+def excluded_nodes(spec: RunSpec, blocklist: NodeBlocklist) -> list[str]:
+    """Return the nodes that a run shall not use: its own list, and those of its cluster that are blocked."""
+    blocked = [entry.node for entry in blocklist.entries(spec.cluster.name)]
+    return list(dict.fromkeys([*spec.cluster.exclude, *blocked]))
 
 
-def _sent(folder: RunFolder, overrides: Sequence[str], options: Options) -> Outcome:
-    told = diagnose_run(folder, with_trace=False)
-    refusal = _refusal(told, overrides, options)
+def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> ResubmitResult:
+    diagnosis = diagnose_run(folder, with_trace=False)
+    refusal = _refusal(diagnosis, overrides, options)
     if refusal is not None:
-        return Outcome(folder, REFUSED, refusal, 1)
-    remember(told)
+        return ResubmitResult(folder, "refused", refusal, 1)
+    record_diagnosis(diagnosis)
     try:
-        spec, notes = _spec(folder, overrides)
-        code = start(spec)
+        spec, notes = _changed_spec(folder, overrides)
+        code = start_run(spec)
     except GemsError as error:
-        return Outcome(folder, REFUSED, str(error), error.exit_code)
+        return ResubmitResult(folder, "refused", str(error), error.exit_code)
     made = RunFolder.of(spec)
     if code:
-        return Outcome(made, FAILED, f"exit code {code}, see `jobs diagnose {made.path.name}`", code)
+        return ResubmitResult(made, "failed", f"exit code {code}, see `jobs diagnose {made.path.name}`", code)
     job_id = read_status(made).get("job_id") if job_spec(spec).is_batch else None
-    if job_id is not None:
-        notes = [f"job {job_id}", *notes]
-    return Outcome(made, SENT if job_id is not None else DONE, ", ".join(notes), 0, job_id)
+    if job_id is None:
+        return ResubmitResult(made, "finished", ", ".join(notes))
+    return ResubmitResult(made, "submitted", ", ".join([f"job {job_id}", *notes]), 0, job_id)
 
 
-def _refusal(told: Diagnosis, overrides: Sequence[str], options: Options) -> str | None:
-    """Report why a run is not sent again; None where it may be."""
-    if told.cause in (Cause.RUNNING, Cause.WAITING) and told.state != "prepared":
-        return f"it is {told.state}: {told.text}"
-    if told.cause is Cause.FINISHED and AGAIN not in options.flags:
-        return f"it has finished; {AGAIN} runs it anew"
-    is_mended = told.cause is Cause.WRONG_MPI and any(_key(word).startswith("cluster.") for word in overrides)
-    if told.cause in NEEDS_CHANGE and not is_mended and YES not in options.flags:
-        return f"{told.line()}; it would fail again, first: {'; '.join(told.advice)} ({YES} sends it as it is)"
+def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -> str | None:
+    """Return why a run is not submitted again, or None."""
+    cause = diagnosis.cause
+    if cause in (FailureCause.RUNNING, FailureCause.WAITING) and diagnosis.state != "prepared":
+        return f"it is {diagnosis.state}: {diagnosis.text}"
+    if cause is FailureCause.FINISHED and FORCE not in options.flags:
+        return f"it has finished; {FORCE} runs it again"
+    is_fixed = cause is FailureCause.WRONG_MPI and any(_key(word).startswith("cluster.") for word in overrides)
+    if cause in NEEDS_CHANGE and not is_fixed and YES not in options.flags:
+        advice = "; ".join(diagnosis.advice)
+        return f"{diagnosis.line()}; it would fail again, first: {advice} ({YES} submits it unchanged)"
     return None
 
 
-def _spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
-    """Return the run to submit, and what is to be said of it.
+def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
+    """Return the run to submit, and notes for the user.
 
     Raises:
         ConfigError: a damaged run.yaml, or a value that cannot be.
@@ -140,7 +130,7 @@ def _spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[st
     notes = []
     spec = changed(replace(folder.read_spec(), runs_dir=str(folder.path.parent)), overrides)
     if job_spec(spec).is_batch:
-        exclude = excluded(spec, BadNodes(folder.path.parent))
+        exclude = excluded_nodes(spec, NodeBlocklist(folder.path.parent))
         spec = changed(spec, [f"cluster.exclude=[{','.join(exclude)}]"])
         if exclude:
             notes.append(f"without node{'s' if len(exclude) > 1 else ''} {', '.join(exclude)}")
@@ -158,8 +148,9 @@ def _check_keys(overrides: Sequence[str]) -> None:
     for word in overrides:
         key = _key(word)
         if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in MAY_CHANGE):
+            allowed = one_of(f"{name}KEY" if name.endswith(".") else name for name in MAY_CHANGE)
             raise ConfigError(
-                key, word.partition("=")[2], f"would make another run; {one_of(f'{name}KEY' if name.endswith('.') else name for name in MAY_CHANGE)}",
+                key, word.partition("=")[2], f"would make another run; {allowed}",
                 "submit a new one: python -m jobs submit",
             )  # fmt: skip
 

@@ -1,10 +1,9 @@
-"""A study: its points run, here one after another or as jobs; those that are finished are left alone, and all are drawn."""
+"""`python -m jobs study`: the points of a study run, here or as jobs, except finished ones, and all are drawn."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,18 +13,18 @@ from typing import Any
 from gems.cli.framework import Options, print_json
 from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
-from jobs.cli.cancel import YES, cancel
+from gems.utils.tables import RIGHT, table
+from jobs.cli.cancel import cancel
 from jobs.cli.submit import DRY_RUN
-from jobs.diagnosis.root_cause import SIGNAL_BASE
-from jobs.preflight.cost import is_agreed
+from jobs.launch.termination import CANCELLED_CODE
+from jobs.preflight.cost import YES, is_confirmed
 from jobs.slurm.resources import PROBE, job_spec
-from jobs.status.run_status import ACTIVE, Condition, conditions
+from jobs.status.run_status import ACTIVE, RunStatus, run_statuses
 from jobs.status.study_record import StudyRecord
-from jobs.studies.points import GROUP, Point, points_of, read_study, study_name
-from jobs.studies.runner import WAITING, Rounds, say
+from jobs.studies.points import GROUP, Point, compose_points, read_study, study_name
+from jobs.studies.runner import WAITING, StudyRunner, report
 
 FINISHED = "finished"
-CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
 WAIT, STOP = "--wait", "--stop"
 
 
@@ -33,20 +32,20 @@ def study(words: Sequence[str], options: Options) -> int:
     """Run `python -m jobs study study=NAME [key=value ...]`; the overrides go to every point.
 
     Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the next call submits
-    the others; with --wait the command stays until all have ended. Gives the worst of the exit codes: of the points that
-    ran while it was there, and of the drawing. With --dry-run nothing runs, and the points are printed; with --stop
-    the study is cancelled, as by `jobs cancel`. Above cluster.confirm_above_gpu_hours of all points together it asks first.
+    the others; with --wait the command stays until all have ended. Return the worst of the exit codes of the points that
+    ran meanwhile and of the drawing. With --dry-run nothing runs, and the points are printed; with --stop the study is
+    cancelled, as by `jobs cancel`. Above cluster.confirm_above_gpu_hours of all points together it asks first.
 
     Raises:
-        ConfigError: no such study, a point that cannot be composed, or nobody to ask; then none has run.
+        ConfigError: no such study, a point that cannot be composed, or nobody to confirm; then none has run.
     """
     name, points = _read(words)
     record = StudyRecord(Path(points[0].spec.runs_dir).resolve() / name)
     if STOP in options.flags:
         where = f"runs_dir={record.path.parent}"
         return cancel([where, name], Options(options.json, options.flags | {YES}))
-    seen = look(points)
-    states = [state_of(found) for found in seen]
+    seen = point_statuses(points)
+    states = [point_state(run) for run in seen]
     if DRY_RUN in options.flags:
         _show(points, states, seen, options, study=name)
         return 0
@@ -54,23 +53,21 @@ def study(words: Sequence[str], options: Options) -> int:
     num_due = len(due)
     limits = [point.spec.cluster.confirm_above_gpu_hours for point in due]
     limit = min((limit for limit in limits if limit is not None), default=None)
-    if not is_agreed([job_spec(point.spec) for point in due], limit, options):
-        say("nothing is submitted")
+    if not is_confirmed([job_spec(point.spec) for point in due], limit, assume_yes=YES in options.flags):
+        report("nothing is submitted")
         return 1
-    say(f"study {name}: {_counts(states)}; {num_due or 'nothing'} to run")
+    report(f"study {name}: {_counts(states)}; {num_due or 'nothing'} to run")
     record.begin([(point.label, point.folder.path) for point in points])
-    rounds = Rounds(points, record, is_due=[is_due(state) for state in states])
-    code = rounds.run()
+    runner = StudyRunner(points, record, is_due=[is_due(state) for state in states])
+    code = runner.run()
     if WAIT in options.flags:
-        code = max(code, rounds.wait())
-    seen = look(points)
-    states = [
-        WAITING if point in rounds.waiting else state_of(found) for point, found in zip(points, seen, strict=True)
-    ]
+        code = max(code, runner.wait())
+    seen = point_statuses(points)
+    states = [WAITING if point in runner.waiting else point_state(run) for point, run in zip(points, seen, strict=True)]
     if record.is_cancelled:
         code = max(code, CANCELLED_CODE)
-    if rounds.waiting:
-        say(f"study {name}: the queue is full; {len(rounds.waiting)} points wait for the next call (or {WAIT})")
+    if runner.waiting:
+        report(f"study {name}: the queue is full; {len(runner.waiting)} points wait for the next call (or {WAIT})")
     if not options.json:
         _show(points, states, seen, options)
     drawn: dict[str, Any] | None = None
@@ -96,23 +93,23 @@ def _read(words: Sequence[str]) -> tuple[str, list[Point]]:
         )
     given = chosen[0].partition("=")[2]
     name = study_name(given)
-    return name, points_of(read_study(given), name, [word for word in words if word not in chosen])
+    return name, compose_points(read_study(given), name, [word for word in words if word not in chosen])
 
 
-def look(points: Sequence[Point]) -> tuple[Condition, ...]:
-    """Return the conditions of points by their run folders, and one squeue for all of their jobs."""
-    return conditions([point.folder for point in points]).runs
+def point_statuses(points: Sequence[Point]) -> tuple[RunStatus, ...]:
+    """Return the status of points by their run folders, and one squeue for all of their jobs."""
+    return run_statuses([point.folder for point in points]).runs
 
 
-def state_of(found: Condition) -> str:
-    """Return the state of a point: that of its run; one whose job or process has gone without a word has failed.
+def point_state(run: RunStatus) -> str:
+    """Return the state of a point: that of its run; one whose job or process has gone without a record has failed.
 
-    So has a run on another host that is no job and gives no sign of life.
+    So has a run on another host that is no job and shows no sign of life.
     """
-    status = found.facts.status
-    is_of_this_process = status.get("state") == "running" and status.get("pid") == os.getpid()
-    is_silent = found.state == "stalled" and found.is_guess and found.facts.job_id is None
-    return "failed" if found.state == "lost" or is_of_this_process or is_silent else found.state
+    status = run.recorded.status
+    is_own = status.get("state") == "running" and status.get("pid") == os.getpid()
+    is_silent = run.state == "stalled" and run.is_guess and run.recorded.job_id is None
+    return "failed" if run.state == "lost" or is_own or is_silent else run.state
 
 
 def is_due(state: str) -> bool:
@@ -123,7 +120,7 @@ def is_due(state: str) -> bool:
 def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
     """Draw the scaling of finished runs into the folder `out`, in a process of its own that loads plotting.
 
-    Gives its exit code, and with `as_json` the object that it printed.
+    Return its exit code, and with `as_json` the object that it printed.
     """
     sys.stdout.flush()
     words = [sys.executable, "-m", "analysis", "scaling", *map(str, folders), "--out", str(out)]
@@ -139,10 +136,10 @@ def _counts(states: Sequence[str]) -> str:
 
 
 def _show(
-    points: Sequence[Point], states: Sequence[str], seen: Sequence[Condition], options: Options, **more: Any
+    points: Sequence[Point], states: Sequence[str], seen: Sequence[RunStatus], options: Options, **more: Any
 ) -> None:
     """Print the points with their states, the jobs that they had last, and their run folders."""
-    jobs = [found.facts.job_id for found in seen]
+    jobs = [run.recorded.job_id for run in seen]
     if options.json:
         rows = [
             {
@@ -157,8 +154,9 @@ def _show(
         ]
         print_json({**more, "points": rows})
         return
-    width = max(len(point.label) for point in points)
-    job_width = max(len(job or "") for job in jobs)
-    for number, (point, state, job) in enumerate(zip(points, states, jobs, strict=True), 1):
-        column = f"{job or '-':>{job_width}}  " if job_width else ""
-        print(f"{number:3}  {state:<9}  {column}{point.label:<{width}}  {point.folder.path}")
+    job_column = {"job": RIGHT} if any(jobs) else {}
+    cells = [
+        (number, state, *([job] if job_column else []), point.label, str(point.folder.path))
+        for number, (point, state, job) in enumerate(zip(points, states, jobs, strict=True), 1)
+    ]
+    print(table({"point": "d", "state": "", **job_column, "overrides": "", "run folder": ""}, cells))

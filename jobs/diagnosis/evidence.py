@@ -1,4 +1,4 @@
-"""Evidence: all that a run's end has left, in its folder, its logs, SLURM's records and its trace."""
+"""The evidence of a run's end, from its folder, its logs, SLURM's records and its trace, and what each piece of it shows."""
 
 from __future__ import annotations
 
@@ -7,129 +7,148 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError
+from gems.errors import StalledError
 from gems.launch.local_launcher import TAIL_LINES, Ended
+from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import Beat
-from gems.schedule.schedule import Schedule
-from gems.utils.atomic_io import read_json
-from jobs.diagnosis.judge import Finding
-from jobs.diagnosis.log_patterns import findings_in, lines_of
-from jobs.diagnosis.launcher_output import LauncherWords
-from jobs.diagnosis.root_cause import Failure, blame, read_beats, read_records, read_stall
-from jobs.slurm.job_record import JobRecord, ask_record
-from jobs.status.run_status import Condition, conditions
+from gems.runs.heartbeat import Beat, read_beats
+from gems.runs.rank_state import FINISHED
+from jobs.diagnosis.finding import Finding
+from jobs.diagnosis.launcher_output import LauncherOutput
+from jobs.diagnosis.log_patterns import CONSEQUENCE, read_lines, scan_lines
+from jobs.diagnosis.root_cause import (
+    Failure,
+    classify_record,
+    find_failure,
+    is_consequence,
+    read_records,
+    read_stall,
+)  # fmt: skip
+from jobs.slurm.jobs import Job, find_job
+from jobs.status.run_status import RunStatus, read_or_empty, read_spec, run_statuses, utc_ns, whole
 
 TRACE_LIMIT_S = 60.0
 BATCH_LOGS = "*_log.out"
+SECOND_NS = 10**9
+KILL_WAIT_S = 35.0  # between SLURM's order and the end of a job that it records
+NODE_WAIT_S = 300.0  # how long SLURM waits for a node that does not answer
+NEAR_LIMIT_S = 90.0  # SLURM checks time limits every half minute, and may end a job early
+STATE_CAUSES = {
+    "NODE_FAIL": FailureCause.NODE, "BOOT_FAIL": FailureCause.NODE, "TIMEOUT": FailureCause.TIME_LIMIT,
+    "DEADLINE": FailureCause.TIME_LIMIT, "PREEMPTED": FailureCause.PREEMPTED, "CANCELLED": FailureCause.CANCELLED,
+    "OUT_OF_MEMORY": FailureCause.HOST_MEMORY,
+}  # fmt: skip
+LAUNCH_REASONS = ("JobLaunchFailure", "launch failed requeued held", "launch_failed_requeued_held")
+PROLOG = "Prolog"
+BY_OTHERS = (9, 15)  # signals by which a launcher, a scheduler or a user ends ranks; others a process causes itself
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a run; empty or None where there is nothing, and `troubles` says what could not be asked.
+    """What is known of a run; empty or None for what there is not, and `errors` of the queries that failed.
 
-    `failure` is the rank at fault by the launcher's words, records and heartbeats; `trace_steps` the number of whole
-    steps in the trace; `resume_step` the one before which the newest checkpoint stands.
+    `failure` is the rank at fault by the launcher's output, records and heartbeats; `trace_steps` the number of complete
+    steps in the trace; `resume_step` the step at which the newest checkpoint resumes.
     """
 
-    condition: Condition
+    run: RunStatus
     spec: RunSpec | None
-    job: JobRecord | None
+    job: Job | None
     records: tuple[Mapping[str, Any], ...]
     beats: Mapping[int, Beat]
     stall: Mapping[str, Any]
     stop: Mapping[str, Any]
     stopped: Mapping[str, Any]
     cancelled: Mapping[str, Any]
-    signs: tuple[Finding, ...]
+    log_findings: tuple[Finding, ...]
     failure: Failure
     trace_steps: int | None
     resume_step: int | None
-    troubles: tuple[str, ...]
+    errors: tuple[str, ...]
 
     @property
     def folder(self) -> RunFolder:
         """The run's folder."""
-        return self.condition.folder
+        return self.run.folder
 
     @property
     def status(self) -> Mapping[str, Any]:
-        """What status.json says."""
-        return self.condition.facts.status
+        """The content of status.json."""
+        return self.run.recorded.status
 
     @property
     def is_batch(self) -> bool:
         """Whether the run was a job of SLURM's, so that its nodes are not this machine."""
-        return self.condition.facts.job_id is not None
+        return self.run.recorded.job_id is not None
+
+    def findings(self) -> list[Finding]:
+        """Return what each source shows of the end of a run that has ended."""
+        found = [
+            *_from_records(self), *_from_job(self), *_from_orders(self), *_from_failure(self), *_from_silence(self),
+            *_from_status(self),
+        ]  # fmt: skip
+        has_record = any(finding.source.startswith("FAILED") for finding in found)
+        for finding in self.log_findings:
+            if finding.cause is not FailureCause.EXCEPTION:
+                found.append(finding)
+            # else it is the traceback of a record, or the consequence of a death
+            elif not has_record and not (CONSEQUENCE.search(finding.text) and self.failure.signal is not None):
+                found.append(replace(finding, may_follow=True))
+        return found
 
 
-def gather(folder: RunFolder, *, with_trace: bool = True) -> Evidence:
-    """Read all that there is, and asks SLURM about the job; every question has a limit of time.
+def gather_evidence(folder: RunFolder, *, with_trace: bool = True) -> Evidence:
+    """Read all that there is, and query SLURM about the job; every query has a time limit.
 
     `with_trace` opens the trace too, in a process of its own.
     """
-    seen = conditions([folder])
-    (condition,) = seen.runs
-    job_id = condition.facts.job_id
-    job, troubles = ask_record(job_id) if job_id is not None else (None, ())
-    words, tail = LauncherWords(), []
-    signs: list[Finding] = []
-    for log in logs_of(folder):
-        lines = [line.strip() for line in lines_of(log) if line.strip()]
-        signs += findings_in(lines, f"logs/{log.name}")
+    seen = run_statuses([folder])
+    (run,) = seen.runs
+    job_id = run.recorded.job_id
+    job, errors = find_job(job_id) if job_id is not None else (None, ())
+    output, tail = LauncherOutput(), []
+    log_findings: list[Finding] = []
+    for log in log_paths(folder):
+        lines = [line.strip() for line in read_lines(log) if line.strip()]
+        log_findings += scan_lines(lines, f"logs/{log.name}")
         if log.name == "ranks.log":
             tail = lines[-TAIL_LINES:]
             for line in lines:
-                words.hear(line)
-    code = condition.facts.status.get("exit_code")
+                output.feed_line(line)
+    code = run.recorded.status.get("exit_code")
     ended = Ended(code if isinstance(code, int) and 0 < code <= 128 else 1, tuple(tail))
     return Evidence(
-        condition=condition,
+        run=run,
         spec=read_spec(folder),
         job=job,
         records=tuple(read_records(folder)),
-        beats=read_beats(folder),
+        beats=read_beats(folder.path),
         stall=read_stall(folder),
-        stop=_read(folder.path / "stop.json"),
-        stopped=_read(folder.path / "stopped.json"),
-        cancelled=_read(folder.cancelled_json),
-        signs=tuple(signs),
-        failure=blame(folder, words, ended),
+        stop=read_or_empty(folder.stop_json),
+        stopped=read_or_empty(folder.stopped_json),
+        cancelled=read_or_empty(folder.cancelled_json),
+        log_findings=tuple(log_findings),
+        failure=find_failure(folder, output, ended),
         trace_steps=trace_steps(folder) if with_trace else None,
         resume_step=newest_checkpoint(folder),
-        troubles=(*seen.troubles, *troubles),
+        errors=(*seen.errors, *errors),
     )
 
 
-def logs_of(folder: RunFolder) -> list[Path]:
-    """Return the log of the ranks and the newest of SLURM's own, those that are there."""
-    batch = sorted(folder.logs.glob(BATCH_LOGS), key=_time_of)
+def log_paths(folder: RunFolder) -> list[Path]:
+    """Return the log of the ranks and the newest of SLURM's own, those that exist."""
+    batch = sorted(folder.logs.glob(BATCH_LOGS), key=_mtime_ns)
     return [path for path in (folder.logs / "ranks.log", *batch[-1:]) if path.is_file()]
 
 
-def read_spec(folder: RunFolder) -> RunSpec | None:
-    """Read the run's configuration; None where it is damaged."""
-    with contextlib.suppress(ConfigError, TypeError):
-        return folder.read_spec()
-    return None
-
-
-def read_schedule(folder: RunFolder) -> Schedule | None:
-    """Read the run's schedule; None where there is none, or a damaged one."""
-    with contextlib.suppress(ConfigError, KeyError, TypeError, IndexError):
-        return folder.read_schedule()
-    return None
-
-
 def newest_checkpoint(folder: RunFolder) -> int | None:
-    """Return the step before which the newest whole checkpoint stands; one without a manifest is none."""
+    """Return the step at which the newest complete checkpoint resumes; one without a manifest does not count."""
     steps = []
     for manifest in (folder.path / "checkpoints").glob("step*/manifest.json"):
         found = re.fullmatch(r"step(\d+)", manifest.parent.name)
@@ -139,37 +158,125 @@ def newest_checkpoint(folder: RunFolder) -> int | None:
 
 
 def trace_steps(folder: RunFolder) -> int | None:
-    """Return the number of steps that every rank finished by the run's trace; None where none is readable."""
+    """Return the number of steps that every rank finished by the run's trace; None if none is readable."""
     if not folder.trace_h5.exists() and not any((folder.path / "trace").glob("rank*.h5")):
         return None
     words = [sys.executable, "-m", "analysis", "summary", str(folder.path), "--json"]
     try:
-        said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRACE_LIMIT_S)
-        summary = json.loads(said.stdout) if said.returncode == 0 else {}
+        ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TRACE_LIMIT_S)
+        summary = json.loads(ended.stdout) if ended.returncode == 0 else {}
         return int(summary["num_steps"]) + int(summary["num_warmup_steps"])
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
         return None
 
 
-def utc_ns(value: object) -> int | None:
-    """Read a time from a file, in ns; None where it is none."""
-    with contextlib.suppress(ValueError, OverflowError):
-        return int(datetime.fromisoformat(str(value)).timestamp() * 1e9)
-    return None
+def text(value: object) -> str | None:
+    """Return a text from a file on one line; None if it is none, or empty."""
+    return " ".join(value.split()) if isinstance(value, str) and value.strip() else None
 
 
-def whole(value: object) -> int | None:
-    """Return a whole number from a file; None where it is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _from_records(evidence: Evidence) -> Iterator[Finding]:
+    for record in evidence.records:
+        cause, follows = classify_record(record), is_consequence(record)
+        # a rank that found a stall is not its cause, and one whose messages failed not that of a death: see the failure
+        if cause is FailureCause.STALLED or (follows and evidence.failure.signal is not None):
+            continue
+        rank, words = whole(record.get("rank")), " ".join(str(record.get("cause") or "no reason given").split())
+        source = f"FAILED.rank{rank:04d}.json" if rank is not None else "FAILED.rank*.json"
+        follows = follows or CONSEQUENCE.search(words) is not None
+        yield Finding(cause, source, words, utc_ns(record.get("utc")), rank, text(record.get("node")), follows)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return read_json(path)
-    return {}
+def _from_job(evidence: Evidence) -> Iterator[Finding]:
+    job = evidence.job
+    if job is None:
+        return
+    end_ns = None if job.end_utc is None else int(job.end_utc.timestamp()) * SECOND_NS
+    for state in dict.fromkeys((job.state, *job.step_states)):
+        cause = STATE_CAUSES.get(state)
+        if cause is None or (state != job.state and cause is not FailureCause.HOST_MEMORY):
+            continue  # steps are cancelled with their job, whatever has ended it
+        waited_s = NODE_WAIT_S if cause is FailureCause.NODE else KILL_WAIT_S
+        has_time = end_ns is not None and cause is not FailureCause.HOST_MEMORY
+        time_ns = end_ns - int(waited_s * SECOND_NS) if end_ns is not None and has_time else None
+        yield Finding(cause, job.source, job.describe(), time_ns)
+    if PROLOG in job.reason:
+        yield Finding(FailureCause.NODE, job.source, job.describe(), end_ns)
+    elif job.reason in LAUNCH_REASONS:
+        yield Finding(FailureCause.LAUNCHER, job.source, job.describe(), end_ns)
 
 
-def _time_of(path: Path) -> int:
+def _from_orders(evidence: Evidence) -> Iterator[Finding]:
+    cancelled, status, spec = evidence.cancelled, evidence.status, evidence.spec
+    if cancelled:
+        who = f"cancelled by user {cancelled.get('uid', '?')} on {cancelled.get('host', '?')}"
+        source = evidence.folder.cancelled_json.name
+        yield Finding(FailureCause.CANCELLED, source, who, utc_ns(cancelled.get("utc")))
+        return
+    began, ended = utc_ns(status.get("started_utc")), utc_ns(status.get("updated_utc"))
+    is_stopped = status.get("signal") == 15 and evidence.is_batch
+    if not is_stopped or spec is None or began is None or ended is None:
+        return
+    ran_s, limit_s = (ended - began) / SECOND_NS, 60.0 * spec.cluster.minutes
+    if ran_s > limit_s - NEAR_LIMIT_S and ran_s > limit_s / 2:
+        words = f"stopped after {ran_s / 60:.1f} of cluster.minutes={spec.cluster.minutes} minutes"
+        yield Finding(FailureCause.TIME_LIMIT, "status.json", words, ended)
+
+
+def _from_failure(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what the launcher's output and the heartbeats show of the first rank that ended."""
+    failure = evidence.failure
+    if failure.rank is None and failure.node is None:
+        return
+    words = f"{failure.what}: {failure.cause}" if failure.cause else failure.what
+    found = Finding(failure.cause_class, "logs/ranks.log", words, None, failure.rank, failure.node)
+    if failure.exit_code == StalledError.exit_code:
+        times = (utc_ns(record.get("utc")) for record in evidence.records)
+        first_ns = min((time for time in times if time is not None), default=None)
+        source = "STALLED.json" if evidence.stall else "heartbeats"
+        yield replace(found, source=source, time_ns=utc_ns(evidence.stall.get("utc")) or first_ns)
+    elif failure.signal is not None:
+        yield replace(found, may_follow=failure.signal in BY_OTHERS)
+    elif not evidence.records:
+        yield replace(found, may_follow=found.cause is FailureCause.EXCEPTION)
+
+
+def _from_silence(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the node all of whose ranks ended without a record, if those of the others only lost their messages."""
+    records = evidence.records
+    if not evidence.is_batch or not records or evidence.failure.signal is not None or evidence.stall:
+        return
+    if any(record.get("exit_code") == StalledError.exit_code or not is_consequence(record) for record in records):
+        return
+    heard = {text(record.get("node")) for record in records}
+    ranks: dict[str, list[int]] = {}
+    for rank, beat in evidence.beats.items():
+        ranks.setdefault(beat.node, []).append(rank)
+        if beat.action == FINISHED:
+            heard.add(beat.node)
+    silent = [node for node in ranks if node not in heard]
+    if len(silent) == 1:
+        words = "no rank of this node left a record, and those of the others lost their messages"
+        yield Finding(FailureCause.KILLED, "heartbeats", words, None, min(ranks[silent[0]]), silent[0])
+
+
+def _from_status(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what the launching process recorded; other sources tell more of a failed rank."""
+    run, status = evidence.run, evidence.status
+    words, time_ns = run.recorded.cause, utc_ns(status.get("updated_utc"))
+    if run.state == "failed" and words and status.get("rank") is None:
+        cause = classify_record(status)
+        is_vague = cause in (FailureCause.EXCEPTION, FailureCause.KILLED, FailureCause.UNKNOWN)
+        if is_vague:
+            cause = FailureCause.KILLED if whole(status.get("signal")) is not None else FailureCause.UNKNOWN
+        yield Finding(cause, "status.json", words, time_ns, may_follow=is_vague)
+    elif run.state == "cancelled":
+        yield Finding(FailureCause.CANCELLED, run.source, run.note or words, time_ns)
+    elif run.state == "lost":
+        yield Finding(FailureCause.KILLED, run.source, run.note, may_follow=True)
+
+
+def _mtime_ns(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.stat().st_mtime_ns
     return 0

@@ -1,10 +1,12 @@
-"""What launchers say when a rank dies: MPICH's and Intel's hydra, Open MPI, srun, and MPI_Abort itself."""
+"""The output of launchers when a rank dies: MPICH's and Intel's hydra, Open MPI, srun, and MPI_Abort itself."""
 
 from __future__ import annotations
 
 import re
 import signal
 from dataclasses import dataclass, replace
+
+from jobs.slurm.messages import parse_cancellation
 
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
@@ -13,7 +15,6 @@ HYDRA_CODE = re.compile(r"^=\s+EXIT (?:CODE|STATUS): (?P<code>\d+)")
 HYDRA_SIGNAL = re.compile(r"^(?:=\s+KILLED BY SIGNAL: (?P<old>\d+)|YOUR APPLICATION .*\(signal (?P<new>\d+)\))")
 HYDRA_TABLE = re.compile(r"^\[mpiexec@[^\]]*\] Exit codes: (?P<table>.*)")
 SRUN_TASK = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+)")
-SRUN_STEP = re.compile(r"\*\*\* STEP \S+ ON (?P<node>\S+) CANCELLED .*DUE TO (?P<why>[A-Z ]+?) \*\*\*")
 OPEN_MPI_SIGNAL = re.compile(
     r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<node>\S+) exited on(?: signal (?P<signal>\d+))?"
 )
@@ -25,7 +26,7 @@ ABORT = re.compile(r"^(?:\d+: )?Abort\((?P<code>\d+)\) on node \d+ \(rank (?P<ra
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """What a launcher said about one rank; None where it did not say."""
+    """The end of one rank as its launcher reports it; None for what it does not report."""
 
     rank: int | None = None
     pid: int | None = None
@@ -36,36 +37,40 @@ class Death:
 
     @property
     def is_known(self) -> bool:
-        """Whether it says how the rank ended."""
+        """Whether the launcher reports how the rank ended."""
         return self.signal is not None or bool(self.exit_code) or self.reason is not None
 
 
-class LauncherWords:
-    """Listens to a launcher's output and keeps the deaths that it reports, in their order."""
+class LauncherOutput:
+    """Parses a launcher's output, line by line, and keeps the deaths that it reports in their order."""
 
     def __init__(self) -> None:
         self._deaths: list[Death] = []
         self._statuses: list[int] = []
         self._open_mpi_rank: int | None = None
-        self.why_cancelled: str | None = None
+        self.cancel_reason: str | None = None
 
     @property
     def deaths(self) -> list[Death]:
-        """The deaths of which the launcher said enough."""
+        """The deaths of ranks that the launcher reports in full."""
         return [death for death in self._deaths if death.is_known]
 
-    def death_of(self, rank: int) -> Death:
-        """Return what hydra's table of wait statuses says about a rank."""
+    def death(self, rank: int) -> Death:
+        """Return the end of a rank by hydra's table of wait statuses."""
         status = self._statuses[rank] if rank < len(self._statuses) else 0
         number = status & 0x7F
         return Death(rank, signal=number or None, exit_code=None if number else status >> 8 or None)
 
-    def hear(self, line: str) -> None:
-        """Take one line of output."""
+    def feed_line(self, line: str) -> None:
+        """Parse one line of output."""
         line = line.strip()
+        cancellation = parse_cancellation(line)
+        if cancellation is not None:
+            if cancellation.reason and not cancellation.is_job:
+                self.cancel_reason = cancellation.reason.lower()
+            return
         for pattern, take in (
             (SRUN_TASK, self._srun_task),
-            (SRUN_STEP, self._srun_step),
             (HYDRA_WHO, self._hydra_who),
             (HYDRA_CODE, self._hydra_code),
             (HYDRA_SIGNAL, self._hydra_signal),
@@ -91,9 +96,6 @@ class LauncherWords:
                       None if code or number else what)
             )  # fmt: skip
 
-    def _srun_step(self, found: re.Match[str]) -> None:
-        self.why_cancelled = found["why"].lower()
-
     def _hydra_who(self, found: re.Match[str]) -> None:
         rank = int(found["rank"]) if found["rank"] else None
         self._deaths.append(Death(rank, int(found["pid"]), found["node"]))
@@ -112,10 +114,10 @@ class LauncherWords:
             self._deaths[-1] = replace(death, signal=number, exit_code=code)
 
     def _hydra_table(self, found: re.Match[str]) -> None:
-        """Take wait statuses in rank order. Hydra kills the others, so who left by exit() did so before."""
+        """Take wait statuses in rank order. Hydra kills the others, so a rank that ended by exit() did so before."""
         table = re.sub(r"\[[^\]]*\]", " ", found["table"])
         self._statuses = [int(word) for word in re.findall(r"\d+", table)]
-        deaths = [self.death_of(rank) for rank in range(len(self._statuses))]
+        deaths = [self.death(rank) for rank in range(len(self._statuses))]
         self._deaths[:0] = [death for death in deaths if death.exit_code]
 
     def _open_mpi_signal(self, found: re.Match[str]) -> None:
@@ -138,7 +140,7 @@ class LauncherWords:
 
 
 def _numbers(text: str) -> list[int]:
-    """Read SLURM's lists of numbers: 0-2,5."""
+    """Parse SLURM's lists of numbers: 0-2,5."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

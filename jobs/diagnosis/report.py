@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
-from gems.errors import StalledError
+from gems.errors import ConfigError, StalledError
+from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
+from gems.utils.atomic_io import write_json
 from gems.utils.tables import printable
-from jobs.diagnosis.evidence import Evidence, gather, read_schedule, whole
-from jobs.diagnosis.judge import NOT_FAILED, Cause, Finding, judge
-from jobs.diagnosis.findings import findings_of
-from jobs.diagnosis.remedies import advice_of, blames_node
+from gems.utils.units import GIB, counted
+from jobs.diagnosis.evidence import Evidence, gather_evidence, text
+from jobs.diagnosis.finding import Finding, judge
+from jobs.diagnosis.node_blocklist import LIFE, NodeBlocklist
+from jobs.diagnosis.remedies import blames_node, remedies
+from jobs.status.run_status import read_spec, whole
 
 SCHEMA = "gems.diagnosis/1"
+DIAGNOSIS_JSON = "diagnosis.json"
+UNBLOCK = "--unblock"
 STAGE = re.compile(r"(\d+)(?:\.\d+)?[A-Z]")
 MAX_EVIDENCE = 12
-STATES = {"finished": Cause.FINISHED, "stopped": Cause.STOPPED, "requeued": Cause.WAITING, "missing": Cause.UNKNOWN}
-WAITING = ("prepared", "submitted", "pending", "starting")
+STATE_CAUSES = {
+    "finished": FailureCause.FINISHED, "stopped": FailureCause.STOPPED, "missing": FailureCause.UNKNOWN,
+    "running": FailureCause.RUNNING, "stalled": FailureCause.RUNNING,
+    **dict.fromkeys(("requeued", "prepared", "submitted", "pending", "starting"), FailureCause.WAITING),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What has become of a run; None where it is not known.
+    """What has become of a run; None for what is not known.
 
-    `text` is the line of the source that tells the cause, `stages` those of the rank's in its pipeline, `trace_steps` the
-    whole steps in the trace, `resume_step` the step before which the newest checkpoint stands, `blamed_node` the
-    node that is better left out.
+    `text` is the line of the source that tells the cause, `stages` those of the rank in its pipeline, `trace_steps` the
+    complete steps in the trace, `resume_step` the step at which the newest checkpoint resumes, `blamed_node` the node to
+    leave out.
     """
 
     folder: RunFolder
-    cause: Cause
+    cause: FailureCause
     state: str
     text: str
     source: str
@@ -55,23 +67,22 @@ class Diagnosis:
     @property
     def has_failed(self) -> bool:
         """Whether the run ended otherwise than it should have."""
-        return self.cause not in NOT_FAILED
+        return self.cause.is_failure
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields for a program, and the paragraph."""
+        names = ("rank", "node", "step", "action", "rss_bytes", "device_bytes", "waits_for", "trace_steps",
+                 "resume_step", "job_id", "blamed_node")  # fmt: skip
         return {
             "schema": SCHEMA, "run": self.folder.path.name, "run_folder": str(self.folder.path), "state": self.state,
-            "cause": str(self.cause), "text": self.text, "source": self.source, "rank": self.rank, "node": self.node,
-            "stages": list(self.stages), "step": self.step, "action": self.action, "rss_bytes": self.rss_bytes,
-            "device_bytes": self.device_bytes, "waits_for": self.waits_for, "trace_steps": self.trace_steps,
-            "resume_step": self.resume_step, "job_id": self.job_id, "blamed_node": self.blamed_node,
-            "advice": list(self.advice),
+            "cause": str(self.cause), "text": self.text, "source": self.source, "stages": list(self.stages),
+            **{name: getattr(self, name) for name in names}, "advice": list(self.advice),
             "evidence": [{"source": each.source, "cause": str(each.cause), "text": each.text} for each in self.evidence],
             "not_asked": list(self.not_asked), "paragraph": self.paragraph(),
         }  # fmt: skip
 
     def where(self) -> str:
-        """Describe rank, node and stages: rank 3 on node n2, stage 3."""
+        """Describe rank, node and stages: rank 3 on node n2 (stage 3)."""
         words = f"rank {self.rank}" if self.rank is not None else ""
         if self.node is not None:
             words += f"{' on ' if words else ''}node {self.node}"
@@ -86,13 +97,14 @@ class Diagnosis:
 
     def paragraph(self) -> str:
         """Describe the whole in one paragraph."""
+        quoted = f"{self.text.rstrip('. ')} [{self.source}]"
         parts = [f"{self.folder.path.name}: {self.cause}."]
         if where := self.where():
-            parts.append(f"{where[0].upper()}{where[1:]}{self._when()}: {self._quoted()}.")
+            parts.append(f"{where[0].upper()}{where[1:]}{self._when()}: {quoted}.")
         elif self.text:
-            parts.append(f"{self._quoted()}.")
+            parts.append(f"{quoted}.")
         held = [
-            f"{size / 2**30:.2f} GiB {name}"
+            f"{size / GIB:.2f} GiB {name}"
             for name, size in (("of host memory", self.rss_bytes), ("on the device", self.device_bytes))
             if size is not None
         ]
@@ -100,7 +112,11 @@ class Diagnosis:
             parts.append(f"It held {' and '.join(held)}.")
         if self.waits_for:
             parts.append(f"{self.waits_for.rstrip('.')}.")
-        parts += self._left()
+        if self.has_failed or self.cause is FailureCause.STOPPED:
+            if self.trace_steps is not None:
+                parts.append(f"The trace is readable and holds {counted(self.trace_steps, 'complete step')}.")
+            if self.resume_step is not None:
+                parts.append(f"The newest checkpoint resumes at step {self.resume_step}.")
         if self.advice:
             parts.append(f"To change: {'; '.join(self.advice)}.")
         return printable(" ".join(parts))
@@ -112,94 +128,100 @@ class Diagnosis:
             return f" in step {self.step}" + (f", action {self.action}" if self.action else "")
         return " before the first step" if self.action in (None, "start") else f", in {self.action}"
 
-    def _quoted(self) -> str:
-        return f"{self.text.rstrip('. ')} [{self.source}]"
-
-    def _left(self) -> list[str]:
-        if not self.has_failed and self.cause is not Cause.STOPPED:
-            return []
-        parts = []
-        if self.trace_steps is not None:
-            parts.append(f"The trace reads, with {self.trace_steps} whole step{'' if self.trace_steps == 1 else 's'}.")
-        if self.resume_step is not None:
-            parts.append(f"The newest checkpoint stands before step {self.resume_step}.")
-        return parts
-
 
 def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
     """Find out why a run ended, from all that is there; never raises for what is missing or damaged."""
-    return conclude(gather(folder, with_trace=with_trace))
+    return conclude(gather_evidence(folder, with_trace=with_trace))
 
 
 def conclude(evidence: Evidence) -> Diagnosis:
     """Judge the evidence."""
-    state = evidence.condition.state
-    found = findings_of(evidence)
-    cause = _standing(evidence)
+    run, found = evidence.run, evidence.findings()
+    cause = STATE_CAUSES.get(run.state)
     if cause is not None:
-        note = evidence.condition.note or str(evidence.stop.get("reason") or state)
-        told = Finding(cause, evidence.condition.source, note)
-        return _diagnosis(evidence, told, () if cause in (Cause.FINISHED, Cause.WAITING) else tuple(found))
-    told = judge(found) or Finding(Cause.UNKNOWN, evidence.condition.source, _last_words(evidence))
-    # Of those that say the same, one that a clock and a rank stand in says it best: not the order of a log's lines.
-    same = [each for each in found if each.cause is told.cause]
+        finding = Finding(cause, run.source, run.note or str(evidence.stop.get("reason") or run.state))
+        is_open = cause in (FailureCause.FINISHED, FailureCause.WAITING)
+        return _diagnosis(evidence, finding, () if is_open else tuple(found))
+    last = run.note or evidence.failure.describe()
+    decisive = judge(found) or Finding(FailureCause.UNKNOWN, run.source, last)
+    # Of those with the same cause, prefer one that has a clock and a rank: a log's lines are not in order of time.
+    same = [each for each in found if each.cause is decisive.cause]
     recorded = [each for each in same if each.source.startswith("FAILED") and not each.may_follow]
-    named = next((each for each in same if each.rank is not None), None)
-    if told.time_ns is None and recorded:
-        told = min(recorded, key=lambda each: each.time_ns or 0)
-    elif told.rank is None and named is not None and told.cause is not Cause.CANCELLED:
-        told = replace(told, rank=named.rank, node=told.node or named.node)
-    node = told.node or next((each.node for each in same if each.node is not None), None)
-    told = replace(told, node=node)
-    return _diagnosis(evidence, told, tuple(found))
+    with_rank = next((each for each in same if each.rank is not None), None)
+    if decisive.time_ns is None and recorded:
+        decisive = min(recorded, key=lambda each: each.time_ns or 0)
+    elif decisive.rank is None and with_rank is not None and decisive.cause is not FailureCause.CANCELLED:
+        decisive = replace(decisive, rank=with_rank.rank, node=decisive.node or with_rank.node)
+    node = decisive.node or next((each.node for each in same if each.node is not None), None)
+    return _diagnosis(evidence, replace(decisive, node=node), tuple(found))
 
 
-def _standing(evidence: Evidence) -> Cause | None:
-    """Return the class of a run that has not failed; None for one that has."""
-    condition = evidence.condition
-    if condition.state in ("running", "stalled"):
-        return Cause.RUNNING
-    if condition.state in WAITING:
-        return Cause.WAITING
-    return STATES.get(condition.state)
+def record_diagnosis(diagnosis: Diagnosis) -> None:
+    """Write the diagnosis of a run that has ended to its folder, and the node at fault to the blocklist.
+
+    If that cannot be written, a warning on stderr is all.
+    """
+    folder, node = diagnosis.folder, diagnosis.blamed_node
+    if diagnosis.has_failed or diagnosis.cause is FailureCause.STOPPED:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            write_json(folder.path / DIAGNOSIS_JSON, {**diagnosis.to_dict(), "utc": now})
+        except OSError as error:
+            _warn(f"{DIAGNOSIS_JSON} is not written: {folder.path} cannot be written ({error.strerror})")
+    spec = read_spec(folder) if node is not None else None
+    if node is None or spec is None:
+        return
+    nodes = NodeBlocklist(folder.path.parent)
+    times = [each.time_ns for each in diagnosis.evidence if each.time_ns is not None]
+    when = datetime.fromtimestamp(min(times) / 1e9, UTC) if times else datetime.now(UTC)
+    attempt = f"{folder.path.name} attempt {_attempt(folder)}"  # one failure counts once, however often it is diagnosed
+    try:
+        entry = nodes.add(
+            spec.cluster.name, node, f"{diagnosis.cause}: {diagnosis.text}"[:200], attempt,
+            when.isoformat(timespec="seconds"),
+        )  # fmt: skip
+    except OSError as error:
+        _warn(f"node {node} is not noted: {nodes.path} cannot be written ({error.strerror})")
+        return
+    if entry is not None:
+        _warn(
+            f"{entry.describe()}; `jobs resubmit` excludes it for {LIFE.days} days ({UNBLOCK} {entry.node} undoes that)"
+        )
 
 
-def _diagnosis(evidence: Evidence, told: Finding, found: tuple[Finding, ...]) -> Diagnosis:
-    rank, node = told.rank, told.node
-    failure, has_failed = evidence.failure, told.cause not in NOT_FAILED
-    if has_failed and rank is None and told.cause in (Cause.HOST_MEMORY, Cause.KILLED):
-        rank, node = failure.rank, node or failure.node  # the one that died of it
+def _diagnosis(evidence: Evidence, finding: Finding, found: tuple[Finding, ...]) -> Diagnosis:
+    cause, rank, node = finding.cause, finding.rank, finding.node
+    if rank is None and cause in (FailureCause.HOST_MEMORY, FailureCause.KILLED):
+        rank, node = evidence.failure.rank, node or evidence.failure.node  # the one that died of it
     record: Mapping[str, Any] = next(
         (each for each in evidence.records if rank is not None and each.get("rank") == rank), {}
     )
     beat = evidence.beats.get(rank) if rank is not None else None
     step = whole(record.get("step"))
-    step = beat.step if step is None and beat is not None else step
-    action = _text(record.get("action")) or (beat.action if beat is not None else None)
-    node = node or _text(record.get("node")) or (beat.node if beat is not None else None)
-    job_rss = evidence.job.max_rss_bytes if evidence.job and told.cause is Cause.HOST_MEMORY else None
-    blamed = node if node and evidence.is_batch and blames_node(told.cause, told.text) else None
+    action = text(record.get("action")) or (beat.action if beat is not None else None)
+    node = node or text(record.get("node")) or (beat.node if beat is not None else None)
+    job_rss = evidence.job.max_rss_bytes if evidence.job and cause is FailureCause.HOST_MEMORY else None
     return Diagnosis(
         folder=evidence.folder,
-        cause=told.cause,
-        state=evidence.condition.state,
-        text=" ".join(told.text.split()),
-        source=told.source,
+        cause=cause,
+        state=evidence.run.state,
+        text=" ".join(finding.text.split()),
+        source=finding.source,
         rank=rank,
         node=node,
         stages=_stages(evidence, rank, record, action),
-        step=step,
+        step=beat.step if step is None and beat is not None else step,
         action=action,
         rss_bytes=whole(record.get("rss_bytes")) or job_rss,
         device_bytes=whole(record.get("device_bytes")),
-        waits_for=_waits(evidence) if told.cause is Cause.STALLED else None,
+        waits_for=_waits_for(evidence) if cause is FailureCause.STALLED else None,
         trace_steps=evidence.trace_steps,
         resume_step=evidence.resume_step,
-        job_id=evidence.condition.facts.job_id,
-        blamed_node=blamed,
-        advice=advice_of(told.cause, told.text, node, evidence),
-        evidence=_evidence(evidence, told, found),
-        not_asked=evidence.troubles,
+        job_id=evidence.run.recorded.job_id,
+        blamed_node=node if node and evidence.is_batch and blames_node(cause, finding.text) else None,
+        advice=remedies(cause, finding.text, node, evidence),
+        evidence=_listed(evidence, finding, found),
+        not_asked=evidence.errors,
     )
 
 
@@ -207,30 +229,28 @@ def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], act
     """Return the stage that the rank was in, else all that it holds."""
     if rank is None:
         return ()
-    named = STAGE.match(action or "")
-    stage = whole(record.get("stage"))
+    stage, named = whole(record.get("stage")), STAGE.match(action or "")
     if stage is not None or named is not None:
         return (stage if stage is not None else int(named[1]) if named else 0,)
-    schedule = read_schedule(evidence.folder)
-    if schedule is None:
-        return ()
-    held = schedule.placement.stages_on(rank % schedule.num_ranks)
-    return tuple(sorted({stage for _, stage in held}))
+    with contextlib.suppress(ConfigError, KeyError, TypeError, IndexError):
+        schedule = evidence.folder.read_schedule()
+        return tuple(sorted({stage for _, stage in schedule.placement.stages_on(rank % schedule.num_ranks)}))
+    return ()
 
 
-def _waits(evidence: Evidence) -> str | None:
-    """Return who waited for whom, in the words of the first rank that knew."""
-    first = (evidence.stall, *(each for each in evidence.records if each.get("exit_code") == StalledError.exit_code))
-    return next((words for each in first if (words := _text(each.get("waits_for")))), None)
+def _waits_for(evidence: Evidence) -> str | None:
+    """Return who waited for whom, from the first record that tells."""
+    stalled = (each for each in evidence.records if each.get("exit_code") == StalledError.exit_code)
+    return next((found for each in (evidence.stall, *stalled) if (found := text(each.get("waits_for")))), None)
 
 
-def _evidence(evidence: Evidence, told: Finding, found: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Return what was found, the telling one first, and SLURM's record as it is."""
-    rows = [told, *found]
+def _listed(evidence: Evidence, finding: Finding, found: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Return the findings, the decisive one first, and SLURM's record as it is."""
+    rows = [finding, *found]
     if evidence.job is not None:
-        rows.append(Finding(Cause.UNKNOWN, evidence.job.source, evidence.job.line()))
+        rows.append(Finding(FailureCause.UNKNOWN, evidence.job.source, evidence.job.describe()))
     rows += [
-        Finding(Cause.STOPPED, name, " ".join(f"{key}={value}" for key, value in document.items()))
+        Finding(FailureCause.STOPPED, name, " ".join(f"{key}={value}" for key, value in document.items()))
         for name, document in (("stop.json", evidence.stop), ("stopped.json", evidence.stopped))
         if document
     ]
@@ -238,9 +258,10 @@ def _evidence(evidence: Evidence, told: Finding, found: tuple[Finding, ...]) -> 
     return tuple(reversed(kept.values()))[:MAX_EVIDENCE]
 
 
-def _last_words(evidence: Evidence) -> str:
-    return evidence.condition.note or evidence.failure.line()
+def _attempt(folder: RunFolder) -> int:
+    attempts = folder.path / "attempts"
+    return 1 + sum(1 for _ in attempts.iterdir()) if attempts.is_dir() else 1
 
 
-def _text(value: object) -> str | None:
-    return " ".join(value.split()) if isinstance(value, str) and value.strip() else None
+def _warn(message: str) -> None:
+    print(printable(f"jobs: {message}"), file=sys.stderr)

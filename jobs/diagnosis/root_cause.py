@@ -1,33 +1,42 @@
-"""Which rank ended a run, and why: from what ranks left, what the launcher said, and the heartbeats."""
+"""Which rank ended a run, and why: from the records that ranks left, the launcher's output, and the heartbeats."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import signal
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from gems.errors import ConfigError, RankFailedError, StalledError
+from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError, RankFailedError, StalledError
 from gems.launch.exit_watcher import read_notes
 from gems.launch.local_launcher import Ended
+from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import Beat, read_beat
+from gems.runs.heartbeat import Beat, read_beats
+from gems.runs.rank_state import FINISHED
 from gems.utils.atomic_io import read_json
-from jobs.diagnosis.launcher_output import Death, LauncherWords
+from jobs.diagnosis.launcher_output import Death, LauncherOutput
+from jobs.diagnosis.log_patterns import classify_text
 
-FINISHED = "finished"  # what a heartbeat's clean end is called
-STALLED_JSON = "STALLED.json"
-COMPUTES = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
-SIGNAL_BASE = 128  # a shell's exit code for a signal is this and its number
-OF_LAUNCHERS = re.compile(r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ")
-RANK_CODES = (ConfigError.exit_code, 3, RankFailedError.exit_code, StalledError.exit_code)
+COMPUTE = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
+LAUNCHER_LINE = re.compile(r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ")
+ERROR_LINE = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
+LOST_MESSAGES = re.compile(r"^Exception: .*MPI|MPI_ERR")
+MPI_KEY = "cluster.mpi="
+RANK_CODES = (
+    ConfigError.exit_code, DoesNotFitError.exit_code, RankFailedError.exit_code, StalledError.exit_code,
+)  # fmt: skip
+CODE_CAUSES = {
+    ConfigError.exit_code: FailureCause.CONFIGURATION, DoesNotFitError.exit_code: FailureCause.DOES_NOT_FIT,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a run failed: `what` happened, `cause` where one is known; step -1 is outside of training."""
+    """How a run failed: `what` happened, the `cause` if one is known, and its class; step -1 is outside of training."""
 
     exit_code: int
     what: str
@@ -38,13 +47,14 @@ class Failure:
     step: int | None = None
     action: str | None = None
     signal: int | None = None
+    cause_class: FailureCause = FailureCause.EXCEPTION
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are known; there is always a cause."""
         fields = {name: value for name, value in asdict(self).items() if value is not None and name != "what"}
-        return {**fields, "cause": self.cause or self.what}
+        return {**fields, "cause": self.cause or self.what, "cause_class": str(self.cause_class)}
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """Describe the failure in one line."""
         who = f"rank {self.rank}" if self.rank is not None else "a rank" if self.node else "the run"
         node = f" on node {self.node}" if self.node else ""
@@ -61,45 +71,54 @@ class Failure:
         return f" outside of the steps, in {self.action}"
 
 
-def blame(folder: RunFolder, words: LauncherWords, ended: Ended) -> Failure:
+def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Failure:
     """Find the rank that ended the run.
 
-    A death that a witness saw before any rank complained goes first; then what a rank wrote itself, unless it
-    only tells that another rank was gone; then the first death that the launcher reported, with the heartbeat's
-    step and action; then the last words of the output. Where ranks only waited too long, the one is named that they
-    waited for.
+    In this order: a death that an exit watcher saw before any rank recorded its own; what a rank recorded, unless it
+    only tells that another rank was gone; the first death that the launcher reported, with the heartbeat's step and
+    action; the last lines of the output. If ranks only waited too long, the rank that they waited for is named.
     """
     if ended.stopped_by is not None:
         number = int(signal.Signals[ended.stopped_by])
-        why = words.why_cancelled or "cancelled, preempted or out of time"
-        return Failure(SIGNAL_BASE + number, f"was stopped by {ended.stopped_by}: {why}", signal=number)
-    records, beats = read_records(folder), read_beats(folder)
+        reason = output.cancel_reason or "cancelled, preempted or out of time"
+        what = f"was stopped by {ended.stopped_by}: {reason}"
+        return Failure(SIGNAL_BASE + number, what, signal=number, cause_class=FailureCause.KILLED)
+    records, beats = read_records(folder), read_beats(folder.path)
     if ended.returncode < 0 and not ended.gave_up and not records:
         number = -ended.returncode
-        return Failure(
-            RankFailedError.exit_code,
-            f"ended: its launcher was killed by signal {number} ({_signal_name(number)})",
-            signal=number,
-        )
-    witnessed = first_witnessed(folder, beats)
-    if witnessed is not None and all(witnessed[1] < _time_ns(record) for record in records):
-        return _of_death(words.death_of(witnessed[0]), beats, ended)
+        what = f"ended: its launcher was killed by signal {number} ({_signal_name(number)})"
+        return Failure(RankFailedError.exit_code, what, signal=number, cause_class=FailureCause.KILLED)
+    watched = first_exit(folder, beats)
+    if watched is not None and all(watched[1] < _time_ns(record) for record in records):
+        return _from_death(output.death(watched[0]), beats, ended)
     cause = next((record for record in records if not is_consequence(record)), None)
     if cause is not None:
-        return _of_record(cause)
-    death = _with_rank(words.deaths[0], beats) if words.deaths else None
+        return _from_record(cause)
+    death = _with_rank(output.deaths[0], beats) if output.deaths else None
     if death is not None and death.rank not in {record.get("rank") for record in records}:
-        return _of_death(death, beats, ended)
+        return _from_death(death, beats, ended)
     stall = read_stall(folder)
     if stall or (records and records[0].get("exit_code") == StalledError.exit_code):
-        return _of_stall(stall, records, beats)
-    if records:
-        return _of_record(records[0])
-    return _of_output(words, ended)
+        return _from_stall(stall, records, beats)
+    return _from_record(records[0]) if records else _from_output(output, ended)
 
 
-def first_witnessed(folder: RunFolder, beats: dict[int, Beat]) -> tuple[int, int] | None:
-    """Return the rank whose process ended first without having finished, and when in ns."""
+def classify_record(record: Mapping[str, Any]) -> FailureCause:
+    """Return the cause of what a failing rank recorded, or the launcher in status.json."""
+    code, text, recorded = record.get("exit_code"), str(record.get("cause", "")), record.get("cause_class")
+    if recorded in tuple(FailureCause) and recorded != FailureCause.EXCEPTION:
+        return FailureCause(recorded)
+    if code == StalledError.exit_code:
+        return FailureCause.STALLED
+    if code == ConfigError.exit_code and text.startswith(MPI_KEY):
+        return FailureCause.WRONG_MPI
+    if isinstance(code, int) and code in CODE_CAUSES:
+        return CODE_CAUSES[code]
+    return classify_text(f"{record['kind']}: {text}" if "kind" in record else text) or FailureCause.EXCEPTION
+
+
+def first_exit(folder: RunFolder, beats: Mapping[int, Beat]) -> tuple[int, int] | None:
+    """Return the rank whose process ended first without having finished, and when in ns; None if there is none."""
     notes = [
         (time_ns, rank)
         for rank, time_ns in read_notes(folder.path).items()
@@ -110,11 +129,11 @@ def first_witnessed(folder: RunFolder, beats: dict[int, Beat]) -> tuple[int, int
 
 def has_failed_rank(folder: RunFolder) -> bool:
     """Return whether a rank left a record or ended without having finished."""
-    return bool(read_records(folder)) or first_witnessed(folder, read_beats(folder)) is not None
+    return bool(read_records(folder)) or first_exit(folder, read_beats(folder.path)) is not None
 
 
 def read_records(folder: RunFolder) -> list[dict[str, Any]]:
-    """Read what failing ranks left, the earliest first."""
+    """Read the records of failing ranks, the earliest first."""
     records = []
     for path in folder.path.glob("FAILED.rank*.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -125,65 +144,55 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def read_stall(folder: RunFolder) -> dict[str, Any]:
-    """Read what the first rank that found a stall left; nothing where there is none."""
+    """Read the record of the first rank that found a stall; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
-        return read_json(folder.path / STALLED_JSON)
+        return read_json(folder.stalled_json)
     return {}
 
 
-def silent_rank(records: list[dict[str, Any]], beats: dict[int, Beat]) -> int | None:
-    """Return the rank that a stalled run waited for; None where heartbeats do not tell.
+def silent_rank(records: list[dict[str, Any]], beats: Mapping[int, Beat]) -> int | None:
+    """Return the rank that a stalled run waited for, or None if heartbeats do not tell.
 
-    A rank that could not even record its own end goes first: it was stopped, or its node has gone. Else it is one in
-    the middle of a compute action. Of several it is the one that has been silent for longest.
+    A rank that could not even record its own end goes first: it was stopped, or its node has gone. Else it is a rank in
+    the middle of a compute action; of several, the one that has been silent for longest.
     """
     alive = {rank: beat for rank, beat in beats.items() if beat.action != FINISHED}
-    told = {record.get("rank") for record in records}
-    mute = [rank for rank in alive if rank not in told]
-    is_sure = told and len(mute) < len(alive) and 2 * len(mute) <= len(alive)
-    asked = mute if mute and is_sure else list(alive)
-    at_work = [rank for rank in asked if COMPUTES.fullmatch(alive[rank].action)]
-    return min(at_work or asked, key=lambda rank: alive[rank].time_ns, default=None)
+    recorded = {record.get("rank") for record in records}
+    mute = [rank for rank in alive if rank not in recorded]
+    is_sure = recorded and len(mute) < len(alive) and 2 * len(mute) <= len(alive)
+    suspects = mute if mute and is_sure else list(alive)
+    computing = [rank for rank in suspects if COMPUTE.fullmatch(alive[rank].action)]
+    return min(computing or suspects, key=lambda rank: alive[rank].time_ns, default=None)
 
 
-def is_consequence(record: dict[str, Any]) -> bool:
+def is_consequence(record: Mapping[str, Any]) -> bool:
     """Return whether a rank failed because another one had: it stalled, or its messages failed."""
-    cause = str(record.get("cause", ""))
     return (
-        record.get("exit_code") == StalledError.exit_code or re.search(r"^Exception: .*MPI|MPI_ERR", cause) is not None
+        record.get("exit_code") == StalledError.exit_code
+        or LOST_MESSAGES.search(str(record.get("cause", ""))) is not None
     )
 
 
-def read_beats(folder: RunFolder) -> dict[int, Beat]:
-    """Read the last mark of every rank that left one."""
-    beats = {}
-    for path in sorted(folder.heartbeat(0).parent.glob("rank*")):
-        with contextlib.suppress(OSError, ValueError):
-            beat = read_beat(path)
-            if beat is not None:
-                beats[int(path.name.removeprefix("rank"))] = beat
-    return beats
-
-
-def _of_record(record: dict[str, Any]) -> Failure:
+def _from_record(record: Mapping[str, Any]) -> Failure:
     code = record.get("exit_code")
     return Failure(
         exit_code=code if code in RANK_CODES else RankFailedError.exit_code,
         what="failed",
         cause=str(record.get("cause") or "no reason given"),
         rank_pid=record.get("pid"),
+        cause_class=classify_record(record),
         **{key: record.get(key) for key in ("rank", "node", "step", "action")},
     )
 
 
-def _of_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: dict[int, Beat]) -> Failure:
-    """Describe a stall: who was silent, and who waited. Who found it may have told; else the heartbeats do."""
+def _from_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: Mapping[int, Beat]) -> Failure:
+    """Describe a stall: which rank was silent, by the one that found it or else by the heartbeats, and which waited."""
     first = next((record for record in records if record.get("exit_code") == StalledError.exit_code), {})
     found = stall or first
     root = _root(stall)
     rank = root.get("rank", silent_rank(records, beats))
     if rank is None:
-        return _of_record({"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code})
+        return _from_record({"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code})
     beat = beats.get(rank)
     if not root and beat is not None:
         root = {"node": beat.node, "pid": beat.pid, "step": beat.step, "action": beat.action}
@@ -193,13 +202,13 @@ def _of_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: dict[
         waited = f" {waited_s:.0f} s" if isinstance(waited_s, int | float) else ""
         cause = f"rank {found['rank']} waited{waited} in step {found.get('step')}, action {found.get('action')}"
     return Failure(
-        StalledError.exit_code, "moved no more", cause or None, rank, root.get("node"), root.get("pid"),
-        root.get("step"), root.get("action"),
+        StalledError.exit_code, "stopped moving", cause or None, rank, root.get("node"), root.get("pid"),
+        root.get("step"), root.get("action"), cause_class=FailureCause.STALLED,
     )  # fmt: skip
 
 
 def _root(stall: dict[str, Any]) -> dict[str, Any]:
-    """Return the likeliest of the ranks that held all others up, where the one that found the stall could tell."""
+    """Return the likeliest of the ranks that held all others up, if the one that found the stall knew it."""
     roots = stall.get("roots")
     first = roots[0] if isinstance(roots, list) and roots else None
     if not isinstance(first, dict) or not isinstance(first.get("rank"), int):
@@ -208,59 +217,53 @@ def _root(stall: dict[str, Any]) -> dict[str, Any]:
     return {key: first[key] for key, kind in kinds.items() if isinstance(first.get(key), kind)}
 
 
-def _of_death(death: Death, beats: dict[int, Beat], ended: Ended) -> Failure:
+def _from_death(death: Death, beats: Mapping[int, Beat], ended: Ended) -> Failure:
+    what, cause = "ended", death.reason or (_error_line(ended) if death.exit_code else None)
+    cause_class = classify_text(cause or "") or FailureCause.EXCEPTION
     if death.signal is not None:
         what = f"was killed by signal {death.signal} ({_signal_name(death.signal)})"
+        cause_class = FailureCause.KILLED
     elif death.exit_code:
         what = f"ended with exit code {death.exit_code}"
-    else:
-        what = "ended"
     beat = beats.get(death.rank) if death.rank is not None else None
     return Failure(
-        RankFailedError.exit_code,
-        what,
-        death.reason or (_error_line(ended) if death.exit_code else None),
-        death.rank,
-        death.node or (beat.node if beat else None),
-        death.pid or (beat.pid if beat else None),
-        beat.step if beat else None,
-        beat.action if beat else None,
-        death.signal,
-    )
+        RankFailedError.exit_code, what, cause, death.rank, death.node or (beat.node if beat else None),
+        death.pid or (beat.pid if beat else None), beat.step if beat else None, beat.action if beat else None,
+        death.signal, cause_class,
+    )  # fmt: skip
 
 
-def _of_output(words: LauncherWords, ended: Ended) -> Failure:
-    """Describe the end of a run in which neither a rank nor the launcher named anyone."""
+def _from_output(output: LauncherOutput, ended: Ended) -> Failure:
+    """Describe the end of a run in which neither a rank nor the launcher named a rank."""
     code = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
-    said = _error_line(ended) or (ended.tail[-1] if ended.tail else "no rank and no launcher said why")
-    return Failure(RankFailedError.exit_code, f"ended with {code}", words.why_cancelled or said)
+    last = ended.tail[-1] if ended.tail else "no rank and no launcher gave a reason"
+    cause = output.cancel_reason or _error_line(ended) or last
+    cause_class = classify_text(cause) or FailureCause.UNKNOWN
+    return Failure(RankFailedError.exit_code, f"ended with {code}", cause, cause_class=cause_class)
 
 
 def _error_line(ended: Ended) -> str | None:
-    """Return the last line of the ranks' output that tells of an error."""
-    telling = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
-    lines = [line for line in ended.tail if telling.search(line) and not OF_LAUNCHERS.match(line)]
+    """Return the last line of the ranks' output that reports an error."""
+    lines = [line for line in ended.tail if ERROR_LINE.search(line) and not LAUNCHER_LINE.match(line)]
     return lines[-1] if lines else None
 
 
-def _time_ns(record: dict[str, Any]) -> int:
-    """Return when a rank wrote its record; 0 where it does not say."""
+def _time_ns(record: Mapping[str, Any]) -> int:
+    """Return when a rank wrote its record; 0 if it does not tell."""
     try:
         return int(datetime.fromisoformat(record["utc"]).timestamp() * 1e9)
     except (KeyError, TypeError, ValueError):
         return 0
 
 
-def _with_rank(death: Death, beats: dict[int, Beat]) -> Death:
+def _with_rank(death: Death, beats: Mapping[int, Beat]) -> Death:
     """Find the rank of a death that is known by its process, through the heartbeats."""
     if death.rank is not None or death.pid is None:
         return death
     same = [rank for rank, beat in beats.items() if beat.pid == death.pid]
     here = [rank for rank in same if _short(beats[rank].node) == _short(death.node or "")]
     found = here or same
-    if len(found) != 1:
-        return death
-    return Death(found[0], death.pid, death.node, death.signal, death.exit_code, death.reason)
+    return replace(death, rank=found[0]) if len(found) == 1 else death
 
 
 def _short(node: str) -> str:

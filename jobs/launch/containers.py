@@ -1,4 +1,4 @@
-"""Ranks in a container: the words that open its image, with the run folder and our code inside at their own paths."""
+"""Ranks in a container: the command that opens its image, with the run folder and our code inside at their own paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PYXIS = "pyxis"
 
 
 def in_container(job: JobSpec, program: Sequence[str], folder: Path | None = None) -> list[str]:
-    """Return the words that run `program`, through `apptainer exec` or its like where the job's container needs that.
+    """Return the command that runs `program`, through `apptainer exec` or its like if the job's container needs that.
 
     Raises:
         ConfigError: a path that the runtime would read as something else.
@@ -29,7 +29,7 @@ def in_container(job: JobSpec, program: Sequence[str], folder: Path | None = Non
 
 
 def srun_options(job: JobSpec, folder: Path | None = None) -> list[str]:
-    """Return what srun itself is told: pyxis is a plug-in of it.
+    """Return the options for srun itself, of which pyxis is a plug-in.
 
     Raises:
         ConfigError: a path that the runtime would read as something else.
@@ -47,7 +47,7 @@ def srun_options(job: JobSpec, folder: Path | None = None) -> list[str]:
 
 
 def _home(job: JobSpec, folder: Path | None) -> list[Path]:
-    """Return where a program starts inside: a snapshot is in the run folder, so nothing else need be there."""
+    """Return the working directory inside: a code archive is in the run folder, so nothing else need be there."""
     if job.snapshot:
         return [folder] if folder is not None else []
     return [CODE] if CHECKOUT.exists() else []

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gems.launch import placement_check as probe_rank
+from gems.launch import placement_check
 from gems.launch.local_launcher import mpiexec_argv
 from gems.runs.code_archive import from_snapshot
 from gems.runs.folder import RunFolder
@@ -27,45 +27,44 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
-    """Return the command line of one rank, in its container where there is one; its argument is the run folder unless told.
+    """Return the command line of one rank, in its container if it has one; its argument is the run folder unless given.
 
     Raises:
         ConfigError: a path that the container's runtime would read as something else.
     """
     words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
     if job.is_probe:
-        asked = (job.tasks, job.tasks_per_node, job.gpus_per_node)
-        words = [*job.python, *_probe(job, folder), str(folder.path), *map(str, asked)]
+        expected = (job.tasks, job.tasks_per_node, job.gpus_per_node)
+        words = [*job.python, *_probe(job, folder), str(folder.path), *map(str, expected)]
     return in_container(job, words, folder.path)
 
 
 def _probe(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the words that start a probing rank in some ms: outside of a container without site packages, by its file."""
+    """Return the arguments that start a probing rank in some ms: outside of a container by its file, without site packages."""
     bare = ["-I", "-S"] if job.container is None else []
     if job.snapshot:
-        return [*bare, *from_snapshot(folder.code_zip, probe_rank.__name__)]
+        return [*bare, *from_snapshot(folder.code_zip, placement_check.__name__)]
     if job.container is not None:
-        return ["-m", probe_rank.__name__]
-    return [*bare, str(Path(probe_rank.__file__).resolve())]
+        return ["-m", placement_check.__name__]
+    return [*bare, str(Path(placement_check.__file__).resolve())]
 
 
 def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line for ranks on this machine, each with a witness of its end.
+    """Return the command line for ranks on this machine, each with a watcher of its exit.
 
     Raises:
         ConfigError: there is no mpiexec.
     """
-    witness = [sys.executable, "-m", "gems.launch.exit_watcher", str(folder.path)]
-    return mpiexec_argv(job.tasks, [*witness, *rank_program(job, folder)])
+    watcher = [sys.executable, "-m", "gems.launch.exit_watcher", str(folder.path)]
+    return mpiexec_argv(job.tasks, [*watcher, *rank_program(job, folder)])
 
 
 def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = None) -> list[str]:
     """Return the command line for one step of all ranks, or of another program, inside a SLURM allocation.
 
-    Tasks a node are said because a block distribution would fill the first nodes, CPUs a task because srun
-    does not take sbatch's since 22.05. Unless the preset says otherwise, all GPUs of a node are visible to each
-    of its ranks, which choose by local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One bad
-    rank ends the step.
+    Tasks per node are given because a block distribution would fill the first nodes, CPUs per task because srun ignores
+    sbatch's since 22.05. Unless the preset binds GPUs, all GPUs of a node are visible to each of its ranks, which choose
+    by local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One failed rank ends the step.
     """
     gpus = job.gpu_option
     return [
@@ -87,7 +86,7 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
 
 
 def by_ibrun(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line for all tasks of a SLURM allocation where the site's own ibrun starts them."""
+    """Return the command line for all tasks of a SLURM allocation, by the site's own ibrun."""
     return ["ibrun", *rank_program(job, folder)]
 
 
@@ -114,7 +113,7 @@ def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
-    """Return the words that run one of our modules: from the run's snapshot in a job, else the code as it is."""
+    """Return the command that runs one of our modules: from the run's code archive in a job, else the code as it is."""
     return [*job.python, *(from_snapshot(folder.code_zip, name) if job.snapshot else ["-m", name])]
 
 

@@ -41,14 +41,14 @@ class StopRequest:
 
     @property
     def is_noted(self) -> bool:
-        """Whether somebody has asked."""
+        """Whether the signal has come."""
         return self._is_noted
 
     def pass_on(self, folder: RunFolder) -> None:
-        """Write stop.json once a request is there; the ranks stop at the end of a step."""
+        """Write stop.json once the signal has come; the ranks stop at the end of a step."""
         if not self._is_noted or self._is_passed_on:
             return
-        with contextlib.suppress(OSError):  # the file system may be back at the next look
+        with contextlib.suppress(OSError):  # the file system may be back at the next call
             write_json(folder.stop_json, {
                 "reason": signal.SIGUSR2.name, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
                 "by": f"{BY_LAUNCHER} {os.getpid()} on {os.uname().nodename}",

@@ -1,41 +1,107 @@
-"""The job of a run folder: whether SLURM has it still, and letting go of a folder whose job has ended."""
+"""The start of a run: prepared and launched on this machine, or submitted to SLURM after its preflight."""
 
 from __future__ import annotations
 
-from gems.errors import ConfigError
+import sys
+from dataclasses import dataclass
+
+from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
-from jobs.slurm.jobs import ask_queue
+from gems.runs.prepare import prepare
+from gems.simulation.profiled_costs import costed
+from jobs.launch.batch import BatchJob
+from jobs.launch.launch import launch
+from jobs.launch.launchers import command
+from jobs.preflight.checks import Check, passed, preflight
+from jobs.preflight.cost import is_confirmed
+from jobs.slurm.jobs import SQUEUE, query_jobs
+from jobs.slurm.limits import check_limits
+from jobs.slurm.resources import JobSpec, job_spec
+from jobs.slurm.sbatch_check import TryLaterError
 
 
-def is_queued(job_id: str) -> bool | None:
-    """Return whether SLURM has the job waiting or running; None where it cannot be asked."""
-    answer = ask_queue([job_id])
-    if answer.trouble is not None:
-        return None
-    return job_id in answer.jobs and answer.jobs[job_id].is_active
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A submitted job: its run folder, its number, and the checks that it passed."""
+
+    folder: RunFolder
+    job_id: str
+    checks: list[Check]
 
 
-def release(folder: RunFolder) -> None:
-    """Let go of a run folder whose job has ended without a word, and refuses one whose job is still there.
-
-    A job whose run has failed may be there too: SLURM can start it again.
+def start_run(spec: RunSpec, *, assume_yes: bool = False) -> int:
+    """Run here or submit to SLURM, with nothing on stdout, and return the exit code: 0 for a submitted job.
 
     Raises:
-        ConfigError: the folder's job waits or runs.
+        ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm the cost.
+        DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
+    """
+    spec = costed(spec)
+    job = job_spec(spec)
+    check_limits(spec, job)
+    if job.is_batch:
+        return 0 if submit_run(spec, job, assume_yes=assume_yes) else 1
+    return launch(prepare_here(spec, job), spec, echo=False, is_quiet=True)
+
+
+def submit_run(spec: RunSpec, job: JobSpec, *, assume_yes: bool) -> Submission | None:
+    """Submit a run to SLURM after its preflight; None if the user does not confirm its cost.
+
+    Raises:
+        ConfigError: as `start_run`.
+        DoesNotFitError: as `start_run`.
+    """
+    from jobs.slurm.executor import need_sbatch, submit_job
+
+    folder = RunFolder.of(spec)
+    script = batch_script(spec, job, folder)
+    need_sbatch(job)
+    release_folder(folder)
+    checks = passed(preflight(spec, job, script))
+    if not is_confirmed([job], spec.cluster.confirm_above_gpu_hours, assume_yes=assume_yes):
+        print("jobs: nothing is submitted", file=sys.stderr)
+        return None
+    folder = prepare(spec)
+    job_id = submit_job(spec, job, folder, BatchJob(str(folder.path)))
+    folder.write_status("submitted", job_id=job_id)
+    return Submission(folder, job_id, checks)
+
+
+def prepare_here(spec: RunSpec, job: JobSpec) -> RunFolder:
+    """Prepare the folder of a run on this machine, once its launcher has been found."""
+    command(job, RunFolder.of(spec))
+    return prepare(spec)
+
+
+def batch_script(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
+    """Return the batch script of a run, as sbatch will get it."""
+    from jobs.slurm.executor import executor
+
+    return executor(spec, job, folder).script()
+
+
+def release_folder(folder: RunFolder) -> None:
+    """Mark a run whose job ended without recording it as failed, so that its folder can be prepared again.
+
+    A run that has failed may have a job too: SLURM can start it again.
+
+    Raises:
+        TryLaterError: the folder's job waits or runs.
     """
     try:
         status = folder.read_status()
     except OSError:
-        return  # the preparation of the folder says what is wrong with it
+        return  # the preparation of the folder reports what is wrong with it
     job_id = status.get("job_id")
     if status.get("state") in (None, "prepared", "finished") or job_id is None:
         return
-    queued = is_queued(str(job_id))
-    if queued:
-        raise ConfigError(
-            "run folder", folder.path, f"is that of job {job_id}, which has not ended",
+    query = query_jobs([str(job_id)], SQUEUE)
+    job = query.jobs.get(str(job_id))
+    if job is not None and job.is_active:
+        raise TryLaterError(
+            "run folder", folder.path, f"belongs to job {job_id}, which has not ended",
             f"wait for it, `python -m jobs cancel {folder.path.name}`, or change name=",
         )  # fmt: skip
-    if queued is False and status["state"] not in ("failed", "cancelled", "stopped"):
+    if query.error is None and status["state"] not in ("failed", "cancelled", "stopped"):
         more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
         folder.write_status("failed", **{**more, "cause": "the job left the queue: cancelled, lost or out of time"})

@@ -14,25 +14,24 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import GemsError
 from gems.runs.run_plan import RunPlan, planned
-from jobs.launch.mpi_probe import KEPT_FOR, RANKS, known_probe, needs_probe, summary
-from jobs.preflight.cost import cost_words
-from jobs.preflight.prediction import check_host, peak_of, steps_s
-from jobs.preflight.storage import check_room, place_of
-from jobs.slurm.command import UnansweredError
-from jobs.slurm.limits import check_limits, check_queue
-from jobs.slurm.live_limits import check_account, check_partitions
+from gems.utils.units import GIB
+from jobs.preflight.cost import describe_cost
+from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
+from jobs.preflight.prediction import check_host_memory, predict_peak, predict_seconds
+from jobs.preflight.storage import check_free_space, find_storage
+from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue
 from jobs.slurm.resources import JobSpec
-from jobs.slurm.sbatch_check import try_script
-from jobs.slurm.site import ask_accounts, ask_partitions
+from jobs.slurm.sbatch_check import check_script
+from jobs.slurm.site import query_accounts, query_partitions
 
-GIB = 1 << 30
-STATES = {"sgd": 2, "adam": 3}  # parameters with what the optimizer keeps of each; momentum is in
+STATES = {"sgd": 2, "adam": 3}  # parameters and the optimizer's state of each; momentum is counted
 CHECKPOINTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check with its outcome: `ok` is None where there was nothing to check it by, and `said` says why or what.
+    """A check and its outcome: `ok` is None if there was nothing to check it by; `said` tells what was found, or why not.
 
     `refusal` is the error of a check that forbids the job; one that only warns has none.
     """
@@ -43,7 +42,7 @@ class Check:
     refusal: GemsError | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what --json shows."""
+        """Return the fields for --json."""
         return {"check": self.name, "ok": self.ok, "said": self.said}
 
     def line(self) -> str:
@@ -56,26 +55,29 @@ Outcome = tuple[bool | None, str]
 
 
 def preflight(spec: RunSpec, job: JobSpec, script: str | None, *, here: bool = True) -> Iterator[Check]:
-    """Check a costed run, one thing after another, those first that take no time.
+    """Check a run whose costs are known, those checks first that take no time.
 
-    `script` is the batch script, None for a run on this machine. With `here` the SLURM of this machine is asked, which must be
-    the one that the preset is of.
+    Args:
+        spec: the run.
+        job: its resources.
+        script: the batch script; None for a run on this machine.
+        here: query the SLURM of this machine, which must be the preset's.
     """
-    yield Check("configuration", True, _counts(spec, job))
-    yield _check("folder", lambda: _folder(spec, job))
+    yield Check("configuration", True, _describe_counts(spec, job))
+    yield _check("folder", lambda: _check_folder(spec, job))
     if job.is_batch and script is not None:
-        yield _check("limits", lambda: _limits(spec, job, here))
-        yield from _asked(spec, job, script) if here else _not_asked(spec)
-        yield Check("cost", True, _cost(spec, job))
-        yield Check("probe", *_probe(spec, job))
+        yield _check("limits", lambda: _check_limits(spec, job, here))
+        yield from _check_site(spec, job, script) if here else _skip_site(spec)
+        yield Check("cost", True, _describe_cost(spec, job))
+        yield Check("probe", *_check_probe(spec, job))
     try:
-        made = planned(spec)  # this may take a profile
+        plan = planned(spec)  # this may take a profile
     except GemsError as error:
         yield Check("memory", False, str(error), error)
         return
-    yield _check("memory", lambda: _memory(spec, made))
-    yield _check("room", lambda: _room(spec, made))
-    yield _check("time", lambda: _time(spec, job, made))
+    yield _check("memory", lambda: _check_memory(spec, plan))
+    yield _check("room", lambda: _check_checkpoints(spec, plan))
+    yield _check("time", lambda: _check_time(spec, job, plan))
 
 
 def passed(checks: Iterable[Check]) -> list[Check]:
@@ -95,40 +97,40 @@ def passed(checks: Iterable[Check]) -> list[Check]:
 
 
 def show(checks: Iterable[Check]) -> None:
-    """Print checks on stderr, a line each."""
+    """Print checks on stderr, one per line."""
     for check in checks:
         print(check.line(), file=sys.stderr)
 
 
-def is_at_home(spec: RunSpec) -> bool:
-    """Return whether the SLURM of this machine is the preset's: a preset that names no hosts is of any."""
+def is_on_site(spec: RunSpec) -> bool:
+    """Return whether this machine's SLURM is the preset's: a preset that names no hosts is for any."""
     patterns = [pattern.lower() for pattern in spec.cluster.hosts]
     return not patterns or any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
-
-
-def _asked(spec: RunSpec, job: JobSpec, script: str) -> Iterator[Check]:
-    partition, name = spec.cluster.partition, spec.cluster.name
-    yield _check("partition", lambda: (True, check_partitions(spec, job, ask_partitions(partition))))
-    yield _check("account", lambda: (True, check_account(spec, ask_accounts())))
-    yield _check("sbatch", lambda: (True, try_script(name, script).words(datetime.now())))
-
-
-def _not_asked(spec: RunSpec) -> Iterator[Check]:
-    reason = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
-    for name in ("partition", "account", "sbatch"):
-        yield Check(name, None, reason)
 
 
 def _check(name: str, look: Callable[[], Outcome]) -> Check:
     try:
         return Check(name, *look())
-    except UnansweredError as reason:
+    except SlurmUnavailableError as reason:
         return Check(name, None, f"not asked: {reason}")
     except GemsError as error:
         return Check(name, False, str(error), error)
 
 
-def _counts(spec: RunSpec, job: JobSpec) -> str:
+def _check_site(spec: RunSpec, job: JobSpec, script: str) -> Iterator[Check]:
+    partition, name = spec.cluster.partition, spec.cluster.name
+    yield _check("partition", lambda: (True, check_partitions(spec, job, query_partitions(partition))))
+    yield _check("account", lambda: (True, check_account(spec, query_accounts())))
+    yield _check("sbatch", lambda: (True, check_script(name, script).describe(datetime.now())))
+
+
+def _skip_site(spec: RunSpec) -> Iterator[Check]:
+    reason = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
+    for name in ("partition", "account", "sbatch"):
+        yield Check(name, None, reason)
+
+
+def _describe_counts(spec: RunSpec, job: JobSpec) -> str:
     parallel = spec.parallel
     return (
         f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas, {job.tasks_per_node} "
@@ -137,70 +139,68 @@ def _counts(spec: RunSpec, job: JobSpec) -> str:
     )
 
 
-def _memory(spec: RunSpec, made: RunPlan) -> Outcome:
+def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
     if spec.machine.kind != "real":
         return None, f"a run on machine={spec.machine.name} computes nothing"
-    peak, limit = peak_of(spec, made), spec.machine.device_bytes
+    peak, limit = predict_peak(spec, plan), spec.machine.device_bytes
     if peak is None:
-        return (
-            None,
-            "not predicted: neither the cut nor a limit needs a profile (machine.device_bytes=BYTES gives one)",
-        )
-    check_host(spec, peak)
-    said = f"predicted {peak.device_bytes / GIB:.2f} GiB on rank {peak.rank}"
-    said += f" of {limit / GIB:.2f} GiB" if limit is not None else "; machine.device_bytes is not given"
+        reason = "neither the partition nor a limit needs a profile (machine.device_bytes=BYTES makes one)"
+        return None, f"not predicted: {reason}"
+    check_host_memory(spec, peak)
+    text = f"predicted {peak.device_bytes / GIB:.2f} GiB on rank {peak.rank}"
+    text += f" of {limit / GIB:.2f} GiB" if limit is not None else "; machine.device_bytes is not given"
     if peak.host_bytes:
-        said += f", {peak.host_bytes / GIB:.2f} GiB of a node's host memory"
-    return (True if limit is not None else None), said
+        text += f", {peak.host_bytes / GIB:.2f} GiB of a node's host memory"
+    return (True if limit is not None else None), text
 
 
-def _limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
+def _check_limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
     check_limits(spec, job)
     if here:
         check_queue(spec, job)
     limits = len(spec.cluster.limits)
-    return (True, f"within the preset's {limits} limits") if limits else (None, "the preset knows none")
+    return (True, f"within the preset's {limits} limits") if limits else (None, "the preset has none")
 
 
-def _folder(spec: RunSpec, job: JobSpec) -> Outcome:
-    place = place_of(spec)
-    said = check_room(spec, place)
-    if not job.is_batch:
-        return True, said
-    if place.is_shared is False:
-        return False, f"{said}; compute nodes cannot see it, for it is in this machine's memory"
-    return (True, said) if place.is_shared else (None, f"{said}; compute nodes must see it")
+def _check_folder(spec: RunSpec, job: JobSpec) -> Outcome:
+    storage = find_storage(spec)
+    text = check_free_space(spec, storage)
+    if not job.is_batch or storage.is_shared:
+        return True, text
+    if storage.is_shared is False:
+        return False, f"{text}; compute nodes cannot see it, for it is in this machine's memory"
+    return None, f"{text}; compute nodes must see it"
 
 
-def _room(spec: RunSpec, made: RunPlan) -> Outcome:
-    if made.profile is None:
+def _check_checkpoints(spec: RunSpec, plan: RunPlan) -> Outcome:
+    if plan.profile is None:
         return None, "the size of a checkpoint is not predicted"
-    states = STATES.get(spec.train.optimizer, 2) * sum(layer.param_bytes for layer in made.profile.layers)
-    kept_bytes = CHECKPOINTS * states
-    check_room(spec, place_of(spec), kept_bytes)
-    return True, f"{kept_bytes / GIB:.2f} GiB for {CHECKPOINTS} checkpoints of weights and optimizer"
+    states = STATES.get(spec.train.optimizer, 2) * sum(layer.param_bytes for layer in plan.profile.layers)
+    needed_bytes = CHECKPOINTS * states
+    check_free_space(spec, find_storage(spec), needed_bytes)
+    return True, f"{needed_bytes / GIB:.2f} GiB for {CHECKPOINTS} checkpoints of weights and optimizer"
 
 
-def _cost(spec: RunSpec, job: JobSpec) -> str:
+def _describe_cost(spec: RunSpec, job: JobSpec) -> str:
     limit = spec.cluster.confirm_above_gpu_hours
-    asks = "" if limit is None or job.gpu_hours <= limit else f"; above {limit:g}, so that it asks first"
-    return f"at most {cost_words([job])}{asks}"
+    confirm = "" if limit is None or job.gpu_hours <= limit else f"; above {limit:g}, so that it must be confirmed"
+    return f"at most {describe_cost([job])}{confirm}"
 
 
-def _time(spec: RunSpec, job: JobSpec, made: RunPlan) -> Outcome:
-    predicted_s = steps_s(spec, made)
+def _check_time(spec: RunSpec, job: JobSpec, plan: RunPlan) -> Outcome:
+    predicted_s = predict_seconds(spec, plan)
     if predicted_s is None:
-        return None, f"{job.minutes} min asked; the steps' time is not predicted"
-    said = f"{job.minutes} min asked, {predicted_s / 60:.2g} min predicted for {spec.train.steps} steps"
+        return None, f"{job.minutes} min requested; the steps' time is not predicted"
+    text = f"{job.minutes} min requested, {predicted_s / 60:.2g} min predicted for {spec.train.steps} steps"
     if not job.is_batch or predicted_s <= 60 * job.minutes:
-        return True, said
-    return False, f"{said}: it would not finish (cluster.minutes)"
+        return True, text
+    return False, f"{text}: it would not finish (cluster.minutes)"
 
 
-def _probe(spec: RunSpec, job: JobSpec) -> Outcome:
+def _check_probe(spec: RunSpec, job: JobSpec) -> Outcome:
     found = known_probe(spec, job)
     if found is not None:
-        return True, f"{summary(found)}; of {found['utc'][:10]}, kept for {KEPT_FOR.days} days"
+        return True, f"{describe_probe(found)}; of {found['utc'][:10]}, kept for {MAX_AGE.days} days"
     if not needs_probe(spec, job):
         return None, "none needed"
-    return None, f"none kept of this cluster and environment: the job starts with one of {RANKS} ranks"
+    return None, f"none known of this cluster and environment: the job starts with one of {RANKS} ranks"

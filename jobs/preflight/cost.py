@@ -1,11 +1,10 @@
-"""What jobs cost, and the question that goes before expensive ones."""
+"""The cost of jobs, and the question before expensive ones."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from gems.cli.framework import Options
 from gems.errors import ConfigError
 from jobs.slurm.resources import JobSpec
 
@@ -13,8 +12,8 @@ YES = "--yes"
 KEY = "cluster.confirm_above_gpu_hours"
 
 
-def cost_words(jobs: Sequence[JobSpec]) -> str:
-    """Return the GPU-hours of jobs when they take all their minutes, and with a known rate what the site takes for them."""
+def describe_cost(jobs: Sequence[JobSpec]) -> str:
+    """Describe the GPU-hours of jobs that take all their minutes, and the site's charge if its rate is known."""
     hours = sum(job.gpu_hours for job in jobs)
     charges: dict[str, float] = {}
     for job in jobs:
@@ -28,18 +27,23 @@ def cost_words(jobs: Sequence[JobSpec]) -> str:
     return f"{hours:g} GPU-hours ({len(jobs)} jobs{charge})"
 
 
-def is_agreed(jobs: Sequence[JobSpec], limit: float | None, options: Options) -> bool:
-    """Ask on the terminal before jobs of more than `limit` GPU-hours together; None never asks, --yes answers.
+def is_confirmed(jobs: Sequence[JobSpec], limit: float | None, *, assume_yes: bool) -> bool:
+    """Ask on the terminal before jobs of more than `limit` GPU-hours together; None never asks.
 
     Raises:
         ConfigError: nobody is there to ask.
     """
     hours = sum(job.gpu_hours for job in jobs if job.is_batch)
-    if limit is None or hours <= limit or YES in options.flags:
+    if limit is None or hours <= limit or assume_yes:
         return True
     if not sys.stdin.isatty():
         raise ConfigError(
-            KEY, f"{limit:g}", f"{cost_words(jobs)} must be confirmed, and nobody is there to ask", f"add {YES}"
+            KEY, f"{limit:g}", f"{describe_cost(jobs)} must be confirmed, and stdin is no terminal", f"add {YES}"
         )
-    print(f"jobs: {cost_words(jobs)}, above {KEY}={limit:g}: submit? [y/N] ", end="", file=sys.stderr, flush=True)
+    return ask_yes(f"{describe_cost(jobs)}, above {KEY}={limit:g}: submit?")
+
+
+def ask_yes(question: str) -> bool:
+    """Ask a question on stderr and return whether the answer is yes."""
+    print(f"jobs: {question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

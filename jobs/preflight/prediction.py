@@ -1,4 +1,4 @@
-"""What a run is predicted to take, where its costs are known: memory of its ranks, seconds of its steps."""
+"""The prediction of a run whose costs are known: memory of its ranks, seconds of its steps."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from gems.runs.run_plan import SMALLER, RunPlan
 from gems.simulation.build import play
 from gems.simulation.profiled_costs import PROFILE, costed
 
-MAX_ACTIONS = 200_000  # played in some seconds
-PREDICTED = ("real", "emulated")
-GUESSED = ("auto", "cuda")  # machines without rates of their own: the defaults are those of a processor's core
+MAX_ACTIONS = 200_000  # simulated in some seconds
+PREDICTABLE = ("real", "emulated")
+NO_RATES = ("auto", "cuda")  # machines without rates of their own: the defaults are those of a processor's core
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest rank's bytes on its device, and what the ranks of a node hold in host memory beside them."""
+    """The fullest rank's bytes on its device, and the bytes in host memory of the ranks of a node."""
 
     rank: int
     device_bytes: int
     host_bytes: int
 
 
-def peak_of(spec: RunSpec, made: RunPlan) -> Peak | None:
-    """Return the predicted peak of a planned run; None where it has no profile."""
-    if made.memory is not None:
-        outcome = made.memory
+def predict_peak(spec: RunSpec, plan: RunPlan) -> Peak | None:
+    """Return the predicted peak of a planned run; None if it has no profile."""
+    if plan.memory is not None:
+        outcome = plan.memory
         together = min(spec.cluster.ranks_per_node or len(outcome.host_bytes), spec.world_size)
         rank = outcome.fullest_rank
         return Peak(rank, outcome.peak_bytes[rank], max(outcome.host_bytes) * together)
-    if made.profile is None:
+    if plan.profile is None:
         return None
-    peaks = case_of(spec, made.schedule, made.profile).peak_bytes(made.boundaries)
+    peaks = case_of(spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
     rank = max(range(len(peaks)), key=lambda each: peaks[each])
     return Peak(rank, peaks[rank], 0)
 
 
-def check_host(spec: RunSpec, peak: Peak) -> None:
-    """Check what a run keeps in host memory against a node's.
+def check_host_memory(spec: RunSpec, peak: Peak) -> None:
+    """Check the host memory that a run needs against a node's.
 
     Raises:
         DoesNotFitError: the ranks of a node hold more than it has.
@@ -53,25 +53,25 @@ def check_host(spec: RunSpec, peak: Peak) -> None:
         )  # fmt: skip
 
 
-def steps_s(spec: RunSpec, made: RunPlan) -> float | None:
-    """Return the predicted seconds of all steps of a planned run; None where its costs are not known.
+def predict_seconds(spec: RunSpec, plan: RunPlan) -> float | None:
+    """Return the predicted seconds of all steps of a planned run; None if its costs are not known.
 
-    Those are known of a run with timed waits, and where a profile measured them or a machine has rates.
+    They are known of a run with timed waits, and if a profile measured them or the machine has rates.
     """
-    if spec.machine.kind not in PREDICTED or sum(map(len, made.schedule.rows)) > MAX_ACTIONS:
+    if spec.machine.kind not in PREDICTABLE or sum(map(len, plan.schedule.rows)) > MAX_ACTIONS:
         return None
     if spec.machine.kind == "real":
-        return _real_s(spec, made)
-    _, played = play(spec, made.schedule)
-    return spec.train.steps * played.span * spec.cost.unit_s
+        return _real_seconds(spec, plan)
+    _, simulated = play(spec, plan.schedule)
+    return spec.train.steps * simulated.span * spec.cost.unit_s
 
 
-def _real_s(spec: RunSpec, made: RunPlan) -> float | None:
-    profile = made.profile
-    if profile is None or (profile.source == "fake" and spec.machine.name in GUESSED and spec.cluster.gpus_per_node):
+def _real_seconds(spec: RunSpec, plan: RunPlan) -> float | None:
+    profile = plan.profile
+    if profile is None or (profile.source == "fake" and spec.machine.name in NO_RATES and spec.cluster.gpus_per_node):
         return None
-    if made.memory is not None:
-        return spec.train.steps * made.memory.step_s
-    asked = replace(spec, cost=replace(spec.cost, name=PROFILE, activation_bytes=0, unit_s=1.0, link=0.0))
-    _, played = play(costed(asked), made.schedule)
-    return spec.train.steps * played.span
+    if plan.memory is not None:
+        return spec.train.steps * plan.memory.step_s
+    profiled = replace(spec, cost=replace(spec.cost, name=PROFILE, activation_bytes=0, unit_s=1.0, link=0.0))
+    _, simulated = play(costed(profiled), plan.schedule)
+    return spec.train.steps * simulated.span

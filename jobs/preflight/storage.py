@@ -1,4 +1,4 @@
-"""The place of a run's folder: whether it can be written, has room, and is one that compute nodes see."""
+"""The storage of a run's folder: whether it can be written, has free space, and can be seen by compute nodes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,21 @@ from pathlib import Path
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from gems.utils.units import GIB
 
-GIB = 1 << 30
 MIN_BYTES = 64 << 20  # logs, traces and notes of a small run
 MIN_FILES = 1000
-OF_THE_NODE = ("tmpfs", "ramfs", "devtmpfs")  # in this machine's own memory
+LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # in this machine's own memory
 SHARED = (
-    "nfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "panfs",
-    "wekafs",
-    "pvfs",
-    "orangefs",
-    "daos",
-    "fuse.",
-    "afs",
-    "9p",
-)
+    "nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "pvfs", "orangefs", "daos", "fuse.", "afs", "9p",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run's folder will lie: the nearest folder that is there, its file system, and what is free on it.
+class Storage:
+    """Where a run's folder will be: the nearest existing folder, its file system, and the free space on it.
 
-    `files` is None where the file system does not count them.
+    `files` is None if the file system does not count them.
     """
 
     path: Path
@@ -46,14 +34,14 @@ class Place:
 
     @property
     def is_shared(self) -> bool | None:
-        """Whether other nodes can see it; None where its kind does not say."""
-        if self.kind.startswith(OF_THE_NODE):
+        """Whether other nodes can see it; None if its kind does not tell."""
+        if self.kind.startswith(LOCAL):
             return False
         return True if self.kind.startswith(SHARED) else None
 
 
-def place_of(spec: RunSpec) -> Place:
-    """Check at the place of a run's folder.
+def find_storage(spec: RunSpec) -> Storage:
+    """Find the storage of a run's folder.
 
     Raises:
         ConfigError: one cannot write there.
@@ -66,26 +54,29 @@ def place_of(spec: RunSpec) -> Place:
             "runs_dir", spec.runs_dir, f"cannot write there ({reason}: {path})", "give runs_dir= a folder of yours"
         )
     seen = os.statvfs(path)
-    return Place(path, _kind(path.resolve()), seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else None)
+    return Storage(path, _kind(path.resolve()), seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else None)
 
 
-def check_room(spec: RunSpec, place: Place, needed_bytes: int = 0) -> str:
-    """Check what is free against what a run leaves, and says both. A quota is not seen.
+def check_free_space(spec: RunSpec, storage: Storage, needed_bytes: int = 0) -> str:
+    """Check the free space against what a run writes, and describe it; quotas are not seen.
 
     Raises:
         ConfigError: it does not fit.
     """
     needed = max(needed_bytes, MIN_BYTES)
-    if place.free_bytes < needed:
+    if storage.free_bytes < needed:
         raise ConfigError(
-            "runs_dir", spec.runs_dir, f"{_gib(place.free_bytes)} are free there, and the run leaves {_gib(needed)}",
-            "make room, or give another folder",
+            "runs_dir", spec.runs_dir, f"{_gib(storage.free_bytes)} are free there, and the run writes {_gib(needed)}",
+            "free some, or give another folder",
         )  # fmt: skip
-    if place.files is not None and place.files < MIN_FILES:
+    if storage.files is not None and storage.files < MIN_FILES:
         raise ConfigError(
-            "runs_dir", spec.runs_dir, f"only {place.files} more files can be made there", "make room, or give another"
+            "runs_dir",
+            spec.runs_dir,
+            f"only {storage.files} more files can be made there",
+            "free some, or give another folder",
         )
-    return f"{place.path} on {place.kind}, {_gib(place.free_bytes)} free"
+    return f"{storage.path} on {storage.kind}, {_gib(storage.free_bytes)} free"
 
 
 def _kind(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Questions to SLURM's commands: bounded in time, without a shell, and without what an enclosing job left behind."""
+"""SLURM's commands: bounded in time, without a shell, and without what an enclosing job left in the environment."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from gems.launch.local_launcher import without_leftovers
 
-ASK_LIMIT_S, HEAR_LIMIT_S = 30.0, 10.0
-OF_THE_USER = ("SINFO_", "SACCTMGR_", "SQUEUE_", "SACCT_")  # own formats would hide from us what we ask for
-# What SLURM says where it is not the question that is wrong.
-NOT_THERE = (
+QUERY_LIMIT_S, SITE_LIMIT_S = 10.0, 30.0
+USER_FORMATS = ("SINFO_", "SACCTMGR_", "SQUEUE_", "SACCT_")  # a user's own formats would hide the columns asked for
+# Messages of commands that reach no SLURM, as opposed to a refusal.
+UNREACHABLE = (
     "Unable to contact slurm controller", "Could not establish a configuration source", "Unable to process configuration",
     "Socket timed out", "Zero Bytes were transmitted", "connect failure", "Connection refused", "slurmdbd",
     "Slurm accounting storage is disabled", "not running a supported accounting_storage plugin",
@@ -20,62 +20,66 @@ NOT_THERE = (
 )  # fmt: skip
 
 
-class UnansweredError(Exception):
-    """A question that got no answer here: the command is missing, too slow, or reaches nobody."""
+class SlurmError(Exception):
+    """A command of SLURM's that failed, or is not available; `reason` leaves out the command's name."""
+
+    def __init__(self, command: str, reason: str, *, is_own_message: bool = False) -> None:
+        self.reason = reason.removeprefix(f"{command}: ")
+        super().__init__(f"{command} failed: {self.reason}" if is_own_message else f"{command} {reason}")
 
 
-class RefusedError(Exception):
-    """What a command said when it refused."""
+class SlurmUnavailableError(SlurmError):
+    """The command is missing, too slow, or reaches no SLURM."""
 
 
-def ask(argv: Sequence[str], text: str = "", limit_s: float = ASK_LIMIT_S) -> str:
-    """Return what a command says on stdout, then on stderr; `text` is what it reads.
-
-    Raises:
-        UnansweredError: it is not there, does not answer in time, or reaches nobody.
-        RefusedError: it ended with another exit code than 0.
-    """
-    asked = _run(argv, text, limit_s)
-    if asked.returncode == 0:
-        return asked.stdout + asked.stderr
-    words = " ".join((asked.stderr or asked.stdout).split()) or f"exit code {asked.returncode}"
-    if any(sign in words for sign in NOT_THERE):
-        raise UnansweredError(f"{argv[0]} said: {words}")
-    raise RefusedError(words)
+class SlurmRefusedError(SlurmError):
+    """The command ended with an exit code other than 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """The lines that a command printed; `trouble` says why they are no answer."""
+class CommandResult:
+    """What a command printed, and why that is no answer."""
 
-    lines: tuple[str, ...] = ()
-    trouble: str | None = None
+    stdout: str = ""
+    stderr: str = ""
+    error: SlurmError | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of stdout."""
+        return self.stdout.splitlines()
+
+    def check(self) -> str:
+        """Return stdout and stderr.
+
+        Raises:
+            SlurmUnavailableError: the command is missing, too slow, or reaches no SLURM.
+            SlurmRefusedError: it ended with an exit code other than 0.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.stdout + self.stderr
 
 
-def hear(argv: Sequence[str], limit_s: float | None = None) -> Said:
-    """Return what a command prints, for those who can do without; HEAR_LIMIT_S unless told."""
+def run_slurm(argv: Sequence[str], stdin: str = "", limit_s: float | None = None) -> CommandResult:
+    """Run one of SLURM's commands, for QUERY_LIMIT_S at most unless `limit_s` is given; raises nothing."""
+    limit_s = QUERY_LIMIT_S if limit_s is None else limit_s
+    environment = {
+        name: value for name, value in without_leftovers(os.environ).items() if not name.startswith(USER_FORMATS)
+    }
     try:
-        asked = _run(argv, "", HEAR_LIMIT_S if limit_s is None else limit_s)
-    except UnansweredError as error:
-        return Said(trouble=str(error))
-    lines = tuple(asked.stdout.splitlines())
-    if asked.returncode:
-        words = " ".join(asked.stderr.split()) or f"exit code {asked.returncode}"
-        return Said(lines, f"{argv[0]} said: {words}")
-    return Said(lines)
-
-
-def _run(argv: Sequence[str], text: str, limit_s: float) -> subprocess.CompletedProcess[str]:
-    kept = without_leftovers(os.environ)
-    environment = {name: value for name, value in kept.items() if not name.startswith(OF_THE_USER)}
-    try:
-        return subprocess.run(
-            list(argv), env=environment | {"LC_ALL": "C"}, input=text, capture_output=True, text=True, errors="replace",
+        ended = subprocess.run(
+            list(argv), env=environment | {"LC_ALL": "C"}, input=stdin, capture_output=True, text=True, errors="replace",
             timeout=limit_s,
         )  # fmt: skip
-    except FileNotFoundError as error:
-        raise UnansweredError(f"{argv[0]} is not on PATH") from error
-    except subprocess.TimeoutExpired as error:
-        raise UnansweredError(f"{argv[0]} did not answer within {limit_s:g} s") from error
+    except FileNotFoundError:
+        return CommandResult(error=SlurmUnavailableError(argv[0], "is not on PATH"))
+    except subprocess.TimeoutExpired:
+        return CommandResult(error=SlurmUnavailableError(argv[0], f"did not answer within {limit_s:g} s"))
     except OSError as error:
-        raise UnansweredError(f"{argv[0]} cannot be run ({error.strerror})") from error
+        return CommandResult(error=SlurmUnavailableError(argv[0], f"cannot be run ({error.strerror})"))
+    if ended.returncode == 0:
+        return CommandResult(ended.stdout, ended.stderr)
+    reason = " ".join((ended.stderr or ended.stdout).split()) or f"exit code {ended.returncode}"
+    kind = SlurmUnavailableError if any(text in reason for text in UNREACHABLE) else SlurmRefusedError
+    return CommandResult(ended.stdout, ended.stderr, kind(argv[0], reason, is_own_message=True))

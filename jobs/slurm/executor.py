@@ -1,9 +1,9 @@
 """Submission to SLURM, with submitit underneath.
 
-A job is one batch script. On the first node it runs `jobs.launch.batch.BatchJob`, which launches all ranks by ONE
-srun step (submitit's own srun is switched off). So a job leaves one log and three small files, not three a
-rank; post-processing happens outside of MPI; the launch is the very one of a local run; and a failure is
-named and kept in status.json without asking SLURM's accounting, which not every site has.
+A job is one batch script. On the first node it runs a callable, `jobs.launch.batch.BatchJob`, which launches all ranks
+by ONE srun step (submitit's own srun is switched off). So a job leaves one log and three small files, not three per
+rank; post-processing happens outside of MPI; the launch is that of a local run; and a failure is recorded in
+status.json without SLURM's accounting, which not every site has.
 
 The only module that imports submitit; it is imported when it is needed.
 """
@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
-from jobs.launch.batch import BatchJob
-from jobs.diagnosis.node_blocklist import exclude_option
 from jobs.slurm.resources import JobSpec
+from jobs.slurm.sbatch_check import refusal
 
 OWN_KEYS = {
     "nodes": "cluster.nodes",
@@ -54,10 +53,10 @@ SIGNAL_LINE = "#SBATCH --signal="
 
 
 class Executor(SlurmExecutor):
-    """submitit's executor with a script that can be shown anywhere, and without a signal before the end.
+    """submitit's executor with a script that can be printed on any machine, and without submitit's own signal.
 
-    submitit's `--signal=USR2@90` would reach every rank 90 s before the end, at once in a job of one minute.
-    `python` is the words that run submitit's own program: those of an interpreter, or of one with a code snapshot.
+    Its `--signal=USR2@90` would reach every rank 90 s before the end, at once in a job of one minute. `python` is the
+    command that runs submitit's program: an interpreter, or one with a code archive.
     """
 
     def __init__(self, folder: Path, python: Sequence[str]) -> None:
@@ -70,7 +69,7 @@ class Executor(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Report that SLURM can be used: a script is shown also where there is none."""
+        """Report that SLURM can be used: the script can be printed also without one."""
         return 2
 
     @property
@@ -85,7 +84,7 @@ class Executor(SlurmExecutor):
         return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(SIGNAL_LINE))
 
     def script(self, command: str | None = None) -> str:
-        """Return the batch script that a submission would use, or the same one with another last line."""
+        """Return the batch script of a submission, or the same one with another last line."""
         return self._make_submission_file_text(command or self._submitit_command_str, "")
 
 
@@ -116,31 +115,28 @@ def executor(spec: RunSpec, job: JobSpec, folder: RunFolder) -> Executor:
     return made
 
 
-def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[], None] | None = None) -> str:
-    """Submit a prepared run and gives the job's number; `work` is what the job does if not that run alone.
+def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[], None]) -> str:
+    """Submit a prepared run and return the job's number; `work` is what the batch script calls.
 
     Raises:
+        TryLaterError: the queue takes no more jobs now.
         ConfigError: sbatch refuses it.
     """
     before = set(folder.logs.iterdir())
     made = executor(spec, job, folder)
     folder.job_sh.write_text(made.script())
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with without_enclosing_job(), contextlib.redirect_stderr(said):
-            job_id = str(made.submit(work or BatchJob(str(folder.path))).job_id)
+        with without_enclosing_job(), contextlib.redirect_stderr(stderr):
+            job_id = str(made.submit(work).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
         for path in set(folder.logs.iterdir()) - before:
             path.unlink()
-        text = " ".join((str(error) or said.getvalue()).split())
-        raise ConfigError(
-            "cluster", spec.cluster.name, f"sbatch refuses the job: {text}",
-            "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch",
-        ) from error  # fmt: skip
+        raise refusal(spec.cluster.name, " ".join((str(error) or stderr.getvalue()).split())) from error
     if spec.cluster.signal_before_end_s and not made.parameters["additional_parameters"].get("signal"):
         print(
-            f"jobs: cluster.minutes={job.minutes} are too short to save cluster.signal_before_end_s="
-            f"{spec.cluster.signal_before_end_s} s before the end: the run ends as it is when they are over",
+            f"jobs: cluster.minutes={job.minutes} is too short to save cluster.signal_before_end_s="
+            f"{spec.cluster.signal_before_end_s} s before the end: the run is killed at its time limit",
             file=sys.stderr,
         )  # fmt: skip
     return job_id
@@ -148,7 +144,7 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[]
 
 @contextlib.contextmanager
 def without_enclosing_job() -> Iterator[None]:
-    """Hide what an enclosing allocation left in the environment, so that it does not change the new job."""
+    """Hide the variables of an enclosing allocation, so that they do not change the new job."""
     before = dict(os.environ)
     kept = without_leftovers(before)
     for name in before.keys() - kept.keys():
@@ -160,7 +156,7 @@ def without_enclosing_job() -> Iterator[None]:
 
 
 def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Check the free `cluster.sbatch` map: true gives a bare flag, false and null leave the option out.
+    """Check the free `cluster.sbatch` map: true is a bare flag, false and null leave the option out.
 
     Raises:
         ConfigError: an option that a key of its own sets, or text that would leave its line.
@@ -189,45 +185,45 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
     if not cluster.supports_mem_option and memory:
         raise ConfigError(
             f"cluster.sbatch.{memory[0]}", free[memory[0]], f"cluster {cluster.name} refuses options of memory",
-            "leave it out, or set cluster.supports_mem_option=true where the site has changed that",
+            "leave it out, or set cluster.supports_mem_option=true if the site has changed that",
         )  # fmt: skip
     own = dict([job.gpu_option] if job.gpu_option else [])
     for name in own.keys() & free.keys():
         raise ConfigError(
-            f"cluster.sbatch.{name}", free[name], f"stands beside cluster.gpu_request={job.gpu_request}",
+            f"cluster.sbatch.{name}", free[name], f"conflicts with cluster.gpu_request={job.gpu_request}",
             "set cluster.gpu_request=none to ask for GPUs by hand",
         )  # fmt: skip
-    own |= _ends(cluster, free)
+    own |= _end_options(cluster, free)
     if job.launcher == "ibrun":  # takes the number of tasks from the allocation, and such sites demand it
         own["ntasks"] = str(job.tasks)
     return {**free, **own, **exclude_option(cluster.exclude)}
 
 
-def _ends(cluster: ClusterConfig, free: dict[str, Any]) -> dict[str, Any]:
-    """Return what makes a run save before its time is over, and lets SLURM start it again.
+def _end_options(cluster: ClusterConfig, free: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that make a run save before its time limit, and let SLURM start it again.
 
     The signal goes to the batch process alone, which asks the ranks. SLURM sends it up to half a minute early.
     """
-    ends: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if "signal" not in free and is_warned(cluster):
-        ends["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
+        options["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
     if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
-        ends["requeue"] = True
-    return ends
+        options["requeue"] = True
+    return options
 
 
 def is_warned(cluster: ClusterConfig) -> bool:
-    """Whether the job is long enough for a signal before its end: half of its time comes before that."""
+    """Return whether the job is long enough for a signal before its end, in the second half of its time."""
     return 0 < 2 * cluster.signal_before_end_s <= 60 * cluster.minutes
 
 
 def _modules(names: list[str]) -> list[str]:
-    """Return the line that loads the site's modules, in their order. Without them a run would fail in other words."""
+    """Return the line that loads the site's modules, in their order; without them a run would fail less clearly."""
     return [f"module load {shlex.join(names)} || exit {ConfigError.exit_code}"] if names else []
 
 
 def need_sbatch(job: JobSpec) -> None:
-    """Make sure that there is a SLURM to submit to.
+    """Check that there is a SLURM to submit to.
 
     Raises:
         ConfigError: sbatch is not on PATH.
@@ -237,6 +233,12 @@ def need_sbatch(job: JobSpec) -> None:
             "cluster.launcher", job.launcher, "needs sbatch, which is not on PATH",
             "submit from a login node, show the script with --dry-run, or run here with cluster=local",
         )  # fmt: skip
+
+
+def exclude_option(names: Iterable[str]) -> dict[str, str]:
+    """Return sbatch's option that excludes nodes, if there are any."""
+    joined = ",".join(dict.fromkeys(names))
+    return {"exclude": joined} if joined else {}
 
 
 def _shown(name: str) -> str:
@@ -259,12 +261,10 @@ def _check_path(spec: RunSpec, job: JobSpec, folder: RunFolder) -> None:
         key, value = (
             ("runs_dir", spec.runs_dir) if "%" not in spec.name and "\\" not in spec.name else ("name", spec.name)
         )
-        raise ConfigError(
-            key, _shown(value), "must have no '%', '\\' or line break: SLURM gives them a meaning in paths"
-        )
+        raise ConfigError(key, _shown(value), "must have no '%', '\\' or line break, which SLURM interprets in paths")
     if job.snapshot and ":" in path:
         key, value = ("name", spec.name) if ":" in spec.name else ("runs_dir", spec.runs_dir)
         raise ConfigError(
-            key, value, "must have no ':', which parts the folders that Python imports from",
+            key, value, "must have no ':', which separates the folders that Python imports from",
             "change it, or set cluster.archive_code=false",
         )  # fmt: skip

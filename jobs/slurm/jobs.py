@@ -1,43 +1,69 @@
-"""What SLURM says of jobs: squeue and sacct, one call for all of them, neither of which a site must have."""
+"""SLURM's jobs: one record, read from squeue, sacct or scontrol, whichever a site has and still knows the job."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from jobs.slurm.command import hear
+from jobs.slurm.command import run_slurm
 
 PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 STARTING = ("CONFIGURING",)
 RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED")
 ACTIVE = (*PENDING, *STARTING, *RUNNING)
+SQUEUE, SACCT, SCONTROL = "squeue", "sacct", "scontrol"
+SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%j": "Name"}
+SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
+UNKNOWN = ("", "None", "(null)", "None assigned", "N/A", "Unknown")
+SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job in SLURM's own words; `start_utc` of a pending one is SLURM's estimate, where it has one."""
+    """A job as SLURM knows it, in SLURM's words; `source` is the command that was asked.
+
+    `start_utc` of a pending job is SLURM's estimate. `restarts` counts how often SLURM has put the job back.
+    """
 
     state: str
+    source: str = SQUEUE
     reason: str = ""
     start_utc: datetime | None = None
     name: str | None = None
+    exit_code: str = ""
+    nodes: str = ""
+    end_utc: datetime | None = None
+    elapsed: str = ""
+    time_limit: str = ""
+    max_rss_bytes: int | None = None
+    step_states: tuple[str, ...] = ()
+    restarts: int = 0
+    is_preempted: bool = False
 
     @property
     def is_active(self) -> bool:
         """Whether the job waits or runs."""
         return self.state in ACTIVE
 
+    def describe(self) -> str:
+        """Describe what is known of the job in one line."""
+        known = (
+            ("state", self.state), ("exit code", self.exit_code), ("reason", self.reason), ("nodes", self.nodes),
+            ("elapsed", self.elapsed), ("time limit", self.time_limit),
+        )  # fmt: skip
+        return ", ".join(f"{name} {value}" for name, value in known if value)
+
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The jobs that a command knows, by number; `trouble` says why there is no answer."""
+class JobQuery:
+    """The jobs that a command knows, by number; `error` tells why it did not answer."""
 
     jobs: Mapping[str, Job] = field(default_factory=dict)
-    trouble: str | None = None
+    error: str | None = None
 
 
 def is_job_number(value: object) -> bool:
@@ -45,59 +71,121 @@ def is_job_number(value: object) -> bool:
     return isinstance(value, str | int) and re.fullmatch(r"[0-9]{1,18}", str(value)) is not None
 
 
-def ask_queue(job_ids: Iterable[str]) -> Answer:
-    """Ask squeue once; it also tells of jobs that ended some minutes ago."""
-    numbers = sorted({number for number in job_ids if is_job_number(number)}, key=int)
+def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limit_s: float | None = None) -> JobQuery:
+    """Query squeue or sacct once for all jobs, or scontrol for one.
+
+    squeue also knows jobs that ended some minutes ago; of a job that SLURM started again sacct returns the last start.
+
+    Args:
+        job_ids: numbers; what is no number is left out.
+        source: SQUEUE, SACCT or SCONTROL.
+        steps: whether sacct shall read the steps too, for their states and their memory.
+        limit_s: seconds to wait for an answer.
+    """
+    numbers = sorted({str(number) for number in job_ids if is_job_number(number)}, key=int)
     if not numbers:
-        return Answer()
-    said = hear(["squeue", "--noheader", "--states=all", "--format=%i|%T|%S|%r|%j", f"--jobs={','.join(numbers)}"])
-    if said.trouble is not None and "Invalid job id" not in said.trouble:
-        return Answer(trouble=said.trouble)
-    jobs = {}
-    for number, state, start, reason, name in _rows(said.lines, 5):
-        jobs[number] = Job(state, "" if reason == "None" else reason, _utc(start), name)
-    return Answer(jobs)
+        return JobQuery()
+    chosen, (argv, read) = f"--jobs={','.join(numbers)}", QUERIES[source]
+    allocations = ["--allocations"] if source == SACCT and not steps else []
+    argv = [*argv, numbers[0], "--oneliner"] if source == SCONTROL else [*argv, *allocations, chosen]
+    result = run_slurm(argv, limit_s=limit_s)
+    if result.error is not None and "Invalid job id" not in result.error.reason:
+        return JobQuery(error=str(result.error))
+    return JobQuery(read(result.lines))
 
 
-def ask_accounting(job_ids: Iterable[str]) -> Answer:
-    """Ask sacct once; of a job that SLURM started again it tells the last start."""
-    numbers = sorted({number for number in job_ids if is_job_number(number)}, key=int)
-    if not numbers:
-        return Answer()
-    said = hear(
-        ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State,Reason,Start",
-         f"--jobs={','.join(numbers)}"]
-    )  # fmt: skip
-    if said.trouble is not None:
-        return Answer(trouble=said.trouble)
-    jobs = {}
-    for number, state, reason, start in _rows(said.lines, 4):
-        jobs[number] = Job(state.split()[0], "" if reason == "None" else reason, _utc(start))
-    return Answer(jobs)
+def find_job(job_id: str) -> tuple[Job | None, tuple[str, ...]]:
+    """Return what sacct, or else scontrol, knows of a job, and the errors of those that did not answer."""
+    errors: list[str] = []
+    for source in (SACCT, SCONTROL) if is_job_number(job_id) else ():
+        query = query_jobs([job_id], source, steps=True)
+        if job_id in query.jobs:
+            return query.jobs[job_id], tuple(errors)
+        errors.append(query.error or f"{source} does not know job {job_id}")
+    return None, tuple(errors)
+
+
+def scontrol_fields(lines: Sequence[str]) -> dict[str, str]:
+    """Parse `NAME=value NAME=value` as scontrol prints them; a value may hold spaces."""
+    text = " ".join(lines).strip()
+    return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text))
 
 
 def num_queued(partition: str | None = None, qos: str | None = None) -> int | None:
-    """Return how many jobs this user has waiting or running, in a partition and a qos; None where SLURM cannot be asked."""
+    """Return how many jobs of this user wait or run in a partition and a qos; None if squeue does not answer."""
     chosen = [f"--{key}={value}" for key, value in (("partition", partition), ("qos", qos)) if value]
-    said = hear(["squeue", "--noheader", "--format=%i", f"--user={os.getuid()}", *chosen])
-    return None if said.trouble is not None else len(said.lines)
+    result = run_slurm(["squeue", "--noheader", "--format=%i", f"--user={os.getuid()}", *chosen])
+    return None if result.error is not None else len(result.lines)
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
-    """Cancel jobs by one scancel; gives what it said when it refused any of them."""
-    return hear(["scancel", *filter(is_job_number, job_ids)]).trouble
+    """Cancel jobs by one scancel; return its error, or None."""
+    error = run_slurm(["scancel", *filter(is_job_number, job_ids)]).error
+    return None if error is None else str(error)
 
 
-def _rows(lines: Iterable[str], num_fields: int) -> Iterable[list[str]]:
-    """Split lines at the bars; the last field may hold some."""
-    for line in lines:
-        fields = [text.strip() for text in line.split("|", num_fields - 1)]
-        if len(fields) == num_fields and is_job_number(fields[0]) and fields[1]:
-            yield fields
+def _read_squeue(lines: Sequence[str]) -> dict[str, Job]:
+    rows = [dict(zip(SQUEUE_FIELDS.values(), _split(line, 4), strict=False)) for line in lines]
+    return {row["JobID"]: _job(row, SQUEUE) for row in rows if row.get("State") and is_job_number(row["JobID"])}
+
+
+def _read_sacct(lines: Sequence[str]) -> dict[str, Job]:
+    """Read the rows of jobs and of their steps, which follow their job."""
+    jobs: dict[str, Job] = {}
+    rows = [dict(zip(SACCT_FIELDS, _split(line), strict=False)) for line in lines]
+    rows = [row for row in rows if row.get("State")]
+    for row in rows:
+        number = row["JobIDRaw"]
+        if is_job_number(number):
+            steps = [step for step in rows if step["JobIDRaw"].startswith(f"{number}.")]
+            sizes = [size for step in steps if (size := _size(step.get("MaxRSS", ""))) is not None]
+            jobs[number] = _job(row, SACCT, max(sizes, default=None), tuple(_first(step["State"]) for step in steps))
+    return jobs
+
+
+def _read_scontrol(lines: Sequence[str]) -> dict[str, Job]:
+    row = scontrol_fields(lines)
+    names = {"State": "JobState", "Name": "JobName", "Start": "StartTime", "End": "EndTime", "Elapsed": "RunTime",
+             "Timelimit": "TimeLimit"}  # fmt: skip
+    row |= {name: row[other] for name, other in names.items() if other in row}
+    return {row["JobId"]: _job(row, SCONTROL)} if is_job_number(row.get("JobId")) else {}
+
+
+def _job(row: Mapping[str, str], source: str, max_rss: int | None = None, steps: tuple[str, ...] = ()) -> Job:
+    known = {name: "" if value in UNKNOWN else value for name, value in row.items()}
+    restarts = known.get("Restarts", "")
+    return Job(
+        _first(known.get("State", "")), source, known.get("Reason", ""), _utc(known.get("Start", "")), row.get("Name"),
+        known.get("ExitCode", ""), known.get("NodeList", ""), _utc(known.get("End", "")), known.get("Elapsed", ""),
+        known.get("Timelimit", ""), max_rss, steps, int(restarts) if restarts.isdecimal() else 0,
+        bool(known.get("PreemptTime")),
+    )  # fmt: skip
+
+
+def _split(line: str, max_splits: int = -1) -> list[str]:
+    return [text.strip() for text in line.split("|", max_splits)]
+
+
+def _first(state: str) -> str:
+    """Return a state without who brought it about, as in CANCELLED by 1000."""
+    return state.split()[0] if state.split() else "UNKNOWN"
+
+
+def _size(text: str) -> int | None:
+    found = re.fullmatch(r"([0-9.]+)([KMGT]?)", text)
+    with contextlib.suppress(ValueError):
+        return round(float(found[1]) * SIZES[found[2]]) if found else None
+    return None
 
 
 def _utc(text: str) -> datetime | None:
-    """Read SLURM's local time; None for its N/A and Unknown."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # SLURM's local time
         return datetime.fromisoformat(text).astimezone(UTC)
     return None
+
+
+QUERIES: dict[str, tuple[list[str], Callable[[Sequence[str]], dict[str, Job]]]] = {
+    SQUEUE: (["squeue", "--noheader", "--states=all", f"--format={'|'.join(SQUEUE_FIELDS)}"], _read_squeue),
+    SACCT: (["sacct", "--noheader", "--parsable2", f"--format={','.join(SACCT_FIELDS)}"], _read_sacct),
+    SCONTROL: (["scontrol", "show", "job"], _read_scontrol),
+}

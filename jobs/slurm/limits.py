@@ -1,18 +1,24 @@
-"""What a site allows, checked before anything is queued: a node's CPUs and memory, job size, walltime, jobs in the queue."""
+"""What a site allows, checked before anything is queued: by its preset, and by what its SLURM answers now."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from gems.config.cluster import QueueLimit, num_bound
 from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import ConfigError
+from gems.errors import ConfigError, nearest
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.resources import JobSpec
+from jobs.slurm.sbatch_check import TryLaterError
+from jobs.slurm.site import Accounts, Partition
 
-IF_CHANGED = "where the site has changed it, set cluster.limits=[]"
+IF_CHANGED = "if the site has changed it, set cluster.limits=[]"
+OTHER = "or choose another cluster.partition"
+CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no job
 
 
 def check_limits(spec: RunSpec, job: JobSpec) -> None:
-    """Check a job of SLURM's against its preset.
+    """Check a job of SLURM's against its preset: a node's CPUs and memory, the job's size and time.
 
     Raises:
         ConfigError: more than the site allows, with the limit.
@@ -21,38 +27,38 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
         return
     _check_node(spec, job)
     _check_binding(job)
-    limit = limit_of(spec.cluster, job.nodes)
+    limit = queue_limit(spec.cluster, job.nodes)
     if limit is not None and limit.minutes is not None and job.minutes > limit.minutes:
         raise ConfigError(
             "cluster.minutes", job.minutes,
-            f"cluster {spec.cluster.name} allows at most {limit.minutes} to {_scope(limit)}",
+            f"cluster {spec.cluster.name} allows at most {limit.minutes} minutes for jobs of {_scope(limit)}",
             f"ask for less; {IF_CHANGED}",
         )  # fmt: skip
 
 
 def check_queue(spec: RunSpec, job: JobSpec) -> None:
-    """Check that the site takes one more job of this user's; where the queue cannot be asked, SLURM will.
+    """Check that the preset allows one more job of this user; if squeue does not answer, SLURM will.
 
     Raises:
-        ConfigError: as many as it allows are queued.
+        TryLaterError: as many as it allows are queued.
     """
-    limit = limit_of(spec.cluster, job.nodes)
+    limit = queue_limit(spec.cluster, job.nodes)
     if limit is None or limit.queued_jobs is None:
         return
     queued = num_queued(limit.partition, limit.qos)
     if queued is not None and queued >= limit.queued_jobs:
-        raise ConfigError(
+        raise TryLaterError(
             "cluster", spec.cluster.name,
-            f"{queued} jobs are queued, and {limit.queued_jobs} are allowed to {_scope(limit)}",
+            f"{queued} jobs are queued, and at most {limit.queued_jobs} are allowed of {_scope(limit)}",
             f"wait for one to end; {IF_CHANGED}",
         )  # fmt: skip
 
 
-def limit_of(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
-    """Return the first limit that fits a job on so many nodes; None where the preset knows none of its partition and qos.
+def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
+    """Return the preset's first limit for a job on so many nodes; None if it has none for the partition and qos.
 
     Raises:
-        ConfigError: limits of its partition and qos are known, and none allows so many nodes.
+        ConfigError: there are limits for the partition and qos, and none allows so many nodes.
     """
     qos = cluster.sbatch.get("qos")
     rows = [row for row in cluster.limits if row.partition in (None, cluster.partition) and row.qos in (None, qos)]
@@ -62,26 +68,111 @@ def limit_of(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
     if not rows:
         return None
     raise ConfigError(
-        "cluster.nodes", nodes, f"cluster {cluster.name} allows " + " or ".join(_scope(row) for row in rows),
+        "cluster.nodes", nodes, f"cluster {cluster.name} allows jobs of " + " or ".join(map(_scope, rows)),
         f"change the ranks, cluster.partition or cluster.sbatch.qos; {IF_CHANGED}",
     )  # fmt: skip
+
+
+def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition]) -> str:
+    """Check a job against the partitions that it may run in, and describe those that would take it.
+
+    A quality of service may lift a partition's limits of minutes and nodes; with one, these are left to SLURM.
+
+    Raises:
+        ConfigError: none of them would ever start the job, with the reason of the first.
+    """
+    refusals = [next(_refusals(spec, job, partition), None) for partition in partitions]
+    usable = [partition for partition, refusal in zip(partitions, refusals, strict=True) if refusal is None]
+    if not usable and refusals[0] is not None:
+        raise refusals[0]
+    return "; ".join(partition.describe() for partition in usable)
+
+
+def check_account(spec: RunSpec, accounts: Accounts) -> str:
+    """Check the account and the quality of service of a run if SLURM enforces them, and describe them.
+
+    Raises:
+        ConfigError: the user does not belong to that account, or may not use that quality of service.
+    """
+    account, known = spec.cluster.full_account, {name.lower(): name for name in accounts.qos}
+    if account is None:
+        return "your default account" if accounts.is_enforced else "none, and none is needed"
+    if account.lower() not in known:
+        if accounts.is_enforced:
+            raise ConfigError(
+                "cluster.account", account, f"you may charge {', '.join(sorted(accounts.qos))}",
+                f"nearest: {nearest(account.lower(), known, 1)[0]}",
+            )  # fmt: skip
+        return f"{account}, unknown to SLURM, which does not enforce accounts"
+    qos, allowed = spec.cluster.sbatch.get("qos"), accounts.qos[known[account.lower()]]
+    if qos is not None and allowed and str(qos) not in allowed and accounts.is_enforced:
+        raise ConfigError(
+            "cluster.sbatch.qos", qos, f"account {account} may use {', '.join(allowed)}",
+            f"nearest: {nearest(str(qos), allowed, 1)[0]}",
+        )  # fmt: skip
+    return f"{account}{f', qos {qos}' if qos else ''}"
+
+
+def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigError]:
+    """Yield the reasons against a job in a partition, the plainest first."""
+    where, qos = f"partition {found.name}", spec.cluster.sbatch.get("qos")
+    if found.state in CLOSED:
+        yield ConfigError("cluster.partition", found.name, f"takes no jobs now (state {found.state})", OTHER[3:])
+    yield from _access_refusals(spec, found)
+    asks_gpus = job.gpu_option is not None
+    cpus, gpus = job.tasks_per_node * job.cpus_per_task, job.gpus_per_node if asks_gpus else 0
+    max_gpus, max_cpus = (max((getattr(kind, name) for kind in found.kinds), default=None) for name in ("gpus", "cpus"))
+    if max_gpus is not None and gpus > max_gpus:
+        yield ConfigError(
+            "cluster.gpus_per_node", gpus, f"a node of {where} has at most {max_gpus} GPUs", f"ask for fewer, {OTHER}"
+        )
+    if max_cpus is not None and cpus > max_cpus:
+        yield ConfigError(
+            "cluster.cpus_per_rank", job.cpus_per_task,
+            f"times {job.tasks_per_node} ranks a node is {cpus}, and a node of {where} has at most {max_cpus} CPUs",
+            f"use fewer of either, {OTHER}",
+        )  # fmt: skip
+    fitting, gpus_too = found.count(cpus, gpus), f" and {gpus} GPUs" if asks_gpus else ""
+    limits = [(found.num_nodes, f"{where} has {found.num_nodes} nodes")]
+    if found.kinds:
+        limits.append((fitting, f"{where} has {fitting} nodes of {cpus} CPUs{gpus_too} or more"))
+    if found.max_nodes is not None and qos is None:
+        limits.append((found.max_nodes, f"{where} allows a job at most {found.max_nodes} nodes"))
+    for limit, text in limits:
+        if job.nodes > limit:
+            yield ConfigError("cluster.nodes", job.nodes, text, f"use fewer ranks, {OTHER}")
+    if qos is None and found.minutes is not None and job.minutes > found.minutes:
+        text = f"{where} allows at most {found.minutes} minutes"
+        yield ConfigError("cluster.minutes", job.minutes, text, f"ask for less, {OTHER}")
+
+
+def _access_refusals(spec: RunSpec, found: Partition) -> Iterator[ConfigError]:
+    account, qos = spec.cluster.full_account, spec.cluster.sbatch.get("qos")
+    if account is not None:
+        allowed = [name.lower() for name in found.accounts]
+        denied = [name.lower() for name in found.denied_accounts]
+        if (allowed and account.lower() not in allowed) or account.lower() in denied:
+            text = f"is open to {', '.join(found.accounts)}" if allowed else f"is closed to {account}"
+            yield ConfigError("cluster.account", account, f"partition {found.name} {text}", OTHER)
+    if qos is not None and found.qos and str(qos) not in found.qos:
+        text = f"partition {found.name} takes {', '.join(found.qos)}"
+        yield ConfigError("cluster.sbatch.qos", qos, text, OTHER)
 
 
 def _check_node(spec: RunSpec, job: JobSpec) -> None:
     cluster = spec.cluster
     cpus, usable = job.tasks_per_node * job.cpus_per_task, cluster.usable_cpus_per_node
     if usable is not None and cpus > usable:
+        fitting = usable // job.tasks_per_node
         raise ConfigError(
             "cluster.cpus_per_rank", job.cpus_per_task,
             f"times {job.tasks_per_node} ranks a node is {cpus}, and jobs may use {usable} CPUs of a node",
-            f"use at most {usable // job.tasks_per_node}, or fewer cluster.ranks_per_node"
-            if usable >= job.tasks_per_node
-            else "use fewer cluster.ranks_per_node",
+            f"use {f'at most {fitting}, or ' if fitting else ''}fewer cluster.ranks_per_node",
         )  # fmt: skip
     host, memory = spec.machine.host_bytes, cluster.node_memory_bytes
     if host is not None and memory is not None and host > memory:
         raise ConfigError(
-            "machine.host_bytes", host, f"must be at most cluster.node_memory_bytes={memory}, what a node has"
+            "machine.host_bytes", host, f"must be at most cluster.node_memory_bytes={memory}, the memory of a node"
         )
 
 
@@ -95,7 +186,7 @@ def _check_binding(job: JobSpec) -> None:
 
 
 def _scope(limit: QueueLimit) -> str:
-    """Describe the jobs that a limit is for: 3 to 512 nodes of partition normal."""
-    nodes = f"{limit.min_nodes} " + ("or more" if limit.max_nodes is None else f"to {limit.max_nodes}")
+    """Describe the jobs that a limit is for: 3-512 nodes in partition normal."""
+    nodes = f"{limit.min_nodes} or more" if limit.max_nodes is None else f"{limit.min_nodes}-{limit.max_nodes}"
     where = [f"{word} {name}" for word, name in (("partition", limit.partition), ("qos", limit.qos)) if name]
-    return f"{nodes} nodes" + (f" of {', '.join(where)}" if where else "")
+    return f"{nodes} nodes" + (f" in {' and '.join(where)}" if where else "")

@@ -1,4 +1,4 @@
-"""What a run asks of the machine: nodes, tasks, GPUs, minutes, and how its ranks are started."""
+"""The resources of a run: nodes, tasks, GPUs, minutes, and how its ranks are started."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The resources of one run, one task a rank; `python` is the words that start the ranks' interpreter.
+    """The resources of one run, one task per rank; `python` is the command that starts the ranks' interpreter.
 
-    A simulated run has no ranks: it is one process here, whatever the cluster. `is_probe` says that ranks only look at
-    the place that they were given. With `snapshot` all that is started comes from the code's archive in the run folder.
+    A simulated run has no ranks: it is one process here, whatever the cluster. With `is_probe` ranks only report their
+    placement. With `snapshot` everything is started from the code's archive in the run folder.
     """
 
     name: str
@@ -72,12 +72,12 @@ class JobSpec:
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours when the job takes all its minutes."""
+        """GPU-hours if the job takes all its minutes."""
         return self.gpus * self.minutes / 60
 
     @property
     def charge(self) -> float | None:
-        """What the site takes when the job takes all its minutes, in its own unit; None where the rate is not known."""
+        """The site's charge if the job takes all its minutes, in its own unit; None if the rate is not known."""
         if self.charge_rate is None:
             return None
         hours = self.gpu_hours if self.charge_per == "gpu-hour" else self.nodes * self.minutes / 60
@@ -147,7 +147,7 @@ def _python_words(command: str | None, default: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(command))
     except ValueError as error:
-        raise ConfigError("cluster.python", command, f"is no command line ({error})") from error
+        raise ConfigError("cluster.python", command, f"is not a command line ({error})") from error
     if not words:
         raise ConfigError("cluster.python", repr(command), "must name an interpreter", "or leave it out")
     return words

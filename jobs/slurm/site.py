@@ -1,24 +1,40 @@
-"""A partition as SLURM has it now, and the accounts that this user may charge."""
+"""What SLURM says of a site: its partitions and their nodes, its configuration, the accounts that this user may charge."""
 
 from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gems.errors import ConfigError, nearest
-from jobs.cli.discover import NodeKind, read_config, read_kinds, read_minutes, read_partitions
-from jobs.slurm.command import RefusedError, UnansweredError, ask
+from jobs.slurm.command import SITE_LIMIT_S, SlurmRefusedError, SlurmUnavailableError, run_slurm
 
+MIB = 1 << 20
+MINUTES_PER_DAY = 1440
+UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved", "blocked")
 EVERYBODY = ("ALL", "(null)", "N/A", "")
-OFF = "~#@$*%!^+-"  # what sinfo puts behind a state
+STATE_MARKS = "~#@$*%!^+-"  # what sinfo appends to a state
+NODE_LINE = re.compile(r"([^|]+)\|(\d+)\|(\d+)\+?\|(\d+)\+?\|([^|]*)(?:\|(.*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKind:
+    """Nodes of a partition that are alike; `memory_bytes` is that of one."""
+
+    partition: str
+    is_default: bool
+    nodes: int
+    cpus: int
+    memory_bytes: int
+    gpus: int
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What a partition has and allows; None stands for no limit, and an empty list of names for everybody."""
+    """What a partition has and allows; None is no limit, and an empty list of names is everybody."""
 
     name: str
     state: str
@@ -33,36 +49,50 @@ class Partition:
     qos: tuple[str, ...] = ()
 
     def count(self, cpus: int, gpus: int) -> int:
-        """Number of nodes that have at least so many CPUs and GPUs."""
+        """Return the number of nodes that have at least so many CPUs and GPUs."""
         return sum(kind.nodes for kind in self.kinds if kind.cpus >= cpus and kind.gpus >= gpus)
+
+    def describe(self) -> str:
+        """Describe the partition in one line."""
+        minutes = "no time limit" if self.minutes is None else f"at most {self.minutes} min"
+        state = "" if self.state == "UP" else f", state {self.state}"
+        return f"{self.name}: {self.num_up} of {self.num_nodes} nodes up, {self.num_idle} idle, {minutes}{state}"
 
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """The accounts that this user belongs to, each with its qualities of service, and whether SLURM insists on them."""
+    """The accounts that this user belongs to, each with its qualities of service, and whether SLURM enforces them."""
 
     qos: Mapping[str, tuple[str, ...]]
     is_enforced: bool
 
 
-def ask_partitions(names: str | None) -> tuple[Partition, ...]:
+def query_site(*argv: str) -> str:
+    """Return what a command prints on either stream.
+
+    Raises:
+        SlurmUnavailableError: it does not answer, or refuses to.
+    """
+    try:
+        return run_slurm(argv, limit_s=SITE_LIMIT_S).check()
+    except SlurmRefusedError as error:
+        raise SlurmUnavailableError(argv[0], error.reason, is_own_message=True) from error
+
+
+def query_partitions(names: str | None) -> tuple[Partition, ...]:
     """Return the partitions of a list like sbatch's, or the default one.
 
     Raises:
         ConfigError: SLURM has no such partition.
-        UnansweredError: SLURM cannot be asked, or has no default.
+        SlurmUnavailableError: SLURM does not answer, or has no default.
     """
-    try:
-        said = read_partitions(ask(["scontrol", "--all", "--oneliner", "show", "partition"]))
-        nodes = ask(["sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T"])
-    except RefusedError as error:
-        raise UnansweredError(str(error)) from error
-    by_name = {row["PartitionName"]: row for row in said if "PartitionName" in row}
-    wanted = (names or "").split(",") if names else [
-        name for name, row in by_name.items() if row.get("Default") == "YES"
-    ]  # fmt: skip
+    rows = parse_partitions(query_site("scontrol", "--all", "--oneliner", "show", "partition"))
+    nodes = query_site("sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T")
+    by_name = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
+    defaults = [name for name, row in by_name.items() if row.get("Default") == "YES"]
+    wanted = names.split(",") if names else defaults
     if not wanted or not by_name:
-        raise UnansweredError("SLURM names no default partition")
+        raise SlurmUnavailableError("scontrol", "names no default partition")
     for name in wanted:
         if name not in by_name:
             raise ConfigError(
@@ -72,63 +102,105 @@ def ask_partitions(names: str | None) -> tuple[Partition, ...]:
     return tuple(_partition(by_name[name], nodes) for name in wanted)
 
 
-def most_nodes(names: str | None) -> int | None:
-    """Return how many nodes a job of a partition may have; None where SLURM does not say."""
+def max_nodes(names: str | None) -> int | None:
+    """Return how many nodes a job of a partition may have; None if SLURM does not answer."""
     try:
-        found = ask_partitions(names)
-    except (ConfigError, UnansweredError):
+        found = query_partitions(names)
+    except (ConfigError, SlurmUnavailableError):
         return None
     return max(min(each.num_nodes, each.max_nodes or each.num_nodes) for each in found)
 
 
-def ask_accounts() -> Accounts:
+def query_accounts() -> Accounts:
     """Return the accounts of this user.
 
     Raises:
-        UnansweredError: this SLURM keeps none, or does not tell.
+        SlurmUnavailableError: this SLURM keeps none, or does not answer.
     """
     user = pwd.getpwuid(os.getuid()).pw_name
     words = ["--noheader", "--parsable2", "show", "associations", f"user={user}", "format=Account,QOS"]
-    try:
-        lines = ask(["sacctmgr", *words]).splitlines()
-        enforced = read_config(ask(["scontrol", "show", "config"])).get("AccountingStorageEnforce", "")
-    except RefusedError as error:
-        raise UnansweredError(f"sacctmgr said: {error}") from error
+    lines = query_site("sacctmgr", *words).splitlines()
+    enforced = parse_config(query_site("scontrol", "show", "config")).get("AccountingStorageEnforce", "")
     found: dict[str, tuple[str, ...]] = {}
     for account, _, qos in (line.partition("|") for line in lines):
         if account:
             found[account] = found.get(account, ()) + tuple(filter(None, qos.split(",")))
     if not found:
-        raise UnansweredError(f"sacctmgr names no account of {user}")
+        raise SlurmUnavailableError("sacctmgr", f"names no account of {user}")
     return Accounts(found, "associations" in enforced)
+
+
+def parse_kinds(text: str) -> list[NodeKind]:
+    """Parse sinfo's lines of partition, nodes, CPUs, memory in MiB, generic resources and, if asked for, state."""
+    return [kind for kind, _ in _kinds(text)]
+
+
+def parse_partitions(text: str) -> list[dict[str, str]]:
+    """Parse `scontrol --oneliner show partition`."""
+    return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines() if line.strip()]
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """Parse `scontrol show config`."""
+    return {key: value.strip() for key, value in re.findall(r"^(\w+)\s*=[ \t]*(.*)$", text, re.MULTILINE)}
+
+
+def parse_mpi_types(text: str) -> tuple[str, ...]:
+    """Parse `srun --mpi=list`: a heading, then a word on each line; newer releases list versions on a line of their own."""
+    words = [line.removeprefix("srun:").strip() for line in text.splitlines()]
+    return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
+
+
+def parse_minutes(text: str) -> int | None:
+    """Parse SLURM's durations (1-00:00:00, 12:00:00, 30:00, 30) as whole minutes; None if unlimited."""
+    if text.upper() in UNLIMITED:
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if found is None:
+        return None
+    days, first, second = (int(part or 0) for part in found.groups()[:3])
+    is_hours = found[1] is not None or found[4] is not None  # else minutes, or minutes:seconds
+    return max(1, days * MINUTES_PER_DAY + first * 60 + second if is_hours else first)
+
+
+def parse_count(text: str) -> int | None:
+    """Parse a number of nodes; None for UNLIMITED and its like."""
+    return int(text) if text.isdecimal() else None
+
+
+def _kinds(text: str) -> list[tuple[NodeKind, str]]:
+    found = []
+    for line in text.splitlines():
+        if fields := NODE_LINE.fullmatch(line.strip()):
+            name, nodes, cpus, mib, resources, state = fields.groups()
+            gpus = sum(int(number) for number in re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", resources))
+            partition, is_default = name.strip().rstrip("*"), name.strip().endswith("*")
+            kind = NodeKind(partition, is_default, int(nodes), int(cpus), int(mib) * MIB, gpus)
+            found.append((kind, (state or "").strip().rstrip(STATE_MARKS)))
+    return found
 
 
 def _partition(row: dict[str, str], nodes: str) -> Partition:
     name = row["PartitionName"]
-    kinds, states = [], []
-    for line in nodes.splitlines():
-        node, _, state = line.rpartition("|")
-        of_line = [kind for kind in read_kinds(node) if kind.partition == name]
-        kinds += of_line
-        states += [(state.strip().rstrip(OFF), kind.nodes) for kind in of_line]
-    total, most = row.get("TotalNodes", ""), row.get("MaxNodes", "")
+    kinds = [(kind, state) for kind, state in _kinds(nodes) if kind.partition == name]
+    total = parse_count(row.get("TotalNodes", ""))
     return Partition(
         name=name,
         state=row.get("State", "UP"),
-        num_nodes=int(total) if total.isdecimal() else sum(number for _, number in states),
-        num_up=_count(states, UP),
-        num_idle=_count(states, ("idle",)),
-        max_nodes=int(most) if most.isdecimal() else None,
-        minutes=read_minutes(row.get("MaxTime", "")),
-        kinds=tuple(kinds),
+        num_nodes=total if total is not None else sum(kind.nodes for kind, _ in kinds),
+        num_up=_count(kinds, UP),
+        num_idle=_count(kinds, ("idle",)),
+        max_nodes=parse_count(row.get("MaxNodes", "")),
+        minutes=parse_minutes(row.get("MaxTime", "")),
+        kinds=tuple(kind for kind, _ in kinds),
         accounts=_names(row.get("AllowAccounts", "")),
         denied_accounts=_names(row.get("DenyAccounts", "")),
         qos=_names(row.get("AllowQos", "")),
     )
 
 
-def _count(states: Sequence[tuple[str, int]], wanted: Sequence[str]) -> int:
-    return sum(number for state, number in states if state in wanted)
+def _count(kinds: Sequence[tuple[NodeKind, str]], wanted: Sequence[str]) -> int:
+    return sum(kind.nodes for kind, state in kinds if state in wanted)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -17,36 +17,32 @@ SIGNATURE_CHARS = 8
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Runs, and studies with runs of their own; a point of a study is not among `runs` unless it was named."""
+    """Runs, and studies with runs of their own; a point of a study is among `runs` only if it was named."""
 
     runs: tuple[RunFolder, ...]
     studies: tuple[StudyRecord, ...]
 
     def folders(self) -> tuple[RunFolder, ...]:
-        """Return the run folders of everything that are there, each once."""
-        of_studies = [folder for study in self.studies for _, folder in study.points() if os.path.isdir(folder.path)]
-        return tuple({folder.path: folder for folder in (*self.runs, *of_studies)}.values())
+        """Return the existing run folders, each once."""
+        points = [folder for study in self.studies for _, folder in study.points() if os.path.isdir(folder.path)]
+        return tuple({folder.path: folder for folder in (*self.runs, *points)}.values())
 
 
-def catalogue(words: Sequence[str], *, allows_several: bool = True) -> Catalogue:
-    """Find the runs and studies that `words` name: paths, or names below `runs_dir=` (runs); all where none is named.
+def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue:
+    """Find the runs and studies that `words` name: paths, or names below `runs_dir=` (runs); all if none is named.
 
     A run's name without its signature stands for all runs of that name, or for the only one.
 
     Raises:
-        ConfigError: there is none of a name; or several runs where only one may be meant.
+        ConfigError: there is none of a name; or several runs where only one is allowed.
     """
-    runs_dir = Path("runs")
-    for word in words:
-        if word.startswith(RUNS_DIR):
-            runs_dir = Path(word.removeprefix(RUNS_DIR))
-    names = [word for word in words if not word.startswith(RUNS_DIR)]
+    runs_dir, names = split_runs_dir(words)
     if not names:
-        return _everything(runs_dir.resolve())
+        return _everything(runs_dir)
     runs: dict[Path, RunFolder] = {}
     studies: dict[Path, StudyRecord] = {}
     for name in names:
-        found = _named(name, runs_dir.resolve(), allows_several)
+        found = _named(name, runs_dir, allows_several)
         if isinstance(found, StudyRecord):
             studies[found.path] = found
         else:
@@ -54,28 +50,50 @@ def catalogue(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
     return Catalogue(tuple(runs.values()), tuple(studies.values()))
 
 
-def one_run(words: Sequence[str], verb: str) -> RunFolder:
+def find_named(words: Sequence[str], verb: str) -> Catalogue:
+    """Find the runs and studies that `words` name.
+
+    Raises:
+        ConfigError: nothing is named, or what is named does not exist.
+    """
+    if not split_runs_dir(words)[1]:
+        raise ConfigError(verb, "none", "name runs or studies", f"python -m jobs {verb} RUN_OR_STUDY ...")
+    return find_runs(words, allows_several=False)
+
+
+def find_one_run(words: Sequence[str], verb: str) -> RunFolder:
     """Find the one run that `words` name.
 
     Raises:
         ConfigError: none, or more than one.
     """
-    names = [word for word in words if not word.startswith(RUNS_DIR)]
+    names = split_runs_dir(words)[1]
     if len(names) != 1:
         raise ConfigError(verb, " ".join(names) or "none", "takes one run", f"python -m jobs {verb} RUN")
-    found = catalogue(words, allows_several=False)
+    found = find_runs(words, allows_several=False)
     if found.studies:
         points = ", ".join(folder.path.name for _, folder in found.studies[0].points())
         raise ConfigError(verb, names[0], "is a study", f"name one of its runs: {points}")
     return found.runs[0]
 
 
+def split_runs_dir(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the folder of the last `runs_dir=` (runs), and the other words."""
+    folders = [word.removeprefix(RUNS_DIR) for word in words if word.startswith(RUNS_DIR)]
+    return Path(folders[-1] if folders else "runs").resolve(), [w for w in words if not w.startswith(RUNS_DIR)]
+
+
+def run_name(path: Path) -> str:
+    """Return the name of a run by its folder, whose name ends with the signature."""
+    name, _, end = path.name.rpartition("-")
+    return name if len(end) == SIGNATURE_CHARS else path.name
+
+
 def _everything(runs_dir: Path) -> Catalogue:
     entries = sorted(_entries(runs_dir))
     studies = tuple(StudyRecord(path) for path in entries if _is_study(path))
-    of_studies = {folder.path for study in studies for _, folder in study.points()}
-    runs = tuple(RunFolder(path) for path in entries if _is_run(path) and path not in of_studies)
-    return Catalogue(runs, studies)
+    points = {folder.path for study in studies for _, folder in study.points()}
+    return Catalogue(tuple(RunFolder(path) for path in entries if _is_run(path) and path not in points), studies)
 
 
 def _named(name: str, runs_dir: Path, allows_several: bool) -> StudyRecord | list[RunFolder]:
@@ -95,7 +113,7 @@ def _named(name: str, runs_dir: Path, allows_several: bool) -> StudyRecord | lis
 
 
 def _entries(runs_dir: Path) -> Iterator[Path]:
-    """Yield the folders below `runs_dir`; others' that are closed to us count as none (as os.path sees them)."""
+    """Yield the folders below `runs_dir`; those that are closed to us count as none (as os.path sees them)."""
     try:
         yield from (path for path in runs_dir.iterdir() if os.path.isdir(path))
     except FileNotFoundError:
@@ -110,9 +128,3 @@ def _is_run(path: Path) -> bool:
 
 def _is_study(path: Path) -> bool:
     return os.path.isfile(StudyRecord(path).study_json)
-
-
-def run_name(path: Path) -> str:
-    """Return the name of a run by its folder, whose name ends with the signature."""
-    name, _, end = path.name.rpartition("-")
-    return name if len(end) == SIGNATURE_CHARS else path.name

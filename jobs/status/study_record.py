@@ -1,8 +1,7 @@
-"""What a study leaves beside its pictures: its points, the command that runs them, and whether it was cancelled."""
+"""The record of a study, beside its pictures: its points, the command that runs them, and whether it was cancelled."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +11,16 @@ from typing import Any
 
 from gems.errors import ConfigError
 from gems.runs.folder import CANCELLED_JSON, RunFolder
-from gems.utils.atomic_io import read_json, write_json
+from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
-from jobs.status.facts import lives_here
+from jobs.status.run_status import is_alive_here, read_or_empty
 
 FILE = "study.json"
 
 
 @dataclass(frozen=True, slots=True)
 class StudyRecord:
-    """The folder of a study, `runs_dir/<study>/`; the run folders of its points lie beside it."""
+    """The folder of a study, `runs_dir/<study>/`; the run folders of its points are beside it."""
 
     path: Path
 
@@ -37,7 +36,7 @@ class StudyRecord:
 
     @property
     def cancelled_json(self) -> Path:
-        """Who wanted an end of the study; its command looks for it before each point."""
+        """Who cancelled the study; its command looks for it before each point."""
         return self.path / CANCELLED_JSON
 
     @property
@@ -46,9 +45,9 @@ class StudyRecord:
         return self.cancelled_json.exists()
 
     def begin(self, points: Sequence[tuple[str, Path]]) -> None:
-        """Record that this process runs `points`, labels and run folders, and that nobody has cancelled them.
+        """Record that this process runs `points`, labels and run folders, and remove an earlier cancellation.
 
-        Points of earlier calls, which had other overrides, stay as long as their folders are there.
+        Points of earlier calls, which had other overrides, stay as long as their folders exist.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -69,7 +68,7 @@ class StudyRecord:
             raise ConfigError("runs_dir", self.path.parent, f"cannot write there ({error.strerror})") from error
 
     def points(self) -> tuple[tuple[str, RunFolder], ...]:
-        """Return the labels and run folders of the points, whether or not they are there yet."""
+        """Return the labels and run folders of the points, whether or not the folders exist."""
         rows = self.read().get("points")
         found = []
         for row in rows if isinstance(rows, list) else []:
@@ -79,15 +78,13 @@ class StudyRecord:
         return tuple(found)
 
     def read(self) -> dict[str, Any]:
-        """Read study.json; a damaged one is as good as none."""
-        with contextlib.suppress(OSError, ValueError):
-            return read_json(self.study_json)
-        return {}
+        """Read study.json; a damaged one counts as empty."""
+        return read_or_empty(self.study_json)
 
-    def runs_here(self) -> bool | None:
-        """Return whether the study's command is still there; None where it was called on another host."""
+    def is_running_here(self) -> bool | None:
+        """Return whether the study's command is alive; None if it was called on another host."""
         record = self.read()
-        return lives_here(record) if "pid" in record else False
+        return is_alive_here(record) if "pid" in record else False
 
     def mark_cancelled(self) -> None:
         """Ask the study's command to start no more points.
@@ -96,11 +93,11 @@ class StudyRecord:
             ConfigError: the folder cannot be written.
         """
         try:
-            write_json(self.cancelled_json, asked_by())
+            write_json(self.cancelled_json, requested_by())
         except OSError as error:
             raise ConfigError("study", self.name, f"cannot write there ({error.strerror})") from error
 
 
-def asked_by() -> dict[str, Any]:
-    """Return who wants an end of something, and when."""
+def requested_by() -> dict[str, Any]:
+    """Return who cancels something, and when."""
     return {"uid": os.getuid(), "host": os.uname().nodename, "utc": datetime.now(UTC).isoformat(timespec="seconds")}

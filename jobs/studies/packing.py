@@ -1,31 +1,30 @@
 """Several small points of a study in one job, one after another, as `cluster.runs_per_job` allows.
 
-One after another, and not side by side under `srun --exact`: a study is there to be timed, and neighbours on a node
-share memory bandwidth, links, power and cores of the system. It is the robust way as well: whether steps that overlap
-get disjoint CPUs and GPUs depends on SLURM's release and on the site. The job takes one place in the queue, what the
-largest point needs, and the minutes of all.
+They do not run side by side under `srun --exact`: a study is there to be timed, and neighbours on a node share memory
+bandwidth, links, power and cores of the system. It is also robust: whether steps that overlap get disjoint CPUs and GPUs
+depends on SLURM's release and on the site. The job takes one slot in the queue, the resources of the largest point, and
+the minutes of all.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gems.errors import ConfigError
+from gems.errors import SIGNAL_BASE, ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from jobs.launch.batch import BatchJob
-from jobs.diagnosis.root_cause import SIGNAL_BASE
+from jobs.launch.requeue import own_job_id
+from jobs.launch.submission import release_folder
 from jobs.slurm.limits import check_limits, check_queue
-from jobs.launch.submission import release
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.studies.points import Point
 
-STOPPED = ("stopped", "requeued")  # somebody wants an end of the job, not of this point
-OF_A_POINT = ("nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "minutes")
+STOPPED = ("stopped", "requeued")  # the job is to end, not this point alone
+POINT_KEYS = ("nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "minutes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class PackedJob:
     run_folders: tuple[str, ...]
 
     def __call__(self) -> None:
-        """Run the job; started again by SLURM, it passes over what it has finished.
+        """Run the job; after a requeue it skips the runs that it has finished.
 
         Raises:
             SystemExit: with the worst of the runs' exit codes unless it is 0.
@@ -58,18 +57,18 @@ class PackedJob:
 
     def _has_finished(self, path: str) -> bool:
         status = RunFolder(Path(path)).read_status()
-        return status.get("state") == "finished" and status.get("job_id") == os.environ.get("SLURM_JOB_ID")
+        return status.get("state") == "finished" and status.get("job_id") == own_job_id()
 
 
-def packs_of(points: Sequence[Point]) -> list[tuple[Point, ...]]:
-    """Put points of one node and of the same cluster settings together, as many as go into a job; keeps their order.
+def pack_points(points: Sequence[Point]) -> list[tuple[Point, ...]]:
+    """Group points of one node and of the same cluster settings, as many as a job may hold, in their order.
 
-    A pack stands where its first point did. Its minutes stay within what the site allows to one job.
+    A pack takes the position of its first point. Its minutes stay within what the site allows for one job.
     """
     packs: list[list[Point]] = []
     open_packs: dict[str, list[Point]] = {}
     for point in points:
-        key = _site(point)
+        key = _pack_key(point)
         pack = open_packs.get(key) if key is not None else None
         if pack is None or not _fits(pack, point):
             pack = []
@@ -80,8 +79,8 @@ def packs_of(points: Sequence[Point]) -> list[tuple[Point, ...]]:
     return [tuple(pack) for pack in packs]
 
 
-def packed(points: Sequence[Point]) -> JobSpec:
-    """Return the resources that serve each of the points of a pack in its turn."""
+def pack_resources(points: Sequence[Point]) -> JobSpec:
+    """Return the resources that suffice for each point of a pack in turn."""
     jobs = [job_spec(point.spec) for point in points]
     tasks = max(job.tasks_per_node for job in jobs)
     cpus = max(job.tasks_per_node * job.cpus_per_task for job in jobs)
@@ -96,19 +95,19 @@ def packed(points: Sequence[Point]) -> JobSpec:
 
 
 def submit_pack(points: Sequence[Point]) -> str:
-    """Submit the points of a pack as one job and gives its number.
+    """Submit the points of a pack as one job and return its number.
 
     Raises:
-        ConfigError: as `jobs.cli.submit.submit`.
+        ConfigError: as `jobs.launch.submission.start_run`.
     """
     from jobs.slurm.executor import need_sbatch, submit_job
 
-    spec, job = points[0].spec, packed(points)
+    spec, job = points[0].spec, pack_resources(points)
     check_limits(spec, job)
     need_sbatch(job)
     check_queue(spec, job)
     for point in points:
-        release(point.folder)
+        release_folder(point.folder)
     folders = [prepare(point.spec) for point in points]
     work = PackedJob(tuple(str(folder.path) for folder in folders))
     job_id = submit_job(spec, job, folders[0], work)
@@ -117,13 +116,13 @@ def submit_pack(points: Sequence[Point]) -> str:
     return job_id
 
 
-def _site(point: Point) -> str | None:
-    """Return what points of one job must share; None for a point that has a job of its own."""
+def _pack_key(point: Point) -> str | None:
+    """Return what points of one job must share; None for a point with a job of its own."""
     spec = point.spec
     job = job_spec(spec)
     if spec.cluster.runs_per_job == 1 or job.nodes > 1 or not job.is_batch:
         return None
-    settings: dict[str, Any] = {key: value for key, value in asdict(spec.cluster).items() if key not in OF_A_POINT}
+    settings: dict[str, Any] = {key: value for key, value in asdict(spec.cluster).items() if key not in POINT_KEYS}
     if job.launcher == "ibrun":  # takes the number of tasks from the job
         settings["tasks"] = job.tasks
     return repr(settings)
@@ -133,7 +132,7 @@ def _fits(pack: Sequence[Point], point: Point) -> bool:
     if len(pack) >= point.spec.cluster.runs_per_job:
         return False
     try:
-        check_limits(point.spec, packed([*pack, point]))
+        check_limits(point.spec, pack_resources([*pack, point]))
     except ConfigError:
         return False
     return True

@@ -25,24 +25,24 @@ KEYS = tuple(field.name for field in dataclasses.fields(StudyConfig))
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run of a study: the overrides that tell it from the others, and all of its configuration."""
+    """One run of a study: the overrides that distinguish it, and its whole configuration."""
 
     words: tuple[str, ...]
     spec: RunSpec
 
     @property
     def label(self) -> str:
-        """The overrides that tell this point from the others."""
+        """The overrides that distinguish this point from the others."""
         return " ".join(self.words) or "the only point"
 
     @property
     def folder(self) -> RunFolder:
-        """The run folder, whether or not it is there."""
+        """The run folder, whether or not it exists."""
         return RunFolder.of(self.spec)
 
 
 def study_name(study: str) -> str:
-    """Return the name of a study that is given by name or by its file."""
+    """Return the name of a study, given by name or by its file."""
     return Path(study).stem if _is_file(study) else study
 
 
@@ -50,7 +50,7 @@ def read_study(study: str) -> StudyConfig:
     """Read a study: a name of `conf/study/`, or the path of a .yaml file.
 
     Raises:
-        ConfigError: there is none, or it is not of the form of `StudyConfig`.
+        ConfigError: there is none, or it does not have the fields of `StudyConfig`.
     """
     options = options_of(GROUP)
     if not _is_file(study) and study not in options:
@@ -66,12 +66,12 @@ def read_study(study: str) -> StudyConfig:
     return _checked(values)
 
 
-def points_of(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> list[Point]:
+def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> list[Point]:
     """Compose every point of a study, each followed by `overrides`; points of one run folder count once.
 
-    They are in the order in which they shall run: each repetition is a round of all points, so that a machine that
-    grows slower over hours slows all of them alike, and not the last ones (Hoefler and Belli, SC 2015, rule 10). The
-    first round is in the file's order, the others in a random one, the same for every call.
+    They are in the order in which they run: each repetition is a round of all points, so that a machine that grows
+    slower over hours slows all of them alike, and not the last ones (Hoefler and Belli, SC 2015, rule 10). The first
+    round is in the file's order, the others in a random one, the same for every call.
 
     Raises:
         ConfigError: a point that cannot run, with its number and words before the key.
@@ -85,7 +85,7 @@ def points_of(study: StudyConfig, name: str, overrides: Sequence[str] = ()) -> l
 
 
 def _next_round(before: Sequence[Point], repetition: int) -> list[Point]:
-    """Return another order of the points, whose first is not the last of the round before."""
+    """Return another order of the points; the first is not the last of the round before."""
     order = list(before)
     random.Random(repetition).shuffle(order)
     if len(order) > 1 and order[0] is before[-1]:
@@ -94,7 +94,7 @@ def _next_round(before: Sequence[Point], repetition: int) -> list[Point]:
 
 
 def _repeated(point: Point, repetition: int) -> Point:
-    """Return the point with the seed of a repetition, by which its folder is another one."""
+    """Return the point with the seed of a repetition, which gives it a folder of its own."""
     seed = point.spec.seed + repetition
     return Point((*point.words, f"seed={seed}"), dataclasses.replace(point.spec, seed=seed))
 

@@ -74,7 +74,7 @@ def test_a_job_that_starts_again_leaves_a_run_alone_that_went_on_as_another(tiny
     status = folder.read_status()
     ended = run_as_slurm_would(folder, "41", SLURM_RESTART_COUNT="1")
     assert ended.returncode == 0, ended.stderr
-    assert "jobs: the run has gone on as job 42; this one leaves it alone" in ended.stderr.splitlines()
+    assert "jobs: the run continues as job 42; this one leaves it alone" in ended.stderr.splitlines()
     assert folder.read_status() == status
 
 

@@ -24,7 +24,7 @@ from jobs.cli import cancel as cancel_module
 from jobs.cli import study as study_module
 from jobs.launch.launch import launch
 from jobs.status.study_record import StudyRecord
-from jobs.studies import runner as rounds_module
+from jobs.studies import runner as runner_module
 from tests.jobs.fake_slurm import FakeSlurm
 from tests.jobs.job_helpers import ROOT, wait_until
 
@@ -54,7 +54,7 @@ def cancel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Cancel:
 @pytest.fixture
 def queue(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """A SLURM whose jobs are files."""
-    monkeypatch.setattr(cancel_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(cancel_module, "POLL_S", 0.05)
     slurm.does("squeue", SQUEUE.format(here=slurm.here))
     slurm.does("scancel", SCANCEL.format(here=slurm.here))
     return slurm
@@ -156,7 +156,7 @@ def test_a_refused_scancel_is_said(prepared: Prepared, queue: FakeSlurm, cancel:
     job(queue, folder, "41", "RUNNING")
     queue.says("scancel", error="scancel: error: Access/permission denied\n", code=1)
     (line,) = cancel("--yes", "one", code=1)
-    assert line.endswith("refused, job 41: scancel said: scancel: error: Access/permission denied")
+    assert line.endswith("refused, job 41: scancel failed: error: Access/permission denied")
     assert (folder.read_status()["state"], folder.cancelled_json.exists()) == ("running", False)
 
 
@@ -188,7 +188,7 @@ def test_nobody_there_to_ask(
     folder = prepared()
     job(queue, folder, "41")
     (line,) = cancel("one", code=2)
-    assert line == "jobs: cancel=1: must be confirmed, and nobody is there to ask; add --yes"
+    assert line == "jobs: cancel=1: must be confirmed, and stdin is no terminal; add --yes"
     for answer, code in (("no", 1), ("", 1), ("Y", 0)):
         monkeypatch.setattr("sys.stdin", Answer(answer))
         cancel("one", code=code)
@@ -232,7 +232,7 @@ def test_a_local_run_ends_with_its_process(
         ({"pid_started": "1"}, "left, it is lost", 0),
         ({"pid": GONE}, "left, it is lost", 0),
         ({"host": "elsewhere"}, "refused, it runs on elsewhere: call this there", 1),
-        ({"pid_started": None}, "refused, its status.json does not say when process", 1),
+        ({"pid_started": None}, "refused, its status.json does not tell when process", 1),
     ],
 )
 def test_a_process_that_may_be_another_is_left_alone(
@@ -310,7 +310,7 @@ class TestStudy:
                     folder.write_status("finished" if code == 0 else "failed", exit_code=code)
                 return code
 
-            monkeypatch.setattr(rounds_module, "start", start)
+            monkeypatch.setattr(runner_module, "start_run", start)
             monkeypatch.setattr(study_module, "draw", lambda folders, out, as_json: (0, None))
             return main("jobs", VERBS, ["study", f"study={path}", f"runs_dir={tmp_path / 'runs'}"])
 
@@ -322,7 +322,7 @@ class TestStudy:
         record = StudyRecord(tmp_path / "runs" / "mine")
 
         def during(folder: RunFolder) -> int:
-            assert record.runs_here() and next(label for label, _ in record.points()) == "parallel.replicas=1"
+            assert record.is_running_here() and next(label for label, _ in record.points()) == "parallel.replicas=1"
             record.mark_cancelled()
             return 0
 

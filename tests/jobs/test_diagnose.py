@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from gems.cli.framework import main
+from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from jobs.__main__ import VERBS
-from jobs.diagnosis.judge import Cause
+from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.diagnosis.report import Diagnosis, diagnose_run
-from jobs.diagnosis.node_blocklist import BadNodes
 from jobs.status.study_record import StudyRecord
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -94,7 +94,7 @@ def test_device_memory_names_rank_stage_and_bytes(prepared: Prepared, write_fail
     write_failed(folder, 1, utc(3), cause, step=12, action="1F3", node="n2", device_bytes=3 * 2**33, rss_bytes=2**30,
                  kind="OutOfMemoryError")  # fmt: skip
     told = of(folder)
-    assert (told.cause, told.rank, told.node, told.stages, told.step) == (Cause.DEVICE_MEMORY, 1, "n2", (1,), 12)
+    assert (told.cause, told.rank, told.node, told.stages, told.step) == (FailureCause.DEVICE_MEMORY, 1, "n2", (1,), 12)
     assert told.paragraph().startswith(
         f"{folder.path.name}: out of memory on device. Rank 1 on node n2 (stage 1) in step 12, action 1F3: {cause} "
         "[FAILED.rank0001.json]. It held 1.00 GiB of host memory and 24.00 GiB on the device."
@@ -110,27 +110,27 @@ def test_the_kernels_words_go_before_the_signal_that_it_sent(prepared: Prepared,
     beat(folder, 1, 7, "1B0", node="n2")
     write_failed(folder, 0, utc(9), "nothing came from rank 1", 5)
     told = of(folder)
-    assert (told.cause, told.rank, told.node, told.step, told.action) == (Cause.HOST_MEMORY, 1, "n2", 7, "1B0")
+    assert (told.cause, told.rank, told.node, told.step, told.action) == (FailureCause.HOST_MEMORY, 1, "n2", 7, "1B0")
     assert told.source == "logs/41_log.out" and "+cluster.sbatch.mem" in told.advice[0]
-    assert {each.cause for each in told.evidence} >= {Cause.HOST_MEMORY, Cause.KILLED}
+    assert {each.cause for each in told.evidence} >= {FailureCause.HOST_MEMORY, FailureCause.KILLED}
 
 
 @pytest.mark.parametrize(
     ("cause", "more", "expected"),
     [
-        ("ValueError: no such thing", {"kind": "ValueError"}, Cause.EXCEPTION),
-        ("MemoryError: ", {"kind": "MemoryError"}, Cause.HOST_MEMORY),
-        ("OSError: [Errno 122] Disk quota exceeded", {"kind": "OSError"}, Cause.FILE_SYSTEM),
-        ("OSError: it is gone", {"cause_class": "file system"}, Cause.FILE_SYSTEM),
-        ("data.path=/x: does not exist", {"exit_code": 2}, Cause.CONFIGURATION),
-        ("cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks", {"exit_code": 2}, Cause.WRONG_MPI),
-        ("rank 1 needs 5 bytes, above machine.device_bytes=4", {"exit_code": 3}, Cause.DOES_NOT_FIT),
-        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", {}, Cause.DEVICE),
-        ("ModuleNotFoundError: No module named 'gems'", {}, Cause.EXCEPTION),
+        ("ValueError: no such thing", {"kind": "ValueError"}, FailureCause.EXCEPTION),
+        ("MemoryError: ", {"kind": "MemoryError"}, FailureCause.HOST_MEMORY),
+        ("OSError: [Errno 122] Disk quota exceeded", {"kind": "OSError"}, FailureCause.FILE_SYSTEM),
+        ("OSError: it is gone", {"cause_class": "file system"}, FailureCause.FILE_SYSTEM),
+        ("data.path=/x: does not exist", {"exit_code": 2}, FailureCause.CONFIGURATION),
+        ("cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks", {"exit_code": 2}, FailureCause.WRONG_MPI),
+        ("rank 1 needs 5 bytes, above machine.device_bytes=4", {"exit_code": 3}, FailureCause.DOES_NOT_FIT),
+        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", {}, FailureCause.DEVICE),
+        ("ModuleNotFoundError: No module named 'gems'", {}, FailureCause.EXCEPTION),
     ],
 )
 def test_what_a_rank_recorded(
-    prepared: Prepared, write_failed: WriteFailed, cause: str, more: dict[str, Any], expected: Cause
+    prepared: Prepared, write_failed: WriteFailed, cause: str, more: dict[str, Any], expected: FailureCause
 ) -> None:
     folder = failed(prepared())
     write_failed(folder, 1, utc(3), cause, more.pop("exit_code", 4), **more)
@@ -143,7 +143,7 @@ def test_a_rank_that_was_killed(prepared: Prepared) -> None:
     folder = failed(prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated")
     beat(folder, 1, 7, "1F3", node="n2")
     told = of(folder)
-    assert (told.cause, told.rank, told.node, told.stages) == (Cause.KILLED, 1, "n2", (1,))
+    assert (told.cause, told.rank, told.node, told.stages) == (FailureCause.KILLED, 1, "n2", (1,))
     assert told.line() == ("killed, rank 1 on node n2 (stage 1): was killed by signal 9 (SIGKILL)")
 
 
@@ -157,7 +157,7 @@ def test_a_stall_blames_the_silent_rank(prepared: Prepared, write_failed: WriteF
     write_failed(folder, 0, utc(71), "waited 60 s for 1SEND_B0", 5)
     told = of(folder)
     assert (told.cause, told.rank, told.node, told.action, told.source) == (
-        Cause.STALLED,
+        FailureCause.STALLED,
         1,
         "n2",
         "1F3",
@@ -171,48 +171,50 @@ def test_a_stall_blames_the_silent_rank(prepared: Prepared, write_failed: WriteF
 @pytest.mark.parametrize(
     ("why", "cause"),
     [
-        (" DUE TO TIME LIMIT", Cause.TIME_LIMIT), (" DUE TO PREEMPTION", Cause.PREEMPTED), ("", Cause.CANCELLED),
-        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", Cause.NODE),
+        (" DUE TO TIME LIMIT", FailureCause.TIME_LIMIT), (" DUE TO PREEMPTION", FailureCause.PREEMPTED), ("", FailureCause.CANCELLED),
+        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", FailureCause.NODE),
     ],
 )  # fmt: skip
-def test_an_order_of_the_scheduler(prepared: Prepared, write_failed: WriteFailed, why: str, cause: Cause) -> None:
+def test_an_order_of_the_scheduler(
+    prepared: Prepared, write_failed: WriteFailed, why: str, cause: FailureCause
+) -> None:
     folder = failed(prepared(), batch=STEPD.format(at=local(60), why=why) + "\n", **STOPPED)
     write_failed(folder, 0, utc(61), "RuntimeError: interrupted")
     assert of(folder).cause is cause
     write_failed(folder, 1, utc(1), "ValueError: a minute before")
     told = of(folder)
-    assert (told.cause, told.rank) == (Cause.EXCEPTION, 1)
+    assert (told.cause, told.rank) == (FailureCause.EXCEPTION, 1)
 
 
 def test_without_a_word_of_slurms_the_minutes_tell(prepared: Prepared) -> None:
     folder = failed(prepared(), **STOPPED)
     status = folder.read_status()
-    for ran_s, cause in ((9.5 * 60, Cause.TIME_LIMIT), (4 * 60, Cause.KILLED)):
+    for ran_s, cause in ((9.5 * 60, FailureCause.TIME_LIMIT), (4 * 60, FailureCause.KILLED)):
         write_json(folder.status_json, {**status, "updated_utc": utc(ran_s)})
         told = of(folder)
         assert told.cause is cause
     write_json(folder.cancelled_json, {"uid": 7, "host": "login1", "utc": utc(4 * 60)})
     told = of(folder)
-    assert (told.cause, told.text) == (Cause.CANCELLED, "cancelled by user 7 on login1")
+    assert (told.cause, told.text) == (FailureCause.CANCELLED, "cancelled by user 7 on login1")
 
 
 def test_a_failed_node_is_named_and_left_out(
     prepared: Prepared, slurm: FakeSlurm, diagnose: Callable[..., tuple[str, str]]
 ) -> None:
-    slurm.says("sacct", f"41|NODE_FAIL|0:0|None|n[1-2]|{local(600)}|00:10:00|00:10:00|")
+    slurm.says("sacct", f"41|NODE_FAIL|None|{local(0)}|0:0|n[1-2]|{local(600)}|00:10:00|00:10:00|")
     folder = prepared()
     failed(folder, "srun: error: Node failure on n2", state="running")  # nobody was left to note its end
     write_json(folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "utc": utc(20)})
     out, err = diagnose("one")
-    assert f"{folder.path.name}: node failed. Node n2:" in out and "leave node n2 out" in out
+    assert f"{folder.path.name}: node failed. Node n2:" in out and "exclude node n2" in out
     assert "node n2 of mini has failed once" in err and "14 days" in err
     diagnose("one")
-    (entry,) = BadNodes(folder.path.parent).entries()
-    assert (entry.node, entry.cluster, entry.count, entry.run) == ("n2", "mini", 1, f"{folder.path.name} attempt 1")
-    out, err = diagnose("--forget", "n2")
-    assert "forgotten: node n2" in out and BadNodes(folder.path.parent).entries() == ()
-    _, err = diagnose("--forget", "n2", code=2)
-    assert "no bad node is noted" in err
+    (entry,) = NodeBlocklist(folder.path.parent).entries()
+    assert (entry.node, entry.cluster, len(entry.runs), entry.run) == ("n2", "mini", 1, f"{folder.path.name} attempt 1")
+    out, err = diagnose("--unblock", "n2")
+    assert "unblocked: node n2" in out and NodeBlocklist(folder.path.parent).entries() == ()
+    _, err = diagnose("--unblock", "n2", code=2)
+    assert "no node is blocked" in err
 
 
 def test_no_node_is_blamed_for_a_full_quota(prepared: Prepared, write_failed: WriteFailed) -> None:
@@ -226,17 +228,17 @@ def test_no_node_is_blamed_for_a_full_quota(prepared: Prepared, write_failed: Wr
 @pytest.mark.parametrize(
     ("state", "more", "cause"),
     [
-        ("prepared", {}, Cause.WAITING),
-        ("finished", {"exit_code": 0}, Cause.FINISHED),
-        ("stopped", {"exit_code": 0}, Cause.STOPPED),
-        ("failed", {"exit_code": 2, "cause": "machine.device=cuda: there is no GPU"}, Cause.CONFIGURATION),
-        ("failed", {"exit_code": 1, "cause": "OSError: [Errno 28] No space left on device"}, Cause.FILE_SYSTEM),
-        ("cancelled", {"exit_code": 143}, Cause.CANCELLED),
-        ("running", {"pid": 2**22 + 1, "host": os.uname().nodename}, Cause.KILLED),
-        ("running", {"pid": os.getpid(), "host": os.uname().nodename}, Cause.RUNNING),
+        ("prepared", {}, FailureCause.WAITING),
+        ("finished", {"exit_code": 0}, FailureCause.FINISHED),
+        ("stopped", {"exit_code": 0}, FailureCause.STOPPED),
+        ("failed", {"exit_code": 2, "cause": "machine.device=cuda: there is no GPU"}, FailureCause.CONFIGURATION),
+        ("failed", {"exit_code": 1, "cause": "OSError: [Errno 28] No space left on device"}, FailureCause.FILE_SYSTEM),
+        ("cancelled", {"exit_code": 143}, FailureCause.CANCELLED),
+        ("running", {"pid": 2**22 + 1, "host": os.uname().nodename}, FailureCause.KILLED),
+        ("running", {"pid": os.getpid(), "host": os.uname().nodename}, FailureCause.RUNNING),
     ],
 )
-def test_from_the_status_alone(prepared: Prepared, state: str, more: dict[str, Any], cause: Cause) -> None:
+def test_from_the_status_alone(prepared: Prepared, state: str, more: dict[str, Any], cause: FailureCause) -> None:
     folder = prepared()
     folder.write_status(state, **more)
     told = of(folder)
@@ -255,7 +257,7 @@ def test_an_exception_before_the_ranks_began(prepared: Prepared) -> None:
     folder = failed(prepared(), "0: Traceback (most recent call last):", "0: ModuleNotFoundError: No module named 'torch'",
                     "srun: error: n1: task 0: Exited with exit code 1")  # fmt: skip
     told = of(folder)
-    assert (told.cause, told.rank) == (Cause.EXCEPTION, 0)
+    assert (told.cause, told.rank) == (FailureCause.EXCEPTION, 0)
     assert "cluster.modules" in told.advice[0]
 
 
@@ -266,7 +268,7 @@ def test_a_job_that_never_started(prepared: Prepared, slurm: FakeSlurm) -> None:
     slurm.says("sacct", error="Slurm accounting storage is disabled", code=1)
     slurm.says("scontrol", f"JobId=41 JobState=FAILED Reason=JobLaunchFailure ExitCode=0:53 EndTime={local(1)}")
     told = of(folder)
-    assert (told.cause, told.source) == (Cause.LAUNCHER, "scontrol")
+    assert (told.cause, told.source) == (FailureCause.LAUNCHER, "scontrol")
 
 
 def test_everything_damaged_is_still_told(prepared: Prepared) -> None:
@@ -278,7 +280,7 @@ def test_everything_damaged_is_still_told(prepared: Prepared) -> None:
         '{"rank": [1], "node": {}, "step": "x", "action": 7, "cause": ["a"], "utc": 3, "exit_code": "4", "kind": []}'
     )
     told = of(folder)
-    assert told.cause is Cause.EXCEPTION and told.rank is None
+    assert told.cause is FailureCause.EXCEPTION and told.rank is None
     assert json.loads(json.dumps(told.to_dict()))["schema"] == "gems.diagnosis/1"
 
 
@@ -324,11 +326,11 @@ def test_a_folder_that_cannot_be_written_is_told_all_the_same(
     def refuse(*words: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("jobs.cli.diagnose.write_json", refuse)
+    monkeypatch.setattr("jobs.diagnosis.report.write_json", refuse)
     monkeypatch.setattr("jobs.diagnosis.node_blocklist.write_json", refuse)
     out, err = diagnose("one")
     assert "device failed" in out
-    assert f"diagnosis.json is not kept: {folder.path} cannot be written (Permission denied)" in err
+    assert f"diagnosis.json is not written: {folder.path} cannot be written (Permission denied)" in err
 
 
 def test_the_trace_is_read_as_far_as_it_goes(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,20 +365,20 @@ def test_a_study_is_told_point_by_point(
 def test_what_is_no_run_is_refused(tmp_path: Path, diagnose: Callable[..., tuple[str, str]]) -> None:
     (tmp_path / "runs").mkdir()
     assert "is no run and no study" in diagnose("nothing", code=2)[1]
-    assert "name a run or a study" in diagnose(code=2)[1]
+    assert "name runs or studies" in diagnose(code=2)[1]
 
 
 def test_slurm_that_hangs_costs_a_bounded_time(
     prepared: Prepared, slurm: FakeSlurm, write_failed: WriteFailed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.slurm.command.HEAR_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.slurm.command.QUERY_LIMIT_S", 0.2)
     for name in ("squeue", "sacct", "scontrol"):
         slurm.hangs(name)
     folder = failed(prepared())
     write_failed(folder, 1, utc(3), "ValueError: bad")
     start_s = time.monotonic()
     told = of(folder)
-    assert told.cause is Cause.EXCEPTION and time.monotonic() - start_s < 20
+    assert told.cause is FailureCause.EXCEPTION and time.monotonic() - start_s < 20
     assert any("did not answer" in trouble for trouble in told.not_asked)
 
 
@@ -388,10 +390,10 @@ def test_a_node_without_a_word_is_named_where_the_others_lost_their_messages(
         beat(folder, rank, 7, f"{rank}F3", node=node)
     write_failed(folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3")
     told = of(folder)
-    assert (told.cause, told.rank, told.node) == (Cause.KILLED, 2, "n2")
-    assert "no rank of this node left a word" in told.text
+    assert (told.cause, told.rank, told.node) == (FailureCause.KILLED, 2, "n2")
+    assert "no rank of this node left a record" in told.text
     write_failed(folder, 2, utc(2), "ValueError: out of bounds", step=7, action="2F3", node="n2")
-    assert (of(folder).cause, of(folder).rank) == (Cause.EXCEPTION, 2)
+    assert (of(folder).cause, of(folder).rank) == (FailureCause.EXCEPTION, 2)
 
 
 def test_a_killed_rank_goes_before_those_whose_messages_failed(prepared: Prepared, write_failed: WriteFailed) -> None:
@@ -402,4 +404,4 @@ def test_a_killed_rank_goes_before_those_whose_messages_failed(prepared: Prepare
         beat(folder, rank, 7, f"{rank}F3", node=node)
     write_failed(folder, 1, utc(3), "Exception: Other MPI error, error stack: ...", step=7, action="1F3")
     told = of(folder)
-    assert (told.cause, told.rank, told.node) == (Cause.KILLED, 2, "n2")
+    assert (told.cause, told.rank, told.node) == (FailureCause.KILLED, 2, "n2")

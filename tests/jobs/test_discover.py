@@ -13,27 +13,29 @@ import yaml
 
 from gems.cli.framework import main
 from gems.config.cluster import ClusterConfig
-from gems.config.compose import compose
 from gems.config.fields import check_fields
+from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from jobs.__main__ import VERBS
 from jobs.cli import discover
 from jobs.cli.discover import (
-    NodeKind,
     Site,
-    draft,
+    draft_limit,
+    draft_preset,
+    format_draft,
     host_pattern,
-    limit_of,
     main_kind,
     mpi_type,
     preset_name,
-    preset_of,
-    read_config,
-    read_kinds,
-    read_minutes,
-    read_mpi_types,
-    read_partitions,
-)
+)  # fmt: skip
+from jobs.slurm.site import (
+    NodeKind,
+    parse_config,
+    parse_kinds,
+    parse_minutes,
+    parse_mpi_types,
+    parse_partitions,
+)  # fmt: skip
 
 SINFO = """\
 cpu*|1000|128|256000|(null)
@@ -65,10 +67,10 @@ GPU = NodeKind("gpu", False, 64, 96, 512000 << 20, 4)
 def site() -> Site:
     return Site(
         ("login3", "login3.big.org"),
-        read_config(CONFIG),
-        tuple(read_kinds(SINFO)),
-        tuple(read_partitions(PARTITIONS)),
-        read_mpi_types(MPI_TYPES),
+        parse_config(CONFIG),
+        tuple(parse_kinds(SINFO)),
+        tuple(parse_partitions(PARTITIONS)),
+        parse_mpi_types(MPI_TYPES),
         "mpich",
     )
 
@@ -139,7 +141,7 @@ def test_where_there_is_no_slurm(
     [
         ("scontrol", "echo 'slurm_load_ctl_conf error: Unable to contact slurm controller' >&2; exit 1",
          "scontrol=show config: does not answer: slurm_load_ctl_conf error: Unable to contact slurm controller; "),
-        ("sinfo", "exit 0", "sinfo=none: names no partition that you may use"),
+        ("sinfo", "exit 0", "sinfo=none: lists no partition that you may use"),
     ],
 )  # fmt: skip
 def test_a_slurm_that_does_not_answer(
@@ -165,12 +167,12 @@ def test_nodes_that_are_drafted_for(site: Site) -> None:
 
 
 def test_the_others_are_named_beside(site: Site) -> None:
-    (line,) = (line for line in draft(site).splitlines() if line.startswith("partition:"))
+    (line,) = (line for line in format_draft(site).splitlines() if line.startswith("partition:"))
     assert "cpu (1000 x 128 CPUs, 0 GPUs)" in line and "mig (2 x 64 CPUs, 6 GPUs)" in line
 
 
 def test_without_gpus(site: Site) -> None:
-    preset = preset_of(replace(site, kinds=site.kinds[:1]))
+    preset = draft_preset(replace(site, kinds=site.kinds[:1]))
     assert (preset["gpus_per_node"], preset["gpu_request"], preset["cpus_per_rank"]) == (0, "none", 1)
 
 
@@ -196,12 +198,12 @@ def test_older_plug_ins_know_gres_alone() -> None:
      ("UNLIMITED", None), ("infinite", None), ("", None), ("soon", None)],
 )  # fmt: skip
 def test_durations(text: str, minutes: int | None) -> None:
-    assert read_minutes(text) == minutes
+    assert parse_minutes(text) == minutes
 
 
 def test_listed_types_of_mpi() -> None:
-    assert read_mpi_types(MPI_TYPES) == ("pmix", "none", "pmi2")
-    assert read_mpi_types("srun: MPI types are...\nsrun: none\nsrun: pmi2\n") == ("none", "pmi2")
+    assert parse_mpi_types(MPI_TYPES) == ("pmix", "none", "pmi2")
+    assert parse_mpi_types("srun: MPI types are...\nsrun: none\nsrun: pmi2\n") == ("none", "pmi2")
 
 
 @pytest.mark.parametrize(
@@ -217,11 +219,11 @@ def test_names() -> None:
 
 
 def test_a_partition_that_is_empty_has_no_row_that_cannot_be() -> None:
-    row = limit_of({"PartitionName": "old", "TotalNodes": "0", "MaxNodes": "1", "MinNodes": "2", "MaxTime": "60"})
+    row = draft_limit({"PartitionName": "old", "TotalNodes": "0", "MaxNodes": "1", "MinNodes": "2", "MaxTime": "60"})
     assert row is not None
     check_fields(RunSpec.from_dict({"cluster": {"limits": [row]}}).cluster)
-    assert limit_of({"State": "UP"}) is None
+    assert draft_limit({"State": "UP"}) is None
 
 
 def test_every_drafted_key_is_one_of_the_schema(site: Site, resolved: Callable[..., RunSpec]) -> None:
-    assert preset_of(site).keys() <= ClusterConfig.__dataclass_fields__.keys()
+    assert draft_preset(site).keys() <= ClusterConfig.__dataclass_fields__.keys()

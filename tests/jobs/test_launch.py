@@ -17,9 +17,9 @@ from gems.errors import ConfigError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
-from jobs.cli.collect import collect
 from jobs.launch import launch as launch_module
-from jobs.launch.launch import OF_THE_JOB, launch
+from jobs.launch.collect import collect
+from jobs.launch.launch import JOB_FILES, launch
 from tests.jobs.job_helpers import wait_until
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
@@ -262,7 +262,7 @@ def test_nothing_of_an_earlier_launch_is_lost_or_mistaken(
 def test_a_fresh_folder_has_nothing_to_set_aside(tiny: Tiny) -> None:
     folder, _ = tiny()
     before = sorted(folder.path.rglob("*"))
-    folder.archive(keep=OF_THE_JOB)
+    folder.archive(keep=JOB_FILES)
     assert sorted(folder.path.rglob("*")) == before
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.diagnosis.launcher_output import Death, LauncherWords
+from jobs.diagnosis.launcher_output import Death, LauncherOutput
 
 HYDRA_KILLED = """
 ===================================================================================
@@ -94,16 +94,16 @@ FATAL = "Abort(15) on node 1 (rank 1 in comm 0): Fatal error in internal_Recv: M
     ],
 )
 def test_deaths(said: str, deaths: list[Death]) -> None:
-    words = LauncherWords()
+    words = LauncherOutput()
     for line in said.splitlines():
-        words.hear(line)
+        words.feed_line(line)
     assert words.deaths == deaths
 
 
 def test_why_slurm_cancelled() -> None:
-    words = LauncherWords()
-    assert words.why_cancelled is None
-    words.hear("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 ***")
-    assert words.why_cancelled is None
-    words.hear("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***")
-    assert words.why_cancelled == "time limit"
+    words = LauncherOutput()
+    assert words.cancel_reason is None
+    words.feed_line("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 ***")
+    assert words.cancel_reason is None
+    words.feed_line("slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***")
+    assert words.cancel_reason == "time limit"

@@ -16,7 +16,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from jobs.cli.submit import submit
 from jobs.slurm.jobs import num_queued
-from jobs.slurm.limits import check_limits, check_queue, limit_of
+from jobs.slurm.limits import check_limits, check_queue, queue_limit
 from jobs.slurm.resources import job_spec
 
 LIMITS = [
@@ -46,11 +46,11 @@ def test_the_first_limit_that_fits(
     resolved: Callable[..., RunSpec], nodes: int, partition: str | None, qos: str | None, row: int
 ) -> None:
     cluster = on(resolved, partition=partition, sbatch={"qos": qos} if qos else {}).cluster
-    assert limit_of(cluster, nodes) is LIMITS[row]
+    assert queue_limit(cluster, nodes) is LIMITS[row]
 
 
 def test_where_nothing_is_known_everything_is_allowed(resolved: Callable[..., RunSpec]) -> None:
-    assert limit_of(on(resolved, partition="other").cluster, 5000) is None
+    assert queue_limit(on(resolved, partition="other").cluster, 5000) is None
     check(on(resolved, limits=[], minutes=10**6))
 
 
@@ -59,8 +59,8 @@ def test_too_many_minutes_for_so_many_nodes(resolved: Callable[..., RunSpec]) ->
     with pytest.raises(ConfigError) as caught:
         check(on(resolved, minutes=61))
     assert str(caught.value) == (
-        "cluster.minutes=61: cluster slurm allows at most 60 to 1 to 2 nodes of partition normal; "
-        "ask for less; where the site has changed it, set cluster.limits=[]"
+        "cluster.minutes=61: cluster slurm allows at most 60 minutes for jobs of 1-2 nodes in partition normal; "
+        "ask for less; if the site has changed it, set cluster.limits=[]"
     )
     with pytest.raises(ConfigError, match="at most 30 to 1 or more nodes of qos debug"):
         check(on(resolved, minutes=31, sbatch={"qos": "debug"}))
@@ -71,7 +71,7 @@ def test_nodes_that_no_limit_of_the_partition_has(resolved: Callable[..., RunSpe
     spec = resolved("cluster=slurm", f"parallel.replicas={nodes}")
     spec = replace(spec, cluster=replace(spec.cluster, partition=partition, limits=LIMITS))
     with pytest.raises(
-        ConfigError, match=rf"^cluster\.nodes={nodes}: cluster slurm allows .* of partition {partition}; "
+        ConfigError, match=rf"^cluster\.nodes={nodes}: cluster slurm allows jobs of .* in partition {partition}; "
     ):
         check(spec)
 
@@ -134,7 +134,7 @@ def test_a_full_queue(resolved: Callable[..., RunSpec], queue: Path) -> None:
     assert words == ["--noheader", "--format=%i", f"--user={os.getuid()}", "--qos=debug"]
     (queue / "jobs").write_text("17\n")
     with pytest.raises(
-        ConfigError, match=r"^cluster=slurm: 1 jobs are queued, and 1 are allowed to .* of qos debug; wait"
+        ConfigError, match=r"^cluster=slurm: 1 jobs are queued, and at most 1 are allowed of .* in qos debug; wait"
     ):
         check_queue(spec, job_spec(spec))
 

@@ -10,10 +10,10 @@ import pytest
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from jobs.slurm.command import UnansweredError
-from jobs.slurm.live_limits import check_account, check_partitions
+from jobs.slurm.command import SlurmUnavailableError
+from jobs.slurm.limits import check_account, check_partitions
 from jobs.slurm.resources import job_spec
-from jobs.slurm.site import Accounts, ask_accounts, ask_partitions, most_nodes
+from jobs.slurm.site import Accounts, max_nodes, query_accounts, query_partitions
 from tests.jobs.fake_slurm import FakeSlurm
 
 ROW = (
@@ -45,17 +45,17 @@ def on(resolved: Callable[..., RunSpec], replicas: int = 1, **more: Any) -> RunS
 
 
 def check(spec: RunSpec) -> str:
-    return check_partitions(spec, job_spec(spec), ask_partitions(spec.cluster.partition))
+    return check_partitions(spec, job_spec(spec), query_partitions(spec.cluster.partition))
 
 
 def test_what_a_partition_has_is_read(site: FakeSlurm) -> None:
-    (gpu,) = ask_partitions(None)
+    (gpu,) = query_partitions(None)
     assert (gpu.name, gpu.num_nodes, gpu.num_up, gpu.num_idle, gpu.max_nodes, gpu.minutes) == ("gpu", 4, 3, 2, 3, 120)
     assert [gpu.count(8, 0), gpu.count(64, 4), gpu.count(65, 0), gpu.count(1, 5)] == [4, 3, 0, 0]
-    (cpu,) = ask_partitions("cpu")
+    (cpu,) = query_partitions("cpu")
     assert (cpu.num_nodes, cpu.max_nodes, cpu.minutes, cpu.kinds[0].cpus) == (900, None, None, 128)
-    assert [each.name for each in ask_partitions("cpu,gpu")] == ["cpu", "gpu"]
-    assert (most_nodes("gpu"), most_nodes("cpu"), most_nodes("none")) == (3, 900, None)
+    assert [each.name for each in query_partitions("cpu,gpu")] == ["cpu", "gpu"]
+    assert (max_nodes("gpu"), max_nodes("cpu"), max_nodes("none")) == (3, 900, None)
 
 
 def test_a_job_that_can_start(site: FakeSlurm, resolved: Callable[..., RunSpec]) -> None:
@@ -77,7 +77,7 @@ def test_a_job_that_can_start(site: FakeSlurm, resolved: Callable[..., RunSpec])
             {"replicas": 4, "cpus_per_rank": 1, "gpu_request": "none"},
             r"^cluster\.nodes=4: .* allows a job at most 3 nodes",
         ),
-        ({"minutes": 121}, r"^cluster\.minutes=121: partition gpu allows at most 120; ask for less"),
+        ({"minutes": 121}, r"^cluster\.minutes=121: partition gpu allows at most 120 minutes; ask for less"),
     ],
 )
 def test_a_job_that_never_starts(
@@ -129,25 +129,25 @@ def test_names_of_accounts_have_no_case(site: FakeSlurm, resolved: Callable[...,
 @pytest.mark.parametrize("command", ["scontrol", "sinfo"])
 def test_a_slurm_that_does_not_answer(site: FakeSlurm, command: str) -> None:
     site.says(command, error="slurm_load_partitions: Unable to contact slurm controller (connect failure)", code=1)
-    with pytest.raises(UnansweredError, match=rf"^{command} said: .*Unable to contact"):
-        ask_partitions("gpu")
+    with pytest.raises(SlurmUnavailableError, match=rf"^{command} failed: .*Unable to contact"):
+        query_partitions("gpu")
 
 
 def test_there_is_no_slurm(slurm: FakeSlurm) -> None:
-    with pytest.raises(UnansweredError, match=r"^scontrol is not on PATH$"):
-        ask_partitions("gpu")
-    with pytest.raises(UnansweredError, match=r"^sacctmgr is not on PATH$"):
-        ask_accounts()
+    with pytest.raises(SlurmUnavailableError, match=r"^scontrol is not on PATH$"):
+        query_partitions("gpu")
+    with pytest.raises(SlurmUnavailableError, match=r"^sacctmgr is not on PATH$"):
+        query_accounts()
 
 
 def test_accounts_of_a_user(slurm: FakeSlurm) -> None:
     slurm.says("sacctmgr", "physics|normal,debug", "art|", "physics|long")
     slurm.says("scontrol", "Configuration data", "AccountingStorageEnforce = associations,limits,qos")
-    found = ask_accounts()
+    found = query_accounts()
     assert found == Accounts({"physics": ("normal", "debug", "long"), "art": ()}, is_enforced=True)
     slurm.says("sacctmgr")
-    with pytest.raises(UnansweredError, match=r"names no account"):
-        ask_accounts()
+    with pytest.raises(SlurmUnavailableError, match=r"names no account"):
+        query_accounts()
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_following_to_the_end(prepared: Prepared, slurm: FakeSlurm, capfd: pytes
 def test_following_a_run_that_is_killed_without_a_word(
     prepared: Prepared, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.cli.logs.ASK_EVERY_S", 0.1)
+    monkeypatch.setattr("jobs.cli.logs.QUERY_EVERY_S", 0.1)
     folder = prepared()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     folder.write_status("running", **HERE | {"pid": process.pid, "pid_started": start_time(process.pid)})

@@ -11,7 +11,7 @@ import pytest
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.studies import packing as pack_module
-from jobs.studies.packing import PackedJob, packed, packs_of
+from jobs.studies.packing import PackedJob, pack_points, pack_resources
 from jobs.studies.points import Point
 
 CLUSTER = ("cluster=mini", "cluster.nodes=1", "cluster.minutes=10")
@@ -27,9 +27,9 @@ def point(resolved: Callable[..., RunSpec]) -> Callable[..., Point]:
 
 def test_a_job_takes_so_many_points_in_their_order(point: Callable[..., Point]) -> None:
     points = [point(f"seed={seed}") for seed in range(7)]
-    assert packs_of(points) == [tuple(points[:3]), tuple(points[3:6]), tuple(points[6:])]
+    assert pack_points(points) == [tuple(points[:3]), tuple(points[3:6]), tuple(points[6:])]
     alone = [point(f"seed={seed}", size=1) for seed in range(2)]
-    assert packs_of(alone) == [(alone[0],), (alone[1],)]
+    assert pack_points(alone) == [(alone[0],), (alone[1],)]
 
 
 def test_points_of_several_nodes_or_other_settings_or_of_this_machine_go_alone(point: Callable[..., Point]) -> None:
@@ -37,11 +37,11 @@ def test_points_of_several_nodes_or_other_settings_or_of_this_machine_go_alone(p
         point("seed=0"), point("cluster.nodes=2"), point("cluster.partition=high"), point("cluster=local", "cluster.nodes=1"),
         point("parallel.partitions=2"),
     )  # fmt: skip
-    assert packs_of([first, two, other, here, last]) == [(first, last), (two,), (other,), (here,)]
+    assert pack_points([first, two, other, here, last]) == [(first, last), (two,), (other,), (here,)]
 
 
 def test_the_job_serves_each_and_lasts_as_long_as_all(point: Callable[..., Point]) -> None:
-    job = packed([
+    job = pack_resources([
         point("parallel.partitions=2", "cluster.cpus_per_rank=5", "cluster.gpus_per_node=2", "cluster.minutes=7"),
         point("parallel.partitions=4", "cluster.cpus_per_rank=2", "cluster.gpus_per_node=4"),
     ])  # fmt: skip
@@ -51,7 +51,7 @@ def test_the_job_serves_each_and_lasts_as_long_as_all(point: Callable[..., Point
 
 def test_the_minutes_of_a_pack_stay_within_the_sites(point: Callable[..., Point]) -> None:
     limited = [point(f"seed={seed}", "+cluster.limits=[{minutes: 20}]") for seed in range(3)]
-    assert packs_of(limited) == [tuple(limited[:2]), (limited[2],)]
+    assert pack_points(limited) == [tuple(limited[:2]), (limited[2],)]
 
 
 class Batch:

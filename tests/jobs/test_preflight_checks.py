@@ -18,14 +18,15 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.runs.folder import RunFolder
 from gems.runs.run_plan import planned
-from jobs.cli.submit import start, submit
-from jobs.preflight.checks import is_at_home
-from jobs.preflight.cost import cost_words, is_agreed
-from jobs.preflight.prediction import check_host, peak_of, steps_s
-from jobs.preflight.storage import check_room, place_of
-from jobs.slurm.command import UnansweredError
+from jobs.cli.submit import submit
+from jobs.launch.submission import start_run
+from jobs.preflight.checks import is_on_site
+from jobs.preflight.cost import describe_cost, is_confirmed
+from jobs.preflight.prediction import check_host_memory, predict_peak, predict_seconds
+from jobs.preflight.storage import check_free_space, find_storage
+from jobs.slurm.command import SlurmUnavailableError
 from jobs.slurm.resources import job_spec
-from jobs.slurm.sbatch_check import read_estimate, try_script
+from jobs.slurm.sbatch_check import check_script, parse_estimate
 from tests.jobs.fake_slurm import FakeSlurm
 
 SEEN = "sbatch: Job 41 to start at 2030-01-02T03:04:05 using 4 processors on nodes n[1-2] in partition debug"
@@ -107,7 +108,7 @@ def test_nothing_is_submitted_of_what_is_refused(
         submit(spec, Options())
     assert capfd.readouterr() == ("", "")
     with pytest.raises(ConfigError, match=says):
-        start(spec)
+        start_run(spec)
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ConfigError, match=says):
         submit(spec, DRY)
@@ -147,11 +148,11 @@ def test_predicted_memory_beside_the_device(
 
 def test_more_host_memory_than_a_node_has(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = on(resolved, tmp_path, "memory=vdnn_all")
-    peak = peak_of(spec, planned(spec))
+    peak = predict_peak(spec, planned(spec))
     assert peak is not None and peak.host_bytes > 0
-    check_host(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes)), peak)
+    check_host_memory(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes)), peak)
     with pytest.raises(DoesNotFitError, match=r"above cluster\.node_memory_bytes="):
-        check_host(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes - 1)), peak)
+        check_host_memory(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes - 1)), peak)
 
 
 def test_steps_that_take_longer_than_the_minutes(
@@ -159,7 +160,7 @@ def test_steps_that_take_longer_than_the_minutes(
 ) -> None:
     """Ten hours of timed waits in ten minutes: a warning, for a prediction may be wrong."""
     spec = on(resolved, tmp_path, "machine=emulated", "cost.unit_s=10", "train.steps=600")
-    seconds = steps_s(spec, planned(spec))
+    seconds = predict_seconds(spec, planned(spec))
     assert seconds is not None and seconds > 600
     assert submit(spec, replace(DRY, json=True)) == 0
     row = rows(capsys.readouterr().out)["time"]
@@ -169,15 +170,15 @@ def test_steps_that_take_longer_than_the_minutes(
 def test_rates_of_a_processor_tell_nothing_of_a_gpu(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = on(resolved, tmp_path)
     made = planned(spec)
-    assert made.profile is not None and (steps_s(spec, made) or 0) > 0
-    assert steps_s(replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)), made) is None
+    assert made.profile is not None and (predict_seconds(spec, made) or 0) > 0
+    assert predict_seconds(replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)), made) is None
 
 
 def test_a_preset_of_elsewhere_is_not_asked_here(
     site: FakeSlurm, resolved: Callable[..., RunSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = on(resolved, tmp_path, hosts=["login*.far.away"], partition="theirs")
-    assert not is_at_home(spec)
+    assert not is_on_site(spec)
     assert submit(spec, replace(DRY, json=True)) == 0
     found = rows(capsys.readouterr().out)
     assert {found[name]["ok"] for name in ("partition", "account", "sbatch")} == {None}
@@ -197,28 +198,32 @@ def test_without_any_slurm_a_dry_run_goes_on(
 @pytest.mark.parametrize(
     ("said", "start", "words"),
     [
-        (SEEN, datetime(2030, 1, 2, 3, 4, 5), "sbatch takes it, to start in about 3.0 h (2030-01-02 03:04) on n[1-2]"),
-        (SEEN.replace("2030", "2029"), datetime(2029, 1, 2, 3, 4, 5), "sbatch takes it, to start at once on n[1-2]"),
-        ("sbatch: Job 7 to start at Unknown", None, "sbatch takes it, and says no start"),
-        ("", None, "sbatch takes it, and says no start"),
+        (
+            SEEN,
+            datetime(2030, 1, 2, 3, 4, 5),
+            "sbatch accepts it, to start in about 3.0 h (2030-01-02 03:04) on n[1-2]",
+        ),
+        (SEEN.replace("2030", "2029"), datetime(2029, 1, 2, 3, 4, 5), "sbatch accepts it, to start at once on n[1-2]"),
+        ("sbatch: Job 7 to start at Unknown", None, "sbatch accepts it, and estimates no start"),
+        ("", None, "sbatch accepts it, and estimates no start"),
     ],
 )
 def test_the_estimate_of_a_start(said: str, start: datetime | None, words: str) -> None:
-    found = read_estimate(said)
+    found = parse_estimate(said)
     assert found.start == start
-    assert found.words(datetime(2030, 1, 2, 0, 4, 5)) == words
+    assert found.describe(datetime(2030, 1, 2, 0, 4, 5)) == words
 
 
 def test_sbatch_that_reaches_nobody(slurm: FakeSlurm) -> None:
     slurm.says("sbatch", error="allocation failure: Unable to contact slurm controller (connect failure)", code=1)
-    with pytest.raises(UnansweredError):
-        try_script("mini", "#!/bin/sh\n")
+    with pytest.raises(SlurmUnavailableError):
+        check_script("mini", "#!/bin/sh\n")
 
 
 def test_cost_in_words(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     one = job_spec(on(resolved, tmp_path, gpus_per_node=4, minutes=90, charge_per="gpu-hour", charge_rate=2.0))
-    assert cost_words([one]) == "12 GPU-hours (8 GPUs for 90 min, charge 24 gpu-hour)"
-    assert cost_words([one, one]) == "24 GPU-hours (2 jobs, charge 48 gpu-hour)"
+    assert describe_cost([one]) == "12 GPU-hours (8 GPUs for 90 min, charge 24 gpu-hour)"
+    assert describe_cost([one, one]) == "24 GPU-hours (2 jobs, charge 48 gpu-hour)"
 
 
 class Terminal(io.StringIO):
@@ -248,36 +253,36 @@ def test_nobody_is_there_to_ask(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     spec = on(resolved, tmp_path, gpus_per_node=2, minutes=60, confirm_above_gpu_hours=0)
     with pytest.raises(
-        ConfigError, match=r"^cluster\.confirm_above_gpu_hours=0: 4 GPU-hours .* nobody is there to ask; add --yes$"
+        ConfigError, match=r"^cluster\.confirm_above_gpu_hours=0: 4 GPU-hours .* stdin is no terminal; add --yes$"
     ):
         submit(spec, Options())
-    with pytest.raises(ConfigError, match=r"nobody is there to ask"):
-        start(spec)
+    with pytest.raises(ConfigError, match=r"stdin is no terminal"):
+        start_run(spec)
     assert not (tmp_path / "runs").exists()
-    assert start(spec, Options(flags=frozenset({"--yes"}))) == 0
+    assert start_run(spec, assume_yes=True) == 0
 
 
 def test_no_question_below_the_limit(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     job = job_spec(on(resolved, tmp_path, gpus_per_node=2, minutes=60))
-    assert is_agreed([job], None, Options()) and is_agreed([job], 4.0, Options())
-    assert is_agreed([job_spec(resolved())], 0.0, Options())
+    assert is_confirmed([job], None, assume_yes=False) and is_confirmed([job], 4.0, assume_yes=False)
+    assert is_confirmed([job_spec(resolved())], 0.0, assume_yes=False)
 
 
 def test_a_folder_that_cannot_be_written(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(ConfigError, match=r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"):
-        place_of(on(resolved, tmp_path))
+        find_storage(on(resolved, tmp_path))
 
 
-def test_room(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_free_space(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = on(resolved, tmp_path)
-    place = place_of(spec)
-    assert place.path == tmp_path and place.kind != "unknown"
-    check_room(spec, replace(place, free_bytes=1 << 30), 1 << 30)
-    for poor in (replace(place, free_bytes=1 << 20), replace(place, files=3)):
+    storage = find_storage(spec)
+    assert storage.path == tmp_path and storage.kind != "unknown"
+    check_free_space(spec, replace(storage, free_bytes=1 << 30), 1 << 30)
+    for poor in (replace(storage, free_bytes=1 << 20), replace(storage, files=3)):
         with pytest.raises(ConfigError, match=r"^runs_dir="):
-            check_room(spec, poor)
-    with pytest.raises(ConfigError, match=r"1.00 GiB are free there, and the run leaves 2.00 GiB"):
-        check_room(spec, replace(place, free_bytes=1 << 30), 2 << 30)
+            check_free_space(spec, poor)
+    with pytest.raises(ConfigError, match=r"1.00 GiB are free there, and the run writes 2.00 GiB"):
+        check_free_space(spec, replace(storage, free_bytes=1 << 30), 2 << 30)
     kinds = ("tmpfs", "nfs4", "lustre", "fuse.beegfs", "ext4")
-    assert [replace(place, kind=kind).is_shared for kind in kinds] == [False, True, True, True, None]
+    assert [replace(storage, kind=kind).is_shared for kind in kinds] == [False, True, True, True, None]

@@ -17,19 +17,9 @@ from gems.errors import ConfigError, GemsError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
-from gems.utils.cache import keep_cached
-from jobs.cli.probe import probe, table
-from jobs.launch.mpi_probe import (
-    KIND,
-    judge,
-    key_of,
-    known_probe,
-    needs_probe,
-    probe_argv,
-    probe_in_job,
-    probe_json,
-    summary,
-)
+from jobs.cli.probe import probe, probe_table
+from jobs.launch.mpi_probe import probe_argv, probe_in_job, probe_json, read_probe
+from jobs.preflight.known_probe import describe_probe, keep_probe, known_probe, needs_probe
 from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -48,7 +38,7 @@ def on(resolved: Callable[..., RunSpec], tmp_path: Path, **more: Any) -> RunSpec
 
 def keep(spec: RunSpec, age: timedelta = timedelta(), **more: Any) -> None:
     found = {**FOUND, "utc": (datetime.now(UTC) - age).isoformat(timespec="seconds"), **more}
-    keep_cached(spec.cache_dir, KIND, key_of(spec, job_spec(spec)), found)
+    keep_probe(spec, job_spec(spec), found)
 
 
 def is_known(spec: RunSpec) -> bool:
@@ -144,7 +134,7 @@ def ended(*tail: str, code: int = 1, timed_out: bool = False) -> Ended:
          RankFailedError, "ended with code 1 before MPI had started, with cluster.mpi=pmi2: OMPI was not built .*; MPICH takes"),
         (None, ended("waiting", timed_out=True), StalledError, "did not end within 180 s: waiting; MPICH takes cluster.mpi=pmi2"),
         ({**FOUND, "wall_s": None, "device_message": "trying"} | {"takes_device_memory": True}, ended("Segmentation fault"),
-         ConfigError, r"^machine\.transport=auto: MPI says that it takes .* when it got some: Segmentation fault; use"),
+         ConfigError, r"^machine\.transport=auto: MPI claims to take .* when it got some: Segmentation fault; use"),
         ({**FOUND, "ranks": [FOUND["ranks"][0], {**FOUND["ranks"][1], "sees_folder": False}]}, ended(code=0), ConfigError,
          r"^runs_dir=.*: node n2 does not see it; use a folder that all nodes share$"),
         (FOUND, ended("Aborted", code=134), RankFailedError, "the probe's two ranks ended with code 134: Aborted"),
@@ -158,16 +148,16 @@ def test_what_a_failed_probe_says(
     if left is not None:
         write_json(result, {key: value for key, value in left.items() if value is not None or key != "wall_s"})
     with pytest.raises(error, match=says):
-        judge(on(resolved, tmp_path), how, result)
+        read_probe(on(resolved, tmp_path), how, result)
 
 
 def test_what_was_found_in_one_line() -> None:
-    assert summary(FOUND) == "MPICH Version: 5.0.2; 2 ranks on n1, n2; 2.0 us and 5.00 GB/s; no GPU"
+    assert describe_probe(FOUND) == "MPICH Version: 5.0.2; 2 ranks on n1, n2; 2.0 us, 5.00 GB/s; no GPU"
     gpu = {**FOUND, "takes_device_memory": True, "device_message": "passed", "device": {**HOST, "bytes_per_s": 2e10}}
-    assert summary(gpu).endswith("; MPI takes device memory, 2.0 us and 20.00 GB/s")
+    assert describe_probe(gpu).endswith("; MPI takes device memory, 2.0 us, 20.00 GB/s")
     staged = {**gpu, "device_message": "not taken"}
-    assert summary(staged).endswith("; device memory goes through the host: though MPI says that it takes it")
-    shown = "\n".join(table({**gpu, "cluster": "mini"}))
+    assert describe_probe(staged).endswith("; device memory goes through the host: though MPI claims to take it")
+    shown = probe_table({**gpu, "cluster": "mini"})
     assert "GPU to GPU" in shown and "machine.link_bytes_per_s=5e+09" in shown
 
 
@@ -191,7 +181,7 @@ def test_a_job_probes_once(
     for _ in range(2):
         probe_in_job(spec, job_spec(spec), folder, environment)
     assert len(slurm.asked()) == 1
-    assert capsys.readouterr().err == f"jobs: probe: {summary(FOUND)}\n"
+    assert capsys.readouterr().err == f"jobs: probe: {describe_probe(FOUND)}\n"
     assert is_known(spec) and json.loads(probe_json(folder).read_text())["mpi"] == FOUND["mpi"]
 
 

@@ -22,6 +22,7 @@ from gems.runs.heartbeat import read_beat
 from gems.utils.atomic_io import read_json, write_json
 from jobs.launch import launch as launch_module
 from jobs.launch import requeue
+from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
 from jobs.launch.stop_request import StopRequest
 from tests.jobs.fake_slurm import FakeSlurm
@@ -72,7 +73,7 @@ def in_job(
             return ended
 
         monkeypatch.setattr(launch_module, "run_ranks", ranks)
-        return launch(folder, spec), folder
+        return launch(folder, spec, work=BatchJob(str(folder.path))), folder
 
     return go
 
@@ -101,7 +102,7 @@ def test_a_run_out_of_time_is_put_back_until_the_bound(
     assert slurm.asked().count("scontrol requeue 41") == asked == 2
     assert capfd.readouterr().err.splitlines() == [
         "jobs: the run saved before step 30 and stopped (time limit); it has started again 2 times, which is "
-        "cluster.max_requeues; the same command goes on from step 30"
+        "cluster.max_requeues; the same command resumes at step 30"
     ]
     assert collected == [folder]  # what is stopped for good is collected, what goes on is not
     assert [row["step"] for row in read_json(folder.path / "requeues.json")["requeues"]] == [10, 20]
@@ -155,14 +156,16 @@ def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_l
     put_back = "slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO JOB REQUEUE ***"
     log.write_text(f"{put_back}\n")
     monkeypatch.setattr(requeue, "_stderr", lambda: log)
-    monkeypatch.setattr(requeue, "BEGUN_AT", log.stat().st_size)
+    monkeypatch.setattr(requeue, "LOG_START_BYTES", log.stat().st_size)
     slurm.does("sbatch", "echo Submitted batch job 42")
     shows = f"if [ $1 = show ]; then echo '{shown(left_s=100)}'; else"
     slurm.does("scontrol", f"{shows} echo '{put_back}' >> {log}; kill -TERM $$; fi")
     _, folder = in_job({"step": 7, "reason": "SIGUSR2"})
     assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("41", 1)
     assert "sbatch" not in slurm.asked()
-    monkeypatch.setattr(requeue, "BEGUN_AT", log.stat().st_size)  # the next attempt: those words are not of this one
+    monkeypatch.setattr(
+        requeue, "LOG_START_BYTES", log.stat().st_size
+    )  # the next attempt: those words are not of this one
     slurm.does("scontrol", f"{shows} kill -TERM $$; fi")
     _, folder = in_job({"step": 9, "reason": "SIGUSR2"})
     assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("42", 2)
@@ -192,7 +195,7 @@ def test_slurm_that_does_not_answer_is_taken_to_end_the_time(
     ("said", "line", "state", "cause"),
     [
         ("", shown(), "cancelled", "was cancelled"),
-        (" DUE TO TIME LIMIT", shown(left_s=-1), "failed", "used up its time"),
+        (" DUE TO TIME LIMIT", shown(left_s=-1), "failed", "reached its time limit"),
         (" DUE TO PREEMPTION", shown(restarts=1), "requeued", "was preempted; SLURM starts it again"),
         (" DUE TO PREEMPTION", shown(), "failed", "was preempted"),
         (" DUE TO JOB REQUEUE", shown(restarts=1), "requeued", "was ended by SLURM: requeued; SLURM starts it again"),
@@ -209,8 +212,8 @@ def test_who_ended_a_run_that_has_not_saved(
         "slurmstepd-n1: error: *** JOB 40 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO TIME LIMIT ***\n"
         f"slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n"
     )
-    why_killed = requeue.why_killed
-    monkeypatch.setattr(requeue, "why_killed", lambda: why_killed(log))
+    kill_reason = requeue.kill_reason
+    monkeypatch.setattr(requeue, "kill_reason", lambda: kill_reason(log))
     tail = ("srun: error: Node failure on n2",) if "NODE" in said else ()
     code, folder = in_job(None, Ended(143, tail, stopped_by="SIGTERM"))
     status = folder.read_status()
@@ -232,8 +235,8 @@ def test_a_run_that_saved_while_slurm_ended_it(
     scontrol(slurm, shown(left_s=0, restarts=restarts, state="COMPLETING"))
     log = slurm.here / "41.out"
     log.write_text(f"slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n")
-    why_killed = requeue.why_killed
-    monkeypatch.setattr(requeue, "why_killed", lambda: why_killed(log))
+    kill_reason = requeue.kill_reason
+    monkeypatch.setattr(requeue, "kill_reason", lambda: kill_reason(log))
     found, folder = in_job({"step": 7, "reason": "SIGTERM"}, ended)
     status = folder.read_status()
     assert (found, status["exit_code"], status["state"], status["stopped_step"]) == (code, code, state, 7)
@@ -256,7 +259,7 @@ def test_a_cancelled_run_that_saved_is_not_put_back(
 
 def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    program = "from jobs.launch.requeue import why_killed; print(why_killed())"
+    program = "from jobs.launch.requeue import kill_reason; print(kill_reason())"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("None\n", "")
 
@@ -279,7 +282,7 @@ def test_sigusr2_makes_a_run_here_save_and_stop(
     assert (code, status["state"], status["exit_code"], status["stopped_step"]) == (0, "stopped", 0, 13)
     assert read_json(folder.stop_json)["by"].startswith("launcher ")
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("jobs: ")]
-    assert line == "jobs: the run saved before step 13 and stopped (SIGUSR2); the same command goes on from step 13"
+    assert line == "jobs: the run saved before step 13 and stopped (SIGUSR2); the same command resumes at step 13"
     assert collected == [folder]
     assert signal.getsignal(signal.SIGUSR2) == before
     spec.cluster.environment["TINY"] = ""

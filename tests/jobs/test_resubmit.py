@@ -16,7 +16,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
-from jobs.diagnosis.node_blocklist import BadNodes
+from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.status.study_record import StudyRecord
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -47,7 +47,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
         folder.write_status("submitted", job_id=str(41 + len(seen)))
         return 0
 
-    monkeypatch.setattr("jobs.cli.resubmit.start", note)
+    monkeypatch.setattr("jobs.cli.resubmit.start_run", note)
     return seen
 
 
@@ -85,7 +85,7 @@ def test_it_goes_on_in_its_folder_with_more_time(
 
 def test_bad_nodes_of_its_cluster_are_left_out(prepared: Prepared, resubmit: Resubmit, sent: list[RunSpec]) -> None:
     folder = prepared()
-    nodes = BadNodes(folder.path.parent)
+    nodes = NodeBlocklist(folder.path.parent)
     now = folder.read_status()["updated_utc"]
     nodes.add("mini", "n2", "device failed", "x", now)
     nodes.add("frontier", "n7", "device failed", "x", now)
@@ -122,7 +122,7 @@ def test_a_new_folder_resumes_from_the_old_one(prepared: Prepared, resubmit: Res
 @pytest.mark.parametrize(
     ("state", "more", "says"),
     [
-        ("finished", {"exit_code": 0}, "it has finished; --again runs it anew"),
+        ("finished", {"exit_code": 0}, "it has finished; --force runs it again"),
         ("submitted", {}, "it is submitted"),
         (
             "failed",
@@ -148,7 +148,7 @@ def test_it_is_sent_all_the_same_when_one_insists(prepared: Prepared, resubmit: 
     prepared("b", "finished", exit_code=0)
     prepared("c", "failed", cause="cluster.mpi=x: MPI sees a world of 1", exit_code=2)
     resubmit("a", "--yes")
-    resubmit("b", "--again")
+    resubmit("b", "--force")
     resubmit("c", "cluster.mpi=pmi2")
     assert [spec.name for spec in sent] == ["a", "b", "c"]
 
@@ -198,7 +198,7 @@ def test_a_refused_submission_is_told_and_the_others_go_on(
         sent.append(spec)
         raise ConfigError("cluster", "mini", "sbatch refuses the job")
 
-    monkeypatch.setattr("jobs.cli.resubmit.start", refuse)
+    monkeypatch.setattr("jobs.cli.resubmit.start_run", refuse)
     out, _ = resubmit("a", "b", code=2)
     assert [line.partition(": ")[2] for line in out.splitlines()] == [
         "refused, cluster=mini: sbatch refuses the job"

@@ -12,8 +12,8 @@ import pytest
 from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
-from jobs.diagnosis.launcher_output import LauncherWords
-from jobs.diagnosis.root_cause import blame
+from jobs.diagnosis.launcher_output import LauncherOutput
+from jobs.diagnosis.root_cause import find_failure
 
 KILLED_3 = "srun: error: n2: task 3: Killed"
 
@@ -29,10 +29,10 @@ def beat(folder: RunFolder, rank: int, pid: int, node: str, step: int, action: s
     heartbeat.beat(step, action)
 
 
-def heard(*lines: str) -> LauncherWords:
-    words = LauncherWords()
+def heard(*lines: str) -> LauncherOutput:
+    words = LauncherOutput()
     for line in lines:
-        words.hear(line)
+        words.feed_line(line)
     return words
 
 
@@ -45,12 +45,12 @@ def test_earliest_cause_goes_first(folder: RunFolder, write_failed: Callable[...
     write_failed(folder, 1, "2026-01-01T00:00:02", "Exception: Other MPI error, error stack: ...")
     write_failed(folder, 2, "2026-01-01T00:00:04", "KeyError: 'late'")
     write_failed(folder, 3, "2026-01-01T00:00:03", "ValueError: bad\nthing", step=12, action="1F3", node="n2")
-    failure = blame(folder, heard("srun: error: n1: task 0: Exited with exit code 5"), ended())
+    failure = find_failure(folder, heard("srun: error: n1: task 0: Exited with exit code 5"), ended())
     assert failure.exit_code == 4
-    assert failure.line() == "rank 3 on node n2 failed in step 12, action 1F3: ValueError: bad thing"
+    assert failure.describe() == "rank 3 on node n2 failed in step 12, action 1F3: ValueError: bad thing"
     assert failure.to_dict() == {
         "exit_code": 4, "cause": "ValueError: bad\nthing", "rank": 3, "node": "n2", "rank_pid": 103, "step": 12,
-        "action": "1F3",
+        "action": "1F3", "cause_class": "exception",
     }  # fmt: skip
 
 
@@ -59,14 +59,14 @@ def test_a_ranks_exit_code_is_kept_when_it_means_something(
     folder: RunFolder, write_failed: Callable[..., None], code: int | None, kept: int
 ) -> None:
     write_failed(folder, 0, "2026", "why", code)
-    assert blame(folder, heard(), ended()).exit_code == kept
+    assert find_failure(folder, heard(), ended()).exit_code == kept
 
 
 def test_killed_rank_goes_before_those_that_missed_it(folder: RunFolder, write_failed: Callable[..., None]) -> None:
     write_failed(folder, 0, "2026", "nothing came from rank 3", 5)
     beat(folder, 3, 333, "n2", 7, "0B2")
-    failure = blame(folder, heard(KILLED_3, "srun: error: n1: tasks 0-1: Terminated"), ended(137))
-    assert failure.line() == "rank 3 on node n2 was killed by signal 9 (SIGKILL) in step 7, action 0B2"
+    failure = find_failure(folder, heard(KILLED_3, "srun: error: n1: tasks 0-1: Terminated"), ended(137))
+    assert failure.describe() == "rank 3 on node n2 was killed by signal 9 (SIGKILL) in step 7, action 0B2"
     assert failure.to_dict()["cause"] == "was killed by signal 9 (SIGKILL)"
     assert (failure.signal, failure.rank_pid, failure.exit_code) == (9, 333, 4)
 
@@ -76,7 +76,7 @@ def test_stalled_rank_is_named_when_the_others_were_cleaned_up(
 ) -> None:
     write_failed(folder, 0, "2026", "nothing came for 600 s", 5)
     words = heard("srun: error: n1: task 0: Exited with exit code 5", "srun: error: n1: task 1: Killed")
-    failure = blame(folder, words, ended(137))
+    failure = find_failure(folder, words, ended(137))
     assert (failure.rank, failure.exit_code) == (0, 5)
 
 
@@ -85,31 +85,31 @@ def test_hydras_process_is_found_by_its_heartbeat(folder: RunFolder) -> None:
     beat(folder, 1, 51, "n1.cluster", -1, "start")
     beat(folder, 2, 51, "n2", 4, "0F1")
     words = heard("=   PID 51 RUNNING AT n1", "=   EXIT CODE: 11", "YOUR APPLICATION ... fault (signal 11)")
-    failure = blame(folder, words, ended(11))
-    assert failure.line() == "rank 1 on node n1 was killed by signal 11 (SIGSEGV) before the first step"
+    failure = find_failure(folder, words, ended(11))
+    assert failure.describe() == "rank 1 on node n1 was killed by signal 11 (SIGSEGV) before the first step"
 
 
 def test_unknown_process_is_still_described(folder: RunFolder) -> None:
     words = heard("=   PID 51 RUNNING AT n1", "=   EXIT CODE: 9", "YOUR APPLICATION ... Killed (signal 9)")
-    assert blame(folder, words, ended(9)).line() == "a rank on node n1 was killed by signal 9 (SIGKILL)"
+    assert find_failure(folder, words, ended(9)).describe() == "a rank on node n1 was killed by signal 9 (SIGKILL)"
 
 
 def test_exit_codes_and_reasons(folder: RunFolder) -> None:
     beat(folder, 2, 50, "n1", -1, "evaluate")
-    failure = blame(folder, heard("[mpiexec@n1] Exit codes: [n1] 0,0,768"), ended(3))
-    assert failure.line() == "rank 2 on node n1 ended with exit code 3 outside of the steps, in evaluate"
-    failure = blame(folder, heard("srun: error: n2: task 2: Out Of Memory"), ended(3))
-    assert failure.line() == "rank 2 on node n2 ended outside of the steps, in evaluate: Out Of Memory"
+    failure = find_failure(folder, heard("[mpiexec@n1] Exit codes: [n1] 0,0,768"), ended(3))
+    assert failure.describe() == "rank 2 on node n1 ended with exit code 3 outside of the steps, in evaluate"
+    failure = find_failure(folder, heard("srun: error: n2: task 2: Out Of Memory"), ended(3))
+    assert failure.describe() == "rank 2 on node n2 ended outside of the steps, in evaluate: Out Of Memory"
     assert failure.to_dict()["cause"] == "Out Of Memory"
 
 
 def test_last_words_when_nobody_is_named(folder: RunFolder) -> None:
     tail = ("Traceback", "ModuleNotFoundError: No module named 'gems'", "goodbye")
-    assert blame(folder, heard(), ended(1, *tail)).line() == (
+    assert find_failure(folder, heard(), ended(1, *tail)).describe() == (
         "the run ended with exit code 1: ModuleNotFoundError: No module named 'gems'"
     )
-    assert blame(folder, heard(), ended(137)).line() == (
-        "the run ended with exit code 137: no rank and no launcher said why"
+    assert find_failure(folder, heard(), ended(137)).describe() == (
+        "the run ended with exit code 137: no rank and no launcher gave a reason"
     )
 
 
@@ -117,8 +117,8 @@ def test_killed_launcher_is_no_ranks_fault(folder: RunFolder) -> None:
     beat(folder, 0, 50, "n1", 3, "0F1")
     folder.path.joinpath("witness").mkdir()
     folder.path.joinpath("witness", "rank0000").write_text("1")
-    failure = blame(folder, heard(), ended(-9))
-    assert failure.line() == "the run ended: its launcher was killed by signal 9 (SIGKILL)"
+    failure = find_failure(folder, heard(), ended(-9))
+    assert failure.describe() == "the run ended: its launcher was killed by signal 9 (SIGKILL)"
     assert failure.rank is None
 
 
@@ -139,8 +139,8 @@ def test_first_witnessed_rank_goes_before_hydras_lowest(folder: RunFolder) -> No
         beat(folder, rank, 50 + rank, "n1", 4, f"0F{rank}")
     beat(folder, 1, 51, "n1", -1, "finished")
     witness(folder, rank0000=3, rank0001=1, rank0002=2)
-    failure = blame(folder, heard(*HYDRA_CLEANED_UP), ended(9))
-    assert failure.line() == "rank 2 on node n1 was killed by signal 9 (SIGKILL) in step 4, action 0F2"
+    failure = find_failure(folder, heard(*HYDRA_CLEANED_UP), ended(9))
+    assert failure.describe() == "rank 2 on node n1 was killed by signal 9 (SIGKILL) in step 4, action 0F2"
 
 
 @pytest.mark.parametrize(("second", "rank"), [(59, 0), (1, 2)])
@@ -151,14 +151,14 @@ def test_witnesses_and_records_are_put_in_order(
     write_failed(folder, 2, f"2026-01-01T00:00:{second:02d}+00:00", "RuntimeError: what is this?")
     died = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
     witness(folder, rank0000=int(died.timestamp() * 1e9))
-    assert blame(folder, heard(*HYDRA_CLEANED_UP), ended(9)).rank == rank
+    assert find_failure(folder, heard(*HYDRA_CLEANED_UP), ended(9)).rank == rank
 
 
 def test_stopped_from_outside(folder: RunFolder, write_failed: Callable[..., None]) -> None:
     write_failed(folder, 0, "2026", "KeyboardInterrupt")
     line = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***"
-    failure = blame(folder, heard(line), ended(143, stopped_by="SIGTERM"))
-    assert (failure.exit_code, failure.line()) == (143, "the run was stopped by SIGTERM: time limit")
+    failure = find_failure(folder, heard(line), ended(143, stopped_by="SIGTERM"))
+    assert (failure.exit_code, failure.describe()) == (143, "the run was stopped by SIGTERM: time limit")
 
 
 def test_broken_records_are_passed_over(folder: RunFolder, write_failed: Callable[..., None]) -> None:
@@ -166,7 +166,7 @@ def test_broken_records_are_passed_over(folder: RunFolder, write_failed: Callabl
     folder.heartbeat(1).parent.mkdir()
     folder.heartbeat(1).write_bytes(b"x y z 1 2")
     write_failed(folder, 1, "2026", "true cause")
-    assert blame(folder, heard(), ended()).rank == 1
+    assert find_failure(folder, heard(), ended()).rank == 1
 
 
 def old_beat(folder: RunFolder, rank: int, action: str, time_ns: int, step: int = 7) -> None:
@@ -179,10 +179,10 @@ def test_a_stall_is_the_silent_ranks(folder: RunFolder, write_failed: Callable[.
     for rank, (action, time_ns) in enumerate([("0RECV_B1", 1), ("1F3", 5), ("2F2", 9), ("finished", 0)]):
         old_beat(folder, rank, action, time_ns)
     write_failed(folder, 0, "2026", "waited 60 s for 0RECV_B1", 5, action="0RECV_B1", waited_s=60)
-    failure = blame(folder, heard(), ended(5))
+    failure = find_failure(folder, heard(), ended(5))
     assert (failure.rank, failure.node, failure.action, failure.exit_code) == (1, "n1", "1F3", 5)
-    assert failure.line() == (
-        "rank 1 on node n1 moved no more in step 7, action 1F3: rank 0 waited 60 s in step 3, action 0RECV_B1"
+    assert failure.describe() == (
+        "rank 1 on node n1 stopped moving in step 7, action 1F3: rank 0 waited 60 s in step 3, action 0RECV_B1"
     )
 
 
@@ -191,7 +191,7 @@ def test_who_could_not_record_its_end_is_the_silent_one(folder: RunFolder, write
         old_beat(folder, rank, f"{rank}F1", time_ns)
     for rank in (0, 1, 3):
         write_failed(folder, rank, "2026", "ranks have stalled", 5)
-    assert blame(folder, heard("srun: error: n0: task 0: Exited with exit code 5"), ended(5)).rank == 2
+    assert find_failure(folder, heard("srun: error: n0: task 0: Exited with exit code 5"), ended(5)).rank == 2
 
 
 def test_who_found_the_stall_may_have_told(folder: RunFolder, write_failed: Callable[..., None]) -> None:
@@ -200,8 +200,8 @@ def test_who_found_the_stall_may_have_told(folder: RunFolder, write_failed: Call
     root = {"rank": 3, "node": "n3", "pid": 33, "step": 7, "action": "3B1", "state": "is silent"}
     document = {"rank": 0, "node": "n0", "step": 7, "action": "0F1", "waited_s": 9.0, "roots": [root]}
     (folder.path / "STALLED.json").write_text(json.dumps(document))
-    failure = blame(folder, heard(), ended(5))
+    failure = find_failure(folder, heard(), ended(5))
     assert (failure.rank, failure.node, failure.rank_pid, failure.action) == (3, "n3", 33, "3B1")
     for damaged in ([], [7], [{"rank": "x"}], "n3"):
         (folder.path / "STALLED.json").write_text(json.dumps({**document, "roots": damaged}))
-        assert blame(folder, heard(), ended(5)).rank == 0
+        assert find_failure(folder, heard(), ended(5)).rank == 0

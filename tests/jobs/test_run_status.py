@@ -15,16 +15,15 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
-from jobs.status.facts import lives_here, read_facts
-from jobs.status.run_status import Condition, conditions
+from jobs.status.run_status import RunStatus, is_alive_here, read_recorded, run_statuses
 from tests.jobs.fake_slurm import FakeSlurm
 
 Prepared = Callable[..., RunFolder]
 RESOURCES = "41|PENDING|2026-11-21T12:00:00|Resources|one"
 
 
-def of(folder: RunFolder) -> Condition:
-    (found,) = conditions([folder]).runs
+def of(folder: RunFolder) -> RunStatus:
+    (found,) = run_statuses([folder]).runs
     return found
 
 
@@ -93,13 +92,13 @@ def test_one_call_of_each_for_all_jobs(prepared: Prepared, slurm: FakeSlurm) -> 
     for folder, job_id in zip(folders, names.values(), strict=True):
         state = "finished" if job_id == "45" else "submitted"
         folder.write_status(state, job_id=job_id, exit_code=0)
-    found = conditions(folders)
+    found = run_statuses(folders)
     assert [run.state for run in found.runs] == ["pending", "starting", "failed", "finished"]
     assert [run.job_name for run in found.runs] == ["a", "b|c", None, None]
     assert found.runs[0].start_utc is not None and found.runs[0].note == "Resources"
     squeue, sacct = slurm.asked()
     assert squeue.endswith("--jobs=41,43,44") and sacct.endswith("--jobs=44")
-    assert found.troubles == ()
+    assert found.errors == ()
 
 
 def test_a_users_own_filters_do_not_hide_jobs(
@@ -118,18 +117,18 @@ def test_a_job_number_that_is_none_reaches_no_command_line(prepared: Prepared, s
     for job_id in ("41; touch owned", "--all", "$(touch owned)", "4\n1", "٤١", True, [41], -1):
         folder.write_status("running", job_id=job_id)
         found = of(folder)
-        assert (found.facts.job_id, slurm.asked()) == (None, []), job_id
+        assert (found.recorded.job_id, slurm.asked()) == (None, []), job_id
         assert found.is_guess
 
 
 def test_what_could_not_be_asked_is_said(prepared: Prepared, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.slurm.command.HEAR_LIMIT_S", 0.2)
+    monkeypatch.setattr("jobs.slurm.command.QUERY_LIMIT_S", 0.2)
     slurm.hangs("squeue")
     slurm.says("sacct", error="Slurm accounting storage is disabled\n", code=1)
     folder = prepared()
     folder.write_status("submitted", job_id="41")
-    found = conditions([folder])
-    assert found.troubles == ("squeue did not answer within 0.2 s", "sacct said: Slurm accounting storage is disabled")
+    found = run_statuses([folder])
+    assert found.errors == ("squeue did not answer within 0.2 s", "sacct failed: Slurm accounting storage is disabled")
     assert (found.runs[0].state, found.runs[0].is_guess) == ("submitted", True)
 
 
@@ -158,15 +157,20 @@ def test_step_rate_and_loss_are_those_that_rank_0_noted(prepared: Prepared, slur
     folder.write_status("running", job_id="41")
     beat(folder, 12, "0F3", age_s=3.0)
     found = of(folder)
-    assert (found.facts.step, found.facts.sources) == (12, {"step": "heartbeats"})
-    assert found.facts.steps == folder.read_spec().train.steps
+    assert (found.recorded.step, found.recorded.sources) == (12, {"step": "heartbeats"})
+    assert found.recorded.steps == folder.read_spec().train.steps
     Progress("one", 70, 8, folder.progress_json).show(11, 0.25)
     found = of(folder)
-    assert (found.facts.step, found.facts.steps, found.facts.loss, found.facts.sources) == (11, 70, 0.25, {})
-    assert found.facts.images_per_s is not None and found.facts.images_per_s > 0
+    assert (found.recorded.step, found.recorded.steps, found.recorded.loss, found.recorded.sources) == (
+        11,
+        70,
+        0.25,
+        {},
+    )
+    assert found.recorded.images_per_s is not None and found.recorded.images_per_s > 0
     assert found.age_s is not None and found.age_s < 2.0
     Progress("one", 70, 8, folder.progress_json).show(12, float("nan"))
-    assert of(folder).facts.loss is None
+    assert of(folder).recorded.loss is None
 
 
 @pytest.mark.parametrize(
@@ -244,14 +248,14 @@ def test_damaged_files_are_facts_too(prepared: Prepared, slurm: FakeSlurm, tmp_p
     folder.progress_json.write_text('{"step": "many", "loss": [1], "images_per_s": true}')
     folder.heartbeat(0).write_text("nothing that is a mark")
     folder.run_yaml.write_text("- no configuration")
-    facts = read_facts(folder)
+    facts = read_recorded(folder)
     assert (facts.step, facts.steps, facts.loss, facts.images_per_s) == (None, None, None, None)
-    assert read_facts(RunFolder(tmp_path / "none")).state == "missing"
+    assert read_recorded(RunFolder(tmp_path / "none")).state == "missing"
 
 
 def test_who_lives_here() -> None:
     me = {"pid": os.getpid(), "host": os.uname().nodename, "pid_started": start_time(os.getpid())}
-    assert lives_here(me) is True
-    assert lives_here(me | {"host": "elsewhere"}) is None
-    assert lives_here(me | {"pid": "7; ls"}) is False
-    assert lives_here(me | {"pid": -1}) is False
+    assert is_alive_here(me) is True
+    assert is_alive_here(me | {"host": "elsewhere"}) is None
+    assert is_alive_here(me | {"pid": "7; ls"}) is False
+    assert is_alive_here(me | {"pid": -1}) is False

@@ -277,7 +277,7 @@ def test_a_folder_is_its_jobs_while_the_queue_has_it(
     folder = RunFolder.of(spec)
     folder.write_status(state, job_id="41", host="n1", pid=1, cause="of the run")
     (cluster / "running").touch()
-    with pytest.raises(ConfigError, match="is that of job 41, which has not ended"):
+    with pytest.raises(ConfigError, match="belongs to job 41, which has not ended"):
         submit(spec, Options())
     assert folder.read_status()["state"] == state
     (cluster / "running").unlink()

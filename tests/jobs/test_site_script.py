@@ -93,7 +93,7 @@ def test_a_site_that_refuses_options_of_memory(resolved: Callable[..., RunSpec],
 
 def test_gpus_by_hand_beside_the_presets_own(resolved: Callable[..., RunSpec]) -> None:
     assert "#SBATCH --gres=gpu:a100:2" in script(on(resolved, gpu_request="none", sbatch={"gres": "gpu:a100:2"}))
-    with pytest.raises(ConfigError, match=r"^cluster\.sbatch\.gres=nvme: stands beside cluster\.gpu_request=gres"):
+    with pytest.raises(ConfigError, match=r"^cluster\.sbatch\.gres=nvme: conflicts with cluster\.gpu_request=gres"):
         script(on(resolved, gpu_request="gres", sbatch={"gres": "nvme"}))
 
 

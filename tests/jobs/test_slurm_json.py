@@ -10,7 +10,7 @@ import pytest
 
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from jobs.launch.slurm_json import ask_job, record_end, record_start
+from jobs.launch.slurm_json import query_fields, record_end, record_start
 from tests.jobs.fake_slurm import FakeSlurm
 
 ONELINER = (
@@ -47,7 +47,7 @@ def test_start_and_end(folder: RunFolder, slurm: FakeSlurm) -> None:
 
 
 def test_fields_keep_their_blanks_and_people_are_left_out(folder: RunFolder) -> None:
-    fields = ask_job("41")
+    fields = query_fields("41")
     assert fields is not None
     assert (fields["JobName"], fields["Command"], fields["Comment"]) == ("my run=2", "/runs/a b/logs/x.sh", "")
     assert (fields["TRES"], fields["CPUs/Task"]) == ("cpu=4,mem=12G,node=2", "1")
@@ -92,4 +92,4 @@ def test_notes_that_cannot_be_taken_end_no_run(folder: RunFolder, capsys: pytest
     folder.slurm_json.mkdir()
     record_start(folder, True)
     record_end(folder)
-    assert capsys.readouterr().err.count("jobs: the job's record cannot be kept") == 2
+    assert capsys.readouterr().err.count("jobs: SLURM's record of the job cannot be written") == 2

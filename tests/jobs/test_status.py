@@ -14,8 +14,9 @@ from gems.engine.supervision.progress import Progress
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS
-from jobs.cli.status import look, table
-from jobs.status.lookup import catalogue, one_run
+from jobs.cli.status import status_table
+from jobs.status.lookup import find_one_run, find_runs
+from jobs.status.overview import overview
 from jobs.status.study_record import StudyRecord
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -103,17 +104,17 @@ def test_names(some: dict[str, RunFolder], status: Status, tmp_path: Path) -> No
     assert line.startswith("jobs: run=wait: is no run and no study of ") and "nearest: " in line
     runs_dir = f"runs_dir={tmp_path / 'runs'}"
     with pytest.raises(ConfigError, match="is a study; name one of its runs: grid-"):
-        one_run([runs_dir, "grid"], "logs")
+        find_one_run([runs_dir, "grid"], "logs")
     with pytest.raises(ConfigError, match="takes one run"):
-        one_run([runs_dir, "waits", "goes"], "logs")
+        find_one_run([runs_dir, "waits", "goes"], "logs")
 
 
 def test_a_name_without_signature_means_all_of_that_name_or_the_only_one(prepared: Prepared, tmp_path: Path) -> None:
     same = {prepared("same").path, prepared("same", "seed=1").path}
     words = [f"runs_dir={tmp_path / 'runs'}", "same"]
-    assert {folder.path for folder in catalogue(words).runs} == same
+    assert {folder.path for folder in find_runs(words).runs} == same
     with pytest.raises(ConfigError, match="names several runs; same-"):
-        catalogue(words, allows_several=False)
+        find_runs(words, allows_several=False)
 
 
 def test_guesses_are_marked_and_explained(some: dict[str, RunFolder], status: Status, slurm: FakeSlurm) -> None:
@@ -127,7 +128,7 @@ def test_guesses_are_marked_and_explained(some: dict[str, RunFolder], status: St
 
 def test_a_narrow_screen_cuts_the_note_alone(some: dict[str, RunFolder], tmp_path: Path) -> None:
     some["broke"].write_status("failed", exit_code=4, cause="a long story " * 40)
-    text = table(look(catalogue([f"runs_dir={tmp_path / 'runs'}"])), width=110)
+    text = status_table(overview(find_runs([f"runs_dir={tmp_path / 'runs'}"])), width=110)
     assert max(map(len, text.splitlines())) == 110
     assert any("a long story" in line and line.endswith("...") for line in text.splitlines())
 
@@ -140,9 +141,9 @@ def test_nothing_there(status: Status, slurm: FakeSlurm) -> None:
 def test_a_folder_of_runs_that_is_none(tmp_path: Path, slurm: FakeSlurm) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be read"):
-        catalogue([f"runs_dir={tmp_path / 'file'}"])
+        find_runs([f"runs_dir={tmp_path / 'file'}"])
     with pytest.raises(ConfigError, match="is no run and no study"):
-        catalogue(["x" * 5000])
+        find_runs(["x" * 5000])
 
 
 def test_watching_ends_with_the_last_run(

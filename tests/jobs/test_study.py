@@ -22,12 +22,13 @@ from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
 from jobs.cli import study as study_module
-from jobs.cli.study import draw, is_due, state_of
-from jobs.cli.submit import start
+from jobs.cli.study import draw, is_due, point_state
 from jobs.launch.launchers import LAUNCHERS, command
+from jobs.launch.submission import start_run
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.status.run_status import conditions
-from jobs.studies import runner as rounds_module
+from jobs.slurm.sbatch_check import refusal as sbatch_refusal
+from jobs.status.run_status import run_statuses
+from jobs.studies import runner as runner_module
 from tests.jobs.fake_slurm import FakeSlurm
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
@@ -66,7 +67,7 @@ class Stub:
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
     made = Stub(tmp_path / "runs")
-    monkeypatch.setattr(rounds_module, "start", made.start)
+    monkeypatch.setattr(runner_module, "start_run", made.start)
     monkeypatch.setattr(study_module, "draw", made.draw)
     return made
 
@@ -89,8 +90,8 @@ def test_every_point_runs_once(stub: Stub, study: Callable[..., int], capfd: pyt
     assert stub.started == [1, 2, 3]
     assert "jobs: study mine: 3 points (3 missing); 3 to run\n" in err
     assert "jobs: point 2 of 3: parallel.replicas=2, 4 ranks\n" in err
-    folders = [line.split()[-1] for line in out.splitlines()]
-    assert [line.split()[:3] for line in out.splitlines()] == [
+    folders = [line.split()[-1] for line in out.splitlines()[1:]]
+    assert [line.split()[:3] for line in out.splitlines()[1:]] == [
         [str(number), "finished", word] for number, word in enumerate(WORDS, 1)
     ]
     assert all(RunFolder(Path(folder)).read_spec() for folder in folders)
@@ -117,7 +118,7 @@ def test_a_failed_point_is_said_the_rest_go_on_and_it_alone_runs_again(
     assert study() == 5
     out, err = capfd.readouterr()
     assert stub.take_started() == [1, 2, 3]
-    assert [line.split()[1] for line in out.splitlines()] == ["failed", "failed", "finished"]
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["failed", "failed", "finished"]
     assert "point 2 of 3 (parallel.replicas=2) has failed: " in err
     assert len(stub.drawn[0]) == 1
     stub.codes = {2: 4}
@@ -137,14 +138,14 @@ def test_a_point_that_cannot_start_is_one_line(
     out, err = capfd.readouterr()
     assert stub.started == [1, 2, 3]
     assert "jobs: point 2 of 3 (parallel.replicas=2) cannot start: run folder=x: cannot be used\n" in err
-    assert [line.split()[1] for line in out.splitlines()] == ["finished", "missing", "finished"]
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["finished", "missing", "finished"]
 
 
 def test_a_stopped_run_ends_the_study(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
     stub.codes = {2: 143}
     assert study() == 143
     assert stub.started == [1, 2]
-    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["finished", "failed", "missing"]
+    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()[1:]] == ["finished", "failed", "missing"]
 
 
 def test_json_is_one_object(stub: Stub, study: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +176,7 @@ def test_a_dry_run_starts_nothing(stub: Stub, study: Callable[..., int], capfd: 
     assert study("--dry-run") == 0
     out, err = capfd.readouterr()
     assert (stub.started, stub.drawn, err) == ([], [], "")
-    assert [line.split()[1:3] for line in out.splitlines()] == [["missing", word] for word in WORDS]
+    assert [line.split()[1:3] for line in out.splitlines()[1:]] == [["missing", word] for word in WORDS]
     assert not stub.runs.exists()
     assert study("--dry-run", "--json") == 0
     assert [point["state"] for point in json.loads(capfd.readouterr().out)["points"]] == ["missing"] * 3
@@ -225,13 +226,13 @@ def test_a_run_that_goes_on_is_left_alone_and_one_that_has_gone_runs_again(
     assert study() == 0
     out, err = capfd.readouterr()
     assert stub.started == [2]
-    assert [line.split()[1] for line in out.splitlines()] == ["running", "finished", "finished"]
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["running", "finished", "finished"]
     assert "3 points (1 failed, 1 finished, 1 running); 1 to run" in err
 
 
 def state(folder: RunFolder) -> str:
-    (found,) = conditions([folder]).runs
-    return state_of(found)
+    (found,) = run_statuses([folder]).runs
+    return point_state(found)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_a_study_of_real_ranks(
     points = ("parallel.replicas=1", "+cluster.environment.TINY=exit:1")
     assert study(points=points, base=base) == 4
     out, err = capfd.readouterr()
-    assert [line.split()[1] for line in out.splitlines()] == ["finished", "failed"]
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["finished", "failed"]
     assert f"rank 1 on node {os.uname().nodename} ended with exit code 3 in step 12" in err
     assert "hello" not in out + err
     assert [folder.path for folder in collected[:1]] == drawn[0]
@@ -310,10 +311,10 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
 ) -> None:
     program = f"import sys; print('gems: it cannot be' if {code} else 'fine'); sys.exit({code})"
     monkeypatch.setitem(LAUNCHERS, "simulated", lambda job, folder: [*job.python, "-c", program, str(folder.path)])
-    monkeypatch.setattr(rounds_module, "start", start)
+    monkeypatch.setattr(runner_module, "start_run", start_run)
     assert study(points=("machine.kind=simulated",)) == code
     out, err = capfd.readouterr()
-    assert out.split()[1] == state
+    assert out.splitlines()[1].split()[1] == state
     assert collected == []  # the trace is whole, and a study draws its own picture
     assert ("ended with exit code" in err and "gems: it cannot be" in err) == (code > 0)
 
@@ -347,7 +348,7 @@ def queued(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> list[str]:
     submitted: list[str] = []
     slurm.does("squeue", f"/bin/cat {slurm.here}/queue 2>/dev/null; exit 0")
 
-    def take(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
+    def take(spec: RunSpec, job: JobSpec, folder: RunFolder, work: object) -> str:
         submitted.append(folder.path.name)
         number = str(40 + len(submitted))
         with (slurm.here / "queue").open("a") as queue:
@@ -363,7 +364,7 @@ def test_points_on_slurm_are_submitted_once_and_one_call_asks_for_all(
     study: Callable[..., int], queued: list[str], slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert study("cluster=mini", points=WORDS[:2]) == 0
-    lines = [line.split()[1:3] for line in capfd.readouterr().out.splitlines()]
+    lines = [line.split()[1:3] for line in capfd.readouterr().out.splitlines()[1:]]
     assert lines == [["pending", "41"], ["pending", "42"]]
     assert len(set(queued)) == 2
     before = len(slurm.asked())
@@ -380,14 +381,14 @@ def test_what_the_queue_does_not_take_waits_for_the_next_call(
     words = ("cluster=mini", "+cluster.limits=[{queued_jobs: 2}]")
     assert study(*words) == 0
     out, err = capfd.readouterr()
-    assert [line.split()[1] for line in out.splitlines()] == ["pending", "pending", "waiting"]
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["pending", "pending", "waiting"]
     assert "the queue is full; 1 points wait for the next call (or --wait)" in err
     assert len(queued) == 2
     assert study(*words) == 0
     assert "(1 missing, 2 pending); 1 to run" in capfd.readouterr().err
     assert len(queued) == 2
     (slurm.here / "queue").write_text("42|PENDING|N/A|Priority|mine\n")
-    folder = RunFolder(Path(out.splitlines()[0].split()[-1]))
+    folder = RunFolder(Path(out.splitlines()[1].split()[-1]))
     folder.write_status("finished", exit_code=0, job_id="41")
     study(*words)
     assert len(queued) == 3
@@ -402,7 +403,7 @@ def test_wait_submits_as_room_comes_and_ends_with_the_last_job(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """At each look the oldest job has ended, the second one with a failure."""
-    monkeypatch.setattr(rounds_module, "start", start)
+    monkeypatch.setattr(runner_module, "start_run", start_run)
     ended: list[str] = []
 
     class Looks:
@@ -419,8 +420,8 @@ def test_wait_submits_as_room_comes_and_ends_with_the_last_job(
     assert study("cluster=mini", "--wait", "+cluster.limits=[{queued_jobs: 1}]") == 4
     out, err = capfd.readouterr()
     assert ended == ["41", "42", "43"]
-    assert [line.split()[1] for line in out.splitlines()] == ["finished", "failed", "finished"]
-    assert "jobs: study mine: 2 missing, 1 pending, 2 of them wait for room in the queue\n" in err
+    assert [line.split()[1] for line in out.splitlines()[1:]] == ["finished", "failed", "finished"]
+    assert "jobs: study mine: 2 missing, 1 pending, 2 of them wait for a slot in the queue\n" in err
     assert len(stub.drawn) == 1 and len(stub.drawn[0]) == 2
 
 
@@ -441,15 +442,15 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
 ) -> None:  # fmt: skip
     asked: list[str] = []
 
-    def refuse(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
+    def refuse(spec: RunSpec, job: JobSpec, folder: RunFolder, work: object) -> str:
         asked.append(folder.path.name)
-        raise ConfigError("cluster", "mini", f"sbatch refuses the job: {refusal}")
+        raise sbatch_refusal("mini", refusal)
 
     (slurm.here / "queue").write_text(f"{others}\n" if others else "")
     monkeypatch.setattr("jobs.slurm.executor.submit_job", refuse)
     assert study("cluster=mini", points=WORDS[:2]) == code
     out, err = capfd.readouterr()
-    assert [line.split()[1] for line in out.splitlines()].count("waiting") == waiting
+    assert [line.split()[1] for line in out.splitlines()[1:]].count("waiting") == waiting
     assert err.count("cannot start: ") == 2 - waiting
     assert len(asked) == (1 if waiting else 2)
 
@@ -469,7 +470,7 @@ def test_stop_cancels_the_whole_study(
     assert capfd.readouterr().out.count(": cancelled, job ") == 3
     assert "scancel 41 42 43" in slurm.asked()
     assert study("cluster=mini", "--dry-run") == 0
-    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()] == ["cancelled"] * 3
+    assert [line.split()[1] for line in capfd.readouterr().out.splitlines()[1:]] == ["cancelled"] * 3
 
 
 def test_a_simulated_run_is_one_process_here_whatever_the_cluster(resolved: Callable[..., RunSpec]) -> None:

@@ -12,7 +12,7 @@ import yaml
 from gems.config.overrides import CONF
 from gems.config.schema import StudyConfig
 from gems.errors import ConfigError
-from jobs.studies.points import points_of, read_study, study_name
+from jobs.studies.points import compose_points, read_study, study_name
 
 BASE = ["data=synthetic", "schedule=1f1b", "parallel.partitions=2", "parallel.micro_batches=4"]
 
@@ -28,7 +28,7 @@ def test_products_of_axes_and_points_in_the_files_order() -> None:
         "train.evaluate": [True, False],
         "schedule": ["gpipe", ["schedule=1f1b", "train.steps=7"]],
     }
-    points = points_of(StudyConfig(BASE, axes, [["parallel.replicas=1"], ["parallel.replicas=2"]]), "mine")
+    points = compose_points(StudyConfig(BASE, axes, [["parallel.replicas=1"], ["parallel.replicas=2"]]), "mine")
     assert [point.label for point in points[:5]] == [
         "train.evaluate=true schedule=gpipe parallel.replicas=1",
         "train.evaluate=true schedule=gpipe parallel.replicas=2",
@@ -44,25 +44,25 @@ def test_products_of_axes_and_points_in_the_files_order() -> None:
 
 
 def test_without_axes_and_points_there_is_one_point() -> None:
-    (point,) = points_of(StudyConfig(BASE), "mine")
+    (point,) = compose_points(StudyConfig(BASE), "mine")
     assert (point.label, point.spec.schedule.name) == ("the only point", "1f1b")
 
 
 def test_null_takes_a_value_away() -> None:
     with_none = StudyConfig([*BASE, "cluster.partition=a"], {"cluster.partition": [None, "b"]})
-    assert [point.spec.cluster.partition for point in points_of(with_none, "mine")] == [None, "b"]
+    assert [point.spec.cluster.partition for point in compose_points(with_none, "mine")] == [None, "b"]
 
 
-def test_the_users_overrides_come_last_and_points_of_one_folder_count_once() -> None:
+def test_the_users_overrides_come_last_and_compose_points_one_folder_count_once() -> None:
     study = StudyConfig(BASE, {"train.steps": [5, 6]})
-    assert [point.spec.train.steps for point in points_of(study, "mine")] == [5, 6]
-    (point,) = points_of(study, "mine", ["train.steps=9", "name=other"])
+    assert [point.spec.train.steps for point in compose_points(study, "mine")] == [5, 6]
+    (point,) = compose_points(study, "mine", ["train.steps=9", "name=other"])
     assert (point.spec.train.steps, point.spec.name) == (9, "other")
 
 
 def test_a_study_is_no_part_of_a_runs_id() -> None:
-    (alone,) = points_of(StudyConfig(BASE), "mine")
-    (of_two, _) = points_of(StudyConfig(BASE, {}, [[], ["train.steps=9"]]), "mine")
+    (alone,) = compose_points(StudyConfig(BASE), "mine")
+    (of_two, _) = compose_points(StudyConfig(BASE, {}, [[], ["train.steps=9"]]), "mine")
     assert alone.folder.path == of_two.folder.path
 
 
@@ -78,7 +78,7 @@ def test_a_study_is_no_part_of_a_runs_id() -> None:
 )
 def test_a_point_that_does_not_compose_is_named(points: list[list[str]], overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        points_of(StudyConfig(BASE, {}, points), "mine", overrides)
+        compose_points(StudyConfig(BASE, {}, points), "mine", overrides)
     assert "\n" not in str(caught.value)
 
 
@@ -121,7 +121,7 @@ def test_the_studies_that_come_along_compose(path: Path) -> None:
     study = read_study(path.stem)
     study.axes = {key: choices[:1] for key, choices in study.axes.items()}
     study.base = [word for word in study.base if word != "cost=profile"]  # which takes a while to be taken
-    points = points_of(study, path.stem)
+    points = compose_points(study, path.stem)
     assert len(points) == len(study.points) * study.repetitions
 
 
@@ -129,7 +129,7 @@ def test_emulated_scaling_goes_from_4_to_1024_ranks_and_checks_its_prediction() 
     study = read_study("emulated_scaling")
     assert study.axes["schedule"] == ["gems_master", "1f1b", ["schedule=capped", "schedule.activation_cap=1"]]
     study.axes = {"schedule": ["1f1b"]}
-    points = points_of(study, "emulated_scaling")
+    points = compose_points(study, "emulated_scaling")
     ranks: dict[str, list[int]] = {}
     for point in points:
         ranks.setdefault(point.spec.machine.kind, []).append(point.spec.world_size)
@@ -143,7 +143,7 @@ def test_emulated_scaling_goes_from_4_to_1024_ranks_and_checks_its_prediction() 
 def test_gems_1024_goes_from_4_to_1024_gpus_of_a_modelled_machine() -> None:
     study = read_study("gems_1024")
     study.base = [word for word in study.base if word != "cost=profile"]
-    points = [point.spec for point in points_of(study, "gems_1024")]
+    points = [point.spec for point in compose_points(study, "gems_1024")]
     ranks = {depth: [spec.world_size for spec in points if spec.model.depth == depth] for depth in (110, 1001)}
     assert ranks == {110: [2**k for k in range(2, 11)], 1001: [2**k for k in range(3, 11)]}
     assert {(spec.data.height_px, spec.data.width_px, spec.schedule.name) for spec in points} == {
@@ -155,7 +155,7 @@ def test_gems_1024_goes_from_4_to_1024_gpus_of_a_modelled_machine() -> None:
 
 def test_repetitions_are_rounds_with_a_seed_of_their_own_and_no_point_follows_itself() -> None:
     study = StudyConfig([*BASE, "seed=5"], {"train.steps": [5, 6, 7, 8]}, repetitions=3)
-    points = points_of(study, "mine")
+    points = compose_points(study, "mine")
     steps = [point.spec.train.steps for point in points]
     assert steps[:4] == [5, 6, 7, 8]
     assert all(sorted(steps[first : first + 4]) == [5, 6, 7, 8] for first in (4, 8))
@@ -163,13 +163,13 @@ def test_repetitions_are_rounds_with_a_seed_of_their_own_and_no_point_follows_it
     assert len({tuple(steps[first : first + 4]) for first in (0, 4, 8)}) > 1
     assert [point.spec.seed for point in points] == [5] * 4 + [6] * 4 + [7] * 4
     assert points[-1].label.endswith(" seed=7") and len({point.folder.path for point in points}) == 12
-    assert [point.folder for point in points_of(study, "mine")] == [point.folder for point in points]
+    assert [point.folder for point in compose_points(study, "mine")] == [point.folder for point in points]
 
 
 def test_two_points_never_follow_themselves() -> None:
     for number in (2, 3):
         study = StudyConfig(BASE, {"train.steps": list(range(5, 5 + number))}, repetitions=8)
-        steps = [point.spec.train.steps for point in points_of(study, "mine")]
+        steps = [point.spec.train.steps for point in compose_points(study, "mine")]
         assert all(before != after for before, after in itertools.pairwise(steps))
 
 

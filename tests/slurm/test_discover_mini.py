@@ -71,7 +71,9 @@ def test_a_drafted_preset_runs(other_cluster: MiniSlurm, tmp_path: Path, monkeyp
 
     refused = jobs(*on_it, "cluster.minutes=1441")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("jobs: cluster.minutes=1441: cluster mini allows at most 1440 to 1 to 2 nodes of ")
+    assert refused.stderr.startswith(
+        "jobs: cluster.minutes=1441: cluster mini allows at most 1440 minutes for jobs of 1-2 nodes in "
+    )
     refused = jobs(*on_it, "parallel.replicas=2")
     assert refused.returncode == 2
     assert refused.stderr.startswith("jobs: cluster.nodes=4: cluster mini allows 1 to 2 nodes of partition debug; ")

@@ -249,7 +249,7 @@ def test_out_of_time_without_a_signal(preempt_slurm: MiniSlurm, going: Callable[
     end = datetime.now() + timedelta(seconds=1)
     preempt_slurm.run("scontrol", "update", f"jobid={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
     found = ended(preempt_slurm, "time limit without a signal", job, folder, TICK_S + 30)
-    assert (found["status"]["state"], found["status"]["cause"]) == ("failed", "used up its time"), said(folder)
+    assert (found["status"]["state"], found["status"]["cause"]) == ("failed", "reached its time limit"), said(folder)
     assert found["told"]["cause"] == "time limit"
     assert found["told"]["resume_step"] >= 5
 

@@ -38,7 +38,7 @@ probe_in_job(spec, job_spec(spec), folder, rank_environment(1, keep_slurm=True) 
             ["cluster.cpus_per_rank=3"],
             "cluster.cpus_per_rank=3: times 2 ranks a node is 6, and a node of partition debug ",
         ),
-        (["cluster.minutes=1441"], "cluster.minutes=1441: partition debug allows at most 1440; "),
+        (["cluster.minutes=1441"], "cluster.minutes=1441: partition debug allows at most 1440 minutes; "),
         (["+cluster.sbatch.constraint=x"], "cluster=mini: sbatch refuses the job: Invalid feature specification; "),
         (["machine.device_bytes=100000"], "above machine.device_bytes=100000"),
         (["cluster.confirm_above_gpu_hours=-1"], "cluster.confirm_above_gpu_hours=-1.0: must be 0 or more"),
