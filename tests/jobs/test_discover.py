@@ -13,8 +13,8 @@ import yaml
 
 from gems.cli.framework import main
 from gems.config.cluster import ClusterConfig
-from gems.config.fields import check_fields
 from gems.config.compose import compose
+from gems.config.fields import check_fields
 from gems.config.schema import RunSpec
 from jobs.__main__ import VERBS
 from jobs.cli import discover

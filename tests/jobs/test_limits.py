@@ -62,7 +62,7 @@ def test_too_many_minutes_for_so_many_nodes(resolved: Callable[..., RunSpec]) ->
         "cluster.minutes=61: cluster slurm allows at most 60 minutes for jobs of 1-2 nodes in partition normal; "
         "ask for less; if the site has changed it, set cluster.limits=[]"
     )
-    with pytest.raises(ConfigError, match="at most 30 to 1 or more nodes of qos debug"):
+    with pytest.raises(ConfigError, match="at most 30 minutes for jobs of 1 or more nodes in qos debug"):
         check(on(resolved, minutes=31, sbatch={"qos": "debug"}))
 
 
