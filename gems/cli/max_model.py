@@ -26,7 +26,7 @@ def show_largest(spec: RunSpec, options: Options) -> int:
         print(".", end="", file=sys.stderr, flush=True)
         return profile_of(changed)
 
-    found = largest(spec, axis, ("exact", *METHODS), lambda changed: case_of(changed, schedule, profile_of(changed)))
+    found = largest(spec, axis, tuple(METHODS), lambda changed: case_of(changed, schedule, profile_of(changed)))
     print(file=sys.stderr)
     answer = _answer(spec, axis, found)
     if options.json:

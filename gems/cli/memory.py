@@ -13,10 +13,9 @@ from gems.config.constraints import check_memory
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.memory import POLICIES
 from gems.memory.case import Exposure, MemoryCase, PlanOutcome, exposures
 from gems.memory.plan import Choice
-from gems.memory.registry import plan_of
+from gems.memory.registry import POLICIES, plan_of
 from gems.runs.run_plan import case_of_run
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.step_time import in_run
@@ -38,7 +37,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     if picture is not None:
         check_picture(Path(picture))
     case = case_of_run(spec)
-    names = POLICIES if is_comparison else (spec.memory.name,)
+    names = tuple(POLICIES) if is_comparison else (spec.memory.name,)
     keeping = in_run(spec, case, case.kept)
     outcomes, refused = _outcomes(spec, case, keeping, names)
     entries = [_entry(spec, case, keeping, outcome) for outcome in outcomes]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
+from gems.config.registries import POLICIES
 from gems.config.schema import MAX_FORWARDS, MAX_WORLD, RESUME_AUTO, RESUME_NEVER, RunSpec
 from gems.errors import ConfigError, one_of
 from gems.schedule import FAMILIES, PLACED
 
-# Policies that need to know how much a device has.
-LIMITED = ("vdnn_dyn", "lms", "lms_limit", "plan")
 PREDICTED = ("emulated", "simulated")
 SCHEDULES_OF_STAGES = "is for schedules of stages, and schedule=placed lays operators on ranks"
 
@@ -38,9 +38,10 @@ def check_memory(spec: RunSpec) -> None:
     memory, machine = spec.memory, spec.machine
     if memory.name == "keep":
         return
-    has_target = memory.name == "plan" and memory.target_reduction is not None
-    if memory.name in LIMITED and memory.limit_bytes is None and machine.device_bytes is None and not has_target:
-        target = ", or memory.target_reduction" if memory.name == "plan" else ""
+    policy = POLICIES[memory.name]
+    has_target = policy.takes_target and memory.target_reduction is not None
+    if policy.needs_limit and memory.limit_bytes is None and machine.device_bytes is None and not has_target:
+        target = ", or memory.target_reduction" if policy.takes_target else ""
         raise ConfigError(
             "memory.limit_bytes", "null", f"must be given for memory={memory.name}",
             f"give it, a machine of known memory (machine.device_bytes){target}",
@@ -90,6 +91,21 @@ def check_cluster(cluster: ClusterConfig) -> None:
         if limit.max_nodes is not None and limit.max_nodes < limit.min_nodes:
             key = f"cluster.limits[{number}].max_nodes"
             raise ConfigError(key, limit.max_nodes, f"must be {limit.min_nodes} or more, the row's min_nodes")
+
+
+def check_boundaries(boundaries: tuple[int, ...], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return `boundaries` back when they cut `num_layers` layers into `num_stages` stages of one layer or more.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    rising = all(a < b for a, b in itertools.pairwise(boundaries))
+    if len(boundaries) != num_stages + 1 or boundaries[0] != 0 or boundaries[-1] != num_layers or not rising:
+        raise ConfigError(
+            "parallel.boundaries", list(boundaries),
+            f"must be {num_stages + 1} rising numbers from 0 to {num_layers} (the number of layers)",
+        )  # fmt: skip
+    return boundaries
 
 
 def _check_size(spec: RunSpec) -> None:

@@ -6,14 +6,10 @@ from dataclasses import replace
 
 from gems.config.constraints import check_constraints
 from gems.config.fields import check_fields
+from gems.config.registries import DATASETS, RESOLVERS
 from gems.config.schema import ParallelConfig, RunSpec
-from gems.data import check_data, kind_of, labels_per_sample, resolve_data, sources_of
 from gems.errors import ConfigError
-from gems.models import check_image, layers_of, takes_of
-from gems.models.imported.describe import resolve_target
-from gems.models.operators import num_branching, operators_of
-from gems.partition.even import check_boundaries
-from gems.schedule import FAMILIES, PLACED
+from gems.schedule import FAMILIES
 
 
 def resolve(spec: RunSpec) -> RunSpec:
@@ -23,54 +19,17 @@ def resolve(spec: RunSpec) -> RunSpec:
         ConfigError: the first value that cannot run, with what is allowed.
     """
     check_fields(spec)
-    spec = _resolve_target(spec)
-    check_data(spec.data)
-    _check_kind(spec)
-    check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
+    for resolver in RESOLVERS.values():
+        spec = resolver(spec)
     parallel = _resolve_counts(spec)
     check_constraints(replace(spec, parallel=parallel))
-    layers = layers_of(spec.model, spec.data)
-    if spec.schedule.name == PLACED and not num_branching(operators_of(layers)):
-        raise ConfigError(
-            "schedule", PLACED, f"lays branches beside each other, and {spec.model.name} is a chain without any",
-            "use a model with branches (inception_v3, googlenet), or a schedule of stages",
-        )  # fmt: skip
-    num_layers = len(layers)
-    family = FAMILIES.get(spec.schedule.name)
-    num_stages = family.stages(spec.schedule.chunks) * parallel.partitions if family else 0
-    if parallel.boundaries is not None:
-        check_boundaries(tuple(parallel.boundaries), num_layers, num_stages or len(parallel.boundaries) - 1)
-    return _resolve_nodes(replace(spec, parallel=parallel, data=resolve_data(spec.data)))
+    return _resolve_nodes(replace(spec, parallel=parallel))
 
 
 def global_batch(spec: RunSpec) -> int:
     """Images of one optimizer step over all micro-batches, directions and replicas of a resolved run."""
     parallel = spec.parallel
     return parallel.replicas * (parallel.micro_batches or 0) * parallel.micro_batch_size
-
-
-def _resolve_target(spec: RunSpec) -> RunSpec:
-    if spec.model.target is not None:
-        return replace(spec, model=resolve_target(spec.model))
-    for key, value in (("model.kwargs", spec.model.kwargs), ("model.path", spec.model.path)):
-        if value:
-            raise ConfigError(key, value, "is for a network of your own", "name it: model.target=package.module.Class")
-    return spec
-
-
-def labels_per_step(spec: RunSpec) -> int:
-    """Labels of one optimizer step of a resolved run: as many as images, or as tokens of its sequences."""
-    return global_batch(spec) * labels_per_sample(spec.data)
-
-
-def _check_kind(spec: RunSpec) -> None:
-    takes, gives = takes_of(spec.model), kind_of(spec.data)
-    if takes != gives:
-        sources = [f"data={name}" for name in sources_of(takes)]
-        raise ConfigError(
-            "data", spec.data.name, f"gives {gives}, but model {spec.model.name} reads {takes}",
-            f"set {' or '.join(sources)}, or another model",
-        )  # fmt: skip
 
 
 def _resolve_counts(spec: RunSpec) -> ParallelConfig:
@@ -139,7 +98,7 @@ def check_batch(spec: RunSpec) -> None:
     """
     if spec.machine.kind != "real":
         return
-    if global_batch(spec) > spec.data.train_samples and spec.data.name != "folder":
+    if global_batch(spec) > spec.data.train_samples and not DATASETS[spec.data.name].counts_itself:
         raise ConfigError(
             "data.train_samples", spec.data.train_samples, f"must be {global_batch(spec)} or more, the images of one step",
             "use more images, or fewer micro-batches or replicas",

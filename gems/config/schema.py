@@ -12,10 +12,12 @@ from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.fields import build, choice, flag, number, text
-from gems.memory import POLICIES, RECLAIMS, RECOMPUTES
-from gems.partition import METHODS, OBJECTIVES
+from gems.config.registries import METHODS, POLICIES
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
+RECOMPUTES = ("stage", "segment", "selective")
+RECLAIMS = ("first", "size")
+OBJECTIVES = ("auto", "peak_bytes", "time")
 DTYPES = ("float32", "float64", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "host", "gpu")

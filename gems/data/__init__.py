@@ -2,67 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gems.config.fields import check_fields
-from gems.config.schema import DataConfig
-from gems.data import folder, synthetic, tissue, tokens
-from gems.data.dataset import Dataset, Image, Split, Tokens
-from gems.errors import ConfigError, nearest, one_of
+from gems.config.resolve import global_batch
+from gems.config.schema import DataConfig, RunSpec
+from gems.data import tokens
+from gems.data.dataset import DATASETS, IMAGES, Dataset, Image, Source, Split, Tokens, dataset
 
 __all__ = [
-    "SOURCES",
+    "DATASETS",
+    "IMAGES",
     "Dataset",
     "Image",
     "Source",
     "Split",
     "Tokens",
     "check_data",
+    "dataset",
     "kind_of",
     "labels_per_sample",
+    "labels_per_step",
     "open_dataset",
-    "register",
     "resolve_data",
     "sample_shape",
     "sources_of",
 ]
 
-IMAGES = "images"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A kind of data set: `check` raises ConfigError without decoding an image, `open` reads what it must.
-
-    `field_of_view_px` derives data.field_of_view_px where the source has such a thing. `kind` says what a sample is, as the families
-    of models do: images, tokens (one sequence) or token_pairs (a sequence and its translation).
-    """
-
-    open: Callable[[DataConfig, int], Dataset]
-    check: Callable[[DataConfig], None] = lambda data: None
-    field_of_view_px: Callable[[DataConfig], int | None] = lambda data: data.field_of_view_px
-    kind: str = IMAGES
-
-
-SOURCES: dict[str, Source] = {}
-
-
-def register(name: str, source: Source) -> None:
-    """Add a source under `name`; raises ValueError when the name is taken by another one."""
-    if SOURCES.setdefault(name, source) is not source:
-        raise ValueError(f"a data source named {name!r} is registered already")
-
 
 def check_data(data: DataConfig) -> None:
     """Raise ConfigError for data that cannot be opened, as far as can be told without decoding an image."""
     check_fields(data, "data.")
-    _source(data).check(data)
+    DATASETS[data.name].check(data)
 
 
 def resolve_data(data: DataConfig) -> DataConfig:
     """Return a copy of `data` with the fields that None leaves to the source filled in."""
-    return replace(data, field_of_view_px=_source(data).field_of_view_px(data))
+    return replace(data, field_of_view_px=DATASETS[data.name].field_of_view_px(data))
 
 
 def open_dataset(data: DataConfig, seed: int) -> Dataset:
@@ -71,17 +47,17 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
     Raises ConfigError as `check_data`, and for a bad image file, which it names.
     """
     check_data(data)
-    return _source(data).open(data, seed)
+    return DATASETS[data.name].open(data, seed)
 
 
 def kind_of(data: DataConfig) -> str:
     """Return what a sample is: images, tokens or token_pairs."""
-    return _source(data).kind
+    return DATASETS[data.name].kind
 
 
 def sources_of(kind: str) -> list[str]:
     """Return the names of the sources whose samples are of a kind."""
-    return sorted(name for name, source in SOURCES.items() if source.kind == kind)
+    return sorted(name for name, source in DATASETS.items() if source.kind == kind)
 
 
 def sample_shape(data: DataConfig) -> tuple[int, ...]:
@@ -96,16 +72,6 @@ def labels_per_sample(data: DataConfig) -> int:
     return 1 if kind_of(data) == IMAGES else data.length
 
 
-def _source(data: DataConfig) -> Source:
-    if data.name not in SOURCES:
-        raise ConfigError(
-            "data.name", data.name, one_of(sorted(SOURCES)), f"nearest: {', '.join(nearest(data.name, SOURCES))}"
-        )
-    return SOURCES[data.name]
-
-
-register("synthetic", Source(open=synthetic.SyntheticDataset))
-register("tissue", Source(open=tissue.TissueDataset, check=tissue.check, field_of_view_px=tissue.field_of_view_px))
-register("folder", Source(open=folder.FolderDataset, check=folder.check))
-register("tokens", Source(open=tokens.TokenDataset, kind=tokens.TOKENS))
-register("token_pairs", Source(open=tokens.TokenPairDataset, kind=tokens.TOKEN_PAIRS))
+def labels_per_step(spec: RunSpec) -> int:
+    """Return the labels of one optimizer step of a resolved run: as many as images, or as tokens of its sequences."""
+    return global_batch(spec) * labels_per_sample(spec.data)

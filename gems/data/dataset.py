@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gems.config import registries
+from gems.config.schema import DataConfig
 from gems.data.rng import generator
+from gems.utils.registry import Registry
 
 Split = Literal["train", "validation"]
 Image = NDArray[np.float32]
 Tokens = NDArray[np.int64]
+IMAGES, TOKENS, TOKEN_PAIRS = "images", "tokens", "token_pairs"
 
 
 class Dataset(ABC):
@@ -74,6 +80,41 @@ class Dataset(ABC):
     def _check(self, split: Split, index: int) -> None:
         if not 0 <= index < self.num_images(split):
             raise IndexError(f"image {index} of {self.num_images(split)} in {split}")
+
+
+Opener = TypeVar("Opener", bound=Callable[[DataConfig, int], Dataset])
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source of samples.
+
+    Attributes:
+        open: Opens the data set from its configuration and a seed: a subclass of Dataset, or a function.
+        check: Raises ConfigError for data that cannot be opened, without decoding an image.
+        field_of_view_px: Derives data.field_of_view_px.
+        kind: What a sample is, as the families of models read it: images, tokens or token_pairs.
+        counts_itself: Whether the number of samples is that of the files, whatever data.train_samples is.
+    """
+
+    open: Callable[[DataConfig, int], Dataset]
+    check: Callable[[DataConfig], None] = lambda data: None
+    field_of_view_px: Callable[[DataConfig], int | None] = lambda data: data.field_of_view_px
+    kind: str = IMAGES
+    counts_itself: bool = False
+
+
+DATASETS: Registry[Source] = registries.DATASETS
+
+
+def dataset(name: str, **known: Any) -> Callable[[Opener], Opener]:
+    """Register the class or function below as data=`name`; `known` are the other fields of `Source`."""
+
+    def register(opener: Opener) -> Opener:
+        DATASETS.register(name, Source(opener, **known))
+        return opener
+
+    return register
 
 
 def turned(image: Image, rng: np.random.Generator) -> Image:

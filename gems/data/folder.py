@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import Dataset, Image, Split
+from gems.data.dataset import DATASETS, Dataset, Image, Source, Split
 from gems.data.rng import generator
 from gems.errors import ConfigError
 
@@ -175,3 +175,6 @@ def _as_mode(picture: Picture, mode: str) -> Picture:
 def _listed(names: list[str] | set[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
+
+
+DATASETS.register("folder", Source(FolderDataset, check, counts_itself=True))

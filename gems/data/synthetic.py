@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import Dataset, Image, Split
+from gems.data.dataset import Dataset, Image, Split, dataset
 from gems.data.rng import generator
 
 _CELLS = 8
@@ -13,6 +13,7 @@ _NOISE_PX = 64
 _SIGNAL = 0.6
 
 
+@dataset("synthetic")
 class SyntheticDataset(Dataset):
     """Classes are random patterns of 8 x 8 cells stretched over the image, under noise.
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import Dataset, Image, Split
+from gems.data.dataset import DATASETS, Dataset, Image, Source, Split
 from gems.data.rng import generator
 from gems.errors import ConfigError
 
@@ -176,3 +176,6 @@ def _window_means(mask: NDArray[np.bool_], shape_px: tuple[int, int]) -> NDArray
     total[1:, 1:] = mask.cumsum(axis=0).cumsum(axis=1)
     inside = total[height:, width:] - total[:-height, width:] - total[height:, :-width] + total[:-height, :-width]
     return inside / (height * width)
+
+
+DATASETS.register("tissue", Source(TissueDataset, check, field_of_view_px))

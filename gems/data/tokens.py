@@ -7,14 +7,14 @@ from typing import ClassVar
 import numpy as np
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import Dataset, Split, Tokens
+from gems.data.dataset import TOKEN_PAIRS, TOKENS, Dataset, Split, Tokens, dataset
 from gems.data.rng import generator
 
 CHANCES = (0.7, 0.2, 0.1)
 START = 0
-TOKENS, TOKEN_PAIRS = "tokens", "token_pairs"
 
 
+@dataset("tokens", kind=TOKENS)
 class TokenDataset(Dataset):
     """Sequences of `data.length` tokens, int64 of shape (length,); the labels are the next tokens, (length,).
 
@@ -52,6 +52,7 @@ class TokenDataset(Dataset):
         return np.array(tokens, dtype=np.int64)
 
 
+@dataset("token_pairs", kind=TOKEN_PAIRS)
 class TokenPairDataset(TokenDataset):
     """A sequence and its translation, int64 of shape (2, length); the labels are the translation, (length,).
 

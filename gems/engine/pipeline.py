@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from gems.autograd.memory_counter import Ledger
-from gems.config.resolve import labels_per_step
 from gems.config.schema import RunSpec
+from gems.data import labels_per_step
 from gems.engine.activation_store.segments import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor

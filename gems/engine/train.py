@@ -14,10 +14,10 @@ import torch
 from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
-from gems.config.resolve import global_batch, labels_per_step
+from gems.config.resolve import global_batch
 from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
-from gems.data import labels_per_sample, open_dataset
+from gems.data import labels_per_sample, labels_per_step, open_dataset
 from gems.engine.batch_loader import Feed
 from gems.engine.checkpoint import weights
 from gems.engine.checkpoint.host_copy import PipelineSource

@@ -6,45 +6,11 @@ import math
 from itertools import count
 
 from gems.config.schema import DataConfig, ModelConfig
-from gems.errors import ConfigError, nearest, one_of
-from gems.models.families import (
-    alexnet,
-    amoebanet,
-    biglstm,
-    gnmt,
-    googlenet,
-    inception_v3,
-    language,
-    overfeat,
-    resnet,
-    resnet_imagenet,
-    unet,
-    vgg,
-)
+from gems.errors import ConfigError
 from gems.models.imported import describe as imported
-from gems.models.layer import Family, Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 
-__all__ = ["FAMILIES", "Family", "Layer", "check_image", "layers_of", "register", "stride_of", "takes_of", "title_of"]
-
-FAMILIES: dict[str, Family] = {
-    "alexnet": Family(alexnet.layers, alexnet.stride_px, alexnet.normed_px),
-    "amoebanet": Family(amoebanet.layers, amoebanet.stride_px, title="{name}{depth}"),
-    "biglstm": Family(biglstm.layers, language.stride_px, takes="tokens"),
-    "gnmt": Family(gnmt.layers, language.stride_px, takes="token_pairs"),
-    "googlenet": Family(googlenet.layers, googlenet.stride_px),
-    "inception_v3": Family(inception_v3.layers, inception_v3.stride_px, inception_v3.normed_px),
-    "overfeat": Family(overfeat.layers, overfeat.stride_px, overfeat.normed_px),
-    "resnet": Family(resnet.layers, resnet.stride_px, title="{name}{depth}-v{version}"),
-    "resnet_imagenet": Family(resnet_imagenet.layers, resnet_imagenet.stride_px, title="{name}{depth}"),
-    "unet": Family(unet.layers, unet.stride_px, title="{name}{depth}"),
-    "vgg": Family(vgg.layers, vgg.stride_px, vgg.normed_px, title="{name}{depth}"),
-}
-
-
-def register(name: str, family: Family) -> None:
-    """Add a family under `name`; raises ValueError when the name is taken by another one."""
-    if FAMILIES.setdefault(name, family) is not family:
-        raise ValueError(f"a model family named {name!r} is registered already")
+__all__ = ["MODELS", "Layer", "ModelFamily", "check_image", "layers_of", "stride_of", "takes_of", "title_of"]
 
 
 def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -55,12 +21,12 @@ def layers_of(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """
     if model.target is not None:
         return imported.layers(model, data)
-    return _family(model).layers(model, data)
+    return MODELS[model.name].layers(model, data)
 
 
 def takes_of(model: ModelConfig) -> str:
     """Return what the first layer reads: images, tokens or token_pairs; images for a user's own network."""
-    return "images" if model.target is not None else _family(model).takes
+    return "images" if model.target is not None else MODELS[model.name].takes
 
 
 def stride_of(model: ModelConfig) -> int:
@@ -70,7 +36,7 @@ def stride_of(model: ModelConfig) -> int:
     """
     if model.target is not None:
         return 1
-    return _family(model).stride_px(model)
+    return MODELS[model.name].stride_px(model)
 
 
 def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | None = None) -> None:
@@ -110,11 +76,11 @@ def title_of(model: ModelConfig) -> str:
     """Return what a resolved model is called in tables: family and what it varies in, or the user's own class."""
     if model.target is not None:
         return model.name
-    return _family(model).title.format(name=model.name, depth=model.depth, version=model.version)
+    return MODELS[model.name].title.format(name=model.name, depth=model.depth, version=model.version)
 
 
 def _normed_px(model: ModelConfig, side_px: int) -> int:
-    family, stride_px = _family(model), stride_of(model)
+    family, stride_px = MODELS[model.name], stride_of(model)
     if family.normed_px is not None:
         return family.normed_px(model, side_px)
     return math.ceil(side_px / stride_px) if side_px >= stride_px else 0
@@ -123,11 +89,3 @@ def _normed_px(model: ModelConfig, side_px: int) -> int:
 def _least_side(model: ModelConfig, map_px: int) -> int:
     """Return the smallest side of an image, in pixels, whose last normed map has `map_px` a side."""
     return next(side_px for side_px in count(1) if _normed_px(model, side_px) >= map_px)
-
-
-def _family(model: ModelConfig) -> Family:
-    if model.name not in FAMILIES:
-        raise ConfigError(
-            "model.name", model.name, one_of(sorted(FAMILIES)), f"nearest: {', '.join(nearest(model.name, FAMILIES))}"
-        )
-    return FAMILIES[model.name]

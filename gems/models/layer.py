@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gems.config import registries
 from gems.config.schema import DataConfig, ModelConfig
+from gems.utils.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """A way to turn a configuration into layers.
 
     `layers` raises ConfigError for a network that does not exist; `stride_px` gives the total down-sampling.
@@ -41,3 +43,6 @@ class Family:
     normed_px: Callable[[ModelConfig, int], int] | None = None
     takes: str = "images"
     title: str = "{name}"
+
+
+MODELS: Registry[ModelFamily] = registries.MODELS

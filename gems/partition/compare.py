@@ -56,7 +56,7 @@ def compare(case: Case, objective: str, budget_s: float, network: Network = FREE
 
     The exact one also takes the others' cuts for candidates, so that it is never above any, proven or not.
     """
-    others = [cut_by(name, case, objective) for name in METHODS]
+    others = [cut_by(name, case, objective) for name in METHODS if name != "exact"]
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):
         others.append(plain_cut(case, budget_s))
     ours = at_most(cut_by("exact", case, objective, budget_s), others)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-from gems.errors import ConfigError
-
 
 def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return boundaries of stages whose numbers of layers differ by one at most, the longer ones in the middle.
@@ -20,18 +16,3 @@ def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
     for stage_size in sizes:
         boundaries.append(boundaries[-1] + stage_size)
     return tuple(boundaries)
-
-
-def check_boundaries(boundaries: tuple[int, ...], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return `boundaries` back when they cut `num_layers` layers into `num_stages` stages of one layer or more.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    rising = all(a < b for a, b in itertools.pairwise(boundaries))
-    if len(boundaries) != num_stages + 1 or boundaries[0] != 0 or boundaries[-1] != num_layers or not rising:
-        raise ConfigError(
-            "parallel.boundaries", list(boundaries),
-            f"must be {num_stages + 1} rising numbers from 0 to {num_layers} (the number of layers)",
-        )  # fmt: skip
-    return boundaries

@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from gems.config import registries
+from gems.config.constraints import check_boundaries
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes
 from gems.memory.segment_costs import stage_costs
 from gems.models import layers_of
-from gems.partition.even import check_boundaries, even
+from gems.partition.even import even
 from gems.partition.exact import solve
 from gems.partition.mcap import mcap
 from gems.partition.pipedream import pipedream
@@ -29,11 +31,40 @@ from gems.schedule.lower import lower
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
+from gems.utils.registry import Registry
 
 HELP = "use recompute or offload for it, a smaller image or micro-batch, or split the image between ranks"
 SMALLER = "use more partitions, fewer micro-batches in flight (schedule.activation_cap), a smaller image or micro-batch"
 # torchgpipe's balance_by_size counts the parameters so many times, for gradients and the optimizer's state.
 PARAM_SCALES = {"sgd": 3, "adam": 5}
+
+
+Boundaries = Callable[["Case"], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionMethod:
+    """A method: `cut` takes a case, an objective and a budget in seconds; without `needs_profile` it only counts layers."""
+
+    cut: Callable[[Case, str, float], Cut]
+    needs_profile: bool = True
+
+
+METHODS: Registry[PartitionMethod] = registries.METHODS
+
+
+def partition_method(name: str) -> Callable[[Boundaries], Boundaries]:
+    """Register the function below, from a case to the boundaries of its stages, as partition=`name`."""
+
+    def register(boundaries: Boundaries) -> Boundaries:
+        def cut(case: Case, objective: str, budget_s: float) -> Cut:
+            found = boundaries(case)
+            return Cut(name, found, case.problem(objective).cost(found), 0.0, False)
+
+        METHODS.register(name, PartitionMethod(cut))
+        return boundaries
+
+    return register
 
 
 @dataclass(frozen=True)
@@ -122,7 +153,7 @@ def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:
 
 
 def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
-    return spec.parallel.boundaries is None and spec.partition.name != "even" and schedule.num_stages > 1
+    return spec.parallel.boundaries is None and METHODS[spec.partition.name].needs_profile and schedule.num_stages > 1
 
 
 def cut(spec: RunSpec, schedule: Schedule) -> Cut:
@@ -170,15 +201,7 @@ def cut_by(method: str, case: Case, objective: str = "peak_bytes", budget_s: flo
         DoesNotFitError: no cut keeps every rank within the limit (exact method, objective time).
     """
     begin = time.perf_counter()
-    problem = case.problem(objective)
-    if method == "exact":
-        try:
-            found = solve(problem, budget_s)
-        except NoCut as error:
-            raise _too_large(case, round(error.least)) from error
-    else:
-        boundaries = METHODS[method](case)
-        found = Cut(method, boundaries, problem.cost(boundaries), 0.0, False)
+    found = METHODS[method].cut(case, objective, budget_s)
     return replace(found, method=method, solve_s=time.perf_counter() - begin)
 
 
@@ -249,6 +272,25 @@ def _too_large(case: Case, least: int) -> DoesNotFitError:
     )  # fmt: skip
 
 
+def _exact(case: Case, objective: str, budget_s: float) -> Cut:
+    try:
+        return solve(case.problem(objective), budget_s)
+    except NoCut as error:
+        raise _too_large(case, round(error.least)) from error
+
+
+METHODS.register("exact", PartitionMethod(_exact))
+
+
+def _even(case: Case, objective: str, budget_s: float) -> Cut:
+    boundaries = even(case.profile.num_layers, case.num_stages)
+    return Cut("even", boundaries, case.problem(objective).cost(boundaries), 0.0, False)
+
+
+METHODS.register("even", PartitionMethod(_even, needs_profile=False))
+
+
+@partition_method("mcap")
 def _mcap(case: Case) -> tuple[int, ...]:
     """mCAP measures runs of the framework as it is: here with the schedule's own peaks where a rank holds one stage.
 
@@ -261,25 +303,19 @@ def _mcap(case: Case) -> tuple[int, ...]:
     return mcap(runs.peak_bytes, case.profile.num_layers, case.num_stages)
 
 
+@partition_method("torchgpipe_size")
 def _by_size(case: Case) -> tuple[int, ...]:
     scale = PARAM_SCALES.get(case.optimizer, 2)
     sizes = [layer.kept_bytes + scale * layer.param_bytes for layer in case.profile.layers]
     return block_partition(sizes, case.num_stages)
 
 
+@partition_method("torchgpipe_time")
 def _by_time(case: Case) -> tuple[int, ...]:
     return block_partition([layer.time_s for layer in case.profile.layers], case.num_stages)
 
 
+@partition_method("pipedream")
 def _pipedream(case: Case) -> tuple[int, ...]:
     times = [layer.time_s for layer in case.profile.layers]
     return pipedream(times, case.spans.boundary_bytes(), case.num_stages, case.link_bytes_per_s)
-
-
-METHODS: dict[str, Callable[[Case], tuple[int, ...]]] = {
-    "even": lambda case: even(case.profile.num_layers, case.num_stages),
-    "mcap": _mcap,
-    "torchgpipe_size": _by_size,
-    "torchgpipe_time": _by_time,
-    "pipedream": _pipedream,
-}

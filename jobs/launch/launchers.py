@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gems.config import registries
 from gems.launch import placement_check
 from gems.launch.local_launcher import mpiexec_argv
 from gems.runs.code_archive import from_snapshot
 from gems.runs.folder import RunFolder
+from gems.utils.registry import Registry
 from jobs.launch.containers import in_container, srun_options
 from jobs.slurm.resources import SIMULATED, JobSpec
 
@@ -23,7 +25,8 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
     Raises:
         ConfigError: the launcher is not there.
     """
-    return LAUNCHERS[job.launcher](job, folder)
+    start = by_simulator if job.launcher == SIMULATED else LAUNCHERS[job.launcher]
+    return start(job, folder)
 
 
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
@@ -122,4 +125,7 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
     return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}"]
 
 
-LAUNCHERS: dict[str, Launcher] = {"mpiexec": by_mpiexec, "srun": by_srun, "ibrun": by_ibrun, SIMULATED: by_simulator}
+LAUNCHERS: Registry[Launcher] = registries.LAUNCHERS
+LAUNCHERS.register("mpiexec", by_mpiexec)
+LAUNCHERS.register("srun", by_srun)
+LAUNCHERS.register("ibrun", by_ibrun)

@@ -11,7 +11,7 @@ import gems.partition.methods
 import gems.profile.store
 import gems.runs.run_plan
 import gems.simulation.profiled_costs
-from gems.memory import POLICIES
+from gems.memory.registry import POLICIES
 from gems.profile import ModelProfile
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile

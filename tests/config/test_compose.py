@@ -12,7 +12,7 @@ from gems.config.overrides import CONF, options_of, valid_keys
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.models import FAMILIES as MODELS
+from gems.models import MODELS
 from gems.schedule import FAMILIES
 
 # A user's own folder of configuration: an experiment and a cluster.

@@ -8,9 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-import gems.data
 from gems.config.schema import DataConfig
-from gems.data import Dataset, Image, Source, Split, check_data, open_dataset, register
+from gems.data import DATASETS, Dataset, Image, Source, Split, check_data, open_dataset
 from gems.errors import ConfigError
 
 
@@ -48,15 +47,15 @@ def test_prefetching_may_be_switched_off_but_not_negative() -> None:
 
 
 def test_a_source_may_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gems.data, "SOURCES", dict(gems.data.SOURCES))
+    monkeypatch.delitem(DATASETS.entries, "ramps", raising=False)
     source = Source(open=lambda data, seed: Ramps((1, 2, 2), 2, 4, 4, seed, data.augment))
-    register("ramps", source)
-    register("ramps", source)
+    DATASETS.register("ramps", source)
+    DATASETS.register("ramps", source)
     dataset = open_dataset(DataConfig(name="ramps"), 0)
     assert dataset.image("train", 3).tolist() == [[[3, 3], [3, 3]]]
     assert dataset.class_counts("train") == (4, 0)
     with pytest.raises(ValueError, match="registered already"):
-        register("tissue", source)
+        DATASETS.register("tissue", source)
 
 
 def test_reading_images_loads_no_torch() -> None:

@@ -20,7 +20,7 @@ from gems.config.schema import (
     TrainConfig,
 )
 from gems.data.dataset import Dataset
-from gems.models import FAMILIES, Family, Layer, register
+from gems.models import MODELS, Layer, ModelFamily
 
 HERE = "tests.engine.toys"
 
@@ -107,9 +107,9 @@ def _view_layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     )
 
 
-if "toy_tuples" not in FAMILIES:
-    register("toy_tuples", Family(_tuple_layers, lambda model: 1))
-    register("toy_views", Family(_view_layers, lambda model: 1))
+if "toy_tuples" not in MODELS:
+    MODELS.register("toy_tuples", ModelFamily(_tuple_layers, lambda model: 1))
+    MODELS.register("toy_views", ModelFamily(_view_layers, lambda model: 1))
 
 
 def make_spec(schedule: str = "gems_master", partitions: int = 1, replicas: int = 1, **changes) -> RunSpec:

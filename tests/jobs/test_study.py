@@ -23,7 +23,8 @@ from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
 from jobs.cli import study as study_module
 from jobs.cli.study import draw, is_due, point_state
-from jobs.launch.launchers import LAUNCHERS, command
+from jobs.launch import launchers
+from jobs.launch.launchers import command
 from jobs.launch.submission import start_run
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.slurm.sbatch_check import refusal as sbatch_refusal
@@ -310,7 +311,7 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     program = f"import sys; print('gems: it cannot be' if {code} else 'fine'); sys.exit({code})"
-    monkeypatch.setitem(LAUNCHERS, "simulated", lambda job, folder: [*job.python, "-c", program, str(folder.path)])
+    monkeypatch.setattr(launchers, "by_simulator", lambda job, folder: [*job.python, "-c", program, str(folder.path)])
     monkeypatch.setattr(runner_module, "start_run", start_run)
     assert study(points=("machine.kind=simulated",)) == code
     out, err = capfd.readouterr()

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gems.models
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models import Family, Layer, layers_of
+from gems.models import MODELS, Layer, ModelFamily, layers_of
 from gems.models.build import TensorSpec, as_tuple, boundary_shapes, build_layer, build_layers
 
 VARIANTS = [
@@ -214,8 +213,7 @@ def test_group_norm_takes_groups_that_divide_the_channels() -> None:
 
 
 def test_a_family_may_hand_on_several_named_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gems.models, "FAMILIES", dict(gems.models.FAMILIES))
-    gems.models.register("toy", Family(layers=toy_layers, stride_px=lambda model: 1))
+    monkeypatch.setitem(MODELS.entries, "toy", ModelFamily(layers=toy_layers, stride_px=lambda model: 1))
     data = DataConfig(channels=5, num_classes=4)
     layers = layers_of(ModelConfig(name="toy"), data)
     split, swap, join = boundary_shapes(layers, (2, 5, 6, 7))

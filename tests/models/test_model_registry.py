@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-import gems.models
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models import Family, check_image, layers_of, register, stride_of, title_of
+from gems.models import MODELS, ModelFamily, check_image, layers_of, stride_of, title_of
 
 
 def test_an_unknown_model_names_the_nearest() -> None:
@@ -64,12 +63,12 @@ def test_batch_norm_over_a_single_value_is_refused() -> None:
 
 
 def test_a_taken_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gems.models, "FAMILIES", dict(gems.models.FAMILIES))
-    family = Family(layers=lambda model, data: (), stride_px=lambda model: 1)
-    register("toy", family)
-    register("toy", family)
+    monkeypatch.delitem(MODELS.entries, "toy", raising=False)
+    family = ModelFamily(layers=lambda model, data: (), stride_px=lambda model: 1)
+    MODELS.register("toy", family)
+    MODELS.register("toy", family)
     with pytest.raises(ValueError, match="registered already"):
-        register("resnet", family)
+        MODELS.register("resnet", family)
 
 
 @pytest.mark.parametrize(

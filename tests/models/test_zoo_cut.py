@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import gems.models
 from gems.config.schema import DataConfig, ModelConfig
-from gems.models import Family, Layer
+from gems.models import MODELS, Layer, ModelFamily
 from tests.models.cutting import assert_cut_equals_whole
 from tests.models.zoo import SMALL
 
@@ -62,7 +62,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str, words: st
         doubles = Layer("doubles", "toy", f"{__name__}:Doubles", ())
         return (pooled, doubles) if fault == "in_place" else (pooled, pooled)
 
-    monkeypatch.setattr(gems.models, "FAMILIES", gems.models.FAMILIES | {"faulty": Family(layers, lambda _: 1)})
+    monkeypatch.setitem(MODELS.entries, "faulty", ModelFamily(layers, lambda _: 1))
     monkeypatch.setattr(Pooled, "runs", 0)
     with pytest.raises(AssertionError, match=words):
         assert_cut_equals_whole(ModelConfig(name="faulty"), DataConfig(num_classes=5), parts=2)

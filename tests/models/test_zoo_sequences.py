@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gems.config.resolve import labels_per_step, resolve
+from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
-from gems.data import sample_shape
+from gems.data import labels_per_step, sample_shape
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of, stride_of
 from gems.models.blocks.sequences import Attention, Recurrent

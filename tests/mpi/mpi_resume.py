@@ -17,7 +17,7 @@ from gems.engine.checkpoint.shard import shard_name
 from gems.engine.emulation.run import emulate
 from gems.engine.train import train
 from gems.errors import ConfigError
-from gems.models import FAMILIES, Family, Layer, register
+from gems.models import MODELS, Layer, ModelFamily
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
@@ -43,8 +43,8 @@ def _drop_layers(model, data):
     )  # fmt: skip
 
 
-if "toy_drop" not in FAMILIES:
-    register("toy_drop", Family(_drop_layers, lambda model: 1))
+if "toy_drop" not in MODELS:
+    MODELS.register("toy_drop", ModelFamily(_drop_layers, lambda model: 1))
 
 
 class KilledError(Exception):

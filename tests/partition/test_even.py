@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
+from gems.config.constraints import check_boundaries
 from gems.errors import ConfigError
-from gems.partition.even import check_boundaries, even
+from gems.partition.even import even
 
 
 @pytest.mark.parametrize("num_layers", range(1, 40))

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from gems.partition.even import check_boundaries, even
+from gems.config.constraints import check_boundaries
+from gems.partition.even import even
 from gems.partition.exact import solve
 from gems.partition.mcap import mcap
 from gems.partition.pipedream import pipedream

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from gems.config.constraints import check_boundaries
 from gems.partition import mcap as module
-from gems.partition.even import check_boundaries
 from gems.partition.mcap import brute_force, mcap, predict, profile, profiling_runs, recommend
 from tests.partition.problems import every_cut
 

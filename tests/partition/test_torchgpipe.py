@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from gems.partition.even import check_boundaries
+from gems.config.constraints import check_boundaries
 from gems.partition.torchgpipe import block_partition
 
 

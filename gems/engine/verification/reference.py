@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from gems.config.resolve import global_batch, labels_per_step
+from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.data import Dataset, open_dataset
+from gems.data import Dataset, labels_per_step, open_dataset
 from gems.data.sampler import batch_indices, micro_batch_slice
 from gems.engine.device import DTYPES
 from gems.engine.gradients import running_statistics

@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import pairwise
 from math import isqrt
 
+from gems.config.schema import RECOMPUTES
 from gems.errors import ConfigError, one_of
-from gems.memory import RECOMPUTES
 from gems.memory.case import MemoryCase
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.profile import LayerProfile

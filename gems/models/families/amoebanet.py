@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.families.checks import check_classifier
-from gems.models.layer import Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 
 Term = tuple[str, int]
 Pairs = tuple[tuple[Term, Term], ...]
@@ -106,3 +106,6 @@ def _check(model: ModelConfig) -> None:
             "model.norm", model.norm, "amoebanet adds up branches, which only a norm keeps finite",
             f"set model.norm={' or '.join(_NORMS)}",
         )  # fmt: skip
+
+
+MODELS.register("amoebanet", ModelFamily(layers, stride_px, title="{name}{depth}"))

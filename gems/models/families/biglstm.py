@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.families.language import check_language
-from gems.models.layer import Layer
+from gems.models.families.language import check_language, stride_px
+from gems.models.layer import MODELS, Layer, ModelFamily
 
 _BLOCKS = "gems.models.blocks.sequences"
 _CELLS_PER_OUTPUT = 8
@@ -34,3 +34,6 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         *(Layer(f"lstm{number + 1}", "lstm", f"{_BLOCKS}:Recurrent", recurrent) for number in range(model.depth)),
         Layer("head", "head", f"{_BLOCKS}:WordHead", words),
     )
+
+
+MODELS.register("biglstm", ModelFamily(layers, stride_px, takes="tokens"))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
-from gems.models.families.language import check_language
-from gems.models.layer import Layer
+from gems.models.families.language import check_language, stride_px
+from gems.models.layer import MODELS, Layer, ModelFamily
 
 _BLOCKS = "gems.models.blocks.sequences"
 _FIRST_RESIDUAL = 3
@@ -50,3 +50,6 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
 
 def _layer(name: str, kind: str, class_name: str, **options: object) -> Layer:
     return Layer(name, kind, f"{_BLOCKS}:{class_name}", tuple(options.items()))
+
+
+MODELS.register("gnmt", ModelFamily(layers, stride_px, takes="token_pairs"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models.families.backbone import Backbone, Part
 from gems.models.families.checks import check_classifier
-from gems.models.layer import Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 from gems.models.steps import LocalNorm, Step, conv, fork, max_pool
 
 _WIDTH = 64
@@ -71,3 +71,6 @@ def _backbone(model: ModelConfig) -> Backbone:
         )
         parts.append(Part(name, "inception", (block, _HALVE) if name in _BEFORE_HALVING else (block,)))
     return Backbone(_WIDTH, tuple(parts))
+
+
+MODELS.register("googlenet", ModelFamily(layers, stride_px))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from gems.config.schema import DataConfig, ModelConfig
 from gems.models.families.backbone import Backbone, Part, carrying
 from gems.models.families.checks import check_classifier
-from gems.models.layer import Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 from gems.models.steps import Fork, Step, average_pool, conv, fork, max_pool, scaled_channels, side_after
 
 _WIDTH = 32
@@ -130,3 +130,6 @@ _BACKBONE = Backbone(
         Part("mixed7c", "inception", (_mixed7(),)),
     ),
 )
+
+
+MODELS.register("inception_v3", ModelFamily(layers, stride_px, normed_px))

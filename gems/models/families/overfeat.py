@@ -10,7 +10,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.models.families.backbone import Backbone, Part
 from gems.models.families.checks import check_classifier
 from gems.models.families.fully_connected import fully_connected_layers
-from gems.models.layer import Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 from gems.models.steps import conv, max_pool, scaled_channels
 
 _WIDTH = 96
@@ -53,3 +53,6 @@ def stride_px(model: ModelConfig) -> int:
 def normed_px(model: ModelConfig, side_px: int) -> int:
     """Return a side of the last convolution's map, 0 below 71 px."""
     return _BACKBONE.normed_px(side_px)
+
+
+MODELS.register("overfeat", ModelFamily(layers, stride_px, normed_px))

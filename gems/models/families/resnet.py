@@ -13,7 +13,7 @@ from typing import Any
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
 from gems.models.families.checks import check_classifier
-from gems.models.layer import Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 
 _BLOCKS = "gems.models.blocks"
 _NUM_STAGES = 3
@@ -126,3 +126,6 @@ def _check(model: ModelConfig) -> None:
 
 def _layer(name: str, kind: str, target: str, **options: Any) -> Layer:
     return Layer(name, kind, f"{_BLOCKS}.{target}", tuple(options.items()))
+
+
+MODELS.register("resnet", ModelFamily(layers, stride_px, title="{name}{depth}-v{version}"))

@@ -11,7 +11,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
 from gems.models.families.backbone import Backbone, Part
 from gems.models.families.checks import check_classifier, check_depth
-from gems.models.layer import Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 from gems.models.steps import conv, max_pool
 
 _WIDTH = 64
@@ -79,3 +79,6 @@ def _check(model: ModelConfig) -> None:
     ):
         if value not in valid:
             raise ConfigError(key, value, one_of(valid))
+
+
+MODELS.register("resnet_imagenet", ModelFamily(layers, stride_px, title="{name}{depth}"))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.families.checks import check_classifier
-from gems.models.layer import Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 from gems.models.steps import chain_layer, conv
 
 _SKIPS = "gems.models.blocks.skips"
@@ -73,3 +73,6 @@ def _double(name: str, in_channels: int, out_channels: int, norm: str, skips: tu
 
 def _layer(name: str, kind: str, class_name: str, **options: object) -> Layer:
     return Layer(name, kind, f"{_SKIPS}:{class_name}", tuple(options.items()))
+
+
+MODELS.register("unet", ModelFamily(layers, stride_px, title="{name}{depth}"))

@@ -15,7 +15,7 @@ from gems.errors import ConfigError
 from gems.models.families.backbone import Backbone, Part
 from gems.models.families.checks import check_classifier
 from gems.models.families.fully_connected import fully_connected_layers
-from gems.models.layer import Layer
+from gems.models.layer import MODELS, Layer, ModelFamily
 from gems.models.steps import conv, max_pool
 
 _MAP_PX = 7
@@ -79,3 +79,6 @@ def _backbone(model: ModelConfig) -> Backbone:
             pool = (max_pool(2, 2),) if index == convs else ()
             parts.append(Part(f"conv{group}_{index}", "conv", (conv(channels, 3), *pool)))
     return Backbone(_WIDTH, tuple(parts))
+
+
+MODELS.register("vgg", ModelFamily(layers, stride_px, normed_px, title="{name}{depth}"))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from gems.memory.registry import POLICIES
 from gems.schedule import CAPPED, FAMILIES, Family, Request
 
 KEEP = "keep"
-# a policy with its way (memory.recompute), by what one evaluation takes
-QUICK_POLICIES = ((KEEP, ""), ("recompute", "stage"))
-SLOW_POLICIES = (("recompute", "selective"), ("recompute", "segment"), ("vdnn_dyn", ""), ("plan", ""))
 # Slow ones are asked for up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
 MAX_SLOW, MAX_PLANNED = 512, 128
 MAX_FORWARDS = 2**14  # stages x micro-batches of one step
@@ -68,7 +66,7 @@ class Candidate:
         """
         if self.schedule == CAPPED:
             return 3
-        if (self.memory, self.how) in SLOW_POLICIES:
+        if self.how in POLICIES[self.memory].slow_ways:
             return 2
         return int(not self.family.is_quick)
 
@@ -111,7 +109,9 @@ def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: 
         num_layers: the most stages.
         has_policies: whether activations may leave the device or be made again.
     """
-    policies = (*QUICK_POLICIES, *SLOW_POLICIES) if has_policies else ((KEEP, ""),)
+    ways = [(name, policy.quick_ways, policy.slow_ways) for name, policy in POLICIES.items()]
+    policies = [(name, how) for name, quick, _ in ways for how in quick]
+    policies = [*policies, *((name, how) for name, _, slow in ways for how in slow)] if has_policies else [(KEEP, "")]
     found = []
     for partitions in _divisors(num_gpus):
         replicas = num_gpus // partitions

@@ -1,0 +1,19 @@
+"""What a configuration may choose by name: registries whose entries belong to the folders above this one.
+
+They are here so that a name can be checked where the configuration is composed, with no import of who registers it.
+Each folder gives its registry the type of its entries: `gems.models.MODELS`, `gems.data.DATASETS`, ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gems.utils.registry import Registry
+
+MODELS: Registry[Any] = Registry("model.name", "gems.models.families.*")
+DATASETS: Registry[Any] = Registry("data.name", "gems.data.*")
+POLICIES: Registry[Any] = Registry("memory", "gems.memory.registry")
+METHODS: Registry[Any] = Registry("partition", "gems.partition.methods")
+LAUNCHERS: Registry[Any] = Registry("cluster.launcher", "jobs.launch.launchers")
+# Functions from a RunSpec to one with more fields derived, of folders above this one.
+RESOLVERS: Registry[Any] = Registry("resolver", "gems.models.resolve")
