@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from gems.config.fields import Key, keys
 from gems.config.overrides import options_of, valid_keys
 from gems.config.schema import RunSpec
 
@@ -65,15 +63,6 @@ UNKNOWN = [
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """A key of the schema: its name with dots, and the type of its values."""
-
-    name: str
-    type: Any
-    can_be_none: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Mistake:
     """Words of a command line. `named` must stand in the line that refuses them; `is_wrong`: nobody may accept them."""
 
@@ -82,40 +71,22 @@ class Mistake:
     is_wrong: bool = True
 
 
-def keys_of_schema() -> list[Key]:
-    """Return every key of a run, from the dataclasses."""
-    found = []
-    for name, kind in typing.get_type_hints(RunSpec).items():
-        if not dataclasses.is_dataclass(kind):
-            found.append(_key(name, kind))
-            continue
-        found += [_key(f"{name}.{inner}", each) for inner, each in typing.get_type_hints(kind).items()]
-    return found
-
-
-def _key(name: str, kind: Any) -> Key:
-    if isinstance(kind, types.UnionType):
-        (real,) = (each for each in typing.get_args(kind) if each is not types.NoneType)
-        return Key(name, real, True)
-    return Key(name, kind, False)
-
-
-KEYS = keys_of_schema()
+KEYS = list(keys(RunSpec))
 KNOWN = sorted(valid_keys())
 GROUPS = [key for key in KNOWN if options_of(key) and key not in ("study", "experiment")]
 SLOW = ("partition.budget_s", "memory.budget_s", "schedule.budget_s")  # a search may take as long as it is told
-COUNTED = [key for key in KEYS if key.type in (int, float)]
+COUNTED = [key for key in KEYS if key.kind in (int, float)]
 
 
 def wrong_value_of(key: Key) -> SearchStrategy[str]:
     """Return values that no run can have."""
     kinds: dict[Any, SearchStrategy[str]] = {int: NO_INT, float: NO_FLOAT, bool: NO_BOOL, str: NO_TEXT}
-    values = kinds.get(key.type, NO_LIST)
-    if key.type is str and key.name not in FREE_TEXT:
+    values = kinds.get(key.kind, NO_LIST)
+    if key.kind is str and key.name not in FREE_TEXT:
         values = values | st.one_of(NO_WORD, st.just("''"))
-    if key.can_be_none:
+    if key.is_optional:
         values = values.filter(lambda value: value != "null")
-    elif key.type is str:
+    elif key.kind is str:
         values = values | st.just("null")
     return values
 
@@ -183,12 +154,12 @@ SHARES = st.sampled_from(["0", "1e-300", "1e-9", "0.1", "0.5", "0.999", "1", "1.
 
 
 def _perhaps(key: Key) -> SearchStrategy[str]:
-    if key.type in (int, float):
-        values = NUMBERS if key.type is int else SHARES | NUMBERS
-        return (values | st.just("null") if key.can_be_none else values).map(f"{key.name}={{}}".format)
-    if key.type is bool:
+    if key.kind in (int, float):
+        values = NUMBERS if key.kind is int else SHARES | NUMBERS
+        return (values | st.just("null") if key.is_optional else values).map(f"{key.name}={{}}".format)
+    if key.kind is bool:
         return st.sampled_from(["true", "false"]).map(f"{key.name}={{}}".format)
-    if key.type is str:
+    if key.kind is str:
         words = st.sampled_from(
             ["auto", "null", "file", "fake", "none", "''", "size", "time", "x", "conv", "bfloat16", "batch"]
         )

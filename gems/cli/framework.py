@@ -16,14 +16,14 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, nearest, of_the_system, one_of
 
-# Takes the preset of this machine where neither an override nor an experiment chooses one.
+# Take the preset of this machine if neither an override nor an experiment chooses one.
 AUTO_CLUSTER = "--auto-cluster"
 HYDRA_DIRECTORY = ("--config-dir", "-cd")
 HELP = ("-h", "--help")
 _CFG = ("job", "hydra", "all")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-# What an option of Hydra's takes: nothing (None), one of these, or any word (). Shell completion is not among them:
-# it knows a program by one word, and ours are three.
+# Values of Hydra's options: none (None), one of these, or any word (). Shell completion is left out: it knows a program
+# by one word, and ours have three.
 HYDRA_FLAGS: dict[str, tuple[str, ...] | None] = {
     "--cfg": _CFG, "-c": _CFG, "--info": _INFO, "-i": _INFO, "--package": (), "-p": (),
     **dict.fromkeys((*HELP, "--hydra-help", "--multirun", "-m", "--resolve", "--version", "--run", "-r")),
@@ -32,7 +32,7 @@ HYDRA_FLAGS: dict[str, tuple[str, ...] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What stands on the command line beside overrides."""
+    """Options of the command line, beside overrides."""
 
     json: bool = False
     flags: frozenset[str] = frozenset()
@@ -41,11 +41,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A command: `module:function`, called with (RunSpec, Options), or with (words, Options) when `takes_words`.
+    """A command: `module:function`, called with (RunSpec, Options), or with (words, Options) if `takes_words`.
 
-    `flags` are words that stand alone; `choices` are options that take one of some words, or any where none is named.
-
-    The function gives an exit code, or None for 0.
+    `flags` take no value; `choices` take one of some values, or any value if none is listed. The function returns an exit
+    code, or None for 0.
     """
 
     target: str
@@ -55,16 +54,16 @@ class Verb:
     takes_words: bool = False
 
     def load(self) -> Callable[..., int | None]:
-        """Import the function; what a verb does not need is never loaded."""
+        """Import the function, so that what other verbs need is never loaded."""
         module, function = self.target.split(":")
         loaded: Callable[..., int | None] = getattr(importlib.import_module(module), function)
         return loaded
 
 
 def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
-    """Run one command and gives its exit code; an error of ours is one line on stderr."""
+    """Run one command and return its exit code; a GemsError is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files may hold what a terminal's encoding cannot say
+        if isinstance(stream, io.TextIOWrapper):  # file names may have characters that a terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(program, verbs, list(argv))
@@ -73,7 +72,7 @@ def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, RecursionError) as error:
@@ -106,10 +105,16 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
         return 0
     if any(word.split("=")[0] in HYDRA_FLAGS for word in words):
         return _through_hydra(program, name, verb, words, options)
-    from gems.config.cluster_presets import AUTO
-    from gems.config.compose import LOCAL, compose
+    from gems.config.compose import compose
 
-    return verb.load()(compose(words, AUTO if AUTO_CLUSTER in flags else LOCAL), options) or 0
+    return verb.load()(compose(words, _default_cluster(flags)), options) or 0
+
+
+def _default_cluster(flags: frozenset[str]) -> str:
+    from gems.config.cluster_presets import AUTO
+    from gems.config.compose import LOCAL
+
+    return AUTO if AUTO_CLUSTER in flags else LOCAL
 
 
 def _help(program: str, name: str, verb: Verb, words: list[str]) -> str:
@@ -124,8 +129,7 @@ def _help(program: str, name: str, verb: Verb, words: list[str]) -> str:
 
 
 def _through_hydra(program: str, name: str, verb: Verb, words: list[str], options: Options) -> int:
-    from gems.config.cluster_presets import AUTO
-    from gems.config.compose import LOCAL, hydra_app
+    from gems.config.compose import hydra_app
     from gems.config.overrides import check_overrides
 
     overrides, hydra_options = _sort(words)
@@ -135,13 +139,12 @@ def _through_hydra(program: str, name: str, verb: Verb, words: list[str], option
     def act(spec: RunSpec) -> None:
         codes.append(verb.load()(spec, options) or 0)
 
-    cluster = AUTO if AUTO_CLUSTER in options.flags else LOCAL
-    hydra_app([*overrides, *hydra_options], f"{program} {name}", act, cluster)
+    hydra_app([*overrides, *hydra_options], f"{program} {name}", act, _default_cluster(options.flags))
     return max(codes, default=0)
 
 
 def _search_path(words: list[str]) -> list[str]:
-    """Turn Hydra's --config-dir DIR into the override that does the same."""
+    """Replace Hydra's --config-dir DIR with the override that does the same."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -158,7 +161,7 @@ def _search_path(words: list[str]) -> list[str]:
 
 
 def _take_choices(words: list[str], verb: Verb) -> tuple[list[str], dict[str, str]]:
-    """Take the verb's own options with their values out of the words."""
+    """Return the words without the verb's own options, and the values of these."""
     kept: list[str] = []
     chosen: dict[str, str] = {}
     rest = iter(words)
@@ -183,7 +186,11 @@ def _refuse_flags(words: Sequence[str], verb: Verb) -> None:
 
 
 def _sort(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Report overrides from Hydra's options, and refuses what Hydra's parser would answer with its usage."""
+    """Separate overrides from Hydra's options.
+
+    Raises:
+        ConfigError: an option that Hydra's parser would answer with its usage.
+    """
     overrides: list[str] = []
     options: list[str] = []
     rest = deque(words)
@@ -214,7 +221,10 @@ def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
     width = max(map(len, verbs))
     lines = [f"usage: python -m {program} VERB [key=value ...] [--json]", ""]
     lines += [f"  {name:<{width}}  {verb.help}" for name, verb in verbs.items()]
-    lines += ["", f"`python -m {program} VERB --help` lists the configuration; --cfg job prints it."]
+    lines += [
+        "",
+        f"`python -m {program} VERB --help` lists every key with its limits; --cfg job prints the configuration.",
+    ]
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from gems.config.fields import choice, flag, number, rows, text
+from gems.config.fields import choice, flag, number, text
 
 LAUNCHERS = ("mpiexec", "srun", "ibrun")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
@@ -106,8 +106,10 @@ class ClusterConfig:
         form="must be an image's path or name on one line",
     )  # fmt: skip
     container_options: list[str] = _lines("the site's options of the container runtime")
-    limits: list[QueueLimit] = rows(
-        "limits of the site's queues, as [{partition: a, minutes: 60}]; the first that fits a job counts"
+    limits: list[QueueLimit] = text(
+        [],
+        "limits of the site's queues, as [{partition: a, minutes: 60}]; the first that fits a job counts",
+        in_run_id=False,
     )
     charge_per: str | None = choice(None, CHARGED, "what is charged", in_run_id=False)
     charge_rate: float | None = number(None, "price of one cluster.charge_per", in_run_id=False)

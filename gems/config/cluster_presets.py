@@ -18,25 +18,25 @@ AUTO = "auto"
 
 
 def choose_preset(folders: Sequence[Path]) -> str:
-    """Return the preset of `folders` whose host patterns fit this machine, and says it on stderr, once a process.
+    """Return the preset of `folders` whose host patterns match this machine, and report it on stderr once a process.
 
     Raises:
-        ConfigError: none fits, or several do.
+        ConfigError: none matches, or several do.
     """
     return _choose(tuple(folders), host_names())
 
 
 def host_names() -> tuple[str, ...]:
-    """Return the names of this machine: as it calls itself, and with its domain where that is known."""
+    """Return the names of this machine: its host name, and with the domain if that is known."""
     names = dict.fromkeys(name.lower() for name in (socket.gethostname(), socket.getfqdn()) if name)
     return tuple(name for name in names if not name.startswith("localhost")) or tuple(names)
 
 
 def matching(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
-    """Return the presets of `folders` that fit one of `names`, each with that name.
+    """Return the presets of `folders` that match one of `names`, each with that name.
 
     Raises:
-        ConfigError: a preset's file that is no YAML.
+        ConfigError: a preset's file is not YAML.
     """
     found: dict[str, str] = {}
     for path in (path for folder in folders for path in sorted((folder / GROUP).glob("*.yaml"))):

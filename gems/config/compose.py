@@ -92,9 +92,9 @@ def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
 
 
 def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None], cluster: str = LOCAL) -> None:
-    """Run `act` under `hydra.main`, for Hydra's own options (--cfg, --help, --info, --multirun, ...).
+    """Run `act` under `hydra.main`, for Hydra's own options (--cfg, --info, --multirun, ...).
 
-    In `argv` overrides come before options, as Hydra's parser takes them in one piece. `cluster` is that of `compose`.
+    In `argv` overrides come before options, for Hydra's parser takes them in one piece. `cluster` is that of `compose`.
     The first job of a sweep that fails ends the sweep.
 
     Raises:
@@ -122,7 +122,7 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
         app()
     except Exception as error:  # as in `compose`; what `act` raised is in `failed`
         raise translate(error, argv) from error
-    except SystemExit as error:  # --help and its like end so
+    except SystemExit as error:  # --info and its like end so
         if error.code:
             raise
     finally:
@@ -138,9 +138,9 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
 
 
 class _DefaultCluster:
-    """The preset that Hydra's list of defaults asks for, once it knows that nothing else chooses one.
+    """The preset for Hydra's list of defaults, which Hydra asks for only if nothing else chooses one.
 
-    What Hydra calls may not raise errors of ours, which it would put in words of its own: `check` does.
+    Hydra would wrap an error that is raised here, so that `check` raises it later.
     """
 
     def __init__(self, name: str, overrides: Sequence[str]) -> None:
@@ -159,7 +159,7 @@ class _DefaultCluster:
             return LOCAL
 
     def check(self) -> None:
-        """Raise ConfigError when a preset was asked for and none was found."""
+        """Raise the ConfigError of a preset that was not found."""
         if self._error is not None:
             raise self._error
 

@@ -1,4 +1,4 @@
-"""Experiment files: a run that was chosen, written as what it differs by from the defaults, with why it was chosen."""
+"""Experiment files: a run that was chosen, as its differences from the defaults, with comments that say why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 
-# What is of a site or of a call, and not of a run.
+# Keys of the site or of one call, rather than of the run.
 LEFT_OUT = ("runs_dir", "cache_dir", "cluster", "name")
 
 
@@ -23,7 +23,7 @@ def experiment_text(spec: RunSpec, base: RunSpec, name: str, comments: Sequence[
         spec: the run, resolved.
         base: what composes without it.
         name: of the run.
-        comments: lines that stand above.
+        comments: lines above the values.
     """
     values = {"name": name, **_differing(spec.to_dict(), base.to_dict(), LEFT_OUT)}
     cluster = spec.cluster.name
@@ -35,19 +35,19 @@ def experiment_text(spec: RunSpec, base: RunSpec, name: str, comments: Sequence[
 
 
 def check_experiment(path: Path) -> None:
-    """Check that an experiment can be written to a file.
+    """Check the file that an experiment is to be written to.
 
     Raises:
-        ConfigError: no .yaml, or no such folder.
+        ConfigError: it does not end with .yaml, or its folder does not exist.
     """
     if path.suffix != ".yaml" or not path.parent.is_dir():
         raise ConfigError(
-            "--write", path, "must be a file NAME.yaml in a folder that is there", "conf/experiment/NAME.yaml for make submit CONF=NAME"
+            "--write", path, "must be a file NAME.yaml in an existing folder", "conf/experiment/NAME.yaml for make submit CONF=NAME"
         )  # fmt: skip
 
 
 def write_experiment(path: Path, text: str) -> None:
-    """Write an experiment, in the place of one that is there.
+    """Write an experiment, and replace an earlier one.
 
     Raises:
         ConfigError: no permission.
@@ -63,7 +63,7 @@ def _differing(values: Mapping[str, Any], base: Mapping[str, Any], left_out: Seq
     for key, value in values.items():
         if key in left_out or value == base[key]:
             continue
-        # a mapping of the user's own is given whole
+        # a mapping with keys of the user's own is written whole
         is_section = isinstance(value, Mapping) and isinstance(base[key], Mapping) and key != "kwargs"
         found[key] = _differing(value, base[key]) if is_section else value
     return found

@@ -44,10 +44,11 @@ class Rule:
             return one_of(self.choices())
         if kind not in (int, float):
             return self.form
-        lower = f"above {self.above:g}" if self.above is not None else _plain(self.min)
-        if self.max == math.inf:
-            return lower if self.above is not None else f"{lower} or more"
-        return f"{lower} to {_plain(self.max)}"
+        return self._lower if self.max == math.inf else f"{self._lower.removesuffix(' or more')} to {_plain(self.max)}"
+
+    @property
+    def _lower(self) -> str:
+        return f"above {self.above:g}" if self.above is not None else f"{_plain(self.min)} or more"
 
     def check(self, key: str, value: Any) -> None:
         """Check one value that has the right type.
@@ -80,11 +81,9 @@ class Rule:
     def _check_number(self, key: str, value: float) -> None:
         is_real = isinstance(value, float)
         if not math.isfinite(value) or value < self.min or (self.above is not None and value <= self.above):
-            lower = f"above {self.above:g}" if self.above is not None else f"{_plain(self.min)} or more"
-            raise ConfigError(key, value, f"must be {lower}{' and finite' if is_real else ''}", self.help)
-        if value > min(self.max, MAX_REAL if is_real else MAX_INT):
-            most = _plain(min(self.max, MAX_REAL if is_real else MAX_INT))
-            raise ConfigError(key, value, f"must be at most {most}", self.help)
+            raise ConfigError(key, value, f"must be {self._lower}{' and finite' if is_real else ''}", self.help)
+        if value > (most := min(self.max, MAX_REAL if is_real else MAX_INT)):
+            raise ConfigError(key, value, f"must be at most {_plain(most)}", self.help)
         if is_real and 0 < value < MIN_REAL:
             raise ConfigError(key, value, f"must be 0 or from {MIN_REAL:g} to {MAX_REAL:g}", self.help)
 
@@ -124,11 +123,6 @@ def text(
 def flag(default: bool, help: str, *, in_run_id: bool = True) -> bool:
     """Declare a key that is true or false."""
     return cast(bool, _field(default, Rule(help, in_run_id=in_run_id)))
-
-
-def rows(help: str) -> Any:
-    """Declare a list of dataclasses whose own fields have rules; no result of a run depends on it."""
-    return _field([], Rule(help, in_run_id=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Overrides: the words key=value of a command, which of them can be, and what is wrong with the others in one line."""
+"""Overrides: the words key=value of a command, checked against groups and keys, with errors of one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KWARGS = re.compile(r"model\.kwargs[.=]")
 
 
 def rewritten(words: Sequence[str]) -> list[str]:
-    """Return overrides as Hydra takes them: plain numbers of bytes, keys that may be added, this machine's preset."""
+    """Return overrides as Hydra takes them: sizes in bytes, keys that may be added, this machine's preset."""
     words = [opened(in_bytes(word)) for word in words]
     chosen = [number for number, word in enumerate(words) if word.startswith(f"{CLUSTER}=")]
     if not chosen or words[chosen[-1]] != f"{CLUSTER}={AUTO}":
@@ -40,12 +40,12 @@ def rewritten(words: Sequence[str]) -> list[str]:
 
 
 def opened(override: str) -> str:
-    """Return an override that may add keys, where they are keyword arguments of the user's own network."""
+    """Return an override with a ++ if its key is a keyword argument of the user's own network, and so may be new."""
     return f"++{override}" if KWARGS.match(override) else override
 
 
 def in_bytes(override: str) -> str:
-    """Return an override of a key in bytes with a plain number: machine.device_bytes=16GB is 16000000000, GiB 2^30."""
+    """Return an override of a size as a plain number: machine.device_bytes=16GB becomes 16000000000; a GiB is 2^30."""
     found = SIZE.fullmatch(override)
     if found is None:
         return override
@@ -53,12 +53,12 @@ def in_bytes(override: str) -> str:
 
 
 def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Return the options of a configuration group in `folders`, or nothing where there is no such group."""
+    """Return the options of a configuration group in `folders`, or nothing if there is no such group."""
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
 def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
-    """Yield every key that an override may name: groups in `folders`, and fields of the schema with their dots."""
+    """Yield every key that an override may name: groups in `folders`, and keys of the schema."""
     for folder in folders:
         groups = (path.name for path in folder.iterdir() if path.is_dir())
         yield from (group for group in groups if options_of(group, [folder]))
@@ -79,7 +79,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Read overrides in Hydra's grammar.
+    """Parse overrides by Hydra's grammar.
 
     Raises:
         ConfigError: one is not of the form key=value.
@@ -87,7 +87,7 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create()
     found: list[Override] = []
     for text in overrides:
-        if any("\ud800" <= char <= "\udfff" for char in text):  # bytes of the command line that are no UTF-8
+        if any("\ud800" <= char <= "\udfff" for char in text):  # the command line's bytes are not UTF-8
             raise ConfigError("override", ascii(text), "is no text in UTF-8")
         try:
             found += parser.parse_overrides([text])
@@ -99,7 +99,7 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def search_path(given: Sequence[Override]) -> Iterator[Path]:
-    """Yield the user's own configuration folders, that hydra.searchpath names."""
+    """Yield the user's own configuration folders, from hydra.searchpath."""
     for override in given:
         values = override.value() if override.key_or_group == "hydra.searchpath" else None
         for entry in values if isinstance(values, list) else ():
@@ -154,7 +154,7 @@ def _options_in(override: Override) -> list[object]:
 
 
 def translate(error: Exception, words: Sequence[str]) -> ConfigError:
-    """Make one line of what Hydra, OmegaConf or YAML says in several."""
+    """Convert an error of Hydra, OmegaConf or YAML to a ConfigError of one line."""
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return ConfigError("file", error.filename, f"cannot be read or written ({error.strerror})")
     if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):

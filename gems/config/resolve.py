@@ -13,7 +13,7 @@ from gems.schedule import FAMILIES
 
 
 def resolve(spec: RunSpec) -> RunSpec:
-    """Return the run with every derived field filled: micro-batches, nodes.
+    """Return the run with all derived fields filled: micro-batches, nodes.
 
     Raises:
         ConfigError: the first value that cannot run, with what is allowed.
@@ -27,13 +27,13 @@ def resolve(spec: RunSpec) -> RunSpec:
 
 
 def global_batch(spec: RunSpec) -> int:
-    """Images of one optimizer step over all micro-batches, directions and replicas of a resolved run."""
+    """Return the samples of one optimizer step of a resolved run, over all micro-batches, directions and replicas."""
     parallel = spec.parallel
     return parallel.replicas * (parallel.micro_batches or 0) * parallel.micro_batch_size
 
 
 def _resolve_counts(spec: RunSpec) -> ParallelConfig:
-    """Derive replications x parts = micro-batches, the three ways to say the same (two runs at least for GEMS)."""
+    """Derive replications, parts and micro-batches, their product, from those given (GEMS: two replications at least)."""
     parallel = spec.parallel
     is_gems = _has_runs(spec)
     total, runs, parts = parallel.micro_batches, parallel.replications, parallel.parts
@@ -76,7 +76,7 @@ def _has_runs(spec: RunSpec) -> bool:
 
 
 def check_gpus(spec: RunSpec) -> None:
-    """Check that a run uses the GPUs that it is given, where parallel.gpus says how many.
+    """Check that a run uses as many GPUs as parallel.gpus, if that is given.
 
     Raises:
         ConfigError: it uses more or fewer.
@@ -91,7 +91,7 @@ def check_gpus(spec: RunSpec) -> None:
 
 
 def check_batch(spec: RunSpec) -> None:
-    """Check that the data has the images of one step of a resolved run; a machine on paper reads none.
+    """Check that the data has the samples of one step of a resolved run; only a real machine reads them.
 
     Raises:
         ConfigError: it has fewer.
@@ -100,8 +100,8 @@ def check_batch(spec: RunSpec) -> None:
         return
     if global_batch(spec) > spec.data.train_samples and not DATASETS[spec.data.name].counts_itself:
         raise ConfigError(
-            "data.train_samples", spec.data.train_samples, f"must be {global_batch(spec)} or more, the images of one step",
-            "use more images, or fewer micro-batches or replicas",
+            "data.train_samples", spec.data.train_samples, f"must be {global_batch(spec)} or more, the samples of one step",
+            "use more samples, or fewer micro-batches or replicas",
         )  # fmt: skip
 
 

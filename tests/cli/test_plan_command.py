@@ -130,7 +130,7 @@ def test_hybrid_is_another_planner(gems_: Gems, monkeypatch: pytest.MonkeyPatch)
         (["--global-batch", "2,4"], "several compare by the time to a target"),
         (["--global-batch", "-3"], "--global-batch=-3"),
         (["--write", "plan.txt"], "must be a file NAME.yaml"),
-        (["--write", "no/such/plan.yaml"], "must be a file NAME.yaml in a folder"),
+        (["--write", "no/such/plan.yaml"], "must be a file NAME.yaml in an existing folder"),
         (["--global-batch", "4096"], "data.train_samples=1024: must be 4096 or more"),
         (["parallel.gpus=0"], "parallel.gpus=0: must be 1 or more"),
         (["parallel.gpus=-1"], "parallel.gpus=-1"),

@@ -244,7 +244,7 @@ def test_a_step_needs_its_images() -> None:
     fits = {"parallel__micro_batches": 4, "parallel__micro_batch_size": 8}
     check_batch(resolve(spec_of(data__train_samples=32, **fits)))
     too_few = resolve(spec_of(data__train_samples=31, **fits))
-    with pytest.raises(ConfigError, match="must be 32 or more, the images of one step"):
+    with pytest.raises(ConfigError, match="must be 32 or more, the samples of one step"):
         check_batch(too_few)
     check_batch(resolve(spec_of(data__train_samples=31, machine__kind="simulated", **fits)))
 
