@@ -13,8 +13,8 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, blocks, name
 
-pytestmark = pytest.mark.docs
-COMMAND_LIMIT_S = 150.0
+pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
+COMMAND_LIMIT_S = 300.0
 WITH_CODE = [page for page in PAGES if any(b.language in ("sh", "python") for b in blocks(page.read_text()))]
 
 
