@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gems.config.fields import choice, flag, number, text
+from gems.config.registries import LAUNCHERS
 
-LAUNCHERS = ("mpiexec", "srun", "ibrun")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres", "none")
 CONTAINERS = ("none", "apptainer", "singularity", "pyxis")
 CHARGED = ("gpu-hour", "node-hour")

@@ -59,7 +59,7 @@ class Rule:
         if self.choices is not None:
             valid = list(self.choices())
             if value not in valid:
-                shown = key if key == "model.name" else key.removesuffix(".name")
+                shown = key if key == "data.name" else key.removesuffix(".name")
                 raise ConfigError(
                     shown, value, one_of(valid), f"{self.help}; did you mean {nearest(value, valid, 1)[0]}?"
                 )

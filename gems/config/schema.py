@@ -12,7 +12,7 @@ from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.fields import build, choice, flag, number, text
-from gems.config.registries import METHODS, POLICIES
+from gems.config.registries import DATASETS, METHODS, POLICIES
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
 
 RECOMPUTES = ("stage", "segment", "selective")
@@ -80,7 +80,7 @@ class ModelConfig:
 class DataConfig:
     """Where samples come from, and their shape: images, or sequences of tokens."""
 
-    name: str = text("synthetic", "source of the samples")
+    name: str = choice("synthetic", DATASETS, "source of the samples")
     height_px: int = number(32, "height of an image", min=1, max=MAX_SIDE)
     width_px: int = number(32, "width of an image", min=1, max=MAX_SIDE)
     channels: int = number(3, "channels of an image", min=1, max=MAX_SIDE)

@@ -27,7 +27,7 @@ def test_an_unknown_source_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
         open_dataset(DataConfig(name="tisue"), 0)
     assert caught.value.key == "data.name"
-    assert "nearest: tissue" in str(caught.value)
+    assert "did you mean tissue" in str(caught.value)
 
 
 @pytest.mark.parametrize(
