@@ -101,10 +101,6 @@ KNOWN: set[tuple[str, str]] = {
     ("analysis.scaling.study", "analysis.plots.scaling.base_words"),
     ("analysis.scaling.study", "analysis.plots.scaling.scaling_figure"),
     ("analysis.scaling.study", "analysis.plots.scaling.title"),
-    ("gems.planner.evaluate", "gems.runs.run_plan.has_room"),
-    ("gems.planner.evaluate", "gems.runs.run_plan.memory_case"),
-    ("gems.planner.worker_step", "gems.cli.simulate.in_seconds_and_bytes"),
-    ("gems.planner.worker_step", "gems.cli.simulate.predict"),
 }
 KNOWN_CROWDED = {"analysis.report"}
 KNOWN_CIRCLES: list[list[str]] = []

@@ -10,7 +10,7 @@ import yaml
 from analysis.attribution.graph import Graph
 from gems.config.schema import RunSpec
 from gems.schedule.action import COMPUTE_KINDS, Kind
-from gems.simulation.build import costs_of
+from gems.simulation.costs import schedule_costs
 from gems.trace import Trace
 
 USEFUL = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -33,7 +33,7 @@ def pace_of(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray,
     found = np.zeros(graph.num_nodes)
     if trace.source != "measured" and trace.run_yaml:
         spec = RunSpec.from_dict(yaml.safe_load(trace.run_yaml))
-        costs = costs_of(spec, graph.schedule.placement)
+        costs = schedule_costs(spec, graph.schedule.placement)
         if graph.schedule.num_stages == costs.num_stages and not costs.segments:
             found[places] = [costs.time(graph.actions[place]) * spec.cost.unit_s for place in places]
             return found, COSTS

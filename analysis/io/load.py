@@ -112,9 +112,9 @@ def _load_attempt(folder: Path) -> Loaded:
         read_part(found[0])  # raises with the cause
         raise ConfigError("path", folder, f"none of its {len(found)} parts is readable")
     trace = merge_parts(list(parts), {})
-    run_yaml = folder / "run.yaml"
-    if run_yaml.is_file():
-        trace.run_yaml = run_yaml.read_text()
+    run = RunFolder(folder)
+    if run.run_yaml.is_file():
+        trace.run_yaml = run.traced_yaml()
     notes = [
         f"joined {len(parts)} parts of {trace.world_size} ranks, {len(trace.steps)} steps are whole",
         *(f"left out {path.name}: not readable" for path in found if path not in parts),

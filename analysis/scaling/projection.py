@@ -15,7 +15,8 @@ from analysis.scaling.published import Published, published
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
-from gems.simulation.build import cap_of, costs_of, play, schedule_of
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import activation_cap, schedule_costs, simulate_step
 from gems.simulation.jitter import Arrivals, arrivals_of, median_of, noisy_steps
 from gems.trace import open_trace
 from gems.trace.hdf5 import get_attributes
@@ -164,11 +165,11 @@ class _Line:
         parallel, noise = spec.parallel, spec.machine.noise
         shape = parallel.partitions, parallel.micro_batches
         if shape not in self._schedules:
-            self._schedules[shape] = schedule_of(spec)
+            self._schedules[shape] = lowered_schedule(spec)
         schedule = self._schedules[shape]
-        network, played = play(spec, schedule)
+        network, played = simulate_step(spec, schedule)
         if noise:
-            costs, cap = costs_of(spec, schedule.placement), cap_of(spec)
+            costs, cap = schedule_costs(spec, schedule.placement), activation_cap(spec)
             place = parallel.partitions, network.first_rank
             if place not in arrivals and parallel.replicas > 1:
                 rng = np.random.default_rng(seed)

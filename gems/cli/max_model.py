@@ -10,7 +10,7 @@ from gems.config.schema import RunSpec
 from gems.partition.max_model_size import Largest, largest
 from gems.partition.methods import METHODS, case_of
 from gems.profile import ModelProfile
-from gems.simulation.build import schedule_of
+from gems.simulation.build import lowered_schedule
 
 PEERS = ("torchgpipe_size", "torchgpipe_time")
 
@@ -18,7 +18,7 @@ PEERS = ("torchgpipe_size", "torchgpipe_time")
 def show_largest(spec: RunSpec, options: Options) -> int:
     """Print, for each method, the largest depth, resolution or micro-batch under machine.device_bytes."""
     axis = options.chosen["--largest"]
-    schedule = schedule_of(spec)
+    schedule = lowered_schedule(spec)
 
     def profile_of(changed: RunSpec) -> ModelProfile:
         from gems.profile.store import profile_of

@@ -16,9 +16,9 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.case import Exposure, MemoryCase, PlanOutcome, exposures
 from gems.memory.plan import Choice
 from gems.memory.registry import POLICIES, plan_of
-from gems.runs.run_plan import case_of_run
+from gems.runs.run_plan import plan_policies
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
-from gems.simulation.step_time import in_run
+from gems.simulation.memory_case import with_replicas
 
 MIB = 2**20
 COMPARE = "--compare"
@@ -36,9 +36,9 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     picture = options.chosen.get(PICTURE)
     if picture is not None:
         check_picture(Path(picture))
-    case = case_of_run(spec)
+    case = plan_policies(spec)
     names = tuple(POLICIES) if is_comparison else (spec.memory.name,)
-    keeping = in_run(spec, case, case.kept)
+    keeping = with_replicas(spec, case, case.kept)
     outcomes, refused = _outcomes(spec, case, keeping, names)
     entries = [_entry(spec, case, keeping, outcome) for outcome in outcomes]
     entries.sort(key=lambda entry: (not entry["fits"], float(f"{entry['step_s']:.9g}"), max(entry["peak_bytes"])))
@@ -63,7 +63,7 @@ def _outcomes(
         try:
             check_memory(replace(spec, memory=memory))
             is_kept = name == "keep"
-            found.append(keeping if is_kept else in_run(spec, case, case.outcome(plan_of(memory, case))))
+            found.append(keeping if is_kept else with_replicas(spec, case, case.outcome(plan_of(memory, case))))
         except (ConfigError, DoesNotFitError) as error:
             if len(names) == 1:
                 raise

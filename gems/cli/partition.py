@@ -13,7 +13,8 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.partition.compare import PLAIN, Judged, compare, judge
 from gems.partition.methods import Case, case_of, cut
-from gems.simulation.build import network_in_seconds, schedule_of
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import network_in_seconds
 
 MIB = 2**20
 
@@ -30,7 +31,7 @@ def show_partition(spec: RunSpec, options: Options) -> int:
     picture = options.chosen.get("--picture") or ("partition.png" if is_comparison and not options.json else None)
     if picture is not None:
         check_picture(Path(picture))
-    schedule = schedule_of(spec)
+    schedule = lowered_schedule(spec)
     case = case_of(spec, schedule)
     network = network_in_seconds(spec)
     if is_comparison:

@@ -14,7 +14,7 @@ from gems.models import title_of
 from gems.partition.dlplacer.place import Placement
 from gems.partition.dlplacer.subgraphs import closed_form_s
 from gems.partition.operator_placement import placement_of
-from gems.simulation.build import network_in_seconds
+from gems.simulation.costs import network_in_seconds
 
 MIB = 2**20
 MAX_DEVICES = 64

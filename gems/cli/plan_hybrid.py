@@ -24,7 +24,8 @@ from gems.planner.hybrid.inputs import (
     speedups_of,
 )
 from gems.planner.hybrid.quantity import Quantity
-from gems.planner.worker_step import ModelledEfficiency, Step, steps_of
+from gems.planner.worker_step import ModelledEfficiency, Step, worker_steps
+from gems.runs.run_plan import plan_simulation, predict
 
 SCHEMA = "gems.hybrid/1"
 MAX_DEVICES = 1024
@@ -43,7 +44,8 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     speedups = speedups_of(chosen[SPEEDUP]) if SPEEDUP in chosen else None
     most = spec.parallel.gpus or MAX_DEVICES
     wanted = sorted(speedups or {*WAYS, spec.parallel.partitions} - {1})
-    steps, refused = steps_of(spec, (1, *(ways for ways in wanted if ways <= most)))
+    degrees = (1, *(degree for degree in wanted if degree <= most))
+    steps, refused = worker_steps(spec, degrees, lambda changed: predict(plan_simulation(changed)))
     efficiency = ModelledEfficiency(spec) if losses is None else losses.table
     case = _case(spec, given, efficiency, speedups, steps)
     plan = plan_hybrid(case, device_counts(case.ways, most), seed=spec.seed)

@@ -10,18 +10,15 @@ from dataclasses import asdict
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.errors import ScheduleError
-from gems.runs.run_plan import planned
-from gems.schedule.costs import Network, StageCosts
+from gems.runs.run_plan import plan_simulation
+from gems.schedule.costs import StageCosts
 from gems.schedule.formats.fault_grid import fault_grid
 from gems.schedule.formats.grid import grid
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.formats.torch_csv import to_torch_csv
-from gems.schedule.lower import compute_only, lower
+from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
-from gems.schedule.validate import validate
-from gems.simulation.build import cap_of, compute_schedule_of, costs_of, network_in_seconds, network_of
-from gems.simulation.profiled_costs import costed
 
 LOWERED = "level=lowered"
 TORCH = "format=torch"
@@ -36,10 +33,10 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         ConfigError: counts or a cap that the family cannot serve, or a format that cannot say the schedule.
         ScheduleError: a schedule that would not run; its grid with the fault marked is on stderr.
     """
-    spec = costed(spec)
-    with drawn_faults():
-        made, costs, network, cap = _made(spec)
-        lowered = validate(lower(made), costs, cap)
+    with draw_faults():
+        plan = plan_simulation(spec)
+        made, costs = compute_only(plan.schedule), plan.stage_costs
+        lowered = plan.schedule
     if TORCH in options.flags:
         print(to_torch_csv(made), end="")
         return 0
@@ -52,31 +49,21 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
         for rank, row in enumerate((lowered if LOWERED in options.flags else made).rows):
             print(f"rank {rank:>4} | " + " ".join(map(str, row)))
         return 0
-    played = simulate(made, costs, network, cap)
-    print(grid(made, played, unit=shortest_time(made, costs)))
-    cost = spec.cost
+    step = simulate(made, costs, plan.network)
+    print(grid(made, step, unit=shortest_time(made, costs)))
+    cost = plan.costs
     print(
         f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas, {made.num_stages} stages, "
-        f"{made.num_micro_batches} micro-batches, step {played.span:g} units (forward {cost.forward:g}, backward "
-        f"{cost.input_grad + cost.weight_grad:g}), efficiency {played.efficiency:.3f}, "
-        f"peak {max(played.peak):g} micro-batches of activations"
+        f"{made.num_micro_batches} micro-batches, step {step.span:g} units (forward {cost.forward:g}, backward "
+        f"{cost.input_grad + cost.weight_grad:g}), efficiency {step.efficiency:.3f}, "
+        f"peak {max(step.peak):g} micro-batches of activations"
     )
     return 0
 
 
-def _made(spec: RunSpec) -> tuple[Schedule, StageCosts, Network, float | None]:
-    """Return the compute actions of a run, with those of its memory policy, their costs, the links and the cap."""
-    if spec.memory.name == "keep":
-        made = compute_schedule_of(spec)
-        return made, costs_of(spec, made.placement), network_of(spec), cap_of(spec)
-    outcome = planned(spec).memory
-    assert outcome is not None
-    return compute_only(outcome.schedule), outcome.costs, network_in_seconds(spec), None
-
-
 @contextlib.contextmanager
-def drawn_faults() -> Iterator[None]:
-    """Draw the grid of a schedule that turns out broken on stderr, and lets the error pass."""
+def draw_faults() -> Iterator[None]:
+    """Draw the grid of a broken schedule on stderr, and let the error pass."""
     try:
         yield
     except ScheduleError as error:

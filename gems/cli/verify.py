@@ -13,7 +13,6 @@ from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
 from gems.models import title_of
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.simulation.profiled_costs import costed
 from gems.utils.atomic_io import read_json
 
 STEPS = 2
@@ -34,7 +33,7 @@ def verify(spec: RunSpec, options: Options) -> int:
     dtype = "float64" if spec.train.dtype == "float32" else spec.train.dtype
     with tempfile.TemporaryDirectory(prefix="gems-verify-") as scratch:
         train = replace(spec.train, dtype=dtype, steps=STEPS, warmup_steps=0)
-        short = replace(costed(spec), runs_dir=scratch, train=train)
+        short = replace(spec, runs_dir=scratch, train=train)
         folder = prepare(short)
         argv = mpiexec_argv(
             spec.world_size, [sys.executable, "-m", "gems.engine.verification.compare", str(folder.path)]

@@ -28,7 +28,7 @@ from gems.engine.transport.staging import open_staging
 from gems.memory.plan import MemoryPlan
 from gems.partition.methods import cut
 from gems.runs.heartbeat import Heartbeat
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run
 from gems.schedule.families.forward_only import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
@@ -116,7 +116,7 @@ def build_pipeline(
     """
     check_world(spec, comm)
     if schedule is None:
-        made = planned(spec)
+        made = plan_run(spec)
         schedule, cuts, plan = made.schedule, made.boundaries, made.memory_plan
     check_same_schedule(schedule, comm)
     if device.type == "cuda" and plan is not None and "cudnn_benchmark" in (plan.counters or {}):

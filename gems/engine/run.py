@@ -45,7 +45,7 @@ def run_rank(folder: RunFolder, stop: StopWatch) -> None:
     """Run this rank of a prepared run, real or emulated; collective."""
     spec = folder.read_spec()
     if spec.machine.kind == "emulated":
-        _emulate(spec, folder, stop)
+        _emulate(folder.read_run(), folder, stop)
         return
     from gems.engine.device import open_device
 

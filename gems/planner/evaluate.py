@@ -23,14 +23,21 @@ from gems.planner.search.estimates import guess_bytes, guess_host_bytes
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.store import profile_of
-from gems.runs.run_plan import has_room, memory_case
 from gems.schedule import CAPPED
 from gems.schedule.costs import StageCosts
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
-from gems.simulation.build import compute_schedule_of, costs_of
-from gems.simulation.profiled_costs import PROFILE, costs_from
-from gems.simulation.step_time import parts_s, slowest, with_reduction
+from gems.simulation.build import compute_schedule
+from gems.simulation.costs import (
+    even_paces,
+    network_in_seconds,
+    parts_s,
+    schedule_costs,
+    slowest_replica,
+    with_all_reduce,
+)
+from gems.simulation.memory_case import fits_host, memory_case
+from gems.simulation.profiled_costs import PROFILE, profiled_costs
 
 GUESSED = 1.25  # times the limit, up to which a guess of the bytes may well fit
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
@@ -99,7 +106,7 @@ class Planner:
         if self.limit_bytes is not None and self.guess_bytes(one) > GUESSED * self.limit_bytes:
             return True
         on_host = guess_host_bytes(one, self.load(one.micro_batch_size))
-        return on_host > 0 and not has_room(self.run_of(one), [round(on_host / GUESSED)] * one.partitions)
+        return on_host > 0 and not fits_host(self.run_of(one), [round(on_host / GUESSED)] * one.partitions)
 
     def profile(self, size: int) -> ModelProfile:
         """Return the profile of a micro-batch size; beyond two images it follows from those of one and two.
@@ -239,11 +246,11 @@ class Planner:
             if self.limit_bytes is not None and max(peaks) > self.limit_bytes:
                 least = min(least, max(peaks))
                 continue
-            if has_room(run, on_host):
+            if fits_host(run, on_host):
                 rates = run.machine.d2h_bytes_per_s, run.machine.h2d_bytes_per_s
                 spans = self.cuts(one.micro_batch_size).spans
                 costs = segment_costs(profile, plan, schedule, *rates)
-                costs = with_reduction(run, costs, schedule.placement, made.boundaries, spans)
+                costs = with_all_reduce(run, costs, schedule.placement, made.boundaries, spans)
                 return self._played(one, made, schedule, costs, peaks, on_host)
         return TooLarge(least)
 
@@ -254,8 +261,8 @@ class Planner:
             run = self.run_of(one)
             layers = list(range(profile.num_layers + 1))
             schedule = replace(run.schedule, max_stages=profile.num_layers)
-            run = replace(run, cost=costs_from(run, profile, layers), schedule=schedule)
-            compute = compute_schedule_of(run)
+            run = replace(run, cost=profiled_costs(run, profile, layers), schedule=schedule)
+            compute = compute_schedule(run)
             chain = with_stages(one, compute.num_stages)
             yield _Made(self._by_time(chain).boundaries, run, compute)
             return
@@ -272,15 +279,15 @@ class Planner:
     def _scheduled_at(self, one: Candidate, boundaries: tuple[int, ...]) -> _Made:
         spans, run = self.cuts(one.micro_batch_size).spans, self.run_of(one, boundaries)
         kept = list(stage_costs(spans, boundaries).activation)
-        run = replace(run, cost=costs_from(run, spans.profile, boundaries, kept))
-        return _Made(boundaries, run, compute_schedule_of(run))
+        run = replace(run, cost=profiled_costs(run, spans.profile, boundaries, kept))
+        return _Made(boundaries, run, compute_schedule(run))
 
     def _costs(self, run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> StageCosts:
         """Return what the list is simulated with: the profile's seconds, or on a machine without real layers its own costs."""
         if run.machine.kind != "real":
-            return costs_of(run, schedule.placement)
+            return schedule_costs(run, schedule.placement)
         spans = self.cuts(run.parallel.micro_batch_size).spans
-        return with_reduction(run, stage_costs(spans, boundaries), schedule.placement, boundaries, spans)
+        return with_all_reduce(run, stage_costs(spans, boundaries), schedule.placement, boundaries, spans)
 
     def _played(
         self,
@@ -291,7 +298,8 @@ class Planner:
         peaks: tuple[int, ...],
         on_host: tuple[int, ...],
     ) -> Choice:
-        network, played = slowest(made.run, schedule, costs)
+        run = made.run
+        network, played = slowest_replica(schedule, costs, network_in_seconds(run), even_paces(run))
         epochs = None if self.epochs is None else self.epochs(one.global_batch)
         return Choice(
             one, made.boundaries, played.span, self._scored(one, played.span), played.efficiency, peaks, on_host,

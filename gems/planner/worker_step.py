@@ -1,21 +1,23 @@
-"""A worker of several devices: its step, what it loses among others, and whether it fits, by simulation of a run."""
+"""A worker of several devices: its step, what it loses among others, and whether it fits, by simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gems.cli.simulate import in_seconds_and_bytes, predict
 from gems.config.schema import CostConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.schedule.schedule import Schedule
-from gems.simulation.build import play, schedule_of
-from gems.simulation.profiled_costs import PROFILE, costed
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import simulate_step
+from gems.simulation.prediction import Prediction
+from gems.simulation.profiled_costs import PROFILE, with_profiled_costs
 
 # On one device every schedule is the same work; this one holds least.
 ALONE = "1f1b"
+Predict = Callable[[RunSpec], Prediction]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +29,17 @@ class Step:
     misfit: str | None
 
 
-def with_ways(spec: RunSpec, ways: int) -> RunSpec:
-    """Return a resolved run with one pipeline of `ways` partitions and the same mini-batch of a worker.
+def with_degree(spec: RunSpec, degree: int) -> RunSpec:
+    """Return a resolved run with one pipeline of `degree` partitions and the same mini-batch of a worker.
 
-    On one device the layers run one after another. A real machine has the costs of its profile where none are given. Those
+    On one device the layers run one after another. A real machine has the costs of its profile unless others are given. Those
     of cost=uniform are of equal parts, so that more parts are smaller ones.
     """
     cost, before = spec.cost, spec.parallel.partitions
     if spec.machine.kind == "real" and cost == CostConfig():
         cost = CostConfig(name=PROFILE)
-    if cost.name != PROFILE and ways != before:
-        share = before / ways
+    if cost.name != PROFILE and degree != before:
+        share = before / degree
         cost = replace(
             cost,
             forward=cost.forward * share,
@@ -48,61 +50,49 @@ def with_ways(spec: RunSpec, ways: int) -> RunSpec:
             activation_bytes=round(cost.activation_bytes * share),
             param_bytes=round(cost.param_bytes * share),
         )
-    boundaries = spec.parallel.boundaries if ways == before else None
+    boundaries = spec.parallel.boundaries if degree == before else None
     return replace(
         spec,
-        parallel=replace(spec.parallel, partitions=ways, replicas=1, boundaries=boundaries),
+        parallel=replace(spec.parallel, partitions=degree, replicas=1, boundaries=boundaries),
         cost=cost,
-        schedule=spec.schedule if ways > 1 else ScheduleConfig(name=ALONE),
+        schedule=spec.schedule if degree > 1 else ScheduleConfig(name=ALONE),
     )
 
 
-def step_of(spec: RunSpec, ways: int) -> Step:
-    """Simulate one step of a worker of `ways` devices; what does not fit machine.device_bytes, without that limit.
+def worker_step(spec: RunSpec, degree: int, predict: Predict) -> Step:
+    """Simulate one step of a worker of `degree` devices; what does not fit machine.device_bytes, without that limit.
 
     Raises:
         ConfigError: counts that the schedule cannot serve, or more stages than layers.
     """
-    changed, limit = with_ways(spec, ways), spec.machine.device_bytes
+    changed, limit = with_degree(spec, degree), spec.machine.device_bytes
     misfit: str | None = None
     try:
-        step_s, peak = _simulated(changed)
+        found = predict(changed)
     except DoesNotFitError as error:
         misfit = str(error)
-        step_s, peak = _simulated(_unlimited(changed))
+        found = predict(_unlimited(changed))
+    peak = None if found.peak_bytes is None else round(max(found.peak_bytes))
     if misfit is None and limit is not None and peak is not None and peak > limit:
-        where = f"a rank of {ways} partitions" if ways > 1 else "a worker of one device"
-        misfit = str(DoesNotFitError(where, peak, limit, "use more ways, or a smaller image or micro-batch"))
-    return Step(step_s, peak, misfit)
+        where = f"a rank of {degree} partitions" if degree > 1 else "a worker of one device"
+        misfit = str(DoesNotFitError(where, peak, limit, "use a higher degree, or a smaller image or micro-batch"))
+    return Step(found.step_s, peak, misfit)
 
 
-def _simulated(spec: RunSpec) -> tuple[float, int | None]:
-    """Return the seconds of a step, and the bytes of the fullest rank: of its cut, or under a policy of its plan.
-
-    Raises:
-        DoesNotFitError: a rank would hold more than machine.device_bytes.
-    """
-    ready = in_seconds_and_bytes(costed(spec))
-    found = predict(ready)
-    step_s = found.played.span * ready.cost.unit_s
-    has_bytes = ready.cost.activation_bytes > 0
-    return step_s, round(max(rank.peak for rank in found.memory)) if has_bytes else None
-
-
-def steps_of(spec: RunSpec, wanted: Iterable[int]) -> tuple[dict[int, Step], dict[int, str]]:
-    """Simulate a worker for each of the ways; gives the steps, and why others cannot be: too many stages, odd counts.
+def worker_steps(spec: RunSpec, degrees: Iterable[int], predict: Predict) -> tuple[dict[int, Step], dict[int, str]]:
+    """Simulate a worker of each degree; return the steps, and why other degrees are refused: stages, odd counts.
 
     Raises:
         ConfigError: one device alone cannot be simulated.
     """
     steps, refused = {}, {}
-    for ways in wanted:
+    for degree in degrees:
         try:
-            steps[ways] = step_of(spec, ways)
+            steps[degree] = worker_step(spec, degree, predict)
         except ConfigError as error:
-            if ways == 1:
+            if degree == 1:
                 raise
-            refused[ways] = str(error)
+            refused[degree] = str(error)
     return steps, refused
 
 
@@ -117,23 +107,23 @@ class ModelledEfficiency:
     ready: dict[int, tuple[RunSpec, Schedule]] = field(default_factory=dict)
     known: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def of(self, workers: int, ways: int) -> float:
-        """Return SE_N of workers of `ways` partitions.
+    def of(self, workers: int, degree: int) -> float:
+        """Return SE_N of workers of `degree` partitions.
 
         Raises:
             ConfigError: counts that the schedule cannot serve, or more stages than layers.
         """
-        return self._span(1, ways) / self._span(workers, ways)
+        return self._span(1, degree) / self._span(workers, degree)
 
-    def _span(self, workers: int, ways: int) -> float:
-        if ways not in self.ready:
-            one = costed(_unlimited(with_ways(self.spec, ways)))
-            self.ready[ways] = one, schedule_of(one)
-        if (workers, ways) not in self.known:
-            one, made = self.ready[ways]
+    def _span(self, workers: int, degree: int) -> float:
+        if degree not in self.ready:
+            one = with_profiled_costs(_unlimited(with_degree(self.spec, degree)))
+            self.ready[degree] = one, lowered_schedule(one)
+        if (workers, degree) not in self.known:
+            one, made = self.ready[degree]
             many = replace(one, parallel=replace(one.parallel, replicas=workers))
-            self.known[workers, ways] = play(many, made)[1].span
-        return self.known[workers, ways]
+            self.known[workers, degree] = simulate_step(many, made)[1].span
+        return self.known[workers, degree]
 
     @property
     def is_exact(self) -> bool:

@@ -22,7 +22,7 @@ from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import read_json, write_json
 
 OF_ALL_ATTEMPTS = (
-    "run.yaml", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts", "checkpoints",
+    "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts", "checkpoints",
 )  # fmt: skip
 CANCELLED_JSON = "cancelled.json"
 OF_PREPARATION = ("status.json", "provenance.json", "provenance")
@@ -43,6 +43,11 @@ class RunFolder:
     def run_yaml(self) -> Path:
         """The resolved configuration that every rank reads."""
         return self.path / "run.yaml"
+
+    @property
+    def costs_json(self) -> Path:
+        """The costs of the run's profile, for cost=profile; there is none if the costs are those of run.yaml."""
+        return self.path / "costs.json"
 
     @property
     def schedule_json(self) -> Path:
@@ -181,6 +186,27 @@ class RunFolder:
         if not isinstance(values, dict):
             raise ConfigError("run folder", self.path, "its run.yaml is not a configuration")
         return RunSpec.from_dict(values)
+
+    def read_run(self) -> RunSpec:
+        """Read run.yaml with the costs of the run's profile in place of its own: what is emulated and simulated.
+
+        Raises:
+            ConfigError: as `read_spec`, or a damaged costs.json.
+        """
+        spec = self.read_spec()
+        try:
+            costs = read_json(self.costs_json)
+        except ValueError as error:
+            raise ConfigError(
+                "run folder", self.path, f"its costs.json is damaged ({error})", "prepare it again"
+            ) from error
+        return RunSpec.from_dict(spec.to_dict() | {"cost": costs}) if costs else spec
+
+    def traced_yaml(self) -> str:
+        """Return run.yaml for the trace, with the costs that the run was emulated or simulated with."""
+        if not self.costs_json.exists():
+            return self.run_yaml.read_text()
+        return yaml.safe_dump(self.read_run().to_dict(), sort_keys=False)
 
     def read_schedule(self) -> Schedule:
         """Read schedule.json.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
@@ -14,12 +15,12 @@ from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders
 from gems.runs.provenance import write_bundle
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import RunPlan, plan_run
 from gems.utils.atomic_io import write_json
 
 
-def prepare(spec: RunSpec) -> RunFolder:
-    """Make the folder of a resolved run and writes what its ranks read: configuration, schedule, cut, memory plan.
+def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
+    """Make the folder of a resolved run and write what its ranks read: configuration, schedule, partition, memory plan.
 
     A folder that already holds this configuration is used again: what the earlier attempt left moves to
     attempts/<number>/, so nothing recorded is lost.
@@ -35,7 +36,7 @@ def prepare(spec: RunSpec) -> RunFolder:
             f"train.resume={older} goes on from it",
             file=sys.stderr,
         )
-    made = planned(spec)
+    made = plan or plan_run(spec)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
@@ -45,6 +46,8 @@ def prepare(spec: RunSpec) -> RunFolder:
         partial = folder.path / "run.yaml.partial"
         partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
         partial.replace(folder.run_yaml)
+        if made.costs != spec.cost:
+            write_json(folder.costs_json, asdict(made.costs), indent=None)
         folder.write_schedule(made.schedule)
         folder.write_boundaries(made.boundaries)
         if made.profile is not None:

@@ -1,56 +1,94 @@
-"""The plan of a run: the one list that its ranks run, where its model is cut, and what becomes of its activations."""
+"""The plan of a run: from a resolved configuration to all that its ranks are given, one stage after another.
+
+Costs (from the profile, if asked), schedule, partition and memory plan are made in this order; `predict` then says what
+a step takes. Everything that needs a run's plan gets it here, so that it is the same for all.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gems.config.resolve import check_batch, check_gpus
-from gems.config.schema import RunSpec
-from gems.errors import DoesNotFitError
+from gems.config.schema import CostConfig, RunSpec
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.registry import plan_of
 from gems.models import layers_of
-from gems.partition.methods import cut, optimizer_of, profile_used
+from gems.partition.methods import case_of, cut, profile_used
 from gems.profile import ModelProfile
-from gems.profile.store import profile_of
 from gems.schedule import CAPPED
-from gems.schedule.lower import lower
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
-from gems.simulation.build import cap_of, compute_schedule_of, costs_of, network_in_seconds
-from gems.simulation.step_time import in_run
+from gems.simulation.build import compute_schedule, lowered_schedule
+from gems.simulation.costs import network_in_seconds, network_in_units, schedule_costs, simulate_step
+from gems.simulation.memory_case import check_fits, memory_case, node_host_bytes, with_replicas
+from gems.simulation.prediction import Prediction, predict_outcome, predict_schedule
+from gems.simulation.profiled_costs import PROFILE, with_profiled_costs
 from gems.utils.cache import cached
 
-SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
+MAX_ACTIONS = 200_000  # simulated in some seconds
+HAS_CLOCK = ("real", "emulated")
+WITHOUT_RATES = ("auto", "cuda")  # machines with the default rates, which are those of a processor's core
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What ranks are given: the lowered, validated list and its cut (none on paper).
+    """What a resolved configuration becomes.
 
-    `profile` is what the cut stands on, None where it needs none; `memory` the outcome of the run's memory policy,
-    None where activations are kept.
+    Attributes:
+        spec: the configuration as its user resolved it, from which the run has its identity.
+        costs: those configured, or with cost=profile those of the profile.
+        schedule: lowered and validated: the one list that ranks run.
+        boundaries: where the layers are partitioned; none on a machine without devices, or if operators are placed.
+        profile: what the partition was made from; None if it needed none.
+        memory: the outcome of the memory policy; None if activations are kept.
     """
 
+    spec: RunSpec
+    costs: CostConfig
     schedule: Schedule
-    boundaries: tuple[int, ...]
-    profile: ModelProfile | None
-    memory: PlanOutcome | None
+    boundaries: tuple[int, ...] = ()
+    profile: ModelProfile | None = None
+    memory: PlanOutcome | None = None
+
+    @property
+    def run(self) -> RunSpec:
+        """The configuration with the plan's costs, for simulation."""
+        return replace(self.spec, cost=self.costs)
+
+    @property
+    def stage_costs(self) -> StageCosts:
+        """What the schedule is simulated with: in the units of `costs`, or under a memory policy in seconds and bytes."""
+        return schedule_costs(self.run, self.schedule.placement) if self.memory is None else self.memory.costs
+
+    @property
+    def network(self) -> Network:
+        """The links, in the units of `stage_costs`."""
+        return network_in_units(self.run) if self.memory is None else network_in_seconds(self.run)
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """The segments of each stage, None where stages run whole."""
+        """The segments of each stage, None if stages run whole."""
         return None if self.memory is None else self.memory.plan
 
 
-def planned(spec: RunSpec) -> RunPlan:
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The fullest rank's bytes on its device, and what the ranks of a node hold in host memory together."""
+
+    rank: int
+    device_bytes: int
+    host_bytes: int
+
+
+def plan_run(spec: RunSpec) -> RunPlan:
     """Return the plan of a resolved run that is about to start.
 
-    A search of the schedule is kept to as many stages as the model has layers. Cut and memory plan are kept in the
-    cache, so that all who ask get the same ones.
+    A search of the schedule is limited to as many stages as the model has layers. Partition and memory plan are kept in
+    the cache, so that all who ask get the same ones.
 
     Raises:
         ConfigError: counts or a cap that the schedule cannot serve, more stages than layers, a profile that cannot be
@@ -59,95 +97,105 @@ def planned(spec: RunSpec) -> RunPlan:
         ScheduleError: a schedule that would not run.
     """
     check_gpus(spec)
-    spec = _within_layers(spec)
-    compute = compute_schedule_of(spec)
-    whole = validate(lower(compute), costs_of(spec, compute.placement), cap_of(spec))
+    run = with_profiled_costs(_within_layers(spec))
+    schedule = lowered_schedule(run)
     check_batch(spec)
-    if spec.machine.kind != "real":
-        return RunPlan(whole, (), None, None)
-    if whole.placement.feeders is not None:
-        return RunPlan(whole, (), None, None)
-    boundaries = cut(spec, whole).boundaries
+    if spec.machine.kind != "real" or schedule.placement.feeders is not None:
+        return RunPlan(spec, run.cost, schedule)
+    boundaries = cut(run, schedule).boundaries
     if spec.memory.name == "keep":
-        return RunPlan(whole, boundaries, profile_used(spec, whole), None)
-    case = memory_case(spec, compute, boundaries)
-    outcome = in_run(spec, case, case.outcome(_kept_plan(spec, case)))
-    check_fits(spec, outcome)
-    return RunPlan(validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
+        return RunPlan(spec, run.cost, schedule, boundaries, profile_used(run, schedule))
+    case = memory_case(run, compute_only(schedule), boundaries)
+    outcome = _outcome(run, case)
+    return RunPlan(spec, run.cost, validate(outcome.schedule, outcome.costs), boundaries, case.profile, outcome)
 
 
-def case_of_run(spec: RunSpec) -> MemoryCase:
-    """Return the case that any memory policy of a resolved run would plan for: the device does not bound its cut.
+def plan_simulation(spec: RunSpec) -> RunPlan:
+    """Return the plan of a resolved run that is only simulated: its stages may outnumber the layers of its model.
+
+    Raises:
+        ConfigError: counts or a cap that the schedule cannot serve.
+        DoesNotFitError: as `plan_run`.
+        ScheduleError: a schedule that would not run.
+    """
+    if spec.memory.name != "keep":
+        return plan_run(spec)
+    run = with_profiled_costs(spec)
+    return RunPlan(spec, run.cost, lowered_schedule(run))
+
+
+def plan_policies(spec: RunSpec) -> MemoryCase:
+    """Return what any memory policy of a resolved run would plan for: the device does not limit its partition.
 
     Raises:
         ConfigError: counts that the schedule cannot serve, more stages than layers, or a profile that cannot be had.
     """
-    spec = _within_layers(spec)
-    compute = compute_schedule_of(spec)
-    unlimited = replace(spec, machine=replace(spec.machine, device_bytes=None))
-    return memory_case(spec, compute, cut(unlimited, lower(compute)).boundaries)
+    run = with_profiled_costs(_within_layers(spec))
+    compute = compute_schedule(run)
+    unlimited = replace(run, machine=replace(run.machine, device_bytes=None))
+    return memory_case(run, compute, cut(unlimited, lower(compute)).boundaries)
 
 
-def memory_case(
-    spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...], profile: ModelProfile | None = None
-) -> MemoryCase:
-    """Return what the memory policies of a resolved run plan for; `schedule` is the compute-only one.
-
-    The profile comes from where the run says, unless it is given.
+def predict(plan: RunPlan) -> Prediction:
+    """Simulate one step of a plan, one pipeline for all replicas, which are alike.
 
     Raises:
-        ConfigError: a profile that cannot be had.
+        DoesNotFitError: a rank would hold more than its device, by the profile of its layers.
     """
-    machine = spec.machine
-    return MemoryCase(
-        profile or profile_of(spec), schedule, boundaries, optimizer_of(spec), spec.memory.limit_bytes or machine.device_bytes,
-        machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.min_offload_bytes,
-        spec.parallel.replicas,
-    )  # fmt: skip
+    return predict_schedule(plan.run, plan.schedule) if plan.memory is None else predict_outcome(plan.run, plan.memory)
 
 
-def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:
-    """Check what a memory plan leaves on the devices and takes of host memory.
+def predict_peak(plan: RunPlan) -> Peak | None:
+    """Return the peak bytes of a planned run, None if it has no profile."""
+    if plan.memory is not None:
+        rank, on_host = plan.memory.fullest_rank, plan.memory.host_bytes
+        return Peak(rank, plan.memory.peak_bytes[rank], node_host_bytes(plan.spec, on_host))
+    if plan.profile is None:
+        return None
+    peaks = case_of(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
+    rank = peaks.index(max(peaks))
+    return Peak(rank, peaks[rank], 0)
 
-    Raises:
-        DoesNotFitError: a rank would hold more than its device, or the ranks of a node more than machine.host_bytes.
+
+def predict_steps_s(plan: RunPlan) -> float | None:
+    """Return the seconds of all steps of a planned run, None if its costs are not known.
+
+    They are known for a run with timed waits, and if a profile measured them or the machine has rates.
     """
-    policy, peaks, worst = outcome.plan.policy, outcome.peak_bytes, outcome.fullest_rank
-    limit = spec.machine.device_bytes
-    if limit is not None and peaks[worst] > limit:
-        raise DoesNotFitError(f"rank {worst} of {len(peaks)} under memory={policy}", peaks[worst], limit, SMALLER)
-    limit, on_host = spec.machine.host_bytes, outcome.host_bytes
-    if limit is not None and not has_room(spec, on_host):
-        together = _on_a_node(spec, on_host)
-        raise DoesNotFitError(
-            f"host memory of {together} ranks on a node under memory={policy}", max(on_host) * together, limit,
-            "recompute more (memory=recompute, memory=plan), use more nodes, or a smaller image or micro-batch",
-            key="machine.host_bytes",
-        )  # fmt: skip
-
-
-def has_room(spec: RunSpec, on_host: Sequence[int]) -> bool:
-    """Return whether a node's host memory holds what its ranks keep there, given in bytes for each rank of a pipeline."""
-    limit = spec.machine.host_bytes
-    return limit is None or max(on_host) * _on_a_node(spec, on_host) <= limit
-
-
-def _on_a_node(spec: RunSpec, on_host: Sequence[int]) -> int:
-    return min(spec.cluster.ranks_per_node or len(on_host), spec.world_size)
+    spec, profile, steps = plan.spec, plan.profile, plan.spec.train.steps
+    if spec.machine.kind not in HAS_CLOCK or sum(map(len, plan.schedule.rows)) > MAX_ACTIONS:
+        return None
+    run = plan.run
+    if spec.machine.kind == "real":
+        is_guess = profile is not None and profile.source == "fake" and spec.machine.name in WITHOUT_RATES
+        if profile is None or (is_guess and spec.cluster.gpus_per_node):
+            return None
+        if plan.memory is not None:
+            return steps * plan.memory.step_s
+        asked = replace(spec.cost, name=PROFILE, activation_bytes=0, unit_s=1.0, link=0.0)
+        run = with_profiled_costs(replace(spec, cost=asked))
+    return steps * simulate_step(run, plan.schedule)[1].span * run.cost.unit_s
 
 
 def _within_layers(spec: RunSpec) -> RunSpec:
-    """Keep the search of a schedule that will run to as many stages as the model has layers."""
+    """Limit the search of a schedule that will run to as many stages as the model has layers."""
     if spec.machine.kind != "real" or spec.schedule.name != CAPPED:
         return spec
     most = min(len(layers_of(spec.model, spec.data)), spec.schedule.max_stages or sys.maxsize)
     return replace(spec, schedule=replace(spec.schedule, max_stages=most))
 
 
-def _kept_plan(spec: RunSpec, case: MemoryCase) -> MemoryPlan:
-    """Return the policy's plan, from the cache where it has been made for the same case."""
+def _outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
+    """Return what the run's memory policy does; the plan is kept in the cache.
+
+    Raises:
+        DoesNotFitError: it leaves too much on a device or in host memory.
+    """
     key = repr((
-        spec.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer, case.limit_bytes,
+        run.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer, case.limit_bytes,
         case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas,
     ))  # fmt: skip
-    return MemoryPlan.from_json(cached(spec.cache_dir, "memory", key, lambda: plan_of(spec.memory, case).to_json()))
+    made = MemoryPlan.from_json(cached(run.cache_dir, "memory", key, lambda: plan_of(run.memory, case).to_json()))
+    outcome = with_replicas(run, case, case.outcome(made))
+    check_fits(run, outcome)
+    return outcome

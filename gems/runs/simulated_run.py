@@ -21,7 +21,7 @@ from gems.schedule.dependencies import boundary_of
 from gems.schedule.memory import RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
-from gems.simulation.build import cap_of, costs_of, pace_of, play
+from gems.simulation.costs import activation_cap, replica_pace, schedule_costs, simulate_step
 from gems.simulation.jitter import noisy_steps
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes, write_trace
 from gems.utils.atomic_io import read_json, write_json
@@ -45,10 +45,10 @@ def main(argv: list[str]) -> int:
         return 2
     folder = RunFolder(Path(argv[0]))
     try:
-        spec = folder.read_spec()
+        spec = folder.read_run()
         schedule = folder.read_schedule()
         trace = simulated_trace(spec, schedule)
-        trace.run_yaml = folder.run_yaml.read_text()
+        trace.run_yaml = folder.traced_yaml()
         trace.attributes["git_commit"] = read_json(folder.provenance_json).get("git_commit", "unknown")
         write_trace(folder.trace_h5, trace)
         write_json(folder.result_json, _result(trace))
@@ -73,15 +73,23 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     Raises:
         ScheduleError: the schedule would not run.
     """
-    costs, cost, replicas = costs_of(spec, schedule.placement), spec.cost, spec.parallel.replicas
-    network, quiet = play(spec, schedule)
+    costs, cost, replicas = schedule_costs(spec, schedule.placement), spec.cost, spec.parallel.replicas
+    network, quiet = simulate_step(spec, schedule)
     most = max(spec.train.warmup_steps + 1, MAX_EVENTS // max(1, sum(map(len, schedule.rows))))
     num_steps, noise = min(spec.train.steps, most), spec.machine.noise
     drawn = [quiet]
     if noise:
         count = min(num_steps, MAX_NOISY_STEPS)
         drawn = noisy_steps(
-            schedule, costs, network, cap_of(spec), noise, replicas, spec.seed, count, pace=pace_of(spec, 0)
+            schedule,
+            costs,
+            network,
+            activation_cap(spec),
+            noise,
+            replicas,
+            spec.seed,
+            count,
+            pace=replica_pace(spec, 0),
         )
     spans_ns = [round(drawn[k % len(drawn)].span * cost.unit_s * 1e9) for k in range(num_steps)]
     starts_ns = [0, *accumulate(spans_ns)]
@@ -128,7 +136,7 @@ def _events(
     """Return the events of one step of replica 0, sorted by (rank, start_ns)."""
     unit_ns, activation_bytes = spec.cost.unit_s * 1e9, spec.cost.activation_bytes
     rows = []
-    pace = pace_of(spec, 0)
+    pace = replica_pace(spec, 0)
     for rank, row in enumerate(schedule.rows):
         inputs_ready, free = pace.inputs_ready(schedule, rank), 0.0
         for action, start, end in zip(row, played.start[rank], played.end[rank], strict=True):

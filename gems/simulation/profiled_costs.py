@@ -1,4 +1,4 @@
-"""Costs of a run from its model's profile and cut, in seconds and bytes, in the form in which they are configured."""
+"""Costs of a run from its model's profile and partition, in seconds and bytes, in the form in which they are configured."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import DepthCosts
 from gems.schedule.lower import lower
-from gems.simulation.build import compute_schedule_of
+from gems.simulation.build import compute_schedule
 
 PROFILE = "profile"
 MIN_S = 1e-9  # times are above 0
 
 
-def costed(spec: RunSpec) -> RunSpec:
-    """Return the run with the costs of its profile where it asks for them (cost=profile), and any other one as it is.
+def with_profiled_costs(spec: RunSpec) -> RunSpec:
+    """Return the run with the costs of its profile in place of the configured ones, if it asks for them (cost=profile).
 
-    The unit of time is the second, that of activations what the heaviest of P equal parts keeps of one micro-batch. A
-    named schedule has the stages of its cut; a searched one, whose number of stages is not known before, the layers
-    themselves, cut at equal depth. Forward, input and weight gradient share a stage's time as they share the model's.
+    This is for simulation only: the run's identity, and run.yaml, stay those of `spec`. The unit of time is the second,
+    that of activations what the heaviest of P equal parts keeps of one micro-batch. A named schedule has the stages of
+    its partition; a searched one, whose number of stages is not known before, the layers themselves, cut at equal
+    depth. Forward, input and weight gradient share a stage's time as they share the model's.
 
     Raises:
         ConfigError: as `profile_of` and `cut`.
@@ -33,21 +34,21 @@ def costed(spec: RunSpec) -> RunSpec:
     if spec.cost.name != PROFILE or spec.cost.activation_bytes:
         return spec
     profile = profile_of(spec)
-    by_layer = replace(spec, cost=costs_from(spec, profile, list(range(profile.num_layers + 1))))
+    by_layer = replace(spec, cost=profiled_costs(spec, profile, list(range(profile.num_layers + 1))))
     if spec.schedule.name == CAPPED:
         return by_layer
-    schedule = lower(compute_schedule_of(by_layer))
+    schedule = lower(compute_schedule(by_layer))
     boundaries = cut(spec, schedule).boundaries
     case = case_of(spec, schedule, profile)
-    return replace(spec, cost=costs_from(spec, profile, boundaries, list(case.stage_costs(boundaries).activation)))
+    return replace(spec, cost=profiled_costs(spec, profile, boundaries, list(case.stage_costs(boundaries).activation)))
 
 
-def costs_from(
+def profiled_costs(
     spec: RunSpec, profile: ModelProfile, boundaries: Sequence[int], kept: list[float] | None = None
 ) -> CostConfig:
     """Return the costs of pieces of the depth, each the layers between two boundaries, in seconds and bytes.
 
-    `kept` is what each piece keeps of one micro-batch, where it is not the sum over its layers.
+    `kept` is what each piece keeps of one micro-batch, if it is not the sum over its layers.
     """
     pieces = [profile.layers[first:end] for first, end in pairwise(boundaries)]
     num_ranks = spec.parallel.partitions

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.simulation.profiled_costs import costed
+from gems.runs.run_plan import plan_run
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
@@ -28,7 +29,6 @@ def prepare_run(spec: RunSpec, options: Options) -> int:
     Raises:
         ConfigError: as `gems.runs.prepare.prepare`.
     """
-    spec = costed(spec)
     release_folder(RunFolder.of(spec))
     folder = prepare(spec)
     if options.json:
@@ -49,7 +49,6 @@ def submit(spec: RunSpec, options: Options) -> int:
         ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm.
         DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
     """
-    spec = costed(spec)
     job = job_spec(spec)
     check_limits(spec, job)
     if DRY_RUN in options.flags:
@@ -68,7 +67,7 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     folder = RunFolder.of(spec)
     argv = command(job, folder)
     script = batch_script(spec, job, folder) if job.is_batch else None
-    checks = passed(preflight(spec, job, script, here=is_on_site(spec)))
+    checks = passed(preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec)))
     if options.json:
         names = ("nodes", "tasks", "tasks_per_node", "cpus_per_task", "gpus", "minutes", "gpu_hours", "charge",
                  "charge_unit")  # fmt: skip

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache, partial
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.simulation.profiled_costs import costed
+from gems.runs.run_plan import plan_run
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
@@ -36,7 +37,6 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False) -> int:
         ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm the cost.
         DoesNotFitError: a rank would hold more than its device, or a node's ranks more than its host memory.
     """
-    spec = costed(spec)
     job = job_spec(spec)
     check_limits(spec, job)
     if job.is_batch:
@@ -57,11 +57,12 @@ def submit_run(spec: RunSpec, job: JobSpec, *, assume_yes: bool) -> Submission |
     script = batch_script(spec, job, folder)
     need_sbatch(job)
     release_folder(folder)
-    checks = passed(preflight(spec, job, script))
+    plan = cache(partial(plan_run, spec))
+    checks = passed(preflight(spec, job, script, plan))
     if not is_confirmed([job], spec.cluster.confirm_above_gpu_hours, assume_yes=assume_yes):
         print("jobs: nothing is submitted", file=sys.stderr)
         return None
-    folder = prepare(spec)
+    folder = prepare(spec, plan())
     job_id = submit_job(spec, job, folder, BatchJob(str(folder.path)))
     folder.write_status("submitted", job_id=job_id)
     return Submission(folder, job_id, checks)

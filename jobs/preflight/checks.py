@@ -12,12 +12,12 @@ from typing import Any
 from gems.config.cluster_presets import host_names
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.errors import GemsError
-from gems.runs.run_plan import RunPlan, planned
+from gems.errors import DoesNotFitError, GemsError
+from gems.runs.run_plan import Peak, RunPlan, predict_peak, predict_steps_s
+from gems.simulation.memory_case import SMALLER
 from gems.utils.units import GIB
 from jobs.preflight.cost import describe_cost
 from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
-from jobs.preflight.prediction import check_host_memory, predict_peak, predict_seconds
 from jobs.preflight.storage import check_free_space, find_storage
 from jobs.slurm.command import SlurmUnavailableError
 from jobs.slurm.limits import check_account, check_limits, check_partitions, check_queue
@@ -54,13 +54,16 @@ class Check:
 Outcome = tuple[bool | None, str]
 
 
-def preflight(spec: RunSpec, job: JobSpec, script: str | None, *, here: bool = True) -> Iterator[Check]:
-    """Check a run whose costs are known, those checks first that take no time.
+def preflight(
+    spec: RunSpec, job: JobSpec, script: str | None, make_plan: Callable[[], RunPlan], *, here: bool = True
+) -> Iterator[Check]:
+    """Check a run, those checks first that take no time.
 
     Args:
         spec: the run.
         job: its resources.
         script: the batch script; None for a run on this machine.
+        make_plan: returns the plan of the run, which may take a profile.
         here: query the SLURM of this machine, which must be the preset's.
     """
     yield Check("configuration", True, _describe_counts(spec, job))
@@ -71,7 +74,7 @@ def preflight(spec: RunSpec, job: JobSpec, script: str | None, *, here: bool = T
         yield Check("cost", True, _describe_cost(spec, job))
         yield Check("probe", *_check_probe(spec, job))
     try:
-        plan = planned(spec)  # this may take a profile
+        plan = make_plan()
     except GemsError as error:
         yield Check("memory", False, str(error), error)
         return
@@ -142,7 +145,7 @@ def _describe_counts(spec: RunSpec, job: JobSpec) -> str:
 def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
     if spec.machine.kind != "real":
         return None, f"a run on machine={spec.machine.name} computes nothing"
-    peak, limit = predict_peak(spec, plan), spec.machine.device_bytes
+    peak, limit = predict_peak(plan), spec.machine.device_bytes
     if peak is None:
         reason = "neither the partition nor a limit needs a profile (machine.device_bytes=BYTES makes one)"
         return None, f"not predicted: {reason}"
@@ -152,6 +155,20 @@ def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
     if peak.host_bytes:
         text += f", {peak.host_bytes / GIB:.2f} GiB of a node's host memory"
     return (True if limit is not None else None), text
+
+
+def check_host_memory(spec: RunSpec, peak: Peak) -> None:
+    """Check what a run keeps in host memory against a node's.
+
+    Raises:
+        DoesNotFitError: the ranks of a node hold more than it has.
+    """
+    limit = spec.cluster.node_memory_bytes
+    if limit is not None and peak.host_bytes > limit:
+        raise DoesNotFitError(
+            f"host memory of the ranks on a node under memory={spec.memory.name}", peak.host_bytes, limit,
+            SMALLER, key="cluster.node_memory_bytes",
+        )  # fmt: skip
 
 
 def _check_limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
@@ -188,7 +205,7 @@ def _describe_cost(spec: RunSpec, job: JobSpec) -> str:
 
 
 def _check_time(spec: RunSpec, job: JobSpec, plan: RunPlan) -> Outcome:
-    predicted_s = predict_seconds(spec, plan)
+    predicted_s = predict_steps_s(plan)
     if predicted_s is None:
         return None, f"{job.minutes} min requested; the steps' time is not predicted"
     text = f"{job.minutes} min requested, {predicted_s / 60:.2g} min predicted for {spec.train.steps} steps"

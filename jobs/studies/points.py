@@ -17,7 +17,7 @@ from gems.config.overrides import CONF, options_of
 from gems.config.schema import RunSpec, StudyConfig
 from gems.errors import ConfigError, nearest, one_of
 from gems.runs.folder import RunFolder
-from gems.simulation.profiled_costs import costed
+from gems.simulation.profiled_costs import with_profiled_costs
 
 GROUP = "study"
 KEYS = tuple(field.name for field in dataclasses.fields(StudyConfig))
@@ -104,7 +104,8 @@ def _composed(study: StudyConfig, name: str, overrides: Sequence[str]) -> dict[P
     points: dict[Path, Point] = {}
     for number, words in enumerate(_products(study), 1):
         try:
-            spec = costed(compose([f"name='{name}'", *study.base, *words, *overrides]))
+            spec = compose([f"name='{name}'", *study.base, *words, *overrides])
+            with_profiled_costs(spec)  # refuses what cannot be partitioned before any point runs
         except ConfigError as error:
             key = f"point {number} of study {name} ({' '.join(words)}): {error.key}"
             raise ConfigError(key, error.value, error.allowed, error.advice) from error

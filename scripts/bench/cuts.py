@@ -25,7 +25,8 @@ from gems.partition.compare import PLAIN, compare
 from gems.partition.max_model_size import largest
 from gems.partition.methods import METHODS as ALL_METHODS
 from gems.partition.methods import case_of, cut_by
-from gems.simulation.build import network_in_seconds, schedule_of
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import network_in_seconds
 from scripts.bench.spread import spread
 
 SIDE_PX, MICRO_BATCHES, NUM_CLASSES = 256, 8, 1000
@@ -67,7 +68,7 @@ def rows(only: str) -> list[dict[str, Any]]:
             for schedule in SCHEDULES:
                 spec = spec_of(model, schedule, ranks)
                 try:
-                    case = case_of(spec, schedule_of(spec))
+                    case = case_of(spec, lowered_schedule(spec))
                 except ConfigError as error:
                     if error.key != "parallel.partitions":
                         raise
@@ -83,7 +84,7 @@ def rows(only: str) -> list[dict[str, Any]]:
                 }  # fmt: skip
                 if schedule == "gems_master":
                     pipeline = spec_of(model, "1f1b", ranks)
-                    found_for = cut_by("exact", case_of(pipeline, schedule_of(pipeline), case.profile))
+                    found_for = cut_by("exact", case_of(pipeline, lowered_schedule(pipeline), case.profile))
                     cost = case.problem("peak_bytes").cost(found_for.boundaries)
                     row["peak_ratio"][PIPELINE] = cost / max(ours.peak_bytes)
                 print_row(row)
@@ -123,7 +124,7 @@ def largest_models() -> list[dict[str, Any]]:
     for family, model in LARGEST.items():
         for ranks in RANKS:
             spec = spec_of(model, "1f1b", ranks, f"machine.device_bytes={DEVICE}")
-            schedule = schedule_of(spec)
+            schedule = lowered_schedule(spec)
             methods = ("exact", "mcap", "torchgpipe_size", "torchgpipe_time", "pipedream", "even")
             entries = largest(spec, "depth", methods, lambda changed, schedule=schedule: case_of(changed, schedule))  # type: ignore[misc]
             ours = entries[0]

@@ -95,7 +95,7 @@ def run_case(case: Case, overrides: list[str]) -> dict[str, Any]:
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.runs.prepare import prepare
     from gems.schedule.simulate import simulate
-    from gems.simulation.build import cap_of, costs_of, network_of
+    from gems.simulation.costs import activation_cap, network_in_units, schedule_costs
     from gems.utils.atomic_io import read_json
 
     spec = compose([*DEFAULTS, *case.overrides(), *overrides])
@@ -108,10 +108,12 @@ def run_case(case: Case, overrides: list[str]) -> dict[str, Any]:
         steps = load_parts(folder.path).trace.steps
         schedule, hop_s = folder.read_schedule(), float(read_json(folder.result_json)["hop_s"])
     unit_s = spec.cost.unit_s
-    network = network_of(spec)
+    network = network_in_units(spec)
     if not any(word.startswith(LINK_KEYS) for word in overrides):
         network = replace(network, latency=hop_s / unit_s)
-    simulated_s = simulate(schedule, costs_of(spec, schedule.placement), network, cap_of(spec)).span * unit_s
+    simulated_s = (
+        simulate(schedule, schedule_costs(spec, schedule.placement), network, activation_cap(spec)).span * unit_s
+    )
     times_s = step_times_s(steps)[steps["is_warmup"] == 0]
     emulated_s = statistics.median(map(float, times_s))
     return {

@@ -172,14 +172,14 @@ def of_emulated(steps: int, overrides: Sequence[str], facts: dict[str, Any], onl
 def of_real(steps: int, overrides: Sequence[str], facts: dict[str, Any], only: str = "") -> Iterable[Row]:
     """Yield real runs beside the simulation of their profile, with the pace that other runs showed."""
     from gems.config.compose import compose
-    from gems.runs.run_plan import planned
+    from gems.runs.run_plan import plan_run
 
     found = calibration_of(take_probe("real"))
     facts["real_machine"] = found.machine()
 
     def both(case: Case) -> tuple[Guess, Observed]:
         spec = compose([*REAL, *case.words, f"train.steps={MORE_STEPS * steps + 2}", *overrides])
-        cut = list(planned(spec).boundaries)  # the same for all profiles
+        cut = list(plan_run(spec).boundaries)  # the same for all profiles
         spec = replace(spec, parallel=replace(spec.parallel, boundaries=cut))
         return fastest(spec, found), observed(spec, quantile=0.25)
 
@@ -206,17 +206,18 @@ def pace_of(pairs: Sequence[tuple[Guess, Observed]]) -> Pace:
 def fastest(spec: RunSpec, found: Calibration) -> Guess:
     """Simulate a run by several profiles of this moment, and gives what follows from the fastest."""
     from gems.schedule.simulate import simulate
-    from gems.simulation.build import costs_of, schedule_of
+    from gems.simulation.build import lowered_schedule
+    from gems.simulation.costs import schedule_costs
 
     guesses = []
     for _ in range(NUM_PROFILES):
         with tempfile.TemporaryDirectory() as cache:
             guesses.append(predicted(replace(spec, cache_dir=cache), found))
-    made = schedule_of(spec)
+    made = lowered_schedule(spec)
     layers = [end - first for first, end in pairwise(spec.parallel.boundaries or ())]
     share = sum(layers) / spec.parallel.partitions
     cost = replace(spec.cost, forward=share, input_grad=share, weight_grad=share, times=list(map(float, layers)))
-    in_passes = simulate(made, costs_of(replace(spec, cost=cost), made.placement))
+    in_passes = simulate(made, schedule_costs(replace(spec, cost=cost), made.placement))
     return Guess(min(guesses, key=lambda guess: guess.step_s), in_passes.span)
 
 
@@ -227,16 +228,19 @@ def predicted(spec: RunSpec, found: Calibration) -> Observed:
     the run's own that is played.
     """
     from gems.schedule.memory import memory_over_time
-    from gems.simulation.build import costs_of, play, schedule_of
-    from gems.simulation.profiled_costs import costed
+    from gems.simulation.build import lowered_schedule
+    from gems.simulation.costs import schedule_costs, simulate_step
+    from gems.simulation.profiled_costs import with_profiled_costs
 
-    spec = costed(spec)
-    made, cost = schedule_of(spec), spec.cost
+    spec = with_profiled_costs(spec)
+    made, cost = lowered_schedule(spec), spec.cost
     values = {key: value for key, value in found.machine().items() if key != "noise"}
     spec = replace(spec, machine=replace(spec.machine, **values))
-    played = play(spec, made)[1]
+    played = simulate_step(spec, made)[1]
     if spec.machine.kind == "emulated":
-        memory = memory_over_time(made, costs_of(spec, made.placement), played, cost.activation_bytes, cost.param_bytes)
+        memory = memory_over_time(
+            made, schedule_costs(spec, made.placement), played, cost.activation_bytes, cost.param_bytes
+        )
         peak = max(rank.peak - rank.parameters for rank in memory)
     else:
         peak = max(played.peak) * cost.activation_bytes
@@ -249,8 +253,7 @@ def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
     from analysis.metrics.run_metrics import step_times_s
     from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
     from gems.runs.prepare import prepare
-    from gems.simulation.build import costs_of
-    from gems.simulation.profiled_costs import costed
+    from gems.simulation.costs import schedule_costs
     from gems.utils.atomic_io import read_json
     from scripts.bench.step_peaks import step_peaks
 
@@ -266,9 +269,9 @@ def observed(spec: RunSpec, quantile: float = 0.5) -> Observed:
         if spec.machine.kind != "emulated":
             most = float(max(read_json(folder.result_json)["peak_activation_bytes"]))
             return Observed(step_s, most, most)
-        made, cost = folder.read_schedule(), spec.cost
-        costs = costs_of(costed(spec), made.placement)
-        peaks = step_peaks(trace, made, costs, cost.unit_s, cost.activation_bytes)
+        made, run = folder.read_schedule(), folder.read_run()
+        costs = schedule_costs(run, made.placement)
+        peaks = step_peaks(trace, made, costs, run.cost.unit_s, run.cost.activation_bytes)
         most = float(max(trace.attributes["peak_allocated_bytes"]))
         return Observed(step_s, float(np.median(peaks)), most)
 

@@ -20,10 +20,10 @@ from gems.memory.memory_actions import add_memory
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.registry import plan_of
 from gems.models import layers_of
-from gems.runs.run_plan import memory_case
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
-from gems.simulation.build import compute_schedule_of
+from gems.simulation.build import compute_schedule
+from gems.simulation.memory_case import memory_case
 
 MIB = 2**20
 
@@ -47,7 +47,7 @@ def spec_of(model: str, side_px: int, *words: str) -> RunSpec:
 
 def case_of_run(spec: RunSpec) -> MemoryCase:
     """Return what the policies of a one-rank run plan for."""
-    return memory_case(spec, compute_schedule_of(spec), (0, len(layers_of(spec.model, spec.data))))
+    return memory_case(spec, compute_schedule(spec), (0, len(layers_of(spec.model, spec.data))))
 
 
 def outcome_of(spec: RunSpec, case: MemoryCase) -> PlanOutcome:
@@ -58,13 +58,13 @@ def outcome_of(spec: RunSpec, case: MemoryCase) -> PlanOutcome:
 def ours_under(spec: RunSpec, outcome: PlanOutcome) -> Ours:
     """Return the run of a policy's outcome; one that keeps all runs its stage whole, as a user's does."""
     if spec.memory.name == "keep":
-        return Ours(spec, lower(compute_schedule_of(spec)), None)
+        return Ours(spec, lower(compute_schedule(spec)), None)
     return Ours(spec, outcome.schedule, outcome.plan)
 
 
 def all_offloaded(spec: RunSpec) -> tuple[Schedule, MemoryPlan]:
     """Return the list and the plan by which every layer's saved tensors leave and come back on demand."""
-    compute = compute_schedule_of(spec)
+    compute = compute_schedule(spec)
     cuts = (0, len(layers_of(spec.model, spec.data)))
     every = {layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=0, ahead=0) for layer in range(cuts[-1])}
     plan = MemoryPlan.by_layer("all", cuts, every)

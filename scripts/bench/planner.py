@@ -28,7 +28,6 @@ from gems.planner.search.best_first import search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 from gems.runs.prepare import prepare
-from gems.simulation.profiled_costs import costed
 
 GPUS = (8, 64)
 MACHINES = (("v100", 16), ("v100", 32), ("a100", 80), ("h200", 141))
@@ -117,7 +116,7 @@ def small_space(planner: Planner) -> list[Candidate]:
 def emulated_s(choice: Choice) -> float:
     """Return the median step of a configuration on emulated ranks, in seconds."""
     words = [word for word in choice.candidate.overrides(choice.boundaries) if not word.startswith("memory")]
-    spec = costed(compose([*SMALL, *words]))
+    spec = compose([*SMALL, *words])
     with tempfile.TemporaryDirectory() as scratch:
         folder = prepare(replace(spec, runs_dir=scratch))
         argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", "gems.engine.run", str(folder.path)])

@@ -30,7 +30,7 @@ from analysis.plots.timeline import draw_timeline
 from analysis.report import build_report
 from gems.config.compose import compose
 from gems.runs.simulated_run import simulated_trace
-from gems.simulation.build import schedule_of
+from gems.simulation.build import lowered_schedule
 from gems.trace import DTYPES, Trace, write_trace
 
 LIMIT_S, STUDY_LIMIT_S = 10.0, 60.0
@@ -48,7 +48,7 @@ def made_up(shape: str, num_events: int, seed: int = 0) -> Trace:
     partitions, replicas, micro_batches = SHAPES[shape]
     sizes = {"partitions": partitions, "replicas": replicas, "micro_batches": micro_batches}
     spec = compose([*WORDS, "train.steps=1", *(f"parallel.{key}={value}" for key, value in sizes.items())])
-    trace = simulated_trace(spec, schedule_of(spec))
+    trace = simulated_trace(spec, lowered_schedule(spec))
     one = np.concatenate([trace.events] * replicas)
     one["rank"] += np.repeat(np.arange(replicas, dtype=np.int32) * partitions, len(trace.events))
     count = -(-num_events // len(one))
@@ -87,7 +87,7 @@ def study_row(folder: Path) -> dict[str, Any]:
             "train.steps=8",
         ]
         spec = compose(words)
-        trace = simulated_trace(spec, schedule_of(spec))
+        trace = simulated_trace(spec, lowered_schedule(spec))
         trace.run_yaml = yaml.safe_dump(spec.to_dict())
         runs.append(folder / f"ranks{8 * replicas}")
         write_trace(runs[-1] / "trace.h5", trace)

@@ -12,7 +12,7 @@ from analysis.attribution import CAUSES, Attribution
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.runs.simulated_run import simulated_trace
-from gems.simulation.build import schedule_of
+from gems.simulation.build import lowered_schedule
 from gems.trace import DTYPES, KINDS, STREAMS, Trace, root_attributes
 
 MS = 1_000_000
@@ -41,7 +41,7 @@ def spec_of(
 
 def trace_of(spec: RunSpec) -> Trace:
     """Simulate a run as its trace file would hold it."""
-    trace = simulated_trace(spec, schedule_of(spec))
+    trace = simulated_trace(spec, lowered_schedule(spec))
     trace.run_yaml = yaml.safe_dump(spec.to_dict())
     return trace
 

@@ -28,7 +28,7 @@ from gems.config.schema import (
     TrainConfig,
 )
 from gems.runs.simulated_run import simulated_trace
-from gems.simulation.build import schedule_of
+from gems.simulation.build import lowered_schedule
 from gems.trace import read_trace, write_trace
 
 MACHINE = MachineConfig(
@@ -54,7 +54,7 @@ def runs(folder: Path, machine: MachineConfig = MACHINE, replicas: tuple[int, ..
     paths = []
     for number in replicas:
         spec = spec_of(number, machine)
-        trace = simulated_trace(spec, schedule_of(spec))
+        trace = simulated_trace(spec, lowered_schedule(spec))
         trace.run_yaml = yaml.safe_dump(spec.to_dict())
         paths.append(folder / f"run{number}")
         paths[-1].mkdir()

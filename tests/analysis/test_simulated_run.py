@@ -22,7 +22,8 @@ from gems.runs.prepare import prepare
 from gems.runs.simulated_run import main as simulate_run
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
-from gems.simulation.build import costs_of, play, schedule_of
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import schedule_costs, simulate_step
 from gems.trace import KINDS, STREAMS, Trace
 
 MEMORY = {
@@ -59,7 +60,7 @@ def make(tmp_path: Path) -> Make:
 
 
 def trace_of(spec: RunSpec) -> Trace:
-    trace = simulated_trace(spec, schedule_of(spec))
+    trace = simulated_trace(spec, lowered_schedule(spec))
     trace.run_yaml = json.dumps(spec.to_dict())
     return trace
 
@@ -75,7 +76,7 @@ def test_recomputation_is_busy_and_not_useful(make: Make) -> None:
     """Rank 0 computes 2 x 3 units and a recomputation of 1, rank 1 computes 6: 10 ms each."""
     spec = make()
     found = metrics_of(trace_of(spec))
-    _, played = play(spec, schedule_of(spec))
+    _, played = simulate_step(spec, lowered_schedule(spec))
     assert found.busy_s == pytest.approx((2 * 0.07, 2 * 0.06))
     assert found.efficiency == pytest.approx(played.efficiency, rel=1e-6)
     assert found.bubble_measured == pytest.approx(1 - 0.13 / (2 * played.span * 0.01), rel=1e-6)
@@ -124,8 +125,10 @@ def test_buffers_are_told_from_activations(make: Make) -> None:
     """From the events alone, as the simulation itself has them."""
     for name, partitions in (("1f1b", 4), ("gems_master", 4), ("interleaved_1f1b", 2), ("file", 2)):
         spec = make(name, partitions, 2 if name == "file" else 8)
-        trace, schedule = trace_of(spec), schedule_of(spec)
-        memory = memory_over_time(schedule, costs_of(spec, schedule.placement), play(spec, schedule)[1], 1 << 20)
+        trace, schedule = trace_of(spec), lowered_schedule(spec)
+        memory = memory_over_time(
+            schedule, schedule_costs(spec, schedule.placement), simulate_step(spec, schedule)[1], 1 << 20
+        )
         for rank, held in enumerate(memory):
             events = trace.events[(trace.events["rank"] == rank) & (trace.events["step"] == 0)]
             times_ns = np.array([round(point.time * 1e7) for point in held.held])

@@ -9,7 +9,7 @@ import pytest
 
 import gems.partition.methods
 import gems.profile.store
-import gems.runs.run_plan
+import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.memory.registry import POLICIES
 from gems.profile import ModelProfile
@@ -30,7 +30,12 @@ def gems_(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(NUM_LAYERS, seed=5, decay=0.9)
 
-    for module in (gems.partition.methods, gems.simulation.profiled_costs, gems.runs.run_plan, gems.profile.store):
+    for module in (
+        gems.partition.methods,
+        gems.simulation.profiled_costs,
+        gems.simulation.memory_case,
+        gems.profile.store,
+    ):
         monkeypatch.setattr(module, "profile_of", profile_of)
     return runner(capfd, tmp_path, monkeypatch)
 

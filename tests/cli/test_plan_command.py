@@ -11,11 +11,12 @@ import pytest
 
 import gems.errors
 import gems.partition.methods
+import gems.simulation.memory_case
 from gems.config.compose import compose
 from gems.config.resolve import global_batch
 from gems.config.run_id import run_id
 from gems.config.schema import RunSpec
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 from tests.planners import NUM_LAYERS, RUN, made_up, sized
@@ -73,9 +74,9 @@ def test_what_is_written_runs_as_planned(gems_: Gems, tmp_path: Path, monkeypatc
     def profile_of(spec: RunSpec) -> object:
         return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
 
-    for module in (gems.partition.methods, sys.modules["gems.runs.run_plan"]):
+    for module in (gems.partition.methods, gems.simulation.memory_case):
         monkeypatch.setattr(module, "profile_of", profile_of)
-    made = planned(spec)
+    made = plan_run(spec)
     assert list(made.boundaries) == first["boundaries"]
 
 
@@ -143,7 +144,7 @@ def test_bad_options_are_one_line(gems_: Gems, words: list[str], line: str) -> N
 
 def test_a_run_is_held_to_its_gpus() -> None:
     spec = compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=4"])
-    assert planned(spec).schedule.num_ranks == 4
+    assert plan_run(spec).schedule.num_ranks == 4
     assert run_id(spec) == run_id(
         compose(["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4"])
     )
@@ -151,4 +152,4 @@ def test_a_run_is_held_to_its_gpus() -> None:
         ["data=synthetic", "schedule=1f1b", "machine=simulated", "parallel.partitions=4", "parallel.gpus=8"]
     )
     with pytest.raises(gems.errors.ConfigError, match=r"parallel.gpus=8: must be partitions x replicas = 4 x 1"):
-        planned(other)
+        plan_run(other)

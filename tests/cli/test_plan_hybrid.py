@@ -10,14 +10,18 @@ import pytest
 
 import gems.partition.methods
 import gems.profile.store
-import gems.runs.run_plan
+import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.cli.framework import Verb
 from gems.config.compose import compose
+from gems.config.schema import RunSpec
 from gems.planner.hybrid.inputs import speedups_of
-from gems.planner.worker_step import ModelledEfficiency, step_of, with_ways
+from gems.planner.worker_step import ModelledEfficiency, with_degree, worker_step
 from gems.profile import ModelProfile
-from gems.simulation.build import play, schedule_of
+from gems.runs.run_plan import plan_simulation, predict
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import simulate_step
+from gems.simulation.prediction import Prediction
 from tests.commands import Gems, check_refusal, runner
 from tests.partition.profiles import random_profile
 
@@ -95,10 +99,10 @@ def test_epochs_make_hybrid_win_from_the_crossing_on(gems_: Gems) -> None:
 
 def test_more_parts_are_smaller_parts(gems_: Gems) -> None:
     spec = compose([*ON_PAPER, *BYTES])
-    eight, one = with_ways(spec, 8), with_ways(spec, 1)
+    eight, one = with_degree(spec, 8), with_degree(spec, 1)
     assert eight.cost.forward == 0.5 and one.cost.forward == 4.0
     assert (eight.cost.param_bytes, one.cost.activation_bytes) == (50000, 4000)
-    assert with_ways(spec, 4).cost == spec.cost
+    assert with_degree(spec, 4).cost == spec.cost
 
 
 def test_efficiency_is_that_of_the_simulated_replicas() -> None:
@@ -106,18 +110,22 @@ def test_efficiency_is_that_of_the_simulated_replicas() -> None:
     modelled = ModelledEfficiency(spec)
     assert modelled.of(1, 2) == 1.0
     for ways, workers in ((1, 4), (2, 16)):
-        many = with_ways(spec, ways)
+        many = with_degree(spec, ways)
         spans = []
         for replicas in (1, workers):
             many.parallel.replicas = replicas
-            spans.append(play(many, schedule_of(many))[1].span)
+            spans.append(simulate_step(many, lowered_schedule(many))[1].span)
         assert modelled.of(workers, ways) == pytest.approx(spans[0] / spans[1])
         assert modelled.of(workers, ways) < 1.0
 
 
+def predicted(spec: RunSpec) -> Prediction:
+    return predict(plan_simulation(spec))
+
+
 def test_a_worker_that_does_not_fit_is_left_out(gems_: Gems) -> None:
     spec = compose([*ON_PAPER, *BYTES])
-    peaks = {ways: step_of(spec, ways).peak_bytes for ways in (1, 2, 4, 8)}
+    peaks = {ways: worker_step(spec, ways, predicted).peak_bytes for ways in (1, 2, 4, 8)}
     assert None not in peaks.values()
     limit = (peaks[1] or 0) - 1
     answer = answer_of(gems_, *ON_PAPER, *BYTES, f"machine.device_bytes={limit}")
@@ -154,7 +162,12 @@ def test_a_real_model_has_the_costs_of_its_profile(gems_: Gems, monkeypatch: pyt
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(11, seed=5, decay=0.9)
 
-    for module in (gems.partition.methods, gems.simulation.profiled_costs, gems.runs.run_plan, gems.profile.store):
+    for module in (
+        gems.partition.methods,
+        gems.simulation.profiled_costs,
+        gems.simulation.memory_case,
+        gems.profile.store,
+    ):
         monkeypatch.setattr(module, "profile_of", profile_of)
     run = ("data=synthetic", "model=resnet20_v1", "schedule=1f1b", "parallel.micro_batches=4")
     answer = answer_of(gems_, *run)

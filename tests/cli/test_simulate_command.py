@@ -7,10 +7,12 @@ import json
 import pytest
 
 from gems.cli.framework import Options
-from gems.cli.simulate import predict, show_simulation
+from gems.cli.simulate import show_simulation
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ScheduleError
+from gems.runs.run_plan import plan_simulation, predict
+from gems.simulation.prediction import Prediction
 
 
 def spec_of(
@@ -30,6 +32,10 @@ def spec_of(
             machine=machine or MachineConfig(kind="simulated"),
         )
     )
+
+
+def predicted(spec: RunSpec) -> Prediction:
+    return predict(plan_simulation(spec))
 
 
 def shown(capsys: pytest.CaptureFixture[str], spec: RunSpec) -> dict[str, object]:
@@ -110,8 +116,8 @@ def test_replicas_multiply_images_and_not_time(capsys: pytest.CaptureFixture[str
 
 def test_1024_ranks_are_one_pipeline() -> None:
     """8 x 128 with N = 32: what is built and played is a pipeline of 8, and its reduction has 128 members."""
-    alone, many = (predict(spec_of("1f1b", 8, 32, replicas=n, link=0.5, param_bytes=1 << 20)) for n in (1, 128))
-    assert sum(map(len, many.played.start)) == sum(map(len, alone.played.start))
+    alone, many = (predicted(spec_of("1f1b", 8, 32, replicas=n, link=0.5, param_bytes=1 << 20)) for n in (1, 128))
+    assert sum(map(len, many.step.start)) == sum(map(len, alone.step.start))
     assert many.times[0].reduce == pytest.approx(2 * 127 * 0.5) and alone.times[0].reduce == 0
 
 
@@ -119,7 +125,7 @@ def test_the_slowest_replica_counts() -> None:
     """3 ranks a pipeline on nodes of 4: the first replica has no hop between nodes, the second has one."""
     machine = MachineConfig(kind="simulated", ranks_per_node=4, link_latency_s=2.0)
     alone, two = (
-        predict(spec_of("layer_parallel", 3, 1, replicas=replicas, machine=machine)).played.span for replicas in (1, 2)
+        predicted(spec_of("layer_parallel", 3, 1, replicas=replicas, machine=machine)).step.span for replicas in (1, 2)
     )
     assert (alone, two) == (9.0, 9.0 + 2 * 2.0)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gems.cli.simulate import predict, simulation_dict
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.runs.run_plan import plan_simulation, predict
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.pace import Pace
 from gems.schedule.simulate import simulate
-from gems.simulation.build import costs_of, pace_of, play, schedule_of
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import replica_pace, schedule_costs, simulate_step
 from gems.trace import KINDS
 
 BASE = ("machine=simulated", "schedule=1f1b", "parallel.partitions=4", "parallel.micro_batches=8")
@@ -24,28 +25,27 @@ def spec_of(*words: str) -> RunSpec:
 
 def test_the_slow_rank_is_one_of_the_world() -> None:
     spec = spec_of("parallel.replicas=3", "machine.slow_rank=6", "machine.slowdown=2", "cost.input_load=0.5")
-    assert [pace_of(spec, replica) for replica in range(3)] == [
+    assert [replica_pace(spec, replica) for replica in range(3)] == [
         Pace(None, 2.0, 0.5),
         Pace(2, 2.0, 0.5),
         Pace(None, 2.0, 0.5),
     ]
-    made = schedule_of(spec)
-    costs = costs_of(spec, made.placement)
-    spans = [simulate(made, costs, pace=pace_of(spec, replica)).span for replica in range(3)]
-    assert play(spec, made)[1].span == spans[1] > spans[0] == spans[2], "the slowest replica stands for all"
+    made = lowered_schedule(spec)
+    costs = schedule_costs(spec, made.placement)
+    spans = [simulate(made, costs, pace=replica_pace(spec, replica)).span for replica in range(3)]
+    assert simulate_step(spec, made)[1].span == spans[1] > spans[0] == spans[2], "the slowest replica stands for all"
 
 
 def test_gems_simulate_knows_them() -> None:
-    found = predict(spec_of("cost.input_load=2"))
-    answer = simulation_dict(spec_of("cost.input_load=2"), found)
+    answer = predict(plan_simulation(spec_of("cost.input_load=2"))).to_json()
     assert answer["input_wait_s"] == [5, 0, 0, 0] and answer["step_units"] == 35
     slow = spec_of("machine.slow_rank=0", "machine.slowdown=3")
-    assert simulation_dict(slow, predict(slow))["useful_s"] == [72, 24, 24, 24]
+    assert predict(plan_simulation(slow)).to_json()["useful_s"] == [72, 24, 24, 24]
 
 
 def test_a_simulated_trace_shows_the_wait() -> None:
     spec = spec_of("cost.input_load=2", "train.steps=3", "train.warmup_steps=1")
-    events = simulated_trace(spec, schedule_of(spec)).events
+    events = simulated_trace(spec, lowered_schedule(spec)).events
     waits = events[(events["kind"] == KINDS.index("INPUT")) & (events["step"] == 0)]
     assert set(waits["rank"]) == {0} and set(waits["stage"]) == {0}
     assert waits["micro_batch"].tolist() == [0, 1, 2, 3], "F3 and later find their input ready"

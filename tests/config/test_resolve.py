@@ -12,7 +12,7 @@ from gems.config.resolve import check_batch, global_batch, resolve
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run
 from gems.schedule import FAMILIES
 
 Values = dict[str, Any]
@@ -97,10 +97,10 @@ class TestPartition:
     def test_as_many_partitions_as_layers_and_no_more(self) -> None:
         num_layers = len(layers_of(RunSpec().model, RunSpec().data))
         deepest = resolve(spec_of(parallel__partitions=num_layers))
-        assert planned(deepest).boundaries == tuple(range(num_layers + 1))
+        assert plan_run(deepest).boundaries == tuple(range(num_layers + 1))
         too_deep = resolve(spec_of(parallel__partitions=num_layers + 1))
         with pytest.raises(ConfigError, match=f"must make at most {num_layers}, the layers of resnet; use fewer"):
-            planned(too_deep)
+            plan_run(too_deep)
 
     @pytest.mark.parametrize("boundaries", [[], [0, 4], [0, 4, 4], [0, 4, 10_000]])
     def test_boundaries_that_do_not_fit(self, boundaries: list[int]) -> None:

@@ -17,12 +17,11 @@ from gems.cli.framework import Options
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.runs.folder import RunFolder
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run, predict_peak, predict_steps_s
 from jobs.cli.submit import submit
 from jobs.launch.submission import start_run
-from jobs.preflight.checks import is_on_site
+from jobs.preflight.checks import check_host_memory, is_on_site
 from jobs.preflight.cost import describe_cost, is_confirmed
-from jobs.preflight.prediction import check_host_memory, predict_peak, predict_seconds
 from jobs.preflight.storage import check_free_space, find_storage
 from jobs.slurm.command import SlurmUnavailableError
 from jobs.slurm.resources import job_spec
@@ -148,7 +147,7 @@ def test_predicted_memory_beside_the_device(
 
 def test_more_host_memory_than_a_node_has(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = on(resolved, tmp_path, "memory=vdnn_all")
-    peak = predict_peak(spec, planned(spec))
+    peak = predict_peak(plan_run(spec))
     assert peak is not None and peak.host_bytes > 0
     check_host_memory(replace(spec, cluster=replace(spec.cluster, node_memory_bytes=peak.host_bytes)), peak)
     with pytest.raises(DoesNotFitError, match=r"above cluster\.node_memory_bytes="):
@@ -160,7 +159,7 @@ def test_steps_that_take_longer_than_the_minutes(
 ) -> None:
     """Ten hours of timed waits in ten minutes: a warning, for a prediction may be wrong."""
     spec = on(resolved, tmp_path, "machine=emulated", "cost.unit_s=10", "train.steps=600")
-    seconds = predict_seconds(spec, planned(spec))
+    seconds = predict_steps_s(plan_run(spec))
     assert seconds is not None and seconds > 600
     assert submit(spec, replace(DRY, json=True)) == 0
     row = rows(capsys.readouterr().out)["time"]
@@ -169,9 +168,9 @@ def test_steps_that_take_longer_than_the_minutes(
 
 def test_rates_of_a_processor_tell_nothing_of_a_gpu(resolved: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = on(resolved, tmp_path)
-    made = planned(spec)
-    assert made.profile is not None and (predict_seconds(spec, made) or 0) > 0
-    assert predict_seconds(replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)), made) is None
+    made = plan_run(spec)
+    assert made.profile is not None and (predict_steps_s(made) or 0) > 0
+    assert predict_steps_s(replace(made, spec=replace(spec, cluster=replace(spec.cluster, gpus_per_node=2)))) is None
 
 
 def test_a_preset_of_elsewhere_is_not_asked_here(

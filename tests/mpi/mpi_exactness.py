@@ -14,7 +14,7 @@ from gems.errors import ConfigError
 from gems.schedule import FAMILIES, generate, published
 from gems.schedule.lower import lower
 from gems.schedule.validate import validate
-from gems.simulation.build import schedule_of
+from gems.simulation.build import lowered_schedule
 from tests.engine import toys
 from tests.engine.halves import halved
 from tests.mpi.conftest import sub_world
@@ -78,7 +78,7 @@ def test_a_schedule_found_under_a_cap(comm, cap):
         "capped", 3, model__depth=20, parallel__micro_batches=6,
         schedule__activation_cap=cap, schedule__budget_s=0.2, schedule__placements=["linear", "v"],
     )  # fmt: skip
-    found = schedule_of(spec) if comm.rank == 0 else None
+    found = lowered_schedule(spec) if comm.rank == 0 else None
     check(comm, spec, comm.bcast(found))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gems.partition.methods
-import gems.runs.run_plan
+import gems.simulation.memory_case
 from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.engine.batch_loader import Feed
@@ -22,8 +22,9 @@ from gems.engine.verification.reference import collect_values
 from gems.errors import DoesNotFitError
 from gems.profile import ModelProfile
 from gems.profile.profilers.fake import fake_profile
-from gems.runs.run_plan import RunPlan, memory_case, planned
-from gems.simulation.build import compute_schedule_of
+from gems.runs.run_plan import RunPlan, plan_run
+from gems.simulation.build import compute_schedule
+from gems.simulation.memory_case import memory_case
 from tests.engine import toys
 from tests.mpi.conftest import sub_world
 
@@ -84,7 +85,7 @@ def profiles_of_this_process(monkeypatch):
         alike = RunSpec(model=spec.model, data=spec.data)
         return taken(json.dumps(alike.to_dict()), spec.parallel.micro_batch_size)
 
-    for module in (gems.partition.methods, gems.runs.run_plan):
+    for module in (gems.partition.methods, gems.simulation.memory_case):
         monkeypatch.setattr(module, "profile_of", profile_of)
 
 
@@ -121,7 +122,7 @@ def played_keeping(spec: RunSpec, comm) -> list[torch.Tensor]:
     key = json.dumps(kept.to_dict())
     if key not in _last_kept:  # the same on every rank
         _last_kept.clear()
-        _last_kept[key] = played(kept, comm, comm.bcast(planned(kept) if comm.rank == 0 else None))[1]
+        _last_kept[key] = played(kept, comm, comm.bcast(plan_run(kept) if comm.rank == 0 else None))[1]
     return _last_kept[key]
 
 
@@ -131,17 +132,17 @@ def limited(spec: RunSpec, comm) -> RunPlan:
 
 
 def _limited(spec: RunSpec) -> RunPlan:
-    vdnn = planned(replace(spec, memory=MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0)))
+    vdnn = plan_run(replace(spec, memory=MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0)))
     assert vdnn.memory is not None
     least = max(vdnn.memory.peak_bytes)
-    case = memory_case(spec, compute_schedule_of(spec), vdnn.boundaries)
+    case = memory_case(spec, compute_schedule(spec), vdnn.boundaries)
     most = max(case.kept.peak_bytes)
     limits = [most - (most - least) * 2 // 3]
     if spec.memory.name == "lms_limit":  # its allocator takes whole segments
         limits = [max(20 * MIB, most * share // 10) for share in (*range(6, 16), 20, 30)]
     for limit in limits:
         with suppress(DoesNotFitError):
-            return planned(replace(spec, memory=replace(spec.memory, limit_bytes=limit)))
+            return plan_run(replace(spec, memory=replace(spec.memory, limit_bytes=limit)))
     raise AssertionError(f"{spec.memory.name} finds no plan between {least} and {most} bytes")
 
 

@@ -21,7 +21,7 @@ from gems.models import MODELS, Layer, ModelFamily
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run
 from gems.trace import part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
@@ -81,7 +81,7 @@ def attempt(comm, spec, folder: RunFolder, kill: tuple[int, str] = (-9, ""), sto
     if comm.rank == 0:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.archive()
-        made = planned(spec)
+        made = plan_run(spec)
         folder.write_schedule(made.schedule)
         folder.write_boundaries(made.boundaries)
     comm.Barrier()

@@ -24,7 +24,7 @@ from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run
 from gems.trace import KINDS, merge_parts, part_path, read_part
 from gems.utils.atomic_io import read_json
 from tests.engine.toys import make_spec
@@ -237,7 +237,7 @@ def run_training(comm, spec, path: Path) -> RunFolder:
     """Train on all ranks into a folder that they share."""
     folder = RunFolder(comm.bcast(path))
     if comm.rank == 0:
-        made = planned(spec)
+        made = plan_run(spec)
         folder.write_schedule(made.schedule)
         folder.write_boundaries(made.boundaries)
     comm.Barrier()
@@ -323,7 +323,7 @@ def text_of(event) -> str:
 
 def boundary_bytes(spec) -> int:
     layers = layers_of(spec.model, spec.data)
-    modules = build_layers(layers, 0, planned(spec).boundaries[1], 0)
+    modules = build_layers(layers, 0, plan_run(spec).boundaries[1], 0)
     images = torch.zeros(spec.parallel.micro_batch_size, 3, spec.data.height_px, spec.data.width_px)
     return torch.nn.Sequential(*modules)(images).nbytes
 

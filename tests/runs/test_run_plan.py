@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 import gems.partition.methods
 import gems.runs.run_plan
-from gems.config.schema import MemoryConfig, RunSpec
+import gems.simulation.memory_case
+import gems.simulation.profiled_costs
+from gems.config.schema import CostConfig, MemoryConfig, ProfileConfig, RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
 from gems.profile import ModelProfile
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run
 from gems.schedule.action import Kind
 from gems.utils.atomic_io import read_json
 from tests.engine import toys
@@ -28,7 +31,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
     def profile_of(spec: object) -> ModelProfile:
         return random_profile(5, seed=3, decay=0.9)
 
-    for module in (gems.partition.methods, gems.runs.run_plan):
+    for module in (gems.partition.methods, gems.simulation.memory_case):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = toys.make_spec("1f1b", 2)
     memory = MemoryConfig("vdnn_all", min_offload_bytes=0)
@@ -36,7 +39,7 @@ def spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunSpec:
 
 
 def test_actions_of_the_policy_are_in_the_list(spec: RunSpec) -> None:
-    made = planned(spec)
+    made = plan_run(spec)
     assert made.schedule.has_any(Kind.OFFLOAD) and made.schedule.has_any(Kind.FREE)
     plan = made.memory_plan
     assert plan is not None and plan.policy == "vdnn_all" and plan.boundaries == made.boundaries
@@ -44,42 +47,42 @@ def test_actions_of_the_policy_are_in_the_list(spec: RunSpec) -> None:
 
 
 def test_kept_activations_need_no_plan(spec: RunSpec) -> None:
-    made = planned(replace(spec, memory=MemoryConfig()))
+    made = plan_run(replace(spec, memory=MemoryConfig()))
     assert made.memory_plan is None and made.schedule.num_segments == (None, None)
 
 
 def test_a_device_too_small_for_keeping_is_no_matter_for_the_cut(spec: RunSpec) -> None:
     """The cut leaves the limit to the policy, which either keeps it or says by how much it does not."""
-    whole = planned(replace(spec, memory=replace(spec.memory, name="recompute", recompute="stage")))
+    whole = plan_run(replace(spec, memory=replace(spec.memory, name="recompute", recompute="stage")))
     assert whole.memory is not None
     most = max(whole.memory.peak_bytes)
     fits = replace(
         spec, machine=replace(spec.machine, device_bytes=most), partition=replace(spec.partition, name="exact")
     )
-    assert planned(replace(fits, memory=MemoryConfig("plan", min_offload_bytes=0, budget_s=0.5))).memory is not None
+    assert plan_run(replace(fits, memory=MemoryConfig("plan", min_offload_bytes=0, budget_s=0.5))).memory is not None
     small = replace(spec, machine=replace(spec.machine, device_bytes=100))
     with pytest.raises(DoesNotFitError, match=r"rank \d of 2 under memory=vdnn_all needs \d+ bytes"):
-        planned(small)
+        plan_run(small)
 
 
 def test_host_memory_is_that_of_a_node(spec: RunSpec) -> None:
-    made = planned(spec)
+    made = plan_run(spec)
     assert made.memory is not None
     together = 2 * max(made.memory.host_bytes)
-    planned(replace(spec, machine=replace(spec.machine, host_bytes=together)))
+    plan_run(replace(spec, machine=replace(spec.machine, host_bytes=together)))
     with pytest.raises(DoesNotFitError, match=f"2 ranks on a node .* above machine.host_bytes={together - 1}"):
-        planned(replace(spec, machine=replace(spec.machine, host_bytes=together - 1)))
+        plan_run(replace(spec, machine=replace(spec.machine, host_bytes=together - 1)))
 
 
 def test_a_plan_is_made_once(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = planned(spec)
+    first = plan_run(spec)
     monkeypatch.setattr(gems.runs.run_plan, "plan_of", None)
-    assert planned(spec).memory_plan == first.memory_plan
+    assert plan_run(spec).memory_plan == first.memory_plan
 
 
 def test_the_run_folder_has_plan_and_prediction(spec: RunSpec) -> None:
     folder = prepare(spec)
-    made = planned(spec)
+    made = plan_run(spec)
     plan = folder.read_memory_plan()
     assert plan == made.memory_plan and isinstance(plan, MemoryPlan)
     assert plan.stages[0][0].choice is Choice.OFFLOAD
@@ -93,7 +96,7 @@ def test_the_run_folder_has_plan_and_prediction(spec: RunSpec) -> None:
 def test_the_step_of_a_policy_has_the_all_reduce_of_its_replicas(spec: RunSpec) -> None:
     """Over slow links the gradients of four replicas take most of the step; a rank holds what it held alone."""
     spec = replace(spec, machine=replace(spec.machine, link_bytes_per_s=1e3))
-    alone, many = (planned(replace(spec, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 4))
+    alone, many = (plan_run(replace(spec, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 4))
     assert alone is not None and many is not None
     assert not any(alone.costs.reduce) and min(many.costs.reduce) > 0
     least, most = min(many.costs.reduce), max(many.costs.reduce)
@@ -105,7 +108,7 @@ def test_the_step_of_a_policy_is_that_of_the_replica_that_lies_worst(spec: RunSp
     """On nodes of three ranks the second pipeline of two crosses from one node to the next."""
     machine = replace(spec.machine, ranks_per_node=3, link_latency_s=100.0)
     first, both = (
-        planned(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 2)
+        plan_run(replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=n))).memory for n in (1, 2)
     )
     assert first is not None and both is not None
     assert both.step_s - max(both.costs.reduce) > first.step_s + 100
@@ -115,7 +118,38 @@ def test_the_all_reduces_of_a_node_share_its_links(spec: RunSpec) -> None:
     """Two pipelines, a node each: both of its ranks reduce with the other node at once, over one link or over two."""
     machine = replace(spec.machine, ranks_per_node=2, link_bytes_per_s=10.0)
     spec = replace(spec, machine=machine, parallel=replace(spec.parallel, replicas=2))
-    free = planned(spec).memory
-    shared = planned(replace(spec, machine=replace(machine, contention=True))).memory
+    free = plan_run(spec).memory
+    shared = plan_run(replace(spec, machine=replace(machine, contention=True))).memory
     assert free is not None and shared is not None
     assert shared.step_s > free.step_s + 0.5 * min(shared.costs.reduce_link) > free.step_s
+
+
+def test_two_caches_are_one_run(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is measured enters the plan, costs.json and profile.json, and never the identity."""
+
+    def profile_of(spec: RunSpec) -> ModelProfile:
+        return random_profile(5, seed=1 if spec.cache_dir == str(tmp_path / "one") else 2, decay=0.9)
+
+    for module in (gems.partition.methods, gems.simulation.memory_case, gems.simulation.profiled_costs):
+        monkeypatch.setattr(module, "profile_of", profile_of)
+    asked = replace(spec, memory=MemoryConfig(), cost=CostConfig("profile"), profile=ProfileConfig("measured"))
+    one, other = (replace(asked, cache_dir=str(tmp_path / name)) for name in ("one", "other"))
+    assert plan_run(one).costs != plan_run(other).costs
+    folder = prepare(one)
+    assert folder.read_spec() == one and folder.read_run().cost == plan_run(one).costs
+    assert prepare(other) == folder and len(list((tmp_path / "runs").iterdir())) == 1
+    assert folder.read_spec().cost == asked.cost and folder.read_run().cost == plan_run(other).costs
+    assert yaml.safe_load(folder.traced_yaml())["cost"] == asdict(plan_run(other).costs)
+
+
+def test_configured_costs_need_no_file(spec: RunSpec) -> None:
+    folder = prepare(spec)
+    assert not folder.costs_json.exists() and folder.read_run() == folder.read_spec() == spec
+    assert folder.traced_yaml() == folder.run_yaml.read_text()
+
+
+def test_costs_in_the_run_yaml_of_an_earlier_version_are_read(spec: RunSpec) -> None:
+    """Costs of a profile used to be in run.yaml itself."""
+    earlier = replace(spec, cost=CostConfig("profile", times=[1.0, 2.0], activation_bytes=5))
+    folder = prepare(earlier)
+    assert folder.read_run().cost == earlier.cost == plan_run(earlier).costs

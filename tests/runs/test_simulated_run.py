@@ -15,9 +15,9 @@ from gems.config.run_id import run_id
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run
 from gems.runs.simulated_run import main, simulated_trace
-from gems.simulation.build import schedule_of
+from gems.simulation.build import lowered_schedule
 from gems.trace import KINDS, STREAMS, Trace, read_trace
 from gems.utils.atomic_io import read_json
 
@@ -50,7 +50,7 @@ def spec_of(
 
 
 def trace_of(spec: RunSpec) -> Trace:
-    return simulated_trace(spec, schedule_of(spec))
+    return simulated_trace(spec, lowered_schedule(spec))
 
 
 def of_kind(trace: Trace, kind: str, step: int = 0) -> np.ndarray:
@@ -61,12 +61,12 @@ def of_kind(trace: Trace, kind: str, step: int = 0) -> np.ndarray:
 def test_a_simulated_run_cuts_no_model() -> None:
     """16 stages of a network with fewer layers: nothing is cut, nothing is loaded."""
     spec = spec_of(partitions=64, micro_batches=64)
-    assert planned(spec).boundaries == ()
+    assert plan_run(spec).boundaries == ()
 
 
 def test_events_are_those_of_the_schedule_in_their_streams() -> None:
     spec = spec_of()
-    schedule, trace = schedule_of(spec), trace_of(spec)
+    schedule, trace = lowered_schedule(spec), trace_of(spec)
     assert len(trace.events) == 3 * sum(map(len, schedule.rows))
     links = np.isin(trace.events["kind"], [i for i, kind in enumerate(KINDS) if "_F" in kind or "_B" in kind])
     assert (trace.events["stream"][links] == STREAMS.index("link")).all()

@@ -16,7 +16,8 @@ from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpe
 from gems.errors import ConfigError
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
-from gems.simulation.build import costs_of, play, schedule_of
+from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import schedule_costs, simulate_step
 from gems.trace import write_trace
 from scripts.bench.fidelity import Guess, Observed, Row, pace_of, predicted, summary
 from scripts.bench.fidelity_cases import HELD_OUT_EMULATED, HELD_OUT_REAL
@@ -55,7 +56,7 @@ def spec_of(noise: float = 0.0, steps: int = 3) -> RunSpec:
 
 def test_the_compute_of_a_run_by_step_and_rank(tmp_path: Path) -> None:
     spec = spec_of(noise=0.1, steps=60)
-    write_trace(tmp_path / "trace.h5", simulated_trace(spec, schedule_of(spec)))
+    write_trace(tmp_path / "trace.h5", simulated_trace(spec, lowered_schedule(spec)))
     found = computes_of(tmp_path)
     assert found.shape == (59, 4)
     assert found.mean() == pytest.approx(8 * 0.03, rel=0.05) and np.std(found) == pytest.approx(0.024, rel=0.2)
@@ -81,7 +82,7 @@ def test_a_searched_list_is_that_of_the_run_whatever_the_links() -> None:
     )  # fmt: skip
     free, slow = (Calibration({"link": LinkFit(latency, 1e12, 0.0)}, 0.0) for latency in (0.0, 0.05))
     other = replace(spec, machine=replace(spec.machine, link_latency_s=0.05))
-    assert schedule_of(spec) != schedule_of(other)
+    assert lowered_schedule(spec) != lowered_schedule(other)
     assert predicted(spec, slow).step_s > predicted(other, slow).step_s > predicted(spec, free).step_s
 
 
@@ -89,14 +90,14 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
     """A send that left late in one step holds its buffer in that step alone, among the counted ones."""
     spec = spec_of(steps=4)
     spec = replace(spec, cost=replace(spec.cost, boundary_bytes=300))
-    made = schedule_of(spec)
+    made = lowered_schedule(spec)
     trace = simulated_trace(spec, made)
-    costs = costs_of(spec, made.placement)
+    costs = schedule_costs(spec, made.placement)
 
     def peaks() -> list[float]:
         return step_peaks(trace, made, costs, spec.cost.unit_s, spec.cost.activation_bytes).tolist()
 
-    held = memory_over_time(made, costs, play(spec, made)[1], spec.cost.activation_bytes)
+    held = memory_over_time(made, costs, simulate_step(spec, made)[1], spec.cost.activation_bytes)
     assert peaks() == [max(rank.peak for rank in held)] * 3
     sends = (trace.events["step"] == 2) & of_kinds(trace.events, "SEND_F") & (trace.events["rank"] == 0)
     trace.events["end_ns"][sends] = trace.events["end_ns"][trace.events["step"] == 2].max()

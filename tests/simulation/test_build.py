@@ -11,12 +11,13 @@ import gems.simulation.build
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, ScheduleError
-from gems.runs.run_plan import planned
+from gems.runs.run_plan import plan_run
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.placement import bidirectional, linear
-from gems.simulation.build import cap_of, compute_schedule_of, costs_of, found_of, network_of, schedule_of
+from gems.simulation.build import compute_schedule, lowered_schedule, search_schedule
+from gems.simulation.costs import activation_cap, network_in_units, schedule_costs
 
 
 def spec_of(
@@ -29,22 +30,22 @@ def spec_of(
 
 
 def test_the_list_is_lowered_and_whole() -> None:
-    schedule = schedule_of(spec_of())
+    schedule = lowered_schedule(spec_of())
     assert schedule.passes == ("add_transfers", "add_reduce", "add_step")
     assert (schedule.num_ranks, schedule.num_micro_batches) == (2, 4)
 
 
 def test_a_cap_that_a_named_schedule_does_not_keep_is_refused() -> None:
-    assert schedule_of(spec_of(ScheduleConfig("gpipe", activation_cap=4)))
+    assert lowered_schedule(spec_of(ScheduleConfig("gpipe", activation_cap=4)))
     with pytest.raises(ScheduleError, match="above the cap of 3"):
-        schedule_of(spec_of(ScheduleConfig("gpipe", activation_cap=3)))
+        lowered_schedule(spec_of(ScheduleConfig("gpipe", activation_cap=3)))
 
 
 def test_a_cap_in_bytes_is_one_in_units() -> None:
     cost = CostConfig(activation_bytes=1000)
-    assert cap_of(spec_of(schedule=ScheduleConfig("1f1b", activation_cap_bytes=2500), cost=cost)) == 2.5
-    assert cap_of(spec_of(schedule=ScheduleConfig("1f1b", activation_cap=2), cost=cost)) == 2
-    assert cap_of(spec_of()) is None
+    assert activation_cap(spec_of(schedule=ScheduleConfig("1f1b", activation_cap_bytes=2500), cost=cost)) == 2.5
+    assert activation_cap(spec_of(schedule=ScheduleConfig("1f1b", activation_cap=2), cost=cost)) == 2
+    assert activation_cap(spec_of()) is None
 
 
 class TestFromAFile:
@@ -54,27 +55,27 @@ class TestFromAFile:
 
     def test_it_is_read(self, tmp_path: Path) -> None:
         spec = spec_of(micro_batches=2, schedule=self.write(tmp_path / "made.json"))
-        assert compute_schedule_of(spec) == generate("gems_mast", 2, 2)
+        assert compute_schedule(spec) == generate("gems_mast", 2, 2)
 
     @pytest.mark.parametrize(("partitions", "micro_batches", "key"), [(3, 2, "partitions"), (2, 4, "micro_batches")])
     def test_of_another_size(self, tmp_path: Path, partitions: int, micro_batches: int, key: str) -> None:
         spec = spec_of(self.write(tmp_path / "made.json"), partitions, micro_batches)
         with pytest.raises(ConfigError, match=rf"parallel\.{key}=.*must be 2"):
-            schedule_of(spec)
+            lowered_schedule(spec)
 
     def test_one_that_would_not_run(self, tmp_path: Path) -> None:
         rows = to_json(generate("gems_mast", 2, 2))["actions"]
         schedule = self.write(tmp_path / "made.json", actions=[rows[0][::-1], rows[1]])
         with pytest.raises(ScheduleError):
-            schedule_of(spec_of(micro_batches=2, schedule=schedule))
+            lowered_schedule(spec_of(micro_batches=2, schedule=schedule))
 
     @pytest.mark.parametrize("text", ["", "[]", "{}"])
     def test_none_at_all(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "made.json").write_text(text)
         with pytest.raises(ConfigError):
-            schedule_of(spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "made.json"))))
+            lowered_schedule(spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "made.json"))))
         with pytest.raises(ConfigError, match=r"schedule\.path=.*holds no schedule"):
-            schedule_of(spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "missing.json"))))
+            lowered_schedule(spec_of(schedule=ScheduleConfig("file", path=str(tmp_path / "missing.json"))))
 
 
 class TestCosts:
@@ -82,7 +83,7 @@ class TestCosts:
         machine = MachineConfig(
             link_latency_s=0.002, link_bytes_per_s=1e6, ranks_per_node=4, node_latency_s=0.001, node_bytes_per_s=4e6
         )
-        network = network_of(spec_of(machine=machine, cost=CostConfig(unit_s=0.01, link=0.5)))
+        network = network_in_units(spec_of(machine=machine, cost=CostConfig(unit_s=0.01, link=0.5)))
         assert network.delay(0, 4, 1e4) == pytest.approx(0.5 + 0.2 + 1.0)
         assert network.delay(0, 3, 1e4) == pytest.approx(0.5 + 0.1 + 0.25)
 
@@ -90,49 +91,49 @@ class TestCosts:
         cost = CostConfig(unit_s=0.001, param_bytes=3000)
         machine = MachineConfig(link_latency_s=0.001, link_bytes_per_s=1e6)
         alone = spec_of(machine=machine, cost=cost)
-        assert costs_of(alone, linear(2)).reduce == (0.0, 0.0)
+        assert schedule_costs(alone, linear(2)).reduce == (0.0, 0.0)
         abstract = spec_of(machine=machine, cost=CostConfig(link=0.5))
-        assert costs_of(abstract, bidirectional(2)).reduce == (0.0, 0.0)
+        assert schedule_costs(abstract, bidirectional(2)).reduce == (0.0, 0.0)
         pair = 2 * 1 * 1.0 + 2 * 1 / 2 * 2 * 3.0  # each of the two holds both stages
-        assert costs_of(alone, bidirectional(2)).reduce[0] == pytest.approx(pair)
+        assert schedule_costs(alone, bidirectional(2)).reduce[0] == pytest.approx(pair)
         replicas = spec_of(machine=machine, cost=cost, parallel=ParallelConfig(2, replicas=3, micro_batches=4))
-        assert costs_of(replicas, linear(2)).reduce == pytest.approx((4 * 1.0 + 2 * 2 / 3 * 3.0,) * 2)
+        assert schedule_costs(replicas, linear(2)).reduce == pytest.approx((4 * 1.0 + 2 * 2 / 3 * 3.0,) * 2)
 
 
 class TestCut:
     def test_a_placement_with_more_stages_than_layers(self) -> None:
         deepest, spec = spec_of("1f1b", 11), spec_of("zb_v", 8)
-        assert planned(deepest).boundaries == tuple(range(12))
+        assert plan_run(deepest).boundaries == tuple(range(12))
         with pytest.raises(ConfigError, match=r"partitions=8: makes 16 stages .*2 stages on a rank"):
-            planned(spec)
+            plan_run(spec)
 
     def test_too_deep_a_cut_is_refused_before_a_run(self) -> None:
         with pytest.raises(ConfigError, match="must make at most"):
-            planned(spec_of("1f1b", 64, 64))
+            plan_run(spec_of("1f1b", 64, 64))
 
     def test_a_machine_on_paper_cuts_no_model(self) -> None:
         spec = spec_of("1f1b", 64, 64, machine=MachineConfig(kind="emulated"))
-        assert planned(spec).schedule.num_ranks == 64
+        assert plan_run(spec).schedule.num_ranks == 64
 
 
 class TestSearch:
     def test_a_search_is_kept_to_the_layers_of_the_model(self) -> None:
         """ReNet-20 has 11 layers, so of 4 ranks none holds three stages; on paper it may hold any number."""
         spec = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5), 4, 8)
-        assert planned(spec).schedule.num_stages <= 11
-        assert schedule_of(spec).num_stages > 11
+        assert plan_run(spec).schedule.num_stages <= 11
+        assert lowered_schedule(spec).num_stages > 11
         few = spec_of(ScheduleConfig("capped", activation_cap=1.5, budget_s=0.5, max_stages=4), 4, 8)
-        assert schedule_of(few).num_stages == 4
+        assert lowered_schedule(few).num_stages == 4
 
     def test_the_search_is_done_once(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         spec = spec_of(ScheduleConfig("capped", activation_cap=1, budget_s=0.2), 2, 4, cache_dir=str(tmp_path))
-        found = found_of(spec)
+        found = search_schedule(spec)
         assert 0 < found["bound"] <= 1 and found["candidates"] > 0
         monkeypatch.setattr(gems.simulation.build, "capped", None)
-        assert found_of(spec) == found
+        assert search_schedule(spec) == found
 
     def test_a_search_may_recompute_in_a_run(self) -> None:
         schedule = ScheduleConfig("capped", activation_cap=0.75, budget_s=0.5, memory_actions=["recompute"])
-        assert schedule_of(spec_of(schedule, 2, 4)).has_any(Kind.R)
-        assert planned(spec_of(schedule, 2, 4)).schedule.has_any(Kind.R)
-        assert planned(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries == ()
+        assert lowered_schedule(spec_of(schedule, 2, 4)).has_any(Kind.R)
+        assert plan_run(spec_of(schedule, 2, 4)).schedule.has_any(Kind.R)
+        assert plan_run(spec_of(schedule, 2, 4, machine=MachineConfig(kind="emulated"))).boundaries == ()

@@ -34,7 +34,7 @@ from gems.engine.transport.polling import Patience, look_s, sharpen_sleep
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.schedule import Schedule
-from gems.simulation.build import cap_of, costs_of, pace_of, reduced_bytes
+from gems.simulation.costs import activation_cap, gradient_bytes, replica_pace, schedule_costs
 from gems.trace import TracePart, part_path, root_attributes
 from gems.utils.atomic_io import write_json
 
@@ -94,7 +94,7 @@ def emulate(spec: RunSpec, folder: RunFolder, comm: Comm, heartbeat: Heartbeat, 
 def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heartbeat: Heartbeat) -> _Rank:
     placement, hang_timeout_s, nap_s = schedule.placement, spec.train.hang_timeout_s, look_s(ranks_here(comm))
     replica, rank = divmod(comm.rank, spec.parallel.partitions)
-    costs = costs_of(spec, placement)
+    costs = schedule_costs(spec, placement)
 
     def open_transport(of: Comm) -> Transport:
         return Transport(of, hang_timeout_s, spin_s=0.0, sleep_s=nap_s)
@@ -108,7 +108,7 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
     recorder = Recorder(part, holdings)
     links = EmulatedLinks(schedule, rank, costs.boundary_bytes, transports, recorder)
     patience = Patience(links.poll, nap_s, hang_timeout_s)
-    gradients = np.zeros(reduced_bytes(spec, placement, rank) // 4, np.float32)
+    gradients = np.zeros(gradient_bytes(spec, placement, rank) // 4, np.float32)
     reduce_ns = round(costs.reduce[placement.lowest_stage(rank)] * spec.cost.unit_s * 1e9)
 
     def reduce() -> None:
@@ -119,8 +119,8 @@ def _build(spec: RunSpec, comm: Comm, schedule: Schedule, part: TracePart, heart
             patience.until(time.perf_counter_ns() + reduce_ns)
 
     device = Emulated(
-        schedule, rank, costs, spec.cost.unit_s, spec.cost.activation_bytes, cap_of(spec),
-        links, patience, recorder, reduce, heartbeat, pace_of(spec, replica),
+        schedule, rank, costs, spec.cost.unit_s, spec.cost.activation_bytes, activation_cap(spec),
+        links, patience, recorder, reduce, heartbeat, replica_pace(spec, replica),
     )  # fmt: skip
     size = round(max(costs.boundary_bytes))
     return _Rank(

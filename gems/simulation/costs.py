@@ -1,0 +1,162 @@
+"""What a run's schedule costs: compute, links, all-reduce and pace by its configuration, and one simulated step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from gems.config.schema import RunSpec
+from gems.partition.operator_placement import stage_costs_of
+from gems.profile.spans import Spans
+from gems.schedule.costs import DepthCosts, Network, StageCosts
+from gems.schedule.pace import EVEN, Pace
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import Simulation, rank_times, simulate
+from gems.simulation.all_reduce import NONE, all_reduce
+
+
+def activation_cap(run: RunSpec) -> float | None:
+    """Return the cap in units of one micro-batch's activations on the heaviest of P equal parts, None without one."""
+    schedule = run.schedule
+    if schedule.activation_cap_bytes is None:
+        return schedule.activation_cap
+    return schedule.activation_cap_bytes / run.cost.activation_bytes
+
+
+def depth_costs(run: RunSpec) -> DepthCosts:
+    """Return the costs of the model over its depth, in units."""
+    cost = run.cost
+    return DepthCosts(
+        num_ranks=run.parallel.partitions,
+        forward=cost.forward,
+        input_grad=cost.input_grad,
+        weight_grad=cost.weight_grad,
+        recompute=cost.recompute,
+        copy=cost.offload,
+        boundary_bytes=float(cost.boundary_bytes),
+        times=tuple(cost.times),
+        activations=tuple(cost.activations),
+    )
+
+
+def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
+    """Return the costs of a schedule's stages in units, with the all-reduce of the gradients.
+
+    Without `cost.param_bytes` that takes no time, so that abstract costs are those of the pipeline alone.
+    """
+    stages = depth_costs(run).stages(placement.num_stages) if placement.feeders is None else stage_costs_of(run)
+    return _with_all_reduce(
+        run, stages, placement, network_in_units(run), lambda rank: gradient_bytes(run, placement, rank) or None
+    )
+
+
+def gradient_bytes(run: RunSpec, placement: Placement, rank: int) -> int:
+    """Return the bytes of gradients that a rank reduces: those of its share of the model, twice that in two directions."""
+    stages = {stage for _, stage in placement.stages_on(rank)}
+    return run.cost.param_bytes * len(stages) * placement.num_ranks // placement.num_stages
+
+
+def with_all_reduce(
+    run: RunSpec, costs: StageCosts, placement: Placement, boundaries: tuple[int, ...], spans: Spans
+) -> StageCosts:
+    """Return costs in seconds with the all-reduce of the parameters that a partition puts on each rank."""
+
+    def num_bytes(rank: int) -> float:
+        stages = {stage for _, stage in placement.stages_on(rank)}
+        return sum(float(spans.params[boundaries[stage], boundaries[stage + 1]]) for stage in stages)
+
+    return _with_all_reduce(run, costs, placement, network_in_seconds(run), num_bytes)
+
+
+def _with_all_reduce(
+    run: RunSpec, costs: StageCosts, placement: Placement, links: Network, num_bytes: Callable[[int], float | None]
+) -> StageCosts:
+    time, link_time = [0.0] * placement.num_stages, [0.0] * placement.num_stages
+    for rank in range(placement.num_ranks):
+        size, group = num_bytes(rank), placement.reduce_group(rank, run.parallel.replicas)
+        found = NONE if size is None else all_reduce(links, group, float(size))
+        stage = placement.lowest_stage(rank)
+        time[stage], link_time[stage] = found.time, found.link_time
+    return replace(costs, reduce=tuple(time), reduce_link=tuple(link_time))
+
+
+def network_in_units(run: RunSpec) -> Network:
+    """Return the links of the configured machine, in units of time."""
+    machine, unit_s = run.machine, run.cost.unit_s
+
+    def per_byte(bytes_per_s: float | None) -> float:
+        return 0.0 if bytes_per_s is None else 1.0 / (bytes_per_s * unit_s)
+
+    return Network(
+        latency=run.cost.link + machine.link_latency_s / unit_s,
+        per_byte=per_byte(machine.link_bytes_per_s),
+        ranks_per_node=machine.ranks_per_node,
+        node_latency=run.cost.link + machine.node_latency_s / unit_s,
+        node_per_byte=per_byte(machine.node_bytes_per_s),
+        has_contention=machine.contention,
+    )
+
+
+def network_in_seconds(run: RunSpec) -> Network:
+    """Return the links of the configured machine in seconds, whatever the unit of the costs is."""
+    return network_in_units(replace(run, cost=replace(run.cost, unit_s=1.0, link=0.0)))
+
+
+def replica_pace(run: RunSpec, replica: int) -> Pace:
+    """Return what disturbs one replica of the pipeline: its slow rank, if it has one, and the time to read inputs."""
+    machine, num_ranks = run.machine, run.parallel.partitions
+    slow = machine.slow_rank
+    is_here = slow is not None and slow // num_ranks == replica
+    return Pace(slow % num_ranks if slow is not None and is_here else None, machine.slowdown, run.cost.input_load)
+
+
+def simulate_step(run: RunSpec, schedule: Schedule) -> tuple[Network, Simulation]:
+    """Simulate one step of a run without jitter, in units; return the network that it was simulated on too."""
+    paces = [replica_pace(run, replica) for replica in range(run.parallel.replicas)]
+    costs, cap = schedule_costs(run, schedule.placement), activation_cap(run)
+    return slowest_replica(schedule, costs, network_in_units(run), paces, cap)
+
+
+def slowest_replica(
+    schedule: Schedule, costs: StageCosts, links: Network, paces: Sequence[Pace], cap: float | None = None
+) -> tuple[Network, Simulation]:
+    """Simulate one step of the replicas, one for each of `paces`, and return the slowest, for which the others wait.
+
+    Replicas differ only in how their ranks lie over the nodes and in their pace.
+    """
+    variants = dict.fromkeys(zip(_layouts(links, schedule.num_ranks, len(paces)), paces, strict=True))
+    steps = ((each, simulate(schedule, costs, each, cap, pace)) for each, pace in variants)
+    return max(steps, key=lambda pair: pair[1].span)
+
+
+def even_paces(run: RunSpec) -> list[Pace]:
+    """Return undisturbed paces for the replicas of a run."""
+    return [EVEN] * run.parallel.replicas
+
+
+def _layouts(links: Network, num_ranks: int, num_replicas: int) -> list[Network]:
+    """Return the network of each replica of `num_ranks` ranks, as these lie over the nodes."""
+    per_node = links.ranks_per_node
+    if per_node is None:
+        return [links] * num_replicas
+    known: dict[tuple[int, ...], Network] = {}
+    found = []
+    for replica in range(num_replicas):
+        first = replica * num_ranks % per_node
+        nodes = tuple((first + rank) // per_node for rank in range(num_ranks))
+        found.append(known.setdefault(nodes, replace(links, first_rank=first)))
+    return found
+
+
+def parts_s(schedule: Schedule, costs: StageCosts, step: Simulation, links: Network) -> dict[str, float]:
+    """Return the seconds of a simulated step by what a rank does, means over the ranks, which add up to the step."""
+    times = rank_times(schedule, costs, step, links)
+    return {
+        "compute": fmean(time.useful for time in times),
+        "recompute": fmean(time.recompute for time in times),
+        "messages": fmean(time.link for time in times),
+        "all_reduce": fmean(time.reduce for time in times),
+        "waiting": fmean(time.idle + time.step for time in times),
+    }

@@ -1,0 +1,78 @@
+"""A run's memory policy: what it plans for, what the plan does to a step, and whether it fits devices and hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gems.config.schema import RunSpec
+from gems.errors import DoesNotFitError
+from gems.memory.case import MemoryCase, PlanOutcome
+from gems.memory.stage_storages import profile_storages
+from gems.partition.methods import optimizer_of
+from gems.profile import ModelProfile
+from gems.profile.store import profile_of
+from gems.schedule.schedule import Schedule
+from gems.simulation.costs import even_paces, network_in_seconds, slowest_replica, with_all_reduce
+
+SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
+
+
+def memory_case(
+    spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...], profile: ModelProfile | None = None
+) -> MemoryCase:
+    """Return what the memory policies of a resolved run plan for; `schedule` is the compute-only one.
+
+    The profile comes from where the run says, unless it is given.
+
+    Raises:
+        ConfigError: a profile that cannot be had.
+    """
+    machine = spec.machine
+    return MemoryCase(
+        profile or profile_of(spec), schedule, boundaries, optimizer_of(spec), spec.memory.limit_bytes or machine.device_bytes,
+        machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.min_offload_bytes,
+        spec.parallel.replicas,
+    )  # fmt: skip
+
+
+def with_replicas(run: RunSpec, case: MemoryCase, outcome: PlanOutcome) -> PlanOutcome:
+    """Return the outcome of a memory plan among all replicas: policies plan for one, which reduces nothing."""
+    schedule, spans = outcome.schedule, profile_storages(case.profile).spans
+    costs = with_all_reduce(run, outcome.costs, schedule.placement, case.boundaries, spans)
+    _, step = slowest_replica(schedule, costs, network_in_seconds(run), even_paces(run))
+    return replace(outcome, costs=costs, played=step)
+
+
+def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:
+    """Check what a memory plan leaves on the devices and takes of host memory.
+
+    Raises:
+        DoesNotFitError: a rank would hold more than its device, or the ranks of a node more than machine.host_bytes.
+    """
+    policy, peaks, worst = outcome.plan.policy, outcome.peak_bytes, outcome.fullest_rank
+    limit = spec.machine.device_bytes
+    if limit is not None and peaks[worst] > limit:
+        raise DoesNotFitError(f"rank {worst} of {len(peaks)} under memory={policy}", peaks[worst], limit, SMALLER)
+    limit, on_host = spec.machine.host_bytes, node_host_bytes(spec, outcome.host_bytes)
+    if limit is not None and on_host > limit:
+        raise DoesNotFitError(
+            f"host memory of {_ranks_on_node(spec, outcome.host_bytes)} ranks on a node under memory={policy}", on_host, limit,
+            "recompute more (memory=recompute, memory=plan), use more nodes, or a smaller image or micro-batch",
+            key="machine.host_bytes",
+        )  # fmt: skip
+
+
+def fits_host(spec: RunSpec, host_bytes: Sequence[int]) -> bool:
+    """Return whether a node's host memory holds what its ranks keep there, given in bytes for each rank of a pipeline."""
+    limit = spec.machine.host_bytes
+    return limit is None or node_host_bytes(spec, host_bytes) <= limit
+
+
+def node_host_bytes(spec: RunSpec, host_bytes: Sequence[int]) -> int:
+    """Return the most bytes that the ranks of a node keep in host memory together."""
+    return max(host_bytes) * _ranks_on_node(spec, host_bytes)
+
+
+def _ranks_on_node(spec: RunSpec, host_bytes: Sequence[int]) -> int:
+    return min(spec.cluster.ranks_per_node or len(host_bytes), spec.world_size)

@@ -1,0 +1,201 @@
+"""What one step of a run is predicted to take: times, efficiency, memory over time and the bound, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gems.config.resolve import global_batch
+from gems.config.schema import RunSpec
+from gems.memory.case import PlanOutcome
+from gems.models import layers_of
+from gems.partition.methods import cut
+from gems.schedule import CAPPED
+from gems.schedule.action import Kind
+from gems.schedule.bounds import memory_time_bound
+from gems.schedule.costs import Network, StageCosts
+from gems.schedule.lower import compute_only
+from gems.schedule.memory import Held, RankMemory, memory_over_time
+from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import RankTime, Simulation, rank_times
+from gems.simulation.build import search_schedule
+from gems.simulation.costs import (
+    activation_cap,
+    even_paces,
+    network_in_seconds,
+    replica_pace,
+    schedule_costs,
+    simulate_step,
+    slowest_replica,
+)
+from gems.simulation.jitter import interval_of, median_of, noisy_steps
+from gems.simulation.memory_case import memory_case
+from gems.simulation.profiled_costs import PROFILE
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One simulated step of a run, in its units, and what it was simulated with.
+
+    Attributes:
+        run: with the costs that it was simulated with.
+        step: with machine.noise, the median of drawn steps.
+        interval: the spans between which 95 % of the drawn steps lie; without noise, the step's span twice.
+        unit_s: seconds in a unit of time.
+        activation_bytes: bytes in a unit of memory; 0 if not known.
+    """
+
+    run: RunSpec
+    schedule: Schedule
+    costs: StageCosts
+    network: Network
+    cap: float | None
+    step: Simulation
+    times: tuple[RankTime, ...]
+    memory: tuple[RankMemory, ...]
+    bound: float
+    interval: tuple[float, float]
+    unit_s: float
+    activation_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.step.span * self.unit_s
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """The most bytes that each rank of a pipeline holds on its device, None if they are not known."""
+        return tuple(rank.peak for rank in self.memory) if self.activation_bytes else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON of `gems simulate`.
+
+        Shares (efficiency, bubble, bound, gap) are fractions of 1: useful compute over ranks x step, time in which a
+        rank computes nothing, the largest efficiency for this placement under the cap (without one, under the peak that
+        the schedule has), and the part of the bound that is missed. Lists have an item a rank of one pipeline: replicas
+        are alike. Sizes in bytes are null where cost.activation_bytes is not given.
+        """
+        spec, step, unit_s, num_ranks = self.run, self.step, self.unit_s, self.schedule.num_ranks
+        size, unknown = self.activation_bytes, [None] * num_ranks
+        computing = sum(time.useful + time.recompute for time in self.times)
+        return {
+            "source": "simulated",
+            "memory": spec.memory.name,
+            "schedule": self.schedule.name,
+            "partitions": num_ranks,
+            "replicas": spec.parallel.replicas,
+            "world_size": spec.world_size,
+            "micro_batches": self.schedule.num_micro_batches,
+            "stages": self.schedule.num_stages,
+            "directions": self.schedule.num_directions,
+            "step_units": step.span,
+            "step_s": self.step_s,
+            "step_low_s": self.interval[0] * unit_s,
+            "step_high_s": self.interval[1] * unit_s,
+            "images_per_s": global_batch(spec) / self.step_s,
+            "efficiency": step.efficiency,
+            "bubble": 1.0 - computing / (num_ranks * step.span),
+            "bound": self.bound,
+            "gap": 1.0 - step.efficiency / self.bound,
+            "cap": self.cap,
+            "peak_units": list(step.peak),
+            "peak_activation_bytes": [peak * size for peak in step.peak] if size else unknown,
+            "peak_bytes": list(self.peak_bytes or unknown),
+            "peak_host_bytes": [
+                max((held.host for held in memory.held), default=0.0) if size else None for memory in self.memory
+            ],
+            **{
+                f"{name}_s": [getattr(time, part) * unit_s for time in self.times]
+                for name, part in (
+                    ("useful", "useful"), ("recompute", "recompute"), ("link_wait", "link"), ("input_wait", "input"), ("reduce", "reduce"),
+                    ("optimizer", "step"), ("idle", "idle"),
+                )
+            },
+        }  # fmt: skip
+
+
+def predict_schedule(run: RunSpec, schedule: Schedule) -> Prediction:
+    """Simulate a lowered schedule that keeps its activations, one pipeline for all replicas.
+
+    Raises:
+        DoesNotFitError: a rank would hold more than its device, by the profile of its layers.
+    """
+    costs, cap = schedule_costs(run, schedule.placement), activation_cap(run)
+    network, quiet = simulate_step(run, schedule)
+    step, interval = _with_jitter(run, schedule, costs, network, cap, quiet)
+    return Prediction(
+        run, schedule, costs, network, cap, step,
+        rank_times(schedule, costs, step, network, replica_pace(run, 0)),
+        _kept_memory(run, schedule, costs, step),
+        _efficiency_bound(run, schedule, costs, network, max(step.peak) if cap is None else cap),
+        interval, run.cost.unit_s, run.cost.activation_bytes,
+    )  # fmt: skip
+
+
+def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
+    """Simulate a run under its memory policy, in seconds and bytes; the bytes on the device are those of its walk."""
+    schedule, costs = outcome.schedule, outcome.costs
+    network, _ = slowest_replica(schedule, costs, network_in_seconds(run), even_paces(run))
+    step, interval = _with_jitter(run, schedule, costs, network, None, outcome.played)
+    return Prediction(
+        run, schedule, costs, network, None, step,
+        rank_times(schedule, costs, step, network),
+        tuple(_memory_over_time(outcome, step, rank) for rank in range(schedule.num_ranks)),
+        memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network),
+        interval, 1.0, 1,
+    )  # fmt: skip
+
+
+def _with_jitter(
+    run: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, quiet: Simulation
+) -> tuple[Simulation, tuple[float, float]]:
+    """Return the median step under machine.noise, and the times between which 95 % of the steps lie."""
+    if not run.machine.noise:
+        return quiet, (quiet.span, quiet.span)
+    machine, replicas = run.machine, run.parallel.replicas
+    steps = noisy_steps(schedule, costs, network, cap, machine.noise, replicas, run.seed, pace=replica_pace(run, 0))
+    return median_of(steps), interval_of(steps)
+
+
+def _kept_memory(run: RunSpec, schedule: Schedule, costs: StageCosts, step: Simulation) -> tuple[RankMemory, ...]:
+    """Return the bytes of ranks that keep their activations: by the storages of the layers, if a profile names them.
+
+    Configured costs, a placed schedule, and a searched one of more stages than layers count only activations, messages
+    and parameters.
+    """
+    has_profile = run.cost.name == PROFILE and schedule.placement.feeders is None
+    if not has_profile or schedule.num_stages > len(layers_of(run.model, run.data)):
+        return memory_over_time(schedule, costs, step, run.cost.activation_bytes, run.cost.param_bytes)
+    kept = memory_case(run, compute_only(schedule), cut(run, schedule).boundaries).kept
+    return tuple(_memory_over_time(kept, step, rank) for rank in range(schedule.num_ranks))
+
+
+def _memory_over_time(outcome: PlanOutcome, step: Simulation, rank: int) -> RankMemory:
+    """Return a rank's bytes over time: while an action runs, and after it."""
+    held = []
+    points, starts, ends = outcome.ranks[rank].points, step.start[rank], step.end[rank]
+    for point, start, end in zip(points, starts, ends, strict=True):
+        for time, on_device in ((start, point.during_bytes), (end, point.device_bytes)):
+            held.append(
+                Held(
+                    time,
+                    float(point.activation_bytes),
+                    float(on_device - point.activation_bytes),
+                    float(point.host_bytes),
+                )
+            )
+    return RankMemory(0.0, tuple(held))
+
+
+def _efficiency_bound(run: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float) -> float:
+    """Return the efficiency that no order on the same placement exceeds under the cap; see `memory_time_bound`.
+
+    A search knows its own, over all placements that it may use.
+    """
+    if schedule.name == CAPPED:
+        return float(search_schedule(run)["bound"])
+    allow = set(run.schedule.memory_actions)
+    allow |= {name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)}
+    is_split = schedule.has_split_backward
+    return memory_time_bound(costs, schedule.placement, cap, is_split, network, tuple(allow))
