@@ -14,7 +14,6 @@ from gems.engine.supervision.stop_request import StopWatch
 from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
-from gems.simulation.profiled_costs import costed
 from gems.utils.atomic_io import read_json
 
 
@@ -68,7 +67,7 @@ def train(spec: RunSpec) -> TrainResult:
     found: RunFolder | GemsError | None = None
     if comm.rank == 0:
         try:
-            found = prepare(costed(spec))
+            found = prepare(spec)
             found.write_status("running", host=os.uname().nodename, pid=os.getpid())
         except GemsError as error:
             found = error
