@@ -32,6 +32,7 @@ def _code(path: Path) -> str:
 def configuration() -> str:
     """Return a section for each group of the schema, with a table of its keys."""
     from gems.config.fields import keys
+    from gems.config.overrides import options_of
     from gems.config.schema import RunSpec, StudyConfig
 
     groups = {f.name: f.default_factory for f in fields(RunSpec) if is_dataclass(f.default_factory)}
@@ -39,7 +40,7 @@ def configuration() -> str:
     top = [key for key in found if key.name.split(".")[0] not in groups]
     sections = ["## Top level\n\n" + _key_table(top)]
     for name, group in (*groups.items(), ("study", StudyConfig)):
-        options = sorted(path.stem for path in (ROOT / "conf" / name).glob("*.yaml"))
+        options = options_of(name)
         chosen = f"\n\nOptions, `{name}=`: " + ", ".join(f"`{option}`" for option in options) + "." if options else ""
         mine = [key for key in found if key.name.startswith(f"{name}.")]
         sections.append(f"## {name}\n\n{_docstring(group)}{chosen}\n\n{_key_table(mine) if mine else ''}")

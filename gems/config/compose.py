@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -17,10 +18,13 @@ from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.overrides import (
     CONF,
     FREE,
+    REGISTERED,
     check_overrides,
+    import_plugins,
     in_bytes,
     opened,
     parsed,
+    registered_options,
     rewritten,
     search_path,
     translate,
@@ -101,7 +105,9 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
         ConfigError: as `compose`; and whatever `act` raises.
     """
     argv = rewritten(argv)
-    default = _DefaultCluster(cluster, [word for word in argv if not word.startswith("-")])
+    words = [word for word in argv if not word.startswith("-")]
+    import_plugins(parsed([word for word in words if word.startswith("plugins")]))
+    default = _DefaultCluster(cluster, words)
     _register(default)
     failed: list[BaseException] = []
 
@@ -151,12 +157,16 @@ class _DefaultCluster:
     def __call__(self) -> str:
         if self._name != AUTO:
             return self._name
-        words = [word for word in self._overrides if word.startswith("hydra.searchpath=")]
         try:
-            return choose_preset([CONF, *search_path(parsed(words))])
+            return choose_preset(self.folders())
         except ConfigError as error:
             self._error = error
             return LOCAL
+
+    def folders(self) -> list[Path]:
+        """Return the folders of options: ours, and those of the user."""
+        words = [word for word in self._overrides if word.startswith("hydra.searchpath=")]
+        return [CONF, *search_path(parsed(words))]
 
     def check(self) -> None:
         """Raise the ConfigError of a preset that was not found."""
@@ -170,7 +180,17 @@ def _store_schema() -> None:
 
 
 def _register(default: _DefaultCluster) -> None:
+    """Give Hydra what is no file: the schema, the default cluster, and the registered options; a file of a name wins."""
     _store_schema()
+    store = ConfigStore.instance()
+    for group in REGISTERED:
+        files = {path.name for folder in default.folders() for path in (folder / group).glob("*.yaml")}
+        for name in registered_options(group):
+            # Hydra would take an entry beside a file of its name for the file's schema.
+            if f"{name}.yaml" in files:
+                store.repo.get(group, {}).pop(f"{name}.yaml", None)
+            else:
+                store.store(group=group, name=name, node={"name": name})
     OmegaConf.register_new_resolver("gems.cluster", default, replace=True)
 
 

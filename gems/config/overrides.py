@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -16,9 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.cluster_presets import GROUP as CLUSTER
 from gems.config.fields import keys
+from gems.config.registries import DATASETS, METHODS, MODELS, POLICIES
 from gems.config.renamed_keys import renamed_error
-from gems.config.schema import RunSpec
+from gems.config.schema import COSTS, PROFILES, RunSpec
 from gems.errors import ConfigError, nearest, one_of
+from gems.schedule import FAMILIES, FROM_FILE, PLACED
+from gems.utils.registry import load_plugins, plugin_folder
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 IN_CONF = "(in conf/)"
@@ -53,15 +56,41 @@ def in_bytes(override: str) -> str:
 
 
 def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Return the options of a configuration group in `folders`, or nothing if there is no such group."""
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    """Return the options of a configuration group: files in `folders`, and what is registered."""
+    files = {path.stem for folder in folders for path in (folder / group).glob("*.yaml")}
+    return sorted(files | set(registered_options(group)))
+
+
+def registered_options(group: str) -> Iterable[str]:
+    """Return the names that a group takes without a file: those of its registry, or the choices of its field `name`."""
+    return REGISTERED[group]() if group in REGISTERED else ()
+
+
+REGISTERED: dict[str, Callable[[], Iterable[str]]] = {
+    "schedule": lambda: (*FAMILIES, FROM_FILE, PLACED), "memory": lambda: POLICIES, "partition": lambda: METHODS,
+    "data": lambda: DATASETS, "model": lambda: MODELS, "profile": lambda: PROFILES, "cost": lambda: COSTS,
+}  # fmt: skip
+
+
+def import_plugins(given: Sequence[Override]) -> None:
+    """Import the modules that `plugins=` names, so that the names that they register can be given.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    values = {str(override.key_or_group): override.value() for override in given}
+    named = values.get("plugins") or []
+    if not isinstance(named, list):
+        raise ConfigError("plugins", named, "must be a list of modules, as in plugins=[my_schedules]")
+    names = [str(name) for name in named]
+    folder = values.get("plugins_dir")
+    load_plugins(names, str(folder) if folder else plugin_folder(names))
 
 
 def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
-    """Yield every key that an override may name: groups in `folders`, and keys of the schema."""
-    for folder in folders:
-        groups = (path.name for path in folder.iterdir() if path.is_dir())
-        yield from (group for group in groups if options_of(group, [folder]))
+    """Yield every key that an override may name: groups in `folders`, and fields of the schema with their dots."""
+    files = (path for folder in folders for path in folder.glob("*/*.yaml"))
+    yield from sorted({*REGISTERED, *(path.parent.name for path in files)})
     yield from (key.name for key in keys(RunSpec))
 
 
@@ -72,6 +101,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         ConfigError: with the nearest valid keys or options.
     """
     given = parsed(overrides)
+    import_plugins(given)
     folders = [CONF, *search_path(given)]
     valid = list(valid_keys(folders))
     for override in given:

@@ -10,6 +10,7 @@ from gems.config.registries import DATASETS, RESOLVERS
 from gems.config.schema import ParallelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES
+from gems.utils.registry import load_plugins, plugin_folder
 
 
 def resolve(spec: RunSpec) -> RunSpec:
@@ -18,6 +19,9 @@ def resolve(spec: RunSpec) -> RunSpec:
     Raises:
         ConfigError: the first value that cannot run, with what is allowed.
     """
+    if spec.plugins:
+        spec = replace(spec, plugins_dir=spec.plugins_dir or plugin_folder(spec.plugins))
+        load_plugins(spec.plugins, spec.plugins_dir)
     check_fields(spec)
     for resolver in RESOLVERS.values():
         spec = resolver(spec)

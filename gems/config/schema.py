@@ -324,6 +324,12 @@ class RunSpec:
         None, "folder of profiles, partitions and plans; null: $GEMS_CACHE_DIR or ~/.cache/gems",
         accepts=_is_folder, form=FOLDER, in_run_id=False,
     )  # fmt: skip
+    plugins: list[str] = text(
+        [], "your modules that register schedules, policies, data, ...; imported wherever the run is"
+    )
+    plugins_dir: str | None = text(
+        None, "folder of plugins that are not installed; null: the current one", in_run_id=False
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

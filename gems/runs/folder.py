@@ -20,6 +20,7 @@ from gems.runs.code_archive import CODE_ZIP
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import read_json, write_json
+from gems.utils.registry import load_plugins
 
 OF_ALL_ATTEMPTS = (
     "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts", "checkpoints",
@@ -172,10 +173,10 @@ class RunFolder:
         return self.path / "stacks" / f"rank{rank:04d}.txt"
 
     def read_spec(self) -> RunSpec:
-        """Read run.yaml.
+        """Read run.yaml, and import the plugins of the run.
 
         Raises:
-            ConfigError: there is none, or it is not a run's configuration.
+            ConfigError: there is none, it is not a run's configuration, or a plugin cannot be imported.
         """
         try:
             values = yaml.safe_load(self.run_yaml.read_text())
@@ -185,7 +186,9 @@ class RunFolder:
             ) from error
         if not isinstance(values, dict):
             raise ConfigError("run folder", self.path, "its run.yaml is not a configuration")
-        return RunSpec.from_dict(values)
+        spec = RunSpec.from_dict(values)
+        load_plugins(spec.plugins, spec.plugins_dir)
+        return spec
 
     def read_run(self) -> RunSpec:
         """Read run.yaml with the costs of the run's profile in place of its own: what is emulated and simulated.

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from gems.config.compose import compose
-from gems.config.overrides import options_of
+from gems.config.overrides import CONF
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
 from gems.memory.optimizer.optimal import plan
@@ -45,7 +45,7 @@ CHAIN_GAP = 0.05
 
 def cases(only: str, machine: str) -> Iterator[tuple[dict[str, Any], MemoryCase]]:
     """Yield the cases with what names them."""
-    for model in options_of("model"):
+    for model in sorted(path.stem for path in (CONF / "model").glob("*.yaml")):
         if only not in model or model in SEQUENCES or any(word in model for word in DEEP):
             continue
         for side_px in SIDES_PX:

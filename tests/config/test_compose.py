@@ -56,6 +56,10 @@ def refusal(*overrides: str) -> str:
     return str(error.value)
 
 
+def files_of(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
 class TestConf:
     def test_the_defaults_of_conf_run(self) -> None:
         spec = compose([])
@@ -70,7 +74,7 @@ class TestConf:
     def test_every_schedule_has_an_option(self, name: str) -> None:
         assert compose([f"schedule={name}", "schedule.activation_cap=1"]).schedule.name == name
 
-    @pytest.mark.parametrize("option", options_of("model"))
+    @pytest.mark.parametrize("option", files_of("model"))
     def test_every_model_composes_with_data_that_it_takes(self, option: str) -> None:
         family = MODELS[yaml.safe_load((CONF / "model" / f"{option}.yaml").read_text())["name"]]
         sized = ["data=synthetic", "data.height_px=128", "data.width_px=128"]
@@ -84,11 +88,11 @@ class TestConf:
 
     @pytest.mark.parametrize("group", ["schedule", "data", "cluster", "machine", "cost"])
     def test_an_options_name_is_its_files(self, group: str) -> None:
-        for option in options_of(group):
+        for option in files_of(group):
             assert yaml.safe_load((CONF / group / f"{option}.yaml").read_text())["name"] == option
 
     def test_models_are_of_known_families(self) -> None:
-        for option in options_of("model"):
+        for option in files_of("model"):
             assert yaml.safe_load((CONF / "model" / f"{option}.yaml").read_text())["name"] in MODELS
 
     def test_conf_of_the_tests_equals_the_schemas_defaults_where_it_is_silent(self) -> None:

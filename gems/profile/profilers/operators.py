@@ -28,6 +28,7 @@ from gems.profile.profilers.meter import meter
 from gems.profile.profilers.roofline import Rates, rates_of, roofline_times
 from gems.profile.profilers.whole_model import given_tensors
 from gems.profile.store import REFUSED
+from gems.utils.registry import load_plugins
 
 STATES = {"sgd": 1, "adam": 2}  # copies of the parameters that an optimizer keeps
 
@@ -112,6 +113,7 @@ def op_graph(spec: RunSpec) -> OpGraph:
 def main() -> int:
     """Run the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
     spec = RunSpec.from_dict(json.load(sys.stdin))
+    load_plugins(spec.plugins, spec.plugins_dir)
     answer: dict[str, Any]
     try:
         answer, code = op_graph(spec).to_json(), 0

@@ -15,6 +15,7 @@ from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.incremental import Devices, incremental_profile
 from gems.profile.profilers.measured import measured_profile
 from gems.profile.store import REFUSED
+from gems.utils.registry import load_plugins
 
 OPTIMIZER_STATES = {"sgd": 1, "adam": 2}
 
@@ -44,6 +45,7 @@ def layers_per_device(spec: RunSpec) -> int | None:
 def main() -> int:
     """Run the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
     spec = RunSpec.from_dict(json.load(sys.stdin))
+    load_plugins(spec.plugins, spec.plugins_dir)
     torch.set_num_threads(spec.machine.threads_per_rank)
     try:
         profile = take(spec)
