@@ -24,11 +24,7 @@ DRY_RUN = "--dry-run"
 
 
 def prepare_run(spec: RunSpec, options: Options) -> int:
-    """Prepare the run folder and print its path, for those who start the ranks themselves.
-
-    Raises:
-        ConfigError: as `gems.runs.prepare.prepare`.
-    """
+    """Prepare the run folder and print its path, for those who start the ranks themselves."""
     release_folder(RunFolder.of(spec))
     folder = prepare(spec)
     if options.json:

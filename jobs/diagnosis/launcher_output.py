@@ -68,75 +68,43 @@ class LauncherOutput:
         if cancellation is not None:
             if cancellation.reason and not cancellation.is_job:
                 self.cancel_reason = cancellation.reason.lower()
-            return
-        for pattern, take in (
-            (SRUN_TASK, self._srun_task),
-            (HYDRA_WHO, self._hydra_who),
-            (HYDRA_CODE, self._hydra_code),
-            (HYDRA_SIGNAL, self._hydra_signal),
-            (HYDRA_TABLE, self._hydra_table),
-            (OPEN_MPI_SIGNAL, self._open_mpi_signal),
-            (OPEN_MPI_WRAPPED, self._open_mpi_wrapped),
-            (OPEN_MPI_WHO, self._open_mpi_who),
-            (OPEN_MPI_CODE, self._open_mpi_code),
-            (ABORT, self._abort),
-        ):
-            found = pattern.search(line)
-            if found:
-                take(found)
-                return
+        elif found := SRUN_TASK.search(line):
+            what = re.sub(r" \(core dumped\)$", "", found["what"]).strip()
+            code, number = re.match(r"Exited with exit code (\d+)", what), _SIGNALS.get(what)
+            exit_code, reason = int(code[1]) if code else None, None if code or number else what
+            self._deaths += [
+                Death(rank, None, found["node"], number, exit_code, reason) for rank in _numbers(found["ranks"])
+            ]
+        elif found := HYDRA_WHO.search(line):
+            self._deaths.append(Death(int(found["rank"]) if found["rank"] else None, int(found["pid"]), found["node"]))
+        elif found := HYDRA_CODE.search(line):
+            self._amend(exit_code=int(found["code"]))
+        elif found := HYDRA_SIGNAL.search(line):
+            self._amend(signal=int(found["old"] or found["new"]))
+        elif found := HYDRA_TABLE.search(line):
+            # Wait statuses in rank order. Hydra kills the others, so a rank that ended by exit() did so before.
+            self._statuses = [int(word) for word in re.findall(r"\d+", re.sub(r"\[[^\]]*\]", " ", found["table"]))]
+            deaths = [self.death(rank) for rank in range(len(self._statuses))]
+            self._deaths[:0] = [death for death in deaths if death.exit_code]
+        elif found := OPEN_MPI_SIGNAL.search(line):
+            number = int(found["signal"]) if found["signal"] else None
+            self._deaths.append(Death(int(found["rank"]), int(found["pid"]) or None, found["node"], number))
+        elif found := OPEN_MPI_WRAPPED.search(line):
+            self._amend(signal=int(found["signal"]))
+        elif found := OPEN_MPI_WHO.search(line):
+            self._open_mpi_rank = int(found["exited"] or found["aborted"])
+        elif found := OPEN_MPI_CODE.search(line):
+            if self._open_mpi_rank is not None:
+                self._deaths.append(Death(self._open_mpi_rank, exit_code=int(found["code"])))
+        elif found := ABORT.search(line):
+            reason = None if "application called MPI_Abort" in found["what"] else found["what"]
+            self._deaths.append(Death(int(found["rank"]), exit_code=int(found["code"]), reason=reason))
 
-    def _srun_task(self, found: re.Match[str]) -> None:
-        what = re.sub(r" \(core dumped\)$", "", found["what"]).strip()
-        code = re.match(r"Exited with exit code (\d+)", what)
-        number = _SIGNALS.get(what)
-        for rank in _numbers(found["ranks"]):
-            self._deaths.append(
-                Death(rank, None, found["node"], number, int(code[1]) if code else None,
-                      None if code or number else what)
-            )  # fmt: skip
-
-    def _hydra_who(self, found: re.Match[str]) -> None:
-        rank = int(found["rank"]) if found["rank"] else None
-        self._deaths.append(Death(rank, int(found["pid"]), found["node"]))
-
-    def _hydra_code(self, found: re.Match[str]) -> None:
-        self._amend(exit_code=int(found["code"]))
-
-    def _hydra_signal(self, found: re.Match[str]) -> None:
-        self._amend(signal=int(found["old"] or found["new"]))
-
-    def _amend(self, **more: int) -> None:
+    def _amend(self, signal: int | None = None, exit_code: int | None = None) -> None:
+        """Add how it ended to the last death, unless a signal is known."""
         if self._deaths and self._deaths[-1].node is not None and self._deaths[-1].signal is None:
-            death = self._deaths[-1]
-            number = more.get("signal")
-            code = None if number is not None else more.get("exit_code")
-            self._deaths[-1] = replace(death, signal=number, exit_code=code)
-
-    def _hydra_table(self, found: re.Match[str]) -> None:
-        """Take wait statuses in rank order. Hydra kills the others, so a rank that ended by exit() did so before."""
-        table = re.sub(r"\[[^\]]*\]", " ", found["table"])
-        self._statuses = [int(word) for word in re.findall(r"\d+", table)]
-        deaths = [self.death(rank) for rank in range(len(self._statuses))]
-        self._deaths[:0] = [death for death in deaths if death.exit_code]
-
-    def _open_mpi_signal(self, found: re.Match[str]) -> None:
-        number = int(found["signal"]) if found["signal"] else None
-        self._deaths.append(Death(int(found["rank"]), int(found["pid"]) or None, found["node"], number))
-
-    def _open_mpi_wrapped(self, found: re.Match[str]) -> None:
-        self._amend(signal=int(found["signal"]))
-
-    def _open_mpi_who(self, found: re.Match[str]) -> None:
-        self._open_mpi_rank = int(found["exited"] or found["aborted"])
-
-    def _open_mpi_code(self, found: re.Match[str]) -> None:
-        if self._open_mpi_rank is not None:
-            self._deaths.append(Death(self._open_mpi_rank, exit_code=int(found["code"])))
-
-    def _abort(self, found: re.Match[str]) -> None:
-        reason = None if "application called MPI_Abort" in found["what"] else found["what"]
-        self._deaths.append(Death(int(found["rank"]), exit_code=int(found["code"]), reason=reason))
+            code = None if signal is not None else exit_code
+            self._deaths[-1] = replace(self._deaths[-1], signal=signal, exit_code=code)
 
 
 def _numbers(text: str) -> list[int]:

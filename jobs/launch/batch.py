@@ -13,7 +13,7 @@ from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
 from jobs.launch.launch import launch
 from jobs.launch.requeue import own_job_id, successor
-from jobs.launch.stop_request import StopRequest
+from jobs.launch.termination import StopRequest
 
 SUBMITTED_LIMIT_S = 60.0
 POLL_S = 0.1

@@ -22,8 +22,7 @@ from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
 from jobs.launch.requeue import REQUEUES_JSON, SLURM, add_requeue, own_job_id, read_requeues
 from jobs.launch.slurm_json import record_end, record_start
-from jobs.launch.stop_request import StopRequest
-from jobs.launch.termination import CANCELLED_CODE, describe_killed_run, end_saved_run, read_stopped
+from jobs.launch.termination import CANCELLED_CODE, StopRequest, describe_killed_run, end_saved_run, read_stopped
 from jobs.slurm.resources import SIMULATED, JobSpec, job_spec
 
 # The batch script's own rank. srun gives each task one; ranks of another launcher would all take these for theirs.

@@ -43,13 +43,7 @@ def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Ma
 
 
 def run_probe(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Run the two ranks and return what they found.
-
-    Raises:
-        ConfigError: as `probe_in_job`.
-        RankFailedError: as `probe_in_job`.
-        StalledError: as `probe_in_job`.
-    """
+    """Run the two ranks and return what they found."""
     probe_json(folder).unlink(missing_ok=True)
     argv = probe_argv(spec, job, folder)
     ended = run_ranks(argv, environment, folder.logs / "probe.log", timeout_s=LIMIT_S, echo=False)

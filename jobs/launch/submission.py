@@ -45,12 +45,7 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False) -> int:
 
 
 def submit_run(spec: RunSpec, job: JobSpec, *, assume_yes: bool) -> Submission | None:
-    """Submit a run to SLURM after its preflight; None if the user does not confirm its cost.
-
-    Raises:
-        ConfigError: as `start_run`.
-        DoesNotFitError: as `start_run`.
-    """
+    """Submit a run to SLURM after its preflight; None if the user does not confirm its cost."""
     from jobs.slurm.executor import need_sbatch, submit_job
 
     folder = RunFolder.of(spec)

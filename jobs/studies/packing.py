@@ -95,11 +95,7 @@ def pack_resources(points: Sequence[Point]) -> JobSpec:
 
 
 def submit_pack(points: Sequence[Point]) -> str:
-    """Submit the points of a pack as one job and return its number.
-
-    Raises:
-        ConfigError: as `jobs.launch.submission.start_run`.
-    """
+    """Submit the points of a pack as one job and return its number."""
     from jobs.slurm.executor import need_sbatch, submit_job
 
     spec, job = points[0].spec, pack_resources(points)

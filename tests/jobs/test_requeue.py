@@ -24,7 +24,7 @@ from jobs.launch import launch as launch_module
 from jobs.launch import requeue
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
-from jobs.launch.stop_request import StopRequest
+from jobs.launch.termination import StopRequest
 from tests.jobs.fake_slurm import FakeSlurm
 from tests.jobs.job_helpers import ROOT, wait_until
 
