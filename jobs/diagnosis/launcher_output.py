@@ -70,10 +70,10 @@ class LauncherOutput:
                 self.cancel_reason = cancellation.reason.lower()
         elif found := SRUN_TASK.search(line):
             what = re.sub(r" \(core dumped\)$", "", found["what"]).strip()
-            code, number = re.match(r"Exited with exit code (\d+)", what), _SIGNALS.get(what)
-            exit_code, reason = int(code[1]) if code else None, None if code or number else what
+            code, killed_by = re.match(r"Exited with exit code (\d+)", what), _SIGNALS.get(what)
+            exit_code, reason = int(code[1]) if code else None, None if code or killed_by else what
             self._deaths += [
-                Death(rank, None, found["node"], number, exit_code, reason) for rank in _numbers(found["ranks"])
+                Death(rank, None, found["node"], killed_by, exit_code, reason) for rank in _numbers(found["ranks"])
             ]
         elif found := HYDRA_WHO.search(line):
             self._deaths.append(Death(int(found["rank"]) if found["rank"] else None, int(found["pid"]), found["node"]))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gems.config.cluster import NODE_NAME
-from gems.utils.atomic_io import read_json, write_json
+from gems.utils.atomic_io import write_json
+from jobs.status.run_status import read_or_empty
 
 FILE = "bad_nodes.json"
 LIFE = timedelta(days=14)
@@ -47,9 +48,7 @@ class NodeBlocklist:
 
     def entries(self, cluster: str | None = None) -> tuple[BlockedNode, ...]:
         """Return the valid entries, of one cluster if it is given: another's nodes may have the same names."""
-        now, rows = datetime.now(UTC), None
-        with contextlib.suppress(OSError, ValueError):
-            rows = read_json(self.path).get("nodes")
+        now, rows = datetime.now(UTC), read_or_empty(self.path).get("nodes")
         found = [entry for row in rows if (entry := _parse(row, now)) is not None] if isinstance(rows, list) else []
         return tuple(entry for entry in found if cluster in (None, entry.cluster))
 

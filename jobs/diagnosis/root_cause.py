@@ -7,7 +7,6 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from typing import Any
 
 from gems.errors import SIGNAL_BASE, ConfigError, DoesNotFitError, RankFailedError, StalledError
@@ -20,6 +19,7 @@ from gems.runs.rank_state import FINISHED
 from gems.utils.atomic_io import read_json
 from jobs.diagnosis.launcher_output import Death, LauncherOutput
 from jobs.diagnosis.log_patterns import classify_text
+from jobs.status.run_status import read_or_empty, utc_ns
 
 COMPUTE = re.compile(r"\d+(?:\.\d+)?[FBIWR]\d*(?:/\d+)?")
 LAUNCHER_LINE = re.compile(r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ")
@@ -89,7 +89,7 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
         what = f"ended: its launcher was killed by signal {number} ({_signal_name(number)})"
         return Failure(RankFailedError.exit_code, what, signal=number, cause_class=FailureCause.KILLED)
     watched = first_exit(folder, beats)
-    if watched is not None and all(watched[1] < _time_ns(record) for record in records):
+    if watched is not None and all(watched[1] < (utc_ns(record.get("utc")) or 0) for record in records):
         return _from_death(output.death(watched[0]), beats, ended)
     cause = next((record for record in records if not is_consequence(record)), None)
     if cause is not None:
@@ -145,9 +145,7 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
 
 def read_stall(folder: RunFolder) -> dict[str, Any]:
     """Read the record of the first rank that found a stall; empty if there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_json(folder.stalled_json)
-    return {}
+    return read_or_empty(folder.stalled_json)
 
 
 def silent_rank(records: list[dict[str, Any]], beats: Mapping[int, Beat]) -> int | None:
@@ -246,14 +244,6 @@ def _error_line(ended: Ended) -> str | None:
     """Return the last line of the ranks' output that reports an error."""
     lines = [line for line in ended.tail if ERROR_LINE.search(line) and not LAUNCHER_LINE.match(line)]
     return lines[-1] if lines else None
-
-
-def _time_ns(record: Mapping[str, Any]) -> int:
-    """Return when a rank wrote its record; 0 if it does not tell."""
-    try:
-        return int(datetime.fromisoformat(record["utc"]).timestamp() * 1e9)
-    except (KeyError, TypeError, ValueError):
-        return 0
 
 
 def _with_rank(death: Death, beats: Mapping[int, Beat]) -> Death:

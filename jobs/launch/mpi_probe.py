@@ -15,10 +15,10 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended, mpiexec_argv, run_ranks
 from gems.runs.folder import RunFolder
-from gems.utils.atomic_io import read_json
 from jobs.launch.launchers import by_srun, rank_program
 from jobs.preflight.known_probe import RANKS, describe_probe, keep_probe, needs_probe
 from jobs.slurm.resources import JobSpec
+from jobs.status.run_status import read_or_empty
 
 LIMIT_S = 180.0
 SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # their last lines tell that a task ended, not why
@@ -85,10 +85,7 @@ def read_probe(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
         RankFailedError: the ranks ended otherwise.
         StalledError: they did not end.
     """
-    try:
-        found = read_json(result)
-    except (OSError, ValueError):
-        found = {}
+    found = read_or_empty(result)
     if words := found.get("config_error"):
         key, value, *more = words
         raise ConfigError(key, spec.cluster.mpi or "null" if key == "cluster.mpi" else value, *more)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -14,11 +13,12 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.utils.atomic_io import read_json, write_json
+from gems.utils.atomic_io import write_json
 from jobs.slurm.command import run_slurm
 from jobs.slurm.jobs import SCONTROL, Job, is_job_number, query_jobs
 from jobs.slurm.messages import REQUEUED, parse_cancellation
 from jobs.slurm.resources import JobSpec
+from jobs.status.run_status import read_or_empty
 
 REQUEUES_JSON = "requeues.json"
 LAUNCHER, SLURM = "launcher", "SLURM"
@@ -101,10 +101,8 @@ def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureC
 
 def read_requeues(folder: RunFolder) -> list[dict[str, Any]]:
     """Read when the run's job was put back into the queue, the earliest first: utc, why, by, job_id, step."""
-    with contextlib.suppress(OSError, ValueError):
-        rows = read_json(folder.path / REQUEUES_JSON).get("requeues", [])
-        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return []
+    rows = read_or_empty(folder.path / REQUEUES_JSON).get("requeues", [])
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def add_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:

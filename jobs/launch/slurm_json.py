@@ -48,7 +48,7 @@ def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
 
 
 def record_end(folder: RunFolder) -> None:
-    """Record SLURM's record of the job once its ranks have ended, with the steps where the site has accounting."""
+    """Record SLURM's record of the job once its ranks have ended, with the steps if the site has accounting."""
     job_id = own_job_id()
     if job_id is None:
         return

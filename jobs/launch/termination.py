@@ -18,11 +18,12 @@ from gems.errors import SIGNAL_BASE
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.utils.atomic_io import read_json, write_json
+from gems.utils.atomic_io import write_json
 from jobs.diagnosis.root_cause import Failure, read_records
 from jobs.launch import requeue
 from jobs.slurm.messages import REQUEUED, failed_node
 from jobs.slurm.resources import JobSpec
+from jobs.status.run_status import read_or_empty
 
 CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
 DESCRIPTIONS: dict[str | None, str] = {
@@ -76,12 +77,7 @@ class StopRequest:
 
 def read_stopped(folder: RunFolder) -> dict[str, Any] | None:
     """Return what rank 0 wrote when all ranks had saved and stopped; None if they have not."""
-    if read_records(folder):
-        return None
-    try:
-        return read_json(folder.stopped_json) or None
-    except (OSError, ValueError):
-        return None
+    return None if read_records(folder) else read_or_empty(folder.stopped_json) or None
 
 
 def end_saved_run(

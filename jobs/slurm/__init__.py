@@ -1,1 +1,1 @@
-"""SLURM's commands, jobs, site and limits, and submission to it."""
+"""The SLURM client: commands, jobs, messages, site, limits, submission."""

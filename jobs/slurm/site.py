@@ -1,4 +1,4 @@
-"""What SLURM says of a site: its partitions and their nodes, its configuration, the accounts that this user may charge."""
+"""What SLURM knows of a site: its partitions and their nodes, its configuration, the accounts that this user may charge."""
 
 from __future__ import annotations
 

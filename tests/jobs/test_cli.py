@@ -143,3 +143,15 @@ def test_submitit_is_loaded_for_slurm_alone() -> None:
     program = "import sys, jobs.cli.submit, jobs.launch.launch\nassert 'submitit' not in sys.modules"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["diagnose", "--forget", "n1"], "jobs: option=--forget: is now --unblock"),
+        (["resubmit", "one", "--again"], "jobs: option=--again: is now --force"),
+    ],
+)
+def test_old_options_answer_with_the_new_name(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("jobs", VERBS, words) == 2
+    assert capsys.readouterr().err == f"{line}\n"

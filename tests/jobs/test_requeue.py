@@ -219,6 +219,9 @@ def test_who_ended_a_run_that_has_not_saved(
     status = folder.read_status()
     assert (code, status["state"], status["cause"], status["exit_code"]) == (143, state, cause, 143)
     assert status.get("node") == ("n2" if tail else None)
+    words = {"TIME LIMIT": "time limit", "PREEMPTION": "preempted", "NODE FAILURE": "node failed", "": "cancelled"}
+    reason = said.removeprefix(" DUE TO ").partition(",")[0]
+    assert status["cause_class"] == words.get(reason, "killed")
     assert status.get("requeue_count") == (1 if state == "requeued" else None)
 
 
