@@ -19,7 +19,7 @@
 # GRACE_S seconds from SLURM's SIGTERM, up to 30 s more as SLURM looks now and then, and is put back into the queue.
 # The partition members takes the account of that name alone.
 # MPI programs start by srun --mpi=pmi2; the engine chooses MPICH's transport itself, other programs of MPICH 5 need
-# MPIR_CVAR_CH4_NETMOD=ofi (gems/engine/transport/mpich.py).
+# MPIR_CVAR_CH4_NETMOD=ofi (gems/engine/transport/environment.py).
 # Needs: apt-get install -y --no-install-recommends slurm-wlm munge
 # Exit codes: 0; 1 the cluster did not start or stop; 2 wrong usage or missing packages; 3 not up.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""The ledger: the bytes that a rank holds on its device, counted where they come and go."""
+"""Bytes that a rank holds on its device, and the storages behind tensors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 
-class Ledger:
-    """Bytes held now and at most. On a GPU torch's allocator is asked instead of counting."""
+class MemoryCounter:
+    """Bytes held on a device: counted on a CPU, asked of torch's allocator on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counted_bytes = 0
 
-    def hold(self, num_bytes: int) -> None:
-        """Count bytes that came (above 0) or went (below 0)."""
+    def count_bytes(self, num_bytes: int) -> None:
+        """Count bytes that were allocated (above 0) or freed (below 0)."""
         self._counted_bytes += num_bytes
 
     @property
@@ -28,42 +28,43 @@ class Ledger:
         return self._counted_bytes
 
 
-class Share:
-    """One kind of what a ledger counts, by itself: bytes held now and at most. Passes on what it counts.
+class MemoryCategory:
+    """Bytes of one kind, held now and at most; passed on to the rank's total. Counted on a GPU too."""
 
-    On a GPU, where the ledger asks the allocator, a share is still counted.
-    """
-
-    def __init__(self, whole: Callable[[int], None]) -> None:
-        self._whole = whole
+    def __init__(self, total: Callable[[int], None]) -> None:
+        self._total = total
         self.held_bytes = 0
         self.peak_bytes = 0
 
-    def hold(self, num_bytes: int) -> None:
-        """Count bytes that came (above 0) or went (below 0)."""
+    def count_bytes(self, num_bytes: int) -> None:
+        """Count bytes that were allocated (above 0) or freed (below 0)."""
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        self._whole(num_bytes)
+        self._total(num_bytes)
+
+    def set_bytes(self, held_bytes: int) -> None:
+        """Replace the bytes held now."""
+        self.count_bytes(held_bytes - self.held_bytes)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, a storage that several share counted once."""
+    """Return the bytes of the storages of tensors, each storage counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
-def storages_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the addresses of the memory that tensors lie in."""
+def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the storages of tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def new_bytes(tensors: Iterable[Tensor], known: set[int]) -> int:
-    """Return the bytes of tensors, each storage once, without the storages in `known`."""
+    """Return the bytes of the storages of tensors, without those whose addresses are in `known`."""
     return tensor_bytes(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in known)
 
 
 def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
-    """Return the tensor back.
+    """Return the tensor.
 
     Raises:
         RuntimeError: it was changed in place since it had that version.
@@ -77,13 +78,10 @@ def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
 
 
 class StashMeter:
-    """Measures what autograd saves inside a `with` block: unique storages, without those named as not new.
-
-    A hook on saved tensors switches autograd's check for changes in place off, so the check is made here.
-    """
+    """Measure what autograd saves inside a `with` block: each storage once, without those of `known`."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        self._known = storages_of(known)
+        self._known = storage_addresses(known)
         self._saved: dict[int, int] = {}
         self._hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
@@ -106,5 +104,6 @@ class StashMeter:
         return sum(self._saved.values())
 
 
-def _unpack(kept: tuple[Tensor, int]) -> Tensor:
-    return check_unchanged(*kept, "forward")
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    # saved-tensor hooks switch off autograd's own check for changes in place
+    return check_unchanged(*packed, "forward")

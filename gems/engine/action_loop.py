@@ -1,4 +1,4 @@
-"""The loop over a rank's row: the one place where the list of actions is run, on whatever device."""
+"""The loop over a rank's schedule: the one place that runs actions, on real and on emulated devices."""
 
 from __future__ import annotations
 
@@ -11,34 +11,31 @@ from gems.schedule.action import Action, Kind
 Handler = Callable[[Action], None]
 
 
-class Loop:
-    """Runs the actions of one row in their order, each by the handler of its kind, and lets messages move between.
-
-    What is the same at each step, handlers and names for the heartbeat, is looked up once.
-    """
+class ActionLoop:
+    """Runs actions in order, each by the handler of its kind, and polls for messages after each."""
 
     def __init__(
         self,
         rank: int,
-        row: Sequence[Action],
+        actions: Sequence[Action],
         handlers: Mapping[Kind, Handler],
         poll: Callable[[], None],
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """Prepare the row.
+        """Look up handlers and names of actions, once for all steps.
 
         Raises:
             ScheduleError: an action of a kind that this device cannot run.
         """
-        for action in row:
+        for action in actions:
             if action.kind not in handlers:
                 raise ScheduleError(rank, action, f"is of kind {action.kind}, which cannot run here")
-        self._items = [(handlers[action.kind], action, str(action)) for action in row]
+        self._items = [(handlers[action.kind], action, str(action)) for action in actions]
         self._poll = poll
         self._heartbeat = heartbeat
 
     def run(self, step: int) -> None:
-        """Run the row once; the heartbeat marks each action of `step` when it begins."""
+        """Run all actions once; the heartbeat records each before it begins."""
         beat = None if self._heartbeat is None else self._heartbeat.beat
         poll = self._poll
         for handler, action, text in self._items:

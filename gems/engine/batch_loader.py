@@ -1,4 +1,4 @@
-"""The feed: what a rank reads of each step, loaded ahead of time by itself."""
+"""Loads what a rank reads of each step, ahead of time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gems.engine.executor import Batch
 from gems.engine.metrics import NO_LABEL
 
 
-class Feed:
-    """Loads images, or tokens, for the micro-batches that start on this rank, and labels for those that end here.
+class BatchLoader:
+    """Loads samples for the micro-batches that start on this rank, and labels for those that end on it.
 
-    The rank with the images and the one with the labels draw the same samples from the seed, so none sends them. A
-    rank that holds neither the first nor the last stage needs no data set.
+    Both ranks draw the same samples from the seed, so none sends them. A rank with neither the first nor the last
+    stage needs no dataset.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Feed:
         spec: RunSpec,
         dataset: Dataset | None,
         replica: int,
-        images_of: Collection[int],
-        labels_of: Collection[int],
+        image_micro_batches: Collection[int],
+        label_micro_batches: Collection[int],
         dtype: torch.dtype,
         device: torch.device,
         first_step: int = 0,
@@ -39,13 +39,13 @@ class Feed:
         self._spec = spec
         self._dataset = dataset
         self._replica = replica
-        self._images_of = images_of
-        self._labels_of = labels_of
+        self._image_micro_batches = image_micro_batches
+        self._label_micro_batches = label_micro_batches
         self._dtype = dtype
         self._device = device
         self._ahead = (
             Prefetcher(self._load, spec.data.prefetch_steps, first_step, spec.train.steps - 1)
-            if images_of or labels_of
+            if image_micro_batches or label_micro_batches
             else None
         )
 
@@ -55,12 +55,12 @@ class Feed:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads anything in a step."""
+        """Whether this rank reads anything."""
         return self._ahead is not None
 
     @property
     def _data(self) -> Dataset:
-        assert self._dataset is not None, "a rank that reads has opened its data set"
+        assert self._dataset is not None, "a rank that reads has opened its dataset"
         return self._dataset
 
     def close(self) -> None:
@@ -73,12 +73,12 @@ class Feed:
         samples = batch_indices(self._data.num_train, self._spec.seed, step, global_batch(self._spec))
         size, count = parallel.micro_batch_size, parallel.micro_batches or 1
 
-        def of(micro_batch: int) -> np.ndarray:
+        def chosen(micro_batch: int) -> np.ndarray:
             return samples[micro_batch_slice(self._replica, micro_batch, count, size)]
 
         return Batch(
-            {m: self._images("train", of(m)) for m in self._images_of},
-            {m: self._labels("train", of(m)) for m in self._labels_of},
+            {m: self._images("train", chosen(m)) for m in self._image_micro_batches},
+            {m: self._labels("train", chosen(m)) for m in self._label_micro_batches},
         )
 
     def _images(self, split: Split, samples: np.ndarray) -> Tensor:
@@ -98,10 +98,10 @@ class Feed:
     def validation(
         self, num_validation: int, num_micro_batches: int, has_images: bool, has_labels: bool
     ) -> Iterator[Batch]:
-        """Yield the `num_validation` images, this replica's share of them, `num_micro_batches` micro-batches at a time.
+        """Yield this replica's share of the `num_validation` samples, `num_micro_batches` micro-batches at a time.
 
-        Every rank of the pipeline gets as many batches. Replicas share the images out; the last micro-batch of a
-        replica is filled with images again, whose labels count for nothing.
+        Every rank of the pipeline gets as many batches. The last micro-batch of a replica is filled with samples that
+        have no label.
         """
         size = self._spec.parallel.micro_batch_size
         replicas = self._spec.parallel.replicas
@@ -113,9 +113,9 @@ class Feed:
             images: dict[int, Tensor] = {}
             labels: dict[int, Tensor] = {}
             for m in range(num_micro_batches):
-                places = np.arange(size) + first + round_first + m * size
-                known = places < end
-                samples = np.stack([np.where(known, places, 0), np.zeros(size, dtype=np.int64)], axis=1)
+                indices = np.arange(size) + first + round_first + m * size
+                known = indices < end
+                samples = np.stack([np.where(known, indices, 0), np.zeros(size, dtype=np.int64)], axis=1)
                 if has_images:
                     images[m] = self._images("validation", samples)
                 if has_labels:

@@ -1,4 +1,4 @@
-"""The device of a rank, and what differs between a processor and a GPU."""
+"""The device of a rank, and the random generators on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gems.config.schema import MachineConfig
-from gems.engine.transport.local_rank import local_rank
+from gems.engine.transport.environment import local_rank
 from gems.errors import ConfigError
 from gems.utils.host_memory import keep_freed_memory
 
@@ -17,13 +17,12 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 def seed_generators(device: torch.device, seed: int, replica: int, rank: int) -> None:
-    """Seed what a rank's layers draw from while they train, as dropout does, by the run's seed and the rank's place.
+    """Seed the generators that layers draw from while they train, such as dropout; weights do not depend on them.
 
-    Without it all ranks start from torch's own constant: replicas would drop the same values of different images, and
-    another seed would drop the same ones again. Python's and numpy's generators, from which a user's own layer may draw,
-    are seeded too. Weights do not depend on any of them.
+    Torch's default seed would make all replicas drop the same values. Python's and numpy's generators are seeded for
+    layers of a user's own.
     """
-    # The last word tells these states from those that layers' weights are drawn from: numpy fills up with zeros.
+    # the last number tells these states from those that weights are drawn from: numpy fills up with zeros
     state = np.random.SeedSequence((seed, replica, rank, 1)).generate_state(2, np.uint64)
     torch.default_generator.manual_seed(int(state[0]))
     if device.type == "cuda":
@@ -34,9 +33,12 @@ def seed_generators(device: torch.device, seed: int, replica: int, rank: int) ->
 
 
 def device_index(local: int, num_visible: int, order: Sequence[int] = ()) -> int:
-    """Return the GPU of a local rank among those visible, in the site's order where it has one.
+    """Return the GPU of a local rank among those visible; more ranks than GPUs share them.
 
-    With one visible (bound by the scheduler) it is that one. More ranks than GPUs share them.
+    Args:
+        local: the rank on its node.
+        num_visible: GPUs that this process sees; one if the scheduler bound the rank to it.
+        order: GPU of each local rank, if the site has an order.
 
     Raises:
         ConfigError: some of a node's GPUs are hidden, so that the order would name the wrong ones.
@@ -52,13 +54,15 @@ def device_index(local: int, num_visible: int, order: Sequence[int] = ()) -> int
 
 
 def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.device:
-    """Choose the rank's device and sets its threads.
+    """Open the rank's device and set its number of threads.
 
-    `order` gives the GPU of each local rank, `cluster.device_order`: at some sites the GPUs nearest to the first
-    cores, or to the first network card, are not the first ones.
+    Args:
+        machine: names the device.
+        order: GPU of each local rank (`cluster.device_order`): at some sites the GPUs nearest to the first cores, or
+            to the first network card, are not the first ones.
 
     Raises:
-        ConfigError: machine.device=cuda where torch sees no GPU, or an order of other GPUs than are visible.
+        ConfigError: machine.device=cuda and torch sees no GPU, or `order` names other GPUs than are visible.
     """
     torch.set_num_threads(machine.threads_per_rank)
     if machine.device == "cpu" or (machine.device == "auto" and not torch.cuda.is_available()):

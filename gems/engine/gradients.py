@@ -1,4 +1,4 @@
-"""Gradients: one flat buffer a rank, reduced over all copies of its stages in one message."""
+"""Gradients of a rank in one flat buffer, reduced over all copies of its stages in one message."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from gems.engine.stage import StageKey
 from gems.engine.transport.mpi import Transport
-
-Held = tuple[int, int]  # (direction, stage)
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
@@ -20,18 +19,17 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
 class Gradients:
     """The gradients of all stages on a rank, as views of one buffer, and their sum over all copies.
 
-    The buffer holds [gradients by stage | running statistics | gradients of second copies]. Of the pair {r, P-1-r}
-    both ranks hold the same two stages, so the first two parts match and one all-reduce serves both directions and
-    all replicas (GEMS). A second copy of a stage on the same rank (the middle one of an odd number) is added first
-    and gets the sum back. Running statistics come back as the mean over the copies, so all copies stay equal.
+    The buffer is [gradients by stage | running statistics | gradients of second copies], and the first two parts are
+    the message. Ranks r and P-1-r hold the same two stages, so one all-reduce serves both directions and all replicas
+    (GEMS). Running statistics come back as their mean, so that all copies stay equal.
     """
 
     def __init__(
-        self, modules: Mapping[Held, nn.Module], transport: Transport, dtype: torch.dtype, device: torch.device
+        self, modules: Mapping[StageKey, nn.Module], transport: Transport, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._transport = transport
         copies: dict[int, list[nn.Module]] = {}
-        for _, stage in sorted(modules, key=lambda held: (held[1], held[0])):
+        for _, stage in sorted(modules, key=lambda key: (key[1], key[0])):
             copies.setdefault(stage, [])
         for (_, stage), module in sorted(modules.items()):
             copies[stage].append(module)
@@ -45,6 +43,7 @@ class Gradients:
         self._flat = torch.zeros(num_gradients + num_statistics + num_seconds, dtype=dtype, device=device)
         self._message = self._flat[: num_gradients + num_statistics]
         self._packed = self._flat[num_gradients : num_gradients + num_statistics]
+        # a second copy of a stage on the rank, the middle one of an odd number, is added before the message is sent
         self._seconds: list[tuple[Tensor, Tensor]] = []
         self._lay_out(copies, num_gradients + num_statistics)
         self._has_copies = transport.size > 1 or bool(self._seconds)
@@ -63,10 +62,10 @@ class Gradients:
         self._flat.zero_()
 
     def reduce(self) -> None:
-        """Sum the gradients and averages the running statistics over all copies; collective over them.
+        """Sum the gradients and average the running statistics over all copies; collective.
 
         Raises:
-            StalledError: a peer did not join within the stall limit.
+            StalledError: a peer did not join within the hang timeout.
         """
         if not self._has_copies:
             return
@@ -119,7 +118,7 @@ class Gradients:
 
 
 def _set_views(parameters: Iterable[nn.Parameter], flat: Tensor, start: int) -> int:
-    """Make the gradients of `parameters` views of `flat` from `start` on; gives how many elements they take."""
+    """Make the gradients of `parameters` views of `flat` from `start` on, and return their number of elements."""
     at = start
     for parameter in parameters:
         parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.engine.run import run_rank
-from gems.engine.supervision.failure import SPEAK_S, end_all, guard, report
-from gems.engine.supervision.stop_request import StopWatch
+from gems.engine.supervision.failure import FLUSH_S, abort_all_ranks, ensure_exit, report_failure
+from gems.engine.supervision.stop_request import StopListener
 from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
+from gems.utils.logs import set_up_rank_logging
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +77,17 @@ def train(spec: RunSpec) -> TrainResult:
     if not isinstance(found, RunFolder):
         assert found is not None
         raise found
+    if not logging.getLogger("gems").hasHandlers():
+        set_up_rank_logging(comm.rank)
     try:
-        run_rank(found, StopWatch(None, spares_sigterm=False))
+        run_rank(found, StopListener(None, sigterm_asks=False))
     except BaseException as error:
         if comm.rank == 0:
             found.write_status("failed", cause=f"{type(error).__name__}: {error}")
         if comm.size == 1:
             raise
-        guard()
-        end_all(report(found, comm.rank, error), SPEAK_S)
+        ensure_exit()
+        abort_all_ranks(report_failure(found, comm.rank, error), FLUSH_S)
     if comm.rank == 0:
         found.write_status("finished", exit_code=0)
     comm.Barrier()

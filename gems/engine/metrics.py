@@ -1,4 +1,4 @@
-"""The score of a step: the loss at the last stage, and sums of what it shows."""
+"""Metrics of a step: the loss at the last stage and what is counted with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-NO_LABEL = -1  # a sample that only fills a micro-batch
+NO_LABEL = -1  # of a sample that only fills a micro-batch
 
 
 @dataclass(slots=True)
-class Score:
-    """Sums over the labels that a rank has seen at the last stage: one of an image, one of each token."""
+class Metrics:
+    """Sums over the labels that a rank has seen at the last stage: one per image, or one per token."""
 
     loss_sum: float = 0.0
     num_correct: int = 0
@@ -21,34 +21,34 @@ class Score:
 
 
 @dataclass(slots=True)
-class Sums:
-    """Losses and hits as tensors: reading them at each micro-batch would make the host wait for a GPU."""
+class MetricSums:
+    """Sums as tensors: reading them at each micro-batch would make the host wait for a GPU."""
 
     losses: list[Tensor] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
 
     def add(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, summed over its labels, and counts what it shows."""
-        loss = loss_of(logits, labels)
+        """Return the loss of a micro-batch, summed over its labels, and count it."""
+        loss = summed_loss(logits, labels)
         self.losses.append(loss.detach())
         self.hits.append((logits.detach().argmax(1) == labels).sum())
         self.labels.append((labels != NO_LABEL).sum())
         return loss
 
-    def scale(self, labels_per_step: int) -> Tensor:
-        """Return the gradient of a micro-batch's loss: that of the mean over all labels of the step."""
+    def loss_gradient(self, labels_per_step: int) -> Tensor:
+        """Return the gradient of a micro-batch's summed loss in the mean over all labels of the step."""
         return torch.full_like(self.losses[-1], 1.0 / labels_per_step)
 
-    def read(self) -> Score:
+    def read(self) -> Metrics:
         """Return the sums as numbers."""
         if not self.losses:
-            return Score()
+            return Metrics()
         loss = float(torch.stack(self.losses).double().sum())
-        return Score(loss, int(torch.stack(self.hits).sum()), int(torch.stack(self.labels).sum()))
+        return Metrics(loss, int(torch.stack(self.hits).sum()), int(torch.stack(self.labels).sum()))
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss, summed over the labels and in float32 at least."""
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy summed over the labels, computed in float32 at least."""
     wide = logits.float() if logits.dtype is torch.bfloat16 else logits
     return functional.cross_entropy(wide, labels, reduction="sum", ignore_index=NO_LABEL)

@@ -1,4 +1,4 @@
-"""Optimizers, torch's own."""
+"""The optimizers of torch that a run may use."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gems.config.schema import TrainConfig
 
 
 def build_optimizer(train: TrainConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build SGD with momentum, or Adam, over the parameters that a rank holds.
+    """Return SGD with momentum, or Adam, over the parameters of a rank.
 
-    The copies of a stage see equal gradients, so their optimizers keep equal states with no message.
+    Copies of a stage get equal gradients, so their optimizers keep equal states without messages.
     """
     listed = list(parameters) or [nn.Parameter(torch.empty(0))]  # a rank's layers may have none
     if train.optimizer == "adam":
@@ -22,7 +22,7 @@ def build_optimizer(train: TrainConfig, parameters: Iterable[nn.Parameter]) -> t
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of what the optimizer keeps for its parameters."""
+    """Return the bytes of the optimizer's state."""
     tensors = (
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     )

@@ -1,4 +1,4 @@
-"""A rank's share of a run: its stages, links, gradients and executors, put together from the configuration."""
+"""A rank's share of a run: its stages, channels, gradients and executors, built from the configuration."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import cast
 import torch
 from torch import nn
 
-from gems.autograd.memory_counter import Ledger
+from gems.autograd.memory_counter import MemoryCounter
 from gems.config.schema import RunSpec
 from gems.data import labels_per_step
-from gems.engine.activation_store.segments import Segments, needs_store, open_segments
+from gems.engine.activation_store.segment import Segments, needs_store, open_segments
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor
-from gems.engine.gradients import Gradients, Held
+from gems.engine.gradients import Gradients
 from gems.engine.optimizer import build_optimizer
-from gems.engine.stage import Stage
-from gems.engine.stage_modules import Contents, contents_of
+from gems.engine.stage import Stage, StageKey
+from gems.engine.stage_modules import StageModules
 from gems.engine.supervision.consistency_check import check_same_schedule, check_world
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Comm, Transport, ranks_here
-from gems.engine.transport.p2p_channels import Links, open_transports
-from gems.engine.transport.polling import sharpen_sleep, spin_of
+from gems.engine.transport.p2p_channels import P2PChannels, open_transports
+from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
 from gems.engine.transport.staging import open_staging
 from gems.memory.plan import MemoryPlan
 from gems.partition.methods import cut
@@ -38,7 +38,7 @@ from gems.trace import TracePart
 
 @dataclass(slots=True)
 class Pipeline:
-    """What one rank runs. `rank` is its place in its pipeline, `replica` which copy of the pipeline it is in."""
+    """What one rank runs; `rank` is its number in its pipeline, `replica` that of the pipeline."""
 
     spec: RunSpec
     comm: Comm
@@ -46,9 +46,9 @@ class Pipeline:
     replica: int
     device: torch.device
     schedule: Schedule
-    contents: Contents
-    modules: dict[Held, nn.ModuleList]
-    stages: dict[Held, Stage]
+    stage_modules: StageModules
+    modules: dict[StageKey, nn.ModuleList]
+    stages: dict[StageKey, Stage]
     gradients: Gradients
     optimizer: torch.optim.Optimizer
     recorder: Recorder
@@ -59,16 +59,16 @@ class Pipeline:
     segments: Segments | None = None
 
     @property
-    def images_of(self) -> Collection[int]:
+    def image_micro_batches(self) -> Collection[int]:
         """Micro-batches of a step whose images this rank reads."""
-        return self._micro_batches_of(0)
+        return self._micro_batches(0)
 
     @property
-    def labels_of(self) -> Collection[int]:
+    def label_micro_batches(self) -> Collection[int]:
         """Micro-batches of a step whose labels this rank reads."""
-        return self._micro_batches_of(self.schedule.num_stages - 1)
+        return self._micro_batches(self.schedule.num_stages - 1)
 
-    def _micro_batches_of(self, stage: int) -> list[int]:
+    def _micro_batches(self, stage: int) -> list[int]:
         placement = self.schedule.placement
         return [
             m
@@ -76,17 +76,12 @@ class Pipeline:
             if placement.rank_of(direction, stage) == self.rank
         ]
 
-    def named_layers(self, held: Held) -> list[tuple[str, nn.Module]]:
-        """Return the layers of a stage on this rank, or the operator of one, with the layers' names, in order."""
-        return list(zip(self.contents.names_in(held[1]), self.modules[held], strict=True))
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """Where the layers are cut into stages; none where operators are placed."""
-        return self.contents.cuts
+    def named_layers(self, key: StageKey) -> list[tuple[str, nn.Module]]:
+        """Return the modules of a stage on this rank, in order, with the names of their layers."""
+        return list(zip(self.stage_modules.layer_names(key[1]), self.modules[key], strict=True))
 
     def has_in_evaluation(self, stage: int) -> bool:
-        """Whether this rank holds `stage` in the direction that evaluation uses."""
+        """Return whether this rank has `stage` in the direction of evaluation."""
         return self.schedule.placement.rank_of(0, stage) == self.rank
 
     def set_training(self, is_training: bool) -> None:
@@ -102,69 +97,82 @@ def build_pipeline(
     part: TracePart | None = None,
     heartbeat: Heartbeat | None = None,
     schedule: Schedule | None = None,
-    cuts: tuple[int, ...] | None = None,
+    boundaries: tuple[int, ...] | None = None,
     plan: MemoryPlan | None = None,
+    wait_state: WaitState | None = None,
 ) -> Pipeline:
-    """Build the share of one rank; collective over `comm`, whose size is partitions x replicas.
+    """Build the share of one rank; collective over `comm`.
 
-    `schedule` is the lowered list of the run folder and `cuts` its boundaries; without them they are made anew. `plan`
-    is the memory plan that the list's segments are from; None where stages run whole. Every rank builds the layers of its own stages only; the seed and the layer's index give the weights, so copies
-    are equal from the start. What layers draw while they train differs from rank to rank, and comes from the seed too.
+    A rank builds the layers of its own stages only. Seed and layer index determine the weights, so all copies start
+    equal.
+
+    Args:
+        spec: the configuration.
+        comm: partitions x replicas ranks.
+        device: this rank's.
+        part: gets the events; None for none.
+        heartbeat: records each action; None for none.
+        schedule: lowered, from the run folder; None to plan the run anew.
+        boundaries: where the layers are partitioned, from the run folder.
+        plan: the memory plan with which the schedule's segments were made; None if stages run whole.
+        wait_state: records what this rank waits for.
 
     Raises:
         ConfigError: another number of ranks, ranks that disagree about the schedule, or a plan of another schedule.
     """
     check_world(spec, comm)
     if schedule is None:
-        made = plan_run(spec)
-        schedule, cuts, plan = made.schedule, made.boundaries, made.memory_plan
+        run = plan_run(spec)
+        schedule, boundaries, plan = run.schedule, run.boundaries, run.memory_plan
     check_same_schedule(schedule, comm)
     if device.type == "cuda" and plan is not None and "cudnn_benchmark" in (plan.counters or {}):
         torch.backends.cudnn.benchmark = bool((plan.counters or {})["cudnn_benchmark"])
     parallel, placement = spec.parallel, schedule.placement
     replica, rank = divmod(comm.rank, parallel.partitions)
     dtype = DTYPES[spec.train.dtype]
-    is_graph = placement.feeders is not None
-    cuts = () if is_graph else cuts or cut(spec, schedule).boundaries
-    contents = contents_of(spec, placement, cuts)
-    boundaries = contents.boundaries(spec, dtype)
-    hang_timeout_s = spec.train.hang_timeout_s
-    spin_s = spin_of(ranks_here(comm))
-    sharpen_sleep()
+    if placement.feeders is None:
+        boundaries = boundaries or cut(spec, schedule).boundaries
+    stage_modules = StageModules.from_spec(spec, placement, boundaries or ())
+    output_specs = stage_modules.output_specs(spec, dtype)
+    num_sharers = ranks_here(comm)
+    hang_timeout_s, spin_s = spec.train.hang_timeout_s, spin_time_s(num_sharers)
+    reduce_timer_slack()
     pipeline_comm = cast(Comm, comm.Split(replica, rank))
     reduce_comm = cast(Comm, comm.Split(placement.reduce_group(rank, parallel.replicas)[0], comm.rank))
-    recorder = Recorder(part, Ledger(device), device)
-    transports = open_transports(pipeline_comm, schedule.num_directions, hang_timeout_s, spin_s)
+    recorder = Recorder(part, MemoryCounter(device), device)
+    transports = open_transports(pipeline_comm, schedule.num_directions, hang_timeout_s, spin_s, wait_state)
     staging = open_staging(spec.machine.transport, device, comm)
-    links = Links(schedule, rank, boundaries, transports, staging, recorder)
+    channels = P2PChannels(schedule, rank, output_specs, transports, staging, recorder)
     built = [
-        contents.build(
-            [stage for way, stage in placement.stages_on(rank) if way == direction], spec.seed, dtype, device
+        stage_modules.build(
+            [stage for its_direction, stage in placement.stages_on(rank) if its_direction == direction],
+            spec.seed, dtype, device,
         )
         for direction in range(placement.num_directions)
-    ]
+    ]  # fmt: skip
     modules = {(direction, stage): built[direction][stage] for direction, stage in placement.stages_on(rank)}
-    stages = {held: Stage(kept, held[1] == 0, links.poll) for held, kept in modules.items()}
-    gradients = Gradients(modules, Transport(reduce_comm, hang_timeout_s, spin_s), dtype, device)
-    optimizer = build_optimizer(spec.train, (p for kept in modules.values() for p in kept.parameters()))
-    recorder.hold(sum(stage.state_bytes for stage in stages.values()))
+    stages = {key: Stage(of_stage, key[1] == 0, channels.poll) for key, of_stage in modules.items()}
+    reduce_transport = Transport(reduce_comm, hang_timeout_s, spin_s, wait_state=wait_state)
+    gradients = Gradients(modules, reduce_transport, dtype, device)
+    optimizer = build_optimizer(spec.train, (p for of_stage in modules.values() for p in of_stage.parameters()))
+    recorder.count_bytes(sum(stage.state_bytes for stage in stages.values()))
     segments = None
     if needs_store(schedule):
-        host_bytes, sharers = spec.machine.host_bytes, ranks_here(comm)
+        host_bytes = spec.machine.host_bytes
         segments = open_segments(
-            schedule, rank, stages, plan, recorder, device, links.poll, spec.memory.min_offload_bytes,
-            None if host_bytes is None else host_bytes // sharers,
+            schedule, rank, stages, plan, recorder, device, channels.poll, spec.memory.min_offload_bytes,
+            None if host_bytes is None else host_bytes // num_sharers,
         )  # fmt: skip
     train = Executor(
-        schedule, rank, stages, links, recorder, heartbeat,
+        schedule, rank, stages, channels, recorder, heartbeat,
         labels_per_step=labels_per_step(spec), gradients=gradients, optimizer=optimizer, segments=segments,
     )  # fmt: skip
     forward = validate(lower(forward_only(placement, min(schedule.num_micro_batches, 2 * placement.num_stages))))
-    evaluation_links = Links(forward, rank, boundaries, transports, staging, recorder)
-    evaluate = Executor(forward, rank, stages, evaluation_links, recorder, heartbeat)
-    control = Transport(comm, hang_timeout_s)
+    evaluation_channels = P2PChannels(forward, rank, output_specs, transports, staging, recorder)
+    evaluate = Executor(forward, rank, stages, evaluation_channels, recorder, heartbeat)
+    control = Transport(comm, hang_timeout_s, wait_state=wait_state)
     seed_generators(device, spec.seed, replica, rank)
     return Pipeline(
-        spec, comm, rank, replica, device, schedule, contents, modules, stages, gradients, optimizer, recorder, control, train, evaluate,
-        plan, segments,
+        spec, comm, rank, replica, device, schedule, stage_modules, modules, stages, gradients, optimizer, recorder,
+        control, train, evaluate, plan, segments,
     )  # fmt: skip

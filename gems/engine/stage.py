@@ -1,4 +1,4 @@
-"""A stage: the layers that a rank runs for one direction, and what their backward needs."""
+"""A stage: layers that move together between ranks, and what their backward needs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gems.autograd.memory_counter import StashMeter, new_bytes, storages_of, tensor_bytes
-from gems.autograd.split_backward.deferred import Deferred
+from gems.autograd.memory_counter import StashMeter, new_bytes, storage_addresses, tensor_bytes
+from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.models.build import as_tuple
 
 Loss = Callable[[Tensor], Tensor]
+StageKey = tuple[int, int]  # direction, stage
 
 
 @dataclass(frozen=True, slots=True)
 class _Stash:
+    # the graph is kept by its edges, so the memory of outputs is free once they are sent
     leaves: tuple[Tensor, ...]
     edges: tuple[GradientEdge | None, ...]
-    later: Deferred | None
+    deferred: DeferredGradients | None
 
 
 class Stage:
     """Runs forward and backward of its layers, for several micro-batches in flight.
 
-    Of a forward only what autograd saved stays: the graph is kept by its edge, so the output's memory is free as
-    soon as it has been sent. A backward is whole, or split in two (Qi et al. 2023, section 2): `backward_input` gives
-    the input gradient, and `backward_weight` later the rest.
+    Backward is whole, or split into `backward_input` and `backward_weight` (Qi et al. 2023, section 2).
 
-    `stash_bytes` is what a forward keeps and `held_for_weights_bytes` what is left of that, or new, until
-    `backward_weight`; both without parameters, buffers, inputs and gradients received. `input_bytes` are the inputs.
-    Each is measured on the first micro-batch.
+    Attributes:
+        stash_bytes: what a forward keeps, without parameters, buffers and inputs; as the two below, measured on the
+            first micro-batch.
+        held_for_weights_bytes: what `backward_input` leaves for `backward_weight`, also without gradients received.
+        input_bytes: the inputs.
     """
 
     def __init__(self, modules: nn.ModuleList, is_first: bool, poll: Callable[[], None]) -> None:
@@ -45,11 +47,11 @@ class Stage:
         self.is_first = is_first
         self._poll = poll
         self._stash: dict[int, _Stash] = {}
-        self._later: dict[int, Deferred] = {}
+        self._deferred: dict[int, DeferredGradients] = {}
         self._layers: SplitLayers | None = None
 
     def split_layers(self) -> SplitLayers:
-        """Prepare the layers for a split backward; more calls change nothing."""
+        """Prepare the layers for a split backward, once."""
         if self._layers is None:
             self._layers = SplitLayers(self.modules)
         return self._layers
@@ -57,33 +59,33 @@ class Stage:
     def forward(
         self, micro_batch: int, inputs: Sequence[Tensor], loss: Loss | None = None, is_split: bool = False
     ) -> tuple[Tensor, ...]:
-        """Run the layers and keeps what backward needs.
+        """Run the layers and keep what backward needs.
 
         Args:
-            micro_batch: names the stash.
-            inputs: the boundary's tensors, or the images on the first stage.
+            micro_batch: its number.
+            inputs: the tensors of the boundary, or the images on the first stage.
             loss: on the last stage, what makes a scalar of its one output.
             is_split: `backward_input` and `backward_weight` will follow, and not `backward`.
 
         Returns:
-            The next boundary's tensors, detached; with `loss`, the scalar.
+            The tensors of the next boundary, detached; the scalar if there is a `loss`.
         """
         leaves = tuple(
             tensor.detach().requires_grad_(tensor.is_floating_point() and not self.is_first) for tensor in inputs
         )
-        later = Deferred() if is_split else None
-        with self._leaving_to(later):
+        deferred = DeferredGradients() if is_split else None
+        with self._deferring_to(deferred):
             if self.stash_bytes is None:
                 with StashMeter(self._known(leaves)) as meter:
                     outputs = self._run(leaves, loss)
                 self.stash_bytes, self.input_bytes = meter.saved_bytes, tensor_bytes(leaves)
             else:
                 outputs = self._run(leaves, loss)
-        self._stash[micro_batch] = _Stash(leaves, edges_of(outputs), later)
+        self._stash[micro_batch] = _Stash(leaves, gradient_edges(outputs), deferred)
         return tuple(tensor.detach() for tensor in outputs)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Add to the parameters' gradients, and frees what forward kept.
+        """Add to the parameters' gradients, and free what forward kept.
 
         Args:
             micro_batch: as given to `forward`.
@@ -97,50 +99,50 @@ class Stage:
     def backward_input(
         self, micro_batch: int, gradients: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Compute the input gradients, and keeps of what forward kept only what the weight gradients need.
+        """Compute the input gradients, and keep only what the weight gradients need.
 
-        The weight gradients of layers that cannot be split are added now.
+        Weight gradients of layers that cannot be split are added now.
 
         Args:
             micro_batch: as given to `forward`, with `is_split`.
             gradients: those of the floating-point outputs, in order.
 
         Returns:
-            The gradients of the floating-point inputs, and the inputs. Of those and of `gradients` some may be read
-            until `backward_weight`: `still_read` tells.
+            The gradients of the floating-point inputs, and the inputs. Until `backward_weight` the storages in
+            `still_read` must not change.
 
         Raises:
             RuntimeError: a tensor that is needed was changed in place.
         """
         stash = self._stash.pop(micro_batch)
-        assert stash.later is not None
-        with self._leaving_to(stash.later):
+        assert stash.deferred is not None
+        with self._deferring_to(stash.deferred):
             found = self._backward(stash, gradients)
-        self._later[micro_batch] = stash.later
+        self._deferred[micro_batch] = stash.deferred
         if self.held_for_weights_bytes is None:
-            known = storages_of(self._known([*stash.leaves, *gradients]))
-            self.held_for_weights_bytes = new_bytes(stash.later.tensors(), known)
+            known = storage_addresses(self._known([*stash.leaves, *gradients]))
+            self.held_for_weights_bytes = new_bytes(stash.deferred.tensors(), known)
         return found
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Add the weight gradients that `backward_input` left, and frees what it kept.
+        """Add the weight gradients that `backward_input` deferred, and free what it kept.
 
         Raises:
             RuntimeError: a tensor that is needed was changed in place since `backward_input`.
         """
-        self._later.pop(micro_batch).run(self._poll)
+        self._deferred.pop(micro_batch).run(self._poll)
 
     def still_read(self, micro_batch: int) -> set[int]:
-        """Return the storages that `backward_weight` of a micro-batch will read, by their addresses."""
-        return storages_of(self._later[micro_batch].tensors()) if micro_batch in self._later else set()
+        """Return the addresses of the storages that `backward_weight` of a micro-batch will read."""
+        return storage_addresses(self._deferred[micro_batch].tensors()) if micro_batch in self._deferred else set()
 
-    def forget(self) -> None:
-        """Drop all micro-batches in flight, after a step that was broken off."""
+    def reset(self) -> None:
+        """Drop all micro-batches in flight, after a failed step."""
         self._stash.clear()
-        self._later.clear()
+        self._deferred.clear()
 
     def infer(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the layers for evaluation: nothing is kept, running statistics are used."""
+        """Run the layers for evaluation and keep nothing."""
         with torch.no_grad():
             values = tuple(inputs)
             for module in self.modules:
@@ -157,13 +159,13 @@ class Stage:
     @property
     def num_in_flight(self) -> int:
         """Micro-batches whose backward, or the rest of it, is still to come."""
-        return len(self._stash) + len(self._later)
+        return len(self._stash) + len(self._deferred)
 
     def _known(self, more: Iterable[Tensor]) -> list[Tensor]:
         return [*more, *self.modules.parameters(), *self.modules.buffers()]
 
-    def _leaving_to(self, later: Deferred | None) -> AbstractContextManager[None]:
-        return nullcontext() if later is None else self.split_layers().into(later)
+    def _deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
+        return nullcontext() if deferred is None else self.split_layers().defer_to(deferred)
 
     def _backward(self, stash: _Stash, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         run_backward(stash.edges, gradients)
@@ -187,8 +189,8 @@ class Stage:
         self._poll()
 
 
-def edges_of(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
-    """Return where the gradients of floating-point outputs enter the graph; None where one needs no gradient."""
+def gradient_edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
+    """Return where gradients of floating-point outputs enter the graph; None for one that needs no gradient."""
     return tuple(
         get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in outputs if tensor.is_floating_point()
     )
@@ -197,8 +199,7 @@ def edges_of(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
 def run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]) -> None:
     """Run the backward of a graph from its edges.
 
-    A gradient also comes for what needs none (images handed on, a first stage without parameters), and None for an
-    output that nothing has used.
+    There may be a gradient for an output that needs none, such as images passed on, and none for one that is unused.
     """
     pairs = [
         (edge, gradient)

@@ -1,4 +1,4 @@
-"""Contents: what the stages of a run consist of, layers of the model, or, where they form a graph, its operators."""
+"""The modules of stages: layers of the model or, if stages form a graph, its operators."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from gems.schedule.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """The stages of a run by number: stage s is layers[cuts[s]:cuts[s + 1]], or `operators[s]` where there are any."""
+class StageModules:
+    """What each stage consists of: `layers[boundaries[s]:boundaries[s + 1]]`, or `operators[s]` if there are any."""
 
     layers: tuple[Layer, ...]
-    cuts: tuple[int, ...]
+    boundaries: tuple[int, ...]
     operators: tuple[Operator, ...] = ()
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec, placement: Placement, boundaries: tuple[int, ...]) -> StageModules:
+        """Return those of a run; `boundaries` are empty if the stages form a graph."""
+        layers = layers_of(spec.model, spec.data)
+        return cls(layers, boundaries, () if placement.feeders is None else operators_of(layers))
 
     @property
     def has_whole_layers(self) -> bool:
         """Whether each layer is in one stage."""
         return not self.operators
 
-    def layers_in(self, stage: int) -> Sequence[int]:
-        """Return the numbers of the layers that a stage has, or has a part of."""
+    def layer_names(self, stage: int) -> list[str]:
+        """Return the names of the layers of which a stage has all, or a part."""
         if self.operators:
-            return (self.operators[stage].layer,)
-        return range(self.cuts[stage], self.cuts[stage + 1])
+            return [self.layers[self.operators[stage].layer].name]
+        return [layer.name for layer in self.layers[self.boundaries[stage] : self.boundaries[stage + 1]]]
 
-    def names_in(self, stage: int) -> list[str]:
-        """Return the names of the layers that a stage has, or has a part of."""
-        return [self.layers[index].name for index in self.layers_in(stage)]
-
-    def parts_in(self, stage: int) -> list[str]:
-        """Return the names of what a stage has, which no other stage has: layers, or an operator."""
-        return [self.operators[stage].name] if self.operators else self.names_in(stage)
+    def unit_names(self, stage: int) -> list[str]:
+        """Return the names of what only this stage has: layers, or an operator."""
+        return [self.operators[stage].name] if self.operators else self.layer_names(stage)
 
     def build(
         self, stages: Iterable[int], seed: int, dtype: torch.dtype, device: torch.device | str
     ) -> dict[int, nn.ModuleList]:
-        """Build the modules of stages. The values of a parameter depend on seed and layer alone, wherever it lies."""
+        """Build the modules of stages; parameters depend on seed and layer alone, wherever they are built."""
         if not self.operators:
             return {
                 stage: nn.ModuleList(
-                    build_layers(self.layers, self.cuts[stage], self.cuts[stage + 1], seed, dtype, device)
+                    build_layers(self.layers, self.boundaries[stage], self.boundaries[stage + 1], seed, dtype, device)
                 )
                 for stage in stages
             }
@@ -65,12 +67,12 @@ class Contents:
             built[stage] = nn.ModuleList([operator_module(operator, whole)])
         return built
 
-    def boundaries(self, spec: RunSpec, dtype: torch.dtype) -> list[tuple[TensorSpec, ...]]:
-        """Return the tensors that each stage but the last hands on, of one micro-batch."""
+    def output_specs(self, spec: RunSpec, dtype: torch.dtype) -> Sequence[tuple[TensorSpec, ...]]:
+        """Return the output tensors of each stage except the last, of one micro-batch."""
         given = input_spec(spec.data, spec.parallel.micro_batch_size, dtype)
         if not self.operators:
             shapes = boundary_shapes(self.layers, given.shape, dtype, given.dtype)
-            return [shapes[cut - 1] for cut in self.cuts[1:-1]]
+            return [shapes[boundary - 1] for boundary in self.boundaries[1:-1]]
         start = (torch.empty(given.shape, dtype=given.dtype, device="meta"),)
         modules = self.build(range(len(self.operators)), 0, dtype, "meta")
         outputs: list[tuple[torch.Tensor, ...]] = []
@@ -80,14 +82,8 @@ class Contents:
                 outputs.append(as_tuple(modules[stage].eval()[0](*inputs)))
         return [
             tuple(
-                TensorSpec(f"{operator.name}.{at}", tuple(tensor.shape), tensor.dtype)
-                for at, tensor in enumerate(tensors)
+                TensorSpec(f"{operator.name}.{index}", tuple(tensor.shape), tensor.dtype)
+                for index, tensor in enumerate(tensors)
             )
             for operator, tensors in zip(self.operators[:-1], outputs, strict=False)
         ]
-
-
-def contents_of(spec: RunSpec, placement: Placement, cuts: tuple[int, ...]) -> Contents:
-    """Return the contents of a run's stages: operators where they form a graph, the layers between `cuts` otherwise."""
-    layers = layers_of(spec.model, spec.data)
-    return Contents(layers, cuts, () if placement.feeders is None else operators_of(layers))

@@ -1,138 +1,271 @@
-"""Handing: what the actions of a rank give each other, and what they were lent by its links."""
+"""Tensors on their way from the action that makes them to the one that takes them, on one rank."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from gems.autograd.memory_counter import Share
-from gems.engine.activation_store.store import Place
+from gems.autograd.memory_counter import MemoryCategory
+from gems.engine.activation_store.store import MicroBatchKey
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.p2p_channels import Links
+from gems.engine.transport.p2p_channels import P2PChannels
 from gems.schedule.action import RECV_KINDS, Action, Kind
-from gems.schedule.dependencies import dependencies, transfer_after
+from gems.schedule.dependencies import dependencies, readers_by_rank, transfer_after
 from gems.schedule.schedule import Schedule
 
+Tensors = tuple[Tensor, ...]
 
-class Handing:
-    """Keeps tensors from the action that makes them to the one that takes them.
 
-    That is a send, a stage that is a neighbour on this rank, or the segment beside it in its stage. `handed_over` counts
-    what neighbours on this rank give each other, until the taker's backward; `in_flight` what segments hand on inside of
-    their stages and nobody has saved. Inside of a stage a gradient may be None, where an output was not used.
+class TensorRouter:
+    """Routes between the stages of a chain: each output has one taker.
+
+    The taker is a send, the next stage if it is on this rank too, or the next segment of the stage. Inside of a stage
+    a gradient may be None, for an output that was not used.
+
+    Attributes:
+        between_stages: bytes passed between stages on this rank, until the taker's backward.
+        between_segments: bytes passed between segments that nobody has saved.
     """
 
-    def __init__(self, schedule: Schedule, row: Iterable[Action], links: Links, recorder: Recorder) -> None:
-        self.handed_over = Share(recorder.hold)
-        self.in_flight = Share(recorder.hold)
+    def __init__(
+        self, schedule: Schedule, actions: Iterable[Action], channels: P2PChannels, recorder: Recorder
+    ) -> None:
+        self.between_stages = MemoryCategory(recorder.count_bytes)
+        self.between_segments = MemoryCategory(recorder.count_bytes)
         self._schedule = schedule
-        self._links = links
-        self._sources = {action: self._source_of(action) for action in row}
-        self._takers = {action: self._taker_of(action) for action in self._sources}
+        self._channels = channels
+        self._out: dict[Action, Tensors] = {}
+        self._borrowed: dict[MicroBatchKey, list[tuple[list[Tensor], Action]]] = {}
+        self._stays: set[Action] = set()
+        self._prepare(list(actions))
+
+    def _prepare(self, actions: Sequence[Action]) -> None:
+        """Look up who takes what from whom, once for all steps."""
+        self._sources = {action: self._source(action) for action in actions}
+        self._takers = {action: self._taker(action) for action in actions}
         self._stays = {
             source
             for action, source in self._sources.items()
             if source is not None and source.stage == action.stage and source.kind not in RECV_KINDS
         }
-        self._out: dict[Action, tuple[Tensor, ...]] = {}
-        self._lent: dict[Place, list[tuple[list[Tensor], Action]]] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is on its way, or lent."""
-        return not self._out and not self._lent
+        """Whether nothing is on its way, or borrowed."""
+        return not self._out and not self._borrowed
 
-    def stays(self, action: Action) -> bool:
-        """Whether what an action makes goes to another segment of its stage."""
+    def stays_in_stage(self, action: Action) -> bool:
+        """Return whether what an action makes goes to another segment of its stage."""
         return action in self._stays
 
-    def take(self, action: Action) -> tuple[Tensor, ...] | None:
-        """Return what an action takes from others, once it has come; None where it takes nothing.
+    def take(self, action: Action) -> Tensors | None:
+        """Wait for and return the inputs of an action; None if it takes nothing from others.
 
         Raises:
-            StalledError: nothing came within the stall limit.
+            StalledError: nothing came within the hang timeout.
         """
         source = self._sources[action]
         if source is None:
             return None
-        return self._links.wait(source) if source.kind in RECV_KINDS else self._out.pop(source)
+        return self._channels.wait(source) if source.kind in RECV_KINDS else self._out.pop(source)
 
-    def take_out(self, send: Action) -> tuple[Tensor, ...]:
-        """Return what a send is to carry."""
+    def take_for_send(self, send: Action) -> Tensors:
+        """Return the tensors of a send."""
         return self._out.pop(send)
 
-    def hand_on(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
-        """Keep what an action made until its send posts it, its neighbour on this rank or the next segment takes it."""
+    def put(self, action: Action, tensors: Tensors) -> None:
+        """Keep what an action made until its taker takes it."""
         taker = self._takers[action]
         self._out[taker] = tensors
         if taker is action and action not in self._stays:
-            self.handed_over.hold(num_bytes(tensors))
+            self.between_stages.count_bytes(total_bytes(tensors))
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Return back what came for `action`: receive buffers, or tensors of a neighbour on this rank."""
+        """Release inputs of an action, which nothing reads any more: receive buffers, or another stage's outputs."""
         source = self._sources[action]
         if source is None or not tensors or source in self._stays:
             return
         if source.kind in RECV_KINDS:
-            self._links.release(tensors)
+            self._channels.release(tensors)
         else:
-            self.handed_over.hold(-num_bytes(tensors))
+            self.between_stages.count_bytes(-total_bytes(tensors))
 
-    def lend(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Record what came for `action` and the weight gradients of its stage may still read."""
+    def borrow(self, tensors: Sequence[Tensor], action: Action) -> None:
+        """Keep inputs of an action that weight gradients of its stage may still read."""
         if tensors and self._sources[action] not in self._stays:
-            self._lent.setdefault(place_of(action), []).append((list(tensors), action))
+            self._borrowed.setdefault(micro_batch_key(action), []).append((list(tensors), action))
 
-    def give_back_lent(self, action: Action, read: set[int]) -> None:
-        """Return back what was lent to a stage and micro-batch, but for the storages at the addresses `read`.
-
-        A buffer that is still read must not be filled again.
-        """
+    def release_borrowed(self, action: Action, still_read: set[int]) -> None:
+        """Release what the stage and micro-batch of an action borrowed, except the storages at `still_read`."""
         left = []
-        for tensors, taken_by in self._lent.pop(place_of(action), []):
-            self.release([tensor for tensor in tensors if _address(tensor) not in read], taken_by)
-            left.append(([tensor for tensor in tensors if _address(tensor) in read], taken_by))
+        for tensors, taken_by in self._borrowed.pop(micro_batch_key(action), []):
+            self.release([tensor for tensor in tensors if _address(tensor) not in still_read], taken_by)
+            left.append(([tensor for tensor in tensors if _address(tensor) in still_read], taken_by))
         if any(tensors for tensors, _ in left):
-            self._lent[place_of(action)] = left
+            self._borrowed[micro_batch_key(action)] = left
 
-    def count_in_flight(self, is_counted: Callable[[Place, Tensor], bool]) -> None:
-        """Count what is handed on inside of stages, but for memory that is counted elsewhere."""
+    def count_between_segments(self, is_counted: Callable[[MicroBatchKey, Tensor], bool]) -> None:
+        """Count what is on its way inside of stages, without memory that is counted elsewhere."""
         found: dict[int, int] = {}
         for action in self._out.keys() & self._stays:
             for tensor in self._out[action]:
-                if tensor is not None and not is_counted(place_of(action), tensor):
+                if tensor is not None and not is_counted(micro_batch_key(action), tensor):
                     found[_address(tensor)] = tensor.untyped_storage().nbytes()
-        self.in_flight.hold(sum(found.values()) - self.in_flight.held_bytes)
+        self.between_segments.set_bytes(sum(found.values()))
 
-    def forget(self) -> None:
-        """Let all go, after a step that was broken off."""
+    def reset(self) -> None:
+        """Drop all tensors, after a failed step."""
         self._out.clear()
-        self._lent.clear()
-        for share in (self.handed_over, self.in_flight):
-            share.hold(-share.held_bytes)
+        self._borrowed.clear()
+        self.between_stages.set_bytes(0)
+        self.between_segments.set_bytes(0)
 
-    def _source_of(self, action: Action) -> Action | None:
-        """Return the action whose data it takes: a receive, a neighbour on this rank, or the segment beside it."""
+    def _source(self, action: Action) -> Action | None:
+        """Return the action whose data it takes: a receive, a stage on this rank, or a segment of its own stage."""
         if action.kind not in (Kind.F, Kind.B, Kind.I):
             return None
         own = (action.stage, action.segment)
-        return next(
-            (
-                need
-                for need in dependencies(action, self._schedule)
-                if (need.stage, need.segment) != own or need.kind in RECV_KINDS
-            ),
-            None,
-        )
+        needs = dependencies(action, self._schedule)
+        return next((need for need in needs if (need.stage, need.segment) != own or need.kind in RECV_KINDS), None)
 
-    def _taker_of(self, action: Action) -> Action:
-        """Return the send that takes what a compute action makes; itself where it stays on this rank."""
+    def _taker(self, action: Action) -> Action:
+        """Return the send that takes what a compute action makes; the action itself if it stays on this rank."""
         transfer = transfer_after(action, self._schedule)
         return action if transfer is None else transfer[0]
 
 
-def place_of(action: Action) -> Place:
+class GraphTensorRouter(TensorRouter):
+    """Routes between the stages of a graph, which have neither segments nor a split backward.
+
+    An output has several readers, and is kept until the last one on this rank is done; what comes from another rank
+    comes once. Gradients of an output are added from its last reader to its first, in autograd's order.
+    """
+
+    def _prepare(self, actions: Sequence[Action]) -> None:
+        self._needs = {action: self._data_needs(action) for action in actions}
+        self._num_readers = Counter(need for needs in self._needs.values() for need in needs)
+        self._num_left: dict[Action, int] = {}
+        self._unsummed: set[Action] = set()  # backwards whose gradient is the one of their only reader
+
+    def take(self, action: Action) -> Tensors | None:
+        """Return the outputs that an F's stage reads, in their order, or the sum of the gradients of a B's readers.
+
+        Raises:
+            StalledError: something did not come within the hang timeout.
+        """
+        needs = self._needs[action]
+        if not needs:
+            return None
+        if action.kind is Kind.F:
+            return tuple(tensor for need in needs for tensor in self._output(need))
+        gradients = [self._gradient(need, action.stage) for need in needs]
+        if len(gradients) == 1:
+            self._unsummed.add(action)
+            return gradients[0]
+        total = gradients[-1]
+        for more in gradients[-2::-1]:
+            total = tuple(one + other for one, other in zip(total, more, strict=True))
+        for need, gradient in zip(needs, gradients, strict=True):
+            self._release_gradient(need, gradient)
+        return total
+
+    def take_for_send(self, send: Action) -> Tensors:
+        """Return the tensors of a send."""
+        need = self._needs[send][0]
+        if send.kind is Kind.SEND_F:
+            found = self._out[need]
+            self._drop_reader(need)
+            return found
+        gradient = self._gradient(need, send.segment)
+        self._release_gradient(need, gradient)
+        return gradient
+
+    def put(self, action: Action, tensors: Tensors) -> None:
+        """Keep an output for its readers, or the gradients of a stage's inputs for the stages that made them."""
+        if action.kind is Kind.F:
+            self._out[action] = tensors
+            self._num_left[action] = self._num_readers[action]
+            if self._is_read_here(action):
+                self.between_stages.count_bytes(total_bytes(tensors))
+            return
+        first = 0
+        for feeder in self._schedule.placement.feeders_of(action.stage):
+            end = first + self._channels.num_gradients(feeder)
+            gradients = self._out[action._replace(segment=feeder)] = tensors[first:end]
+            self.between_stages.count_bytes(total_bytes(gradients))
+            first = end
+
+    def release(self, tensors: Sequence[Tensor], action: Action) -> None:
+        """Release inputs of an action, once nothing else on this rank reads them."""
+        if not tensors:
+            return
+        if action.kind is Kind.F:
+            for need in self._needs[action]:
+                self._drop_reader(need)
+        elif action in self._unsummed:
+            self._unsummed.discard(action)
+            self._release_gradient(self._needs[action][0], tuple(tensors))
+
+    def reset(self) -> None:
+        """Drop all tensors, after a failed step."""
+        super().reset()
+        self._num_left.clear()
+        self._unsummed.clear()
+
+    def _data_needs(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions whose data an F, B or send takes."""
+        if action.kind in RECV_KINDS or action.micro_batch is None:
+            return ()
+        needs = dependencies(action, self._schedule)
+        if action.kind is not Kind.B:
+            return needs
+        own = action._replace(kind=Kind.F)
+        return tuple(need for need in needs if need != own)
+
+    def _output(self, need: Action) -> Tensors:
+        """Return an output that was made here, or wait for it."""
+        if need.kind in RECV_KINDS and need not in self._out:
+            self._out[need] = self._channels.wait(need)
+            self._num_left[need] = self._num_readers[need]
+        return self._out[need]
+
+    def _gradient(self, need: Action, stage: int | None) -> Tensors:
+        """Return the gradient of a stage's output that one reader made here, or wait for that of another rank."""
+        return self._channels.wait(need) if need.kind in RECV_KINDS else self._out.pop(need._replace(segment=stage))
+
+    def _release_gradient(self, need: Action, tensors: Tensors) -> None:
+        if need.kind in RECV_KINDS:
+            self._channels.release(tensors)
+        else:
+            self.between_stages.count_bytes(-total_bytes(tensors))
+
+    def _drop_reader(self, need: Action) -> None:
+        """Count one reader of an output as done, and release the output after the last one."""
+        self._num_left[need] -= 1
+        if self._num_left[need]:
+            return
+        tensors = self._out.pop(need)
+        del self._num_left[need]
+        if need.kind in RECV_KINDS:
+            self._channels.release(tensors)
+        elif self._is_read_here(need):
+            self.between_stages.count_bytes(-total_bytes(tensors))
+
+    def _is_read_here(self, action: Action) -> bool:
+        placement = self._schedule.placement
+        here = placement.rank_of(action.direction, action.stage)
+        return here in readers_by_rank(placement, action.direction, action.stage)
+
+
+def open_router(schedule: Schedule, rank: int, channels: P2PChannels, recorder: Recorder) -> TensorRouter:
+    """Return the router of a rank, for stages in a chain or in a graph."""
+    router = TensorRouter if schedule.placement.feeders is None else GraphTensorRouter
+    return router(schedule, schedule.rows[rank], channels, recorder)
+
+
+def micro_batch_key(action: Action) -> MicroBatchKey:
     """Return direction, stage and micro-batch of an action."""
     assert action.micro_batch is not None
     return action.direction, action.stage, action.micro_batch
@@ -142,15 +275,15 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, each counted for itself."""
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, each counted by itself."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def unshared(made: tuple[Tensor, ...], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copy what lies in the memory of a receive buffer, which is about to be filled again.
+def copy_shared(made: Tensors, received: Sequence[Tensor]) -> Tensors:
+    """Copy what shares memory with receive buffers, which are about to be filled again.
 
-    A layer may hand a view of its input on (flatten, identity), and autograd a view of the gradient.
+    A layer may return a view of its input (flatten, identity), and autograd a view of the gradient.
     """
     taken = {_address(tensor) for tensor in received if tensor is not None}
     return tuple(tensor.clone() if tensor is not None and _address(tensor) in taken else tensor for tensor in made)

@@ -200,8 +200,8 @@ def _ours(folder: Any, comm: Any, device: Any, images: Any, labels: Any) -> Call
     pipeline.set_training(True)
     size = spec.parallel.micro_batch_size
     batch = Batch(
-        {m: part for m, part in enumerate(images.split(size)) if m in pipeline.images_of},
-        {m: part for m, part in enumerate(labels.split(size)) if m in pipeline.labels_of},
+        {m: part for m, part in enumerate(images.split(size)) if m in pipeline.image_micro_batches},
+        {m: part for m, part in enumerate(labels.split(size)) if m in pipeline.label_micro_batches},
     )
     return lambda: pipeline.train.run(0, batch)
 

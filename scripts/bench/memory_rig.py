@@ -11,7 +11,7 @@ from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.data import open_dataset
 from gems.engine.activation_store.store import Counters
-from gems.engine.batch_loader import Feed
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import DTYPES, open_device
 from gems.engine.pipeline import build_pipeline
 from gems.engine.transport.mpi import world
@@ -77,13 +77,13 @@ class Ours:
     def __init__(self, spec: RunSpec, schedule: Schedule, plan: MemoryPlan | None) -> None:
         self.device = open_device(spec.machine)
         cuts = (0, len(layers_of(spec.model, spec.data)))
-        self.pipeline = build_pipeline(spec, world(), self.device, schedule=schedule, cuts=cuts, plan=plan)
+        self.pipeline = build_pipeline(spec, world(), self.device, schedule=schedule, boundaries=cuts, plan=plan)
         self.pipeline.set_training(True)
-        images, labels = self.pipeline.images_of, self.pipeline.labels_of
+        images, labels = self.pipeline.image_micro_batches, self.pipeline.label_micro_batches
         data = open_dataset(spec.data, spec.seed)
-        feed = Feed(spec, data, 0, images, labels, DTYPES[spec.train.dtype], self.device)
-        self._batch = feed.batch(0)
-        feed.close()
+        loader = BatchLoader(spec, data, 0, images, labels, DTYPES[spec.train.dtype], self.device)
+        self._batch = loader.batch(0)
+        loader.close()
         self._step = 0
 
     @property

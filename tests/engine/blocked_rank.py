@@ -7,7 +7,7 @@ import sys
 
 from gems.engine.emulation import executor as emulated
 from gems.engine.run import main
-from gems.engine.supervision.failure import launched_rank
+from gems.engine.transport.environment import launched_rank
 from gems.schedule.action import Action, Kind
 
 HOW = {"free": ctypes.CDLL, "holding": ctypes.PyDLL}  # whether other threads of the rank get a turn meanwhile
@@ -22,16 +22,16 @@ def never_return(libc: ctypes.CDLL) -> None:
 
 def block(rank: int, step: int, how: str) -> None:
     """Has `rank` never come back from the forward of micro-batch 1 in `step`."""
-    compute = emulated.Emulated._compute
+    compute = emulated.EmulatedExecutor._compute
     counts = {"done": 0}
 
-    def run(self: emulated.Emulated, action: Action) -> None:
+    def run(self: emulated.EmulatedExecutor, action: Action) -> None:
         if counts["done"] == step and launched_rank() == rank and str(action).endswith("F1"):
             never_return(HOW[how](None))
         counts["done"] += action.kind is Kind.STEP
         compute(self, action)
 
-    emulated.Emulated._compute = run  # type: ignore[method-assign]
+    emulated.EmulatedExecutor._compute = run  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

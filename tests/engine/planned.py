@@ -72,7 +72,7 @@ def step(rig: Rig, number: int = 0, shape: tuple[int, ...] = (WIDTH,)):
     return rig.run(Batch(images, labels), number)
 
 
-def state_of(rig: Rig) -> list[torch.Tensor]:
+def state_tensors(rig: Rig) -> list[torch.Tensor]:
     """Return gradients and buffers of all stages."""
     modules = [stage.modules for _, stage in sorted(rig.stages.items())]
     gradients = [p.grad for kept in modules for p in kept.parameters() if p.grad is not None]
@@ -81,7 +81,7 @@ def state_of(rig: Rig) -> list[torch.Tensor]:
 
 def assert_same_bits(ours: Rig, theirs: Rig) -> None:
     """Gradient, running statistics and what was sent."""
-    got, wanted = state_of(ours), state_of(theirs)
+    got, wanted = state_tensors(ours), state_tensors(theirs)
     assert len(got) == len(wanted) and any(bool(value.abs().max() > 0) for value in wanted)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     for mine, other in zip(ours.transports, theirs.transports, strict=True):
@@ -92,13 +92,13 @@ def assert_same_bits(ours: Rig, theirs: Rig) -> None:
 
 def assert_nothing_left(rig: Rig) -> None:
     """No byte on the device or the host, and no micro-batch in flight."""
-    assert rig.ledger.held_bytes == rig.executor.activations.held_bytes == 0
-    assert rig.executor.handing.is_empty
-    assert rig.executor.handing.in_flight.held_bytes == rig.executor.handing.handed_over.held_bytes == 0
+    assert rig.memory.held_bytes == rig.executor.activations.held_bytes == 0
+    assert rig.executor.router.is_empty
+    assert rig.executor.router.between_segments.held_bytes == rig.executor.router.between_stages.held_bytes == 0
     if rig.segments is not None:
         assert rig.segments.store.on_host.held_bytes == rig.segments.pool.used_bytes == 0
         assert rig.segments.store.num_in_flight == 0
-        assert all(part.num_in_flight == 0 for part in rig.segments.parts.values())
+        assert all(part.num_in_flight == 0 for part in rig.segments.by_key.values())
 
 
 def watch(rig: Rig, see: Callable[[Action], None]) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gems.autograd.matmul_ops import is_product
-from gems.autograd.recompute.recompute import Rerun
-from gems.autograd.split_backward.deferred import Deferred
+from gems.autograd.recompute.matmul_outputs import is_matmul
+from gems.autograd.recompute.recompute import Recomputation
+from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.models.build import as_tuple
 
@@ -121,11 +121,11 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
-        self.num_products = 0
+        self.num_matmuls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names[func.overloadpacket.__name__] += 1
-        self.num_products += is_product(func)
+        self.num_matmuls += is_matmul(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -141,7 +141,7 @@ class OneRun:
             values = as_tuple(module(*values))
         return tuple(value.detach() for value in values), values
 
-    def again(self, leaves: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def recompute(self, leaves: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return kept
 
 
@@ -160,24 +160,24 @@ def play(runner, modules, inputs, order=None, is_split=False, needs_gradient=Tru
     torch.manual_seed(SEED)
     layers = SplitLayers(modules) if is_split else None
     leaves = [(tensor.clone().requires_grad_(needs_gradient),) for tensor in inputs]
-    later = {m: Deferred() if is_split else None for m in range(len(inputs))}
+    later = {m: DeferredGradients() if is_split else None for m in range(len(inputs))}
     found: dict[str, Tensor] = {}
     kept = {}
     for m, leaf in enumerate(leaves):
-        if layers is None or isinstance(runner, Rerun):
+        if layers is None or isinstance(runner, Recomputation):
             outputs, kept[m] = runner.forward(leaf)
         else:
-            with layers.into(later[m]):
+            with layers.defer_to(later[m]):
                 outputs, kept[m] = runner.forward(leaf)
         found |= {f"output {m}.{k}": tensor.clone() for k, tensor in enumerate(outputs)}
     found["random number"] = torch.rand(3)
     generator = torch.Generator().manual_seed(SEED)
     for m in order or range(len(inputs)):
         if layers is None:
-            made = runner.again(leaves[m], kept.pop(m))
+            made = runner.recompute(leaves[m], kept.pop(m))
         else:
-            with layers.into(later[m]):
-                made = runner.again(leaves[m], kept.pop(m))
+            with layers.defer_to(later[m]):
+                made = runner.recompute(leaves[m], kept.pop(m))
         seeds = [torch.randn(tensor.shape, generator=generator).to(tensor.dtype) for tensor in made]
         torch.autograd.backward(made, seeds)
         found |= {f"again {m}.{k}": tensor.detach() for k, tensor in enumerate(made)}
@@ -195,11 +195,11 @@ def check_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
 
 
-def check(name: str, is_cheap: bool, **options) -> None:
+def check(name: str, is_selective: bool, **options) -> None:
     kinds = {key: options.pop(key) for key in ("dtype", "layout") if key in options}
     plain = modules_of(name, **kinds)
     twice = copy.deepcopy(plain)
     inputs = batches(3, **kinds)
     wanted = play(OneRun(plain), plain, inputs, **options)
-    check_equal(play(Rerun(twice, is_cheap), twice, inputs, **options), wanted)
+    check_equal(play(Recomputation(twice, is_selective), twice, inputs, **options), wanted)
     assert any(bool(value.abs().max() > 0) for key, value in wanted.items() if key.startswith("gradient"))

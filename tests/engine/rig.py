@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gems.autograd.memory_counter import Ledger
-from gems.engine.activation_store.segments import needs_store, open_segments
+from gems.autograd.memory_counter import MemoryCounter
+from gems.engine.activation_store.segment import needs_store, open_segments
 from gems.engine.executor import Batch, Executor
 from gems.engine.stage import Stage
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.message_tags import tag_of
-from gems.engine.transport.p2p_channels import Links
+from gems.engine.transport.message_tags import message_tag
+from gems.engine.transport.p2p_channels import P2PChannels
 from gems.engine.transport.staging import Direct
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
@@ -61,7 +61,7 @@ class LateTransport:
         self._posted: dict[Action, list] = defaultdict(list)
         most = max((len(boundary) for boundary in boundaries), default=1)
         self._of_tag = {
-            (kind in SEND_KINDS, tag_of(action, index, schedule.num_stages, most)): (action, index)
+            (kind in SEND_KINDS, message_tag(action, index, schedule.num_stages, most)): (action, index)
             for action in schedule.rows[rank]
             for kind in (action.kind,)
             if kind in SEND_KINDS | RECV_KINDS and action.direction == direction
@@ -117,20 +117,22 @@ class Rig:
         **options,
     ) -> None:
         self.part = ListPart(rank)
-        self.ledger = Ledger(CPU)
-        self.recorder = Recorder(self.part, self.ledger, CPU)
+        self.memory = MemoryCounter(CPU)
+        self.recorder = Recorder(self.part, self.memory, CPU)
         self.transports = [
             LateTransport(schedule, rank, direction, boundaries, source, at_once)
             for direction in range(schedule.num_directions)
         ]
-        links = Links(schedule, rank, boundaries, self.transports, Direct(CPU), self.recorder)
-        self.stages = {held: Stage(nn.ModuleList(kept), held[1] == 0, links.poll) for held, kept in modules.items()}
+        channels = P2PChannels(schedule, rank, boundaries, self.transports, Direct(CPU), self.recorder)
+        self.stages = {held: Stage(nn.ModuleList(kept), held[1] == 0, channels.poll) for held, kept in modules.items()}
         self.segments = None
         if needs_store(schedule):
             self.segments = open_segments(
-                schedule, rank, self.stages, plan, self.recorder, CPU, links.poll, 0, host_limit_bytes
+                schedule, rank, self.stages, plan, self.recorder, CPU, channels.poll, 0, host_limit_bytes
             )
-        self.executor = Executor(schedule, rank, self.stages, links, self.recorder, segments=self.segments, **options)
+        self.executor = Executor(
+            schedule, rank, self.stages, channels, self.recorder, segments=self.segments, **options
+        )
 
     def run(self, batch: Batch, step: int = 0):
         score = self.executor.run(step, batch)

@@ -64,10 +64,10 @@ def test_peak_bytes_are_the_schedule_s_stashes(family, num_ranks, n, parts, rank
         {m: labels[m] for m in labels if placement.rank_of(directions[m], num_ranks - 1) == rank},
     )
     rig.run(batch)
-    assert rig.ledger.held_bytes == 0, "bytes return to where they started"
+    assert rig.memory.held_bytes == 0, "bytes return to where they started"
     rig.part.rows.clear()
     rig.run(batch, step=1)
-    assert rig.ledger.held_bytes == 0
+    assert rig.memory.held_bytes == 0
     stash = min(stage.stash_bytes for stage in rig.stages.values())
     peak = max(row[11] for row in rig.part.rows) - sum(image.nbytes for image in batch.images.values())
     # beside the stashes: the inputs of those micro-batches, buffers posted one action ahead, what is being sent, and
@@ -94,9 +94,9 @@ def test_activations_of_a_split_backward_are_what_the_schedule_says(family, num_
     images, labels = images_and_labels(n)
     for step in range(2):
         rig.run(Batch(images, labels), step)
-        assert rig.executor.activations.held_bytes == rig.executor.handing.handed_over.held_bytes == 0
+        assert rig.executor.activations.held_bytes == rig.executor.router.between_stages.held_bytes == 0
         assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
-        assert rig.ledger.held_bytes == 0, "bytes return to where they started"
+        assert rig.memory.held_bytes == 0, "bytes return to where they started"
     sizes: dict[int, tuple[int, int]] = {}
     for (_, stage), held in rig.stages.items():
         sizes[stage] = (held.stash_bytes or 0, held.held_for_weights_bytes or 0)
@@ -136,8 +136,8 @@ def test_events_of_a_step_are_the_actions_of_the_row(family):
         ]
         compute_kinds = {"F", "B", "I", "W"} | {kind.value for kind in RANK_KINDS}
         assert [entry[:4] for entry in seen if entry[4] == COMPUTE] == [w for w in wanted if w[0] in compute_kinds]
-        links = [entry[:4] for entry in seen if entry[4] == LINK]
-        assert sorted(links) == sorted(w for w in wanted if w[0] not in compute_kinds)
+        channels = [entry[:4] for entry in seen if entry[4] == LINK]
+        assert sorted(channels) == sorted(w for w in wanted if w[0] not in compute_kinds)
         assert {entry[1] for entry in rig.part.rows} == {step}
         assert {entry[0] for entry in rig.part.rows} == {1}
         moved = {entry[10] for entry in rig.part.rows if entry[7] == LINK}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from gems.autograd.memory_counter import Ledger
-from gems.engine.activation_store.copies import ArenaCopies
-from gems.engine.activation_store.host_pool import HostPool, PlainMemory
+from gems.autograd.memory_counter import MemoryCounter
+from gems.engine.activation_store.copies import CpuCopier
+from gems.engine.activation_store.host_pool import HostPool, PageableMemory
 from gems.engine.activation_store.store import ActivationStore
 from gems.engine.supervision.recorder import Recorder
 from gems.schedule.action import Action
@@ -25,16 +25,16 @@ def schedule_of(row: str, num_micro_batches: int = 1) -> Schedule:
     return Schedule("test", num_micro_batches, Placement(1, ((0,),)), (actions,))
 
 
-class Bench:
+class StoreBench:
     """A store for one micro-batch of a stage of one or two segments."""
 
     def __init__(self, row: str, **options) -> None:
-        self.ledger = Ledger(CPU)
-        self.recorder = Recorder(None, self.ledger, CPU)
-        self.pool = HostPool(PlainMemory(), "rank 0")
+        self.memory = MemoryCounter(CPU)
+        self.recorder = Recorder(None, self.memory, CPU)
+        self.pool = HostPool(PageableMemory(), "rank 0")
         schedule = schedule_of(row)
-        self.store = ActivationStore(schedule, ArenaCopies(), self.pool, self.recorder, CPU, **options)
-        self.store.open(PLACE, ())
+        self.store = ActivationStore(schedule, CpuCopier(), self.pool, self.recorder, CPU, **options)
+        self.store.begin(PLACE, ())
 
     def copy(self, text: str) -> None:
         action = Action.parse(text)
@@ -46,16 +46,16 @@ ONE = "0.0F0 0.0OFFLOAD0 0.0FREE0 0.0PREFETCH0 0.0B0"
 TWO = "0.0F0 0.0OFFLOAD0 0.1F0 0.1OFFLOAD0 0.0FREE0 0.1FREE0 0.1PREFETCH0 0.1B0 0.0PREFETCH0 0.0B0"
 
 
-def graph_of(bench: Bench, function, x: torch.Tensor, segment: int = 0) -> torch.Tensor:
+def graph_of(bench: StoreBench, function, x: torch.Tensor, segment: int = 0) -> torch.Tensor:
     """Run a function in the store; its input is not a leaf that would hold memory."""
     start = torch.zeros((), requires_grad=True)
     bench.start = start
-    with bench.store.saving(PLACE, segment):
+    with bench.store.saved_tensor_hooks(PLACE, segment):
         return function(x + start)
 
 
 def test_a_graph_may_be_run_twice():
-    bench, x = Bench(ONE), torch.randn(8)
+    bench, x = StoreBench(ONE), torch.randn(8)
     out = graph_of(bench, lambda v: (v.exp() * v.sin()).sum(), x)
     for text in ("0.0OFFLOAD0", "0.0FREE0", "0.0PREFETCH0"):
         bench.copy(text)
@@ -66,26 +66,26 @@ def test_a_graph_may_be_run_twice():
         assert torch.allclose(bench.start.grad, wanted)
     counters = bench.store.counters
     assert counters.num_misses == 0 and counters.prefetched_bytes == counters.offloaded_bytes == 3 * 8 * 4
-    bench.store.done(PLACE, 0)
-    assert bench.ledger.held_bytes == bench.pool.used_bytes == bench.store.num_in_flight == 0
+    bench.store.end_backward(PLACE, 0)
+    assert bench.memory.held_bytes == bench.pool.used_bytes == bench.store.num_in_flight == 0
 
 
 def test_what_is_read_before_its_prefetch_is_fetched_and_counted():
-    bench, x = Bench(ONE), torch.randn(8)
+    bench, x = StoreBench(ONE), torch.randn(8)
     out = graph_of(bench, lambda v: (v.exp() * v.sin()).sum(), x)
     bench.copy("0.0OFFLOAD0")
     bench.copy("0.0FREE0")
-    assert bench.ledger.held_bytes == 0 and bench.store.on_host.held_bytes == 3 * 8 * 4
+    assert bench.memory.held_bytes == 0 and bench.store.on_host.held_bytes == 3 * 8 * 4
     out.backward()
     assert torch.allclose(bench.start.grad, (x.exp() * (x.sin() + x.cos())).sum())
     assert bench.store.counters.num_misses == 3
-    assert bench.ledger.held_bytes == 3 * 8 * 4
-    bench.store.done(PLACE, 0)
-    assert bench.ledger.held_bytes == bench.pool.used_bytes == 0
+    assert bench.memory.held_bytes == 3 * 8 * 4
+    bench.store.end_backward(PLACE, 0)
+    assert bench.memory.held_bytes == bench.pool.used_bytes == 0
 
 
 def test_views_of_one_storage_are_one_copy_and_come_back_as_they_were():
-    bench, x = Bench(ONE), torch.randn(6, 4)
+    bench, x = StoreBench(ONE), torch.randn(6, 4)
     seen = []
 
     class Look(torch.autograd.Function):
@@ -107,7 +107,7 @@ def test_views_of_one_storage_are_one_copy_and_come_back_as_they_were():
     kept = [tensor.clone() for tensor in views(made)]
     strides = [tensor.stride() for tensor in views(made)]
     start = torch.zeros((), requires_grad=True)
-    with bench.store.saving(PLACE, 0):
+    with bench.store.saved_tensor_hooks(PLACE, 0):
         out = Look.apply(start, *views(made))
     del made
     for text in ("0.0OFFLOAD0", "0.0FREE0", "0.0PREFETCH0"):
@@ -123,9 +123,9 @@ def test_views_of_one_storage_are_one_copy_and_come_back_as_they_were():
 
 def test_parameters_what_was_given_and_small_storages_stay():
     weight, given = torch.randn(64, requires_grad=True), torch.randn(64)
-    bench = Bench(ONE, parameters=[weight], least_bytes=100)
-    bench.store.open(PLACE, [given])
-    with bench.store.saving(PLACE, 0):
+    bench = StoreBench(ONE, parameters=[weight], min_offload_bytes=100)
+    bench.store.begin(PLACE, [given])
+    with bench.store.saved_tensor_hooks(PLACE, 0):
         large = weight * given.view(8, 8).view(64)
         out = large.sin().sum() + large[:4].clone().exp().sum()
     bench.copy("0.0OFFLOAD0")
@@ -138,18 +138,18 @@ def test_parameters_what_was_given_and_small_storages_stay():
     wanted = given * inside.cos()
     wanted[:4] += given[:4] * inside[:4].exp()
     assert torch.allclose(weight.grad, wanted)
-    bench.store.done(PLACE, 0)
-    assert bench.ledger.held_bytes == bench.pool.used_bytes == 0
+    bench.store.end_backward(PLACE, 0)
+    assert bench.memory.held_bytes == bench.pool.used_bytes == 0
 
 
 def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_one():
-    bench, x = Bench(TWO), torch.randn(8)
+    bench, x = StoreBench(TWO), torch.randn(8)
     first = graph_of(bench, torch.tanh, x)
-    bench.store.note_outputs(PLACE, 0, [first])
+    bench.store.record_outputs(PLACE, 0, [first])
     bench.copy("0.0OFFLOAD0")
     between = first.detach()
     second = graph_of(bench, torch.sin, between, 1)  # saves a sum, and not the shared one
-    with bench.store.saving(PLACE, 1):
+    with bench.store.saved_tensor_hooks(PLACE, 1):
         start = torch.zeros((), requires_grad=True)
         product = (between * start.exp()).sum()
     del between
@@ -157,7 +157,7 @@ def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_on
     for text in ("0.0FREE0", "0.1FREE0"):
         bench.copy(text)
     output = first.detach().clone()
-    shared = bench.store._shelves[PLACE].find(first.untyped_storage())
+    shared = bench.store._tables[PLACE].find(first.untyped_storage())
     assert shared is not None and shared.buffer is not None and not shared.is_counted
     moved = bench.store.counters.offloaded_bytes
     assert moved == bench.store.counters.saved_bytes
@@ -168,23 +168,23 @@ def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_on
     product.backward()
     assert torch.allclose(start.grad, output.sum())
     second.sum().backward()
-    bench.store.done(PLACE, 1)
+    bench.store.end_backward(PLACE, 1)
     assert shared.is_counted, "the first segment has still to read it"
     bench.copy("0.0PREFETCH0")
     assert bench.store.counters.prefetched_bytes == moved
-    bench.store.done(PLACE, 0)
-    assert bench.ledger.held_bytes == bench.pool.used_bytes == 0
+    bench.store.end_backward(PLACE, 0)
+    assert bench.memory.held_bytes == bench.pool.used_bytes == 0
 
 
 def test_a_tensor_that_was_changed_behind_its_copy_and_is_saved_again_is_another_storage():
-    bench, x = Bench(TWO), torch.randn(8)
+    bench, x = StoreBench(TWO), torch.randn(8)
     made = x.clone()
-    with bench.store.saving(PLACE, 0):
+    with bench.store.saved_tensor_hooks(PLACE, 0):
         start = torch.zeros((), requires_grad=True)
         lost = (made * start.exp()).sum()
     bench.copy("0.0OFFLOAD0")
     made.mul_(3)
-    with bench.store.saving(PLACE, 1):
+    with bench.store.saved_tensor_hooks(PLACE, 1):
         again = torch.zeros((), requires_grad=True)
         out = (made * again.exp()).sum()
     bench.copy("0.1OFFLOAD0")
@@ -198,11 +198,11 @@ def test_a_tensor_that_was_changed_behind_its_copy_and_is_saved_again_is_another
 
 
 def test_a_tensor_read_after_its_step_was_broken_off_is_an_error():
-    bench, x = Bench(ONE), torch.randn(8)
+    bench, x = StoreBench(ONE), torch.randn(8)
     out = graph_of(bench, lambda v: v.exp().sum(), x)
     bench.copy("0.0OFFLOAD0")
-    bench.store.forget()
-    assert bench.ledger.held_bytes == bench.pool.used_bytes == bench.store.on_host.held_bytes == 0
+    bench.store.reset()
+    assert bench.memory.held_bytes == bench.pool.used_bytes == bench.store.on_host.held_bytes == 0
     with pytest.raises(RuntimeError, match="a step that has ended"):
         out.backward()
 

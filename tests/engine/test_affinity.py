@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from gems.engine.supervision.affinity import Place, numa_nodes, numbers, place, ranges, warnings, write_affinity
+from gems.engine.supervision.affinity import RankLocation, locate, numa_nodes, numbers, ranges, warnings, write_affinity
 
 CPU = torch.device("cpu")
 
 
-def at(rank: int, cpus: str, node: str = "n1", gpu: str | None = None, node_cpus: int = 8) -> Place:
-    return Place(
+def at(rank: int, cpus: str, node: str = "n1", gpu: str | None = None, node_cpus: int = 8) -> RankLocation:
+    return RankLocation(
         rank=rank, node=node, pid=100 + rank, local_rank=rank, cpus=cpus, node_cpus=node_cpus, numa_nodes=(0,),
         gpu_name=gpu and "A100", gpu_uuid=gpu,
     )  # fmt: skip
@@ -30,7 +30,7 @@ class OneOfThree:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def gather(self, value: Place) -> Sequence[Place] | None:
+    def gather(self, value: RankLocation) -> Sequence[RankLocation] | None:
         return None if self.rank else [value, value, value]
 
 
@@ -46,20 +46,20 @@ def test_ranges_are_the_kernels(values: Sequence[int], text: str) -> None:
 def test_this_process_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n0412")
     monkeypatch.setenv("SLURM_LOCALID", "3")
-    found = place(7, CPU)
+    found = locate(7, CPU)
     assert (found.rank, found.node, found.pid, found.local_rank) == (7, "n0412", os.getpid(), 3)
     assert set(numbers(found.cpus)) == os.sched_getaffinity(0) and found.gpu_uuid is None
-    assert place(7, None) == found, "where compute is emulated, there is no device"
+    assert locate(7, None) == found, "where compute is emulated, there is no device"
 
 
 def test_a_gpu_has_a_name_and_a_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, Any] = {"name": "NVIDIA H100", "uuid": "0123-abcd"}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**known))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    found = place(0, torch.device("cuda", 2))
+    found = locate(0, torch.device("cuda", 2))
     assert (found.gpu_index, found.gpu_name, found.gpu_uuid, found.visible_gpus) == (2, "NVIDIA H100", "0123-abcd", 4)
     del known["uuid"]  # an older torch on another maker's GPU
-    assert place(0, torch.device("cuda", 2)).gpu_uuid is None
+    assert locate(0, torch.device("cuda", 2)).gpu_uuid is None
 
 
 def test_numa_nodes_are_those_of_the_cpus(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_rank_0_writes_one_file(tmp_path: Path) -> None:
 def test_a_table_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     write_affinity(OneOfThree(0), CPU, tmp_path / "file" / "affinity.json")  # type: ignore[arg-type]
-    assert "gems: no table of the ranks' places: " in capsys.readouterr().err
+    assert "[rank 0] WARNING cannot write " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("places", "cpus_per_rank", "lines"),
+    ("locations", "cpus_per_rank", "lines"),
     [
         ([at(0, "0-3"), at(1, "4-7")], 4, []),
         ([at(0, "0-7"), at(1, "0-7")], 4, []),  # not bound at all: nobody is in the way
@@ -101,14 +101,14 @@ def test_a_table_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pyte
         ),
         (
             [at(0, "0"), at(1, "0"), at(2, "0", node="n2"), at(3, "0", node="n2")], 1,
-            ["ranks 0-1 on node n1 share CPUs 0, fewer than 1 a rank, and the node has 8, and so at 1 other places"],
+            ["ranks 0-1 on node n1 share CPUs 0, fewer than 1 a rank, and the node has 8, and 1 more nodes"],
         ),
         ([at(0, "0-3", gpu="G1"), at(1, "4-7", gpu="G2")], 1, []),
         ([at(0, "0-3", gpu="G1"), at(1, "4-7", gpu="G1")], 1, ["ranks 0-1 on node n1 share one GPU (A100, G1)"]),
         ([at(0, "0-3", gpu="G1"), at(1, "4-7", gpu="G1", node="n2")], 1, []),
     ],
 )  # fmt: skip
-def test_ranks_in_each_others_way(places: list[Place], cpus_per_rank: int, lines: list[str]) -> None:
-    found = warnings(places, cpus_per_rank)
+def test_ranks_in_each_others_way(locations: list[RankLocation], cpus_per_rank: int, lines: list[str]) -> None:
+    found = warnings(locations, cpus_per_rank)
     assert [line.partition("; see cluster.")[0] for line in found] == lines
     assert all("; see cluster." in line for line in found)

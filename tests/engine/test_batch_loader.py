@@ -10,30 +10,30 @@ import torch
 from gems.config.schema import DataConfig
 from gems.data import open_dataset
 from gems.data.sampler import batch_indices
-from gems.engine.batch_loader import Feed
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.metrics import NO_LABEL
 from tests.engine.toys import NumberedDataset, make_spec
 
 CPU = torch.device("cpu")
 
 
-def make_feed(dataset, replica=0, images_of=(), labels_of=(), **changes) -> Feed:
+def make_loader(dataset, replica=0, image_micro_batches=(), label_micro_batches=(), **changes) -> BatchLoader:
     spec = make_spec("1f1b", 2, **changes)
-    return Feed(spec, dataset, replica, images_of, labels_of, torch.float32, CPU)
+    return BatchLoader(spec, dataset, replica, image_micro_batches, label_micro_batches, torch.float32, CPU)
 
 
 def read_all(dataset, steps, replicas, micro_batches, **changes) -> list[list[int]]:
     """The numbers of all images of each step, over all replicas."""
     taken: list[list[int]] = [[] for _ in range(steps)]
     for replica in range(replicas):
-        feed = make_feed(
+        loader = make_loader(
             dataset, replica, range(micro_batches), (), replicas=replicas,
             parallel__micro_batches=micro_batches, train__steps=steps, **changes,
         )  # fmt: skip
         for step in range(steps):
-            batch = feed.batch(step)
+            batch = loader.batch(step)
             taken[step] += [int(x) for m in range(micro_batches) for x in batch.images[m].flatten()]
-        feed.close()
+        loader.close()
     return taken
 
 
@@ -42,8 +42,8 @@ def read_all(dataset, steps, replicas, micro_batches, **changes) -> list[list[in
 def test_the_rank_with_labels_sees_the_images_of_the_rank_with_images(prefetch_steps, replica):
     dataset = NumberedDataset(50, 5)
     common = {"replicas": 2, "data__prefetch_steps": prefetch_steps, "train__steps": 3}
-    first = make_feed(dataset, replica, images_of=(0, 1, 2, 3), **common)
-    last = make_feed(dataset, replica, labels_of=(1, 3), **common)
+    first = make_loader(dataset, replica, image_micro_batches=(0, 1, 2, 3), **common)
+    last = make_loader(dataset, replica, label_micro_batches=(1, 3), **common)
     for step in range(3):
         images, labels = first.batch(step).images, last.batch(step).labels
         assert sorted(images) == [0, 1, 2, 3] and sorted(labels) == [1, 3]
@@ -80,11 +80,11 @@ def test_order_depends_on_the_seed_alone():
 
 
 def test_a_rank_that_reads_nothing_needs_no_data_set():
-    feed = make_feed(None)
-    batch = feed.batch(0)
+    loader = make_loader(None)
+    batch = loader.batch(0)
     assert (batch.images, batch.labels) == ({}, {})
-    assert [(b.images, b.labels) for b in feed.validation(5, 4, False, False)] == [({}, {})]
-    feed.close()
+    assert [(b.images, b.labels) for b in loader.validation(5, 4, False, False)] == [({}, {})]
+    loader.close()
 
 
 def test_a_bad_image_reaches_the_step_that_needs_it():
@@ -92,10 +92,10 @@ def test_a_bad_image_reaches_the_step_that_needs_it():
         def _pixels(self, split, index):
             raise OSError(f"image {index} is truncated")
 
-    feed = make_feed(Bad(40, 5), images_of=(0,))
+    loader = make_loader(Bad(40, 5), image_micro_batches=(0,))
     with pytest.raises(OSError, match="is truncated"):
-        feed.batch(0)
-    feed.close()
+        loader.batch(0)
+    loader.close()
 
 
 @pytest.mark.parametrize("num_validation", [1, 5, 7, 8, 16, 17])
@@ -106,11 +106,11 @@ def test_validation_counts_every_image_once(num_validation, replicas, size, num_
     num_rounds = set()
     for replica in range(replicas):
         common = {"replicas": replicas, "parallel__micro_batch_size": size}
-        feeds = [make_feed(data, replica, **common) for data in (dataset, dataset, None)]
+        loaders = [make_loader(data, replica, **common) for data in (dataset, dataset, None)]
         # a rank of the first stage, one of the last and one between: they must agree on the number of rounds
-        first = list(feeds[0].validation(num_validation, num_micro_batches, True, False))
-        last = list(feeds[1].validation(num_validation, num_micro_batches, False, True))
-        middle = list(feeds[2].validation(num_validation, num_micro_batches, False, False))
+        first = list(loaders[0].validation(num_validation, num_micro_batches, True, False))
+        last = list(loaders[1].validation(num_validation, num_micro_batches, False, True))
+        middle = list(loaders[2].validation(num_validation, num_micro_batches, False, False))
         assert len(first) == len(last) == len(middle)
         num_rounds.add(len(first))
         for with_images, with_labels in zip(first, last, strict=True):
@@ -132,9 +132,9 @@ def test_validation_counts_every_image_once(num_validation, replicas, size, num_
 def test_tokens_stay_integers_and_labels_are_one_for_each(name, dtype):
     data = DataConfig(name=name, num_classes=7, length=5, train_samples=40)
     dataset = open_dataset(data, 0)
-    feed = Feed(make_spec("1f1b", 2), dataset, 0, (0, 1), (1,), dtype, CPU)
-    batch = feed.batch(0)
-    feed.close()
+    loader = BatchLoader(make_spec("1f1b", 2), dataset, 0, (0, 1), (1,), dtype, CPU)
+    batch = loader.batch(0)
+    loader.close()
     chosen = batch_indices(40, 0, 0, 8)[2:4, 0]
     assert torch.equal(batch.images[1], torch.stack([torch.from_numpy(dataset.image("train", i)) for i in chosen]))
     assert torch.equal(batch.labels[1], torch.stack([torch.from_numpy(dataset.label("train", i)) for i in chosen]))
@@ -144,8 +144,8 @@ def test_tokens_stay_integers_and_labels_are_one_for_each(name, dtype):
 
 def test_validation_fills_up_with_sequences_that_count_for_nothing():
     dataset = open_dataset(DataConfig(name="tokens", num_classes=7, length=5, validation_samples=3), 0)
-    feed = Feed(make_spec("1f1b", 2), dataset, 0, (), (), torch.float32, CPU)
-    (batch,) = feed.validation(3, 2, True, True)
+    loader = BatchLoader(make_spec("1f1b", 2), dataset, 0, (), (), torch.float32, CPU)
+    (batch,) = loader.validation(3, 2, True, True)
     labels = torch.cat([batch.labels[0], batch.labels[1]])
     assert (labels[3] == NO_LABEL).all() and (labels[:3] != NO_LABEL).all()
     assert torch.equal(batch.images[0][:, 1:], labels[:2, :-1])

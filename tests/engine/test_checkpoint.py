@@ -12,7 +12,7 @@ from torch import nn
 
 from gems.engine.checkpoint import weights
 from gems.engine.pipeline import Pipeline
-from gems.engine.stage_modules import Contents
+from gems.engine.stage_modules import StageModules
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
@@ -30,7 +30,10 @@ def share(boundaries: list[int], num_directions: int = 1, replica: int = 0, seed
         for stage, (first, end) in enumerate(pairwise(boundaries))
     }
     pipeline = SimpleNamespace(
-        spec=spec, replica=replica, contents=Contents(layers_of(spec.model, spec.data), boundaries), modules=modules
+        spec=spec,
+        replica=replica,
+        stage_modules=StageModules(layers_of(spec.model, spec.data), boundaries),
+        modules=modules,
     )
     pipeline.named_layers = lambda held: Pipeline.named_layers(pipeline, held)
     return pipeline

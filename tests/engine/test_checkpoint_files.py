@@ -11,18 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from gems.engine.checkpoint import shard
-from gems.engine.checkpoint.host_copy import HostCopy
 from gems.engine.checkpoint.manifest import (
     MANIFEST_JSON,
     Manifest,
     checkpoint_folder,
     checkpoint_folders,
     difference,
-    identity_of,
     prune,
+    run_identity,
 )
-from gems.engine.checkpoint.shard import damage_of, write_shard
-from gems.engine.checkpoint.state import State
+from gems.engine.checkpoint.shard import find_damage, write_shard
+from gems.engine.checkpoint.state import HostCopy, StateTensors
 from tests.engine.toys import make_spec
 
 TENSORS = {
@@ -38,22 +37,22 @@ TENSORS = {
 
 def pieces_of(tensors: dict[str, torch.Tensor]):
     copy = HostCopy(torch.device("cpu"), torch.optim.SGD([torch.zeros(1)], 0.1))
-    copy.take(State({}, tensors))
-    return copy.pieces()
+    copy.take(StateTensors({}, tensors))
+    return copy.host_tensors()
 
 
 def test_the_library_reads_what_was_written_and_the_copy_is_of_its_moment(tmp_path: Path) -> None:
     live = {name: tensor.clone() for name, tensor in TENSORS.items()}
-    pieces = pieces_of(live)
+    host_tensors = pieces_of(live)
     for tensor in live.values():
         tensor.zero_()
-    written = write_shard(tmp_path / "rank0000.safetensors", pieces)
+    written = write_shard(tmp_path / "rank0000.safetensors", host_tensors)
     found = load_file(tmp_path / written.name)
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
     assert written.num_bytes == (tmp_path / written.name).stat().st_size
-    assert damage_of(tmp_path, written) is None
+    assert find_damage(tmp_path, written) is None
     assert [path.name for path in tmp_path.iterdir()] == [written.name]
 
 
@@ -63,11 +62,11 @@ def test_damage_is_told(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for place in (9, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        assert "another checksum" in (damage_of(tmp_path, written) or "")
+        assert "another checksum" in (find_damage(tmp_path, written) or "")
     path.write_bytes(whole[:-1])
-    assert f"{len(whole) - 1} bytes instead of {len(whole)}" in (damage_of(tmp_path, written) or "")
+    assert f"{len(whole) - 1} bytes instead of {len(whole)}" in (find_damage(tmp_path, written) or "")
     path.unlink()
-    assert "cannot be read" in (damage_of(tmp_path, written) or "")
+    assert "cannot be read" in (find_damage(tmp_path, written) or "")
 
 
 def test_a_shard_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +80,11 @@ def test_a_shard_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
 
 
 def manifest(step: int) -> Manifest:
-    return Manifest(step, 1, step * 8, "", identity_of(make_spec()), {}, {"conv": 0})
+    return Manifest(step, 1, step * 8, "", run_identity(make_spec()), {}, {"conv": 0})
 
 
 def test_a_manifest_comes_back_and_what_is_none_is_refused(tmp_path: Path) -> None:
-    mine = replace(manifest(3), files=(shard.Written("rank0000.safetensors", 5, 7),))
+    mine = replace(manifest(3), files=(shard.ShardFile("rank0000.safetensors", 5, 7),))
     mine.write(tmp_path / "step00000003")
     assert Manifest.read(tmp_path / "step00000003") == mine
     for text in ("[]", "{", '{"schema": "gems.checkpoint/9"}', '{"schema": "gems.checkpoint/1", "step": 1}'):
@@ -107,8 +106,8 @@ def test_the_newest_stay_and_what_is_being_written_too(tmp_path: Path) -> None:
 
 
 def test_the_first_difference_is_named() -> None:
-    mine = identity_of(make_spec())
-    assert difference(mine, identity_of(make_spec("1f1b", 2, train__learning_rate=0.5, train__steps=9))) is None
-    assert difference(mine, identity_of(make_spec(data__height_px=16))) == ("data.height_px", 12, 16)
-    assert difference(mine, identity_of(make_spec(parallel__micro_batch_size=1)))[0] == "global batch"
+    mine = run_identity(make_spec())
+    assert difference(mine, run_identity(make_spec("1f1b", 2, train__learning_rate=0.5, train__steps=9))) is None
+    assert difference(mine, run_identity(make_spec(data__height_px=16))) == ("data.height_px", 12, 16)
+    assert difference(mine, run_identity(make_spec(parallel__micro_batch_size=1)))[0] == "global batch"
     assert difference({}, {"seed": 1}) == ("seed", None, 1)

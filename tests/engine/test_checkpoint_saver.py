@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, identity_of
+from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, checkpoint_folders, run_identity
 from gems.engine.checkpoint.saver import Saver
-from gems.engine.checkpoint.shard import Piece
+from gems.engine.checkpoint.shard import HostTensor
 from gems.engine.transport.mpi import Transport, world
 from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder
@@ -34,11 +34,11 @@ class Slow:
     def take(self, losses: Sequence[float]) -> None:
         self.taken.append(list(losses))
 
-    def pieces(self) -> dict[str, Piece]:
+    def host_tensors(self) -> dict[str, HostTensor]:
         assert self.may_write.wait(LIMIT_S)
         if self.is_full:
             raise OSError(errno.ENOSPC, "No space left on device", "rank0000.safetensors.partial")
-        return {"x": Piece("U8", (1,), memoryview(bytes([len(self.taken)])))}
+        return {"x": HostTensor("U8", (1,), memoryview(bytes([len(self.taken)])))}
 
 
 class Rig:
@@ -47,7 +47,7 @@ class Rig:
     def __init__(self, path: Path, step: int = 0, stop=None, **train) -> None:
         spec = make_spec(train__steps=100, train__keep_checkpoints=2)
         self.folder, self.source, self.step = RunFolder(path), Slow(), step
-        about = Manifest(step, 1, step * 8, "", identity_of(spec), {}, {})
+        about = Manifest(step, 1, step * 8, "", run_identity(spec), {}, {})
         self.saver = Saver(
             self.folder, replace(spec.train, **train), Transport(world()), about, Heartbeat(path / "beat"),
             self.source, stop,
@@ -146,7 +146,7 @@ def test_a_full_disk_is_told_of_and_the_run_goes_on_while_a_checkpoint_stands(
     rig.saver.finish()
     said = capsys.readouterr().err
     assert "before step 45 could not be saved (rank 0: No space left on device: rank0000" in said
-    assert "the checkpoint of step 40 stands" in said and said.count("\n") == 1
+    assert "the checkpoint of step 40 remains" in said and said.count("\n") == 1
     assert rig.saved == []
 
 

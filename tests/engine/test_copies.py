@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.engine.activation_store.copies import ArenaCopies, CudaCopies, bytes_of, open_copies
+from gems.engine.activation_store.copies import CpuCopier, CudaCopier, as_bytes, open_copier
 from gems.engine.activation_store.host_pool import HostPool, PinnedMemory
 
 SIZES = (12, 4096, 1)
@@ -18,42 +18,42 @@ def storages(device: str) -> list[torch.UntypedStorage]:
 
 
 def test_on_a_processor_a_copy_is_over_when_it_is_posted():
-    copies, made = open_copies(torch.device("cpu")), storages("cpu")
-    assert isinstance(copies, ArenaCopies)
+    copies, made = open_copier(torch.device("cpu")), storages("cpu")
+    assert isinstance(copies, CpuCopier)
     buffers = [torch.zeros(size + 3, dtype=torch.uint8) for size in SIZES]
-    out = copies.out(list(zip(made, buffers, strict=True)))
-    assert out.num_bytes == sum(SIZES) and copies.is_over(out) and out.start <= out.end
-    wanted = [bytes_of(storage).clone() for storage in made]
+    out = copies.copy_out(list(zip(made, buffers, strict=True)))
+    assert out.num_bytes == sum(SIZES) and copies.is_done(out) and out.start <= out.end
+    wanted = [as_bytes(storage).clone() for storage in made]
     for storage in made:
-        bytes_of(storage).zero_()
-    back, again = copies.back(list(zip(buffers, SIZES, strict=True)))
+        as_bytes(storage).zero_()
+    back, again = copies.copy_in(list(zip(buffers, SIZES, strict=True)))
     assert back.num_bytes == sum(SIZES) and not back.is_waited_for
     copies.wait(back)
     assert back.is_waited_for
     assert [storage.nbytes() for storage in again] == list(SIZES)
-    assert all(torch.equal(bytes_of(got), want) for got, want in zip(again, wanted, strict=True))
+    assert all(torch.equal(as_bytes(got), want) for got, want in zip(again, wanted, strict=True))
     assert not {s.data_ptr() for s in again} & {b.data_ptr() for b in buffers}, "the arenas are two"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_memory_is_held_until_compute_waits():
     device = torch.device("cuda", 0)
-    copies = CudaCopies(device)
+    copies = CudaCopier(device)
     pool = HostPool(PinnedMemory("rank 0"), "rank 0")
     tensor = torch.randn(1 << 22, device=device)
     wanted = tensor.clone()
     memory = tensor.untyped_storage()
-    buffer = pool.take(memory.nbytes())
-    out = copies.out([(memory, buffer)])
+    buffer = pool.borrow(memory.nbytes())
+    out = copies.copy_out([(memory, buffer)])
     assert out.memory
     copies.wait(out)
     assert not out.memory and out.is_waited_for
     del tensor, memory
     torch.full((1 << 22,), 3.0, device=device)  # takes the memory that was just freed
-    back, (again,) = copies.back([(buffer, wanted.nbytes)])
+    back, (again,) = copies.copy_in([(buffer, wanted.nbytes)])
     copies.wait(back)
     got = torch.empty(0, device=device).set_(again, 0, (1 << 22,), (1,))
     assert torch.equal(got, wanted)
-    copies.settle()
-    assert copies.is_over(back) and back.start.elapsed_time(back.end) > 0
-    pool.give(buffer)
+    copies.synchronize()
+    assert copies.is_done(back) and back.start.elapsed_time(back.end) > 0
+    pool.release(buffer)

@@ -7,7 +7,7 @@ import torch
 
 from gems.config.schema import MachineConfig
 from gems.engine.device import open_device
-from gems.engine.transport.local_rank import LOCAL_RANK_VARIABLES, local_rank
+from gems.engine.transport.environment import LOCAL_RANK_VARIABLES, local_rank
 from gems.errors import ConfigError
 
 

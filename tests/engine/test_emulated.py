@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from gems.engine.emulation.channels import EmulatedLinks
-from gems.engine.emulation.executor import Emulated, Holdings
+from gems.engine.emulation.channels import EmulatedChannels
+from gems.engine.emulation.executor import EmulatedExecutor, EmulatedMemory
 from gems.engine.supervision.recorder import COMPUTE, COPY_IN, COPY_OUT, LINK, Recorder
 from gems.engine.transport.p2p_channels import open_transports
-from gems.engine.transport.polling import Patience
+from gems.engine.transport.polling import Waiter
 from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, Action, Kind
 from gems.schedule.costs import DepthCosts, StageCosts, uniform
@@ -35,17 +35,19 @@ class Device:
 
     def __init__(self, comm, schedule, costs: StageCosts, cap=None, reduce=lambda: None, boundary=0.0):
         self.part = ListPart()
-        self.holdings = Holdings()
-        recorder = Recorder(self.part, self.holdings)
+        self.memory = EmulatedMemory()
+        recorder = Recorder(self.part, self.memory)
         transports = open_transports(comm, schedule.num_directions, 20.0)
-        self.links = EmulatedLinks(schedule, 0, (boundary,) * schedule.num_stages, transports, recorder)
-        patience = Patience(self.links.poll, 0.0001, 20.0)
-        self.emulated = Emulated(schedule, 0, costs, UNIT_S, UNIT_BYTES, cap, self.links, patience, recorder, reduce)
+        self.channels = EmulatedChannels(schedule, 0, (boundary,) * schedule.num_stages, transports, recorder)
+        waiter = Waiter(self.channels.poll, 0.0001, 20.0)
+        self.emulated = EmulatedExecutor(
+            schedule, 0, costs, UNIT_S, UNIT_BYTES, cap, self.channels, waiter, recorder, reduce
+        )
 
     def run(self, steps: int = 1) -> list[dict]:
         for step in range(steps):
             self.emulated.run(step)
-        self.links.close()
+        self.channels.close()
         rows = [dict(zip(NAMES, row, strict=True)) for row in self.part.rows]
         for row in rows:
             kind = Kind(KINDS[row["kind"]])
@@ -95,7 +97,7 @@ def test_bytes_are_those_of_the_ledger(comm, text, num, cap):
     schedule = one_rank(text, num)
     device = Device(comm, schedule, COSTS, cap)
     rows = device.run()
-    assert device.holdings.held_bytes == 0
+    assert device.memory.held_bytes == 0
     held = {row["action"]: row["device_bytes"] for row in rows}
     assert max(held.values()) <= simulate(schedule, COSTS, cap=cap).peak[0] * UNIT_BYTES
     assert held[Action(Kind.STEP, 0)] == 0
@@ -159,7 +161,7 @@ def test_messages_have_their_size_and_their_data_is_waited_for(comm, monkeypatch
     as_if_apart(monkeypatch, schedule)
     device = Device(comm, schedule, uniform(1, 2), boundary=4096.0)
     rows = device.run(steps=2)
-    assert device.holdings.held_bytes == 0
+    assert device.memory.held_bytes == 0
     assert Counter(row["moved_bytes"] for row in rows if row["stream"] == LINK) == {4096: 16}
     for step in (0, 1):
         of = {row["action"]: row for row in rows if row["step"] == step}
@@ -179,13 +181,13 @@ def test_receive_buffers_are_used_again_once_they_are_read(comm, monkeypatch):
     as_if_apart(monkeypatch, schedule)
     made = []
     transports = open_transports(comm, 1, 20.0)
-    original = transports[0].receive_channel
+    original = transports[0].persistent_receive
 
-    def receive_channel(data, rank, tag):
+    def persistent_receive(data, rank, tag):
         made.append(data.ctypes.data)
         return original(data, rank, tag)
 
-    monkeypatch.setattr(transports[0], "receive_channel", receive_channel)
-    links = EmulatedLinks(schedule, 0, (64.0, 64.0), transports, Recorder(None, Holdings()))
+    monkeypatch.setattr(transports[0], "persistent_receive", persistent_receive)
+    channels = EmulatedChannels(schedule, 0, (64.0, 64.0), transports, Recorder(None, EmulatedMemory()))
     assert len(made) == 4 and len(set(made)) == 2
-    links.close()
+    channels.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.engine.emulation.message_cost import hops_of, measure_hop
+from gems.engine.emulation.message_cost import hop_times_s, measure_hop
 from gems.engine.transport.mpi import Transport
 from gems.schedule.action import Kind
 
@@ -32,7 +32,7 @@ def chain(hops_ns: list[int], ahead_ns: list[int], num_trips: int) -> list[dict]
 def test_each_hop_is_found_whatever_the_clocks_say():
     hops_ns = [400_000, 250_000, 900_000]
     times = chain(hops_ns, [0, 7_000_000_000, -3_000_000, 12], 2)
-    assert hops_of(times, 2) == pytest.approx([hop * 1e-9 for hop in hops_ns for _ in range(2)])
+    assert hop_times_s(times, 2) == pytest.approx([hop * 1e-9 for hop in hops_ns for _ in range(2)])
 
 
 @pytest.mark.timeout(30)

@@ -73,7 +73,7 @@ def test_stages_on_one_rank_hand_over_without_messages(make, order):
     for module, expected in zip(modules, plain, strict=True):
         for got, parameter in zip(module.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(got.grad, parameter.grad, rtol=1e-13, atol=1e-15)
-    assert rig.ledger.held_bytes == 0
+    assert rig.memory.held_bytes == 0
     assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
 
 
@@ -103,7 +103,7 @@ def test_a_view_of_what_was_received_is_sent_whole(family, make):
         came_by = Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_B
         expected = numbered(type(action)(came_by, 1, action.micro_batch), 0)
         assert torch.equal(tensor, expected), action
-    assert rig.ledger.held_bytes == 0
+    assert rig.memory.held_bytes == 0
 
 
 @pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
@@ -116,7 +116,7 @@ def test_a_view_is_sent_whole_in_evaluation(make):
     assert sorted(action.micro_batch for action in sent) == list(range(N))
     for action, (tensor,) in sent.items():
         assert torch.equal(tensor, numbered(type(action)(Kind.RECV_F, 1, action.micro_batch), 0))
-    assert rig.ledger.held_bytes == 0
+    assert rig.memory.held_bytes == 0
 
 
 def test_evaluation_counts_no_sample_without_a_label():

@@ -14,12 +14,14 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from gems.engine.supervision.failure import cause_of, launched_rank, report, stage_of
+from gems.engine.supervision.failure import describe_cause, report_failure, stage_number
+from gems.engine.transport.environment import launched_rank
 from gems.errors import ConfigError, DoesNotFitError, RankFailedError, ScheduleError, StalledError
 from gems.runs.failure_cause import FailureCause, classify_error
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from gems.utils.atomic_io import read_json
+from gems.utils.logs import set_up_rank_logging
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,10 +35,11 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
 
 
 def test_the_record_tells_all_that_is_known(tmp_path, capfd):
+    set_up_rank_logging(3)
     folder = RunFolder(tmp_path)
     heartbeat = Heartbeat(folder.heartbeat(3))
     heartbeat.beat(7, "2.1B5/1")
-    assert report(folder, 3, raised(ValueError("two\n words"))) == RankFailedError.exit_code
+    assert report_failure(folder, 3, raised(ValueError("two\n words"))) == RankFailedError.exit_code
     record = read_json(folder.failed_json(3))
     assert (record["rank"], record["step"], record["action"], record["stage"]) == (3, 7, "2.1B5/1", 2)
     assert (record["kind"], record["cause"], record["cause_class"]) == (
@@ -52,20 +55,20 @@ def test_the_record_tells_all_that_is_known(tmp_path, capfd):
     assert record["waits_for"] is None and record["errno"] is None
     lines = capfd.readouterr().err.splitlines()
     node = os.uname().nodename
-    assert lines[-1] == f"gems: rank 3 on node {node} failed in step 7, action 2.1B5/1: ValueError: two words"
+    assert lines[-1] == f"[rank 3] ERROR failed on node {node} in step 7, action 2.1B5/1: ValueError: two words"
     heartbeat.close()
 
 
-def test_a_stall_says_who_waits_for_whom(tmp_path, capfd):
+def test_a_hang_names_who_waits_for_whom(tmp_path, capfd):
     error = StalledError("rank 0 waited 5 s for 0RECV_B1")
     error.waits_for = "rank 0 waits for 1SEND_B1 of rank 1, which is silent"
-    assert report(RunFolder(tmp_path), 0, error, ["  File a", "  File b"]) == 5
+    assert report_failure(RunFolder(tmp_path), 0, error, ["  File a", "  File b"]) == 5
     record = read_json(RunFolder(tmp_path).failed_json(0))
     assert (record["cause"], record["waits_for"]) == (str(error), error.waits_for)
     assert record["traceback"] == ["  File a", "  File b"] and record["cause_class"] == "stalled"
     assert (record["step"], record["action"], record["stage"]) == (-1, "start", None)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith("failed before the first step (start): rank 0 waited 5 s for 0RECV_B1; " + error.waits_for)
+    assert line.endswith(" before the first step (start): rank 0 waited 5 s for 0RECV_B1; " + error.waits_for)
 
 
 def mpi_error() -> BaseException:
@@ -97,7 +100,7 @@ def mpi_error() -> BaseException:
 )  # fmt: skip
 def test_causes_are_classed(error: BaseException, cause_class: str, words: str):
     assert classify_error(raised(error)).cause == FailureCause(cause_class)
-    assert words in cause_of(error) and "\n" not in cause_of(error)
+    assert words in describe_cause(error) and "\n" not in describe_cause(error)
 
 
 def test_the_cause_behind_an_exception_classes_it():
@@ -114,7 +117,7 @@ def test_an_exception_that_cannot_even_be_printed_is_told_by_its_class(tmp_path,
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    assert report(RunFolder(tmp_path), 1, raised(BrokenError())) == 4
+    assert report_failure(RunFolder(tmp_path), 1, raised(BrokenError())) == 4
     assert read_json(RunFolder(tmp_path).failed_json(1))["cause"] == "BrokenError"
 
 
@@ -123,21 +126,21 @@ def test_a_full_file_system_keeps_the_line(tmp_path, capfd, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("gems.engine.supervision.failure.write_json", full)
-    assert report(RunFolder(tmp_path), 2, raised(ValueError("why"))) == 4
+    assert report_failure(RunFolder(tmp_path), 2, raised(ValueError("why"))) == 4
     said = capfd.readouterr().err.splitlines()
-    assert next(line for line in said if line.startswith("gems: rank 2 on node")).endswith("ValueError: why")
-    assert said[-1].startswith("gems: rank 2 cannot write to ") and "No space left" in said[-1]
+    assert next(line for line in said if line.startswith("[rank 0] ERROR failed on node")).endswith("ValueError: why")
+    assert said[-1].startswith("[rank 0] ERROR cannot write to ") and "No space left" in said[-1]
 
 
 def test_a_run_folder_that_is_gone_keeps_the_line(tmp_path, capfd):
     (tmp_path / "file").write_text("")
-    assert report(RunFolder(tmp_path / "file"), 2, ConfigError("a", 1, "b")) == 2
-    assert "failed before the first step (start): a=1: b" in capfd.readouterr().err
+    assert report_failure(RunFolder(tmp_path / "file"), 2, ConfigError("a", 1, "b")) == 2
+    assert " before the first step (start): a=1: b" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("action", "stage"), [("3F1", 3), ("12SEND_B4/1", 12), ("load", None), ("start", None)])
 def test_the_stage_of_an_action(action: str, stage: int | None):
-    assert stage_of(action) == stage
+    assert stage_number(action) == stage
 
 
 def test_the_rank_is_the_launchers(monkeypatch):
@@ -152,8 +155,9 @@ def test_the_rank_is_the_launchers(monkeypatch):
 
 HANGS = """
 import signal, sys, time
-from gems.engine.supervision.failure import guard
-guard(0.5)
+from gems.engine.supervision.failure import ensure_exit
+from gems.engine.transport.environment import launched_rank
+ensure_exit(0.5)
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 print("guarded", flush=True)
 import ctypes
@@ -176,6 +180,6 @@ def test_an_end_that_hangs_is_ended(tmp_path):
 
 
 def test_a_record_is_whole_or_not_there(tmp_path):
-    report(RunFolder(tmp_path), 0, raised(ValueError("x" * 100_000)))
+    report_failure(RunFolder(tmp_path), 0, raised(ValueError("x" * 100_000)))
     assert [path.name for path in tmp_path.iterdir()] == ["FAILED.rank0000.json"]
     json.loads((tmp_path / "FAILED.rank0000.json").read_text())

@@ -20,12 +20,12 @@ from tests.engine.toys import make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 3
-STALL_LIMIT_S = 4.0
-END_LIMIT_S = STALL_LIMIT_S + 30
+HANG_TIMEOUT_S = 4.0
+END_LIMIT_S = HANG_TIMEOUT_S + 30
 START_LIMIT_S = 120.0
 CHANGES = {
     "machine__kind": "emulated", "cost__unit_s": 0.004, "cost__boundary_bytes": 100_000, "cost__activation_bytes": 700,
-    "train__steps": 1_000_000, "train__hang_timeout_s": STALL_LIMIT_S,
+    "train__steps": 1_000_000, "train__hang_timeout_s": HANG_TIMEOUT_S,
 }  # fmt: skip
 
 
@@ -72,15 +72,15 @@ class Run:
         return {rank: record for rank, record in found.items() if record}
 
 
-def check_stall(run: Run, culprit: int, state: str) -> dict:
+def check_hang(run: Run, culprit: int, state: str) -> dict:
     """Check what every stall leaves, and gives STALLED.json."""
-    stall = read_json(run.folder.stalled_json)
-    assert [(root["rank"], root["state"]) for root in stall["roots"]] == [(culprit, state)], stall
+    hang = read_json(run.folder.stalled_json)
+    assert [(root["rank"], root["state"]) for root in hang["roots"]] == [(culprit, state)], hang
     records = run.failures()
-    assert stall["rank"] in records
+    assert hang["rank"] in records
     assert {record["exit_code"] for record in records.values()} == {5}
     assert {record["kind"] for record in records.values()} == {"StalledError"}
-    return stall
+    return hang
 
 
 @pytest.mark.timeout(240)
@@ -91,9 +91,9 @@ def test_a_stopped_rank_is_blamed_and_the_others_leave_their_stacks(tmp_path):
     begin_s = time.monotonic()
     run.wait()
     assert run.ended_s - begin_s < END_LIMIT_S
-    stall = check_stall(run, 1, "is silent")
-    assert stall["rank"] != 1 and stall["roots"][0]["pid"] == stopped.pid
-    assert "of rank 1, which is silent in step" in stall["waits_for"]
+    hang = check_hang(run, 1, "is silent")
+    assert hang["rank"] != 1 and hang["roots"][0]["pid"] == stopped.pid
+    assert "of rank 1, which is silent in step" in hang["waits_for"]
     for rank in (0, 2):
         assert "Thread 0x" in run.folder.stacks(rank).read_text(), rank
     assert run.folder.stacks(1).read_text() == ""
@@ -108,8 +108,8 @@ def test_a_rank_that_never_comes_back_from_c_is_blamed(tmp_path, how: str, state
     begin_s = time.monotonic()
     run.wait()
     assert run.ended_s - begin_s < END_LIMIT_S
-    stall = check_stall(run, 1, state)
-    assert (stall["roots"][0]["step"], stall["roots"][0]["action"]) == (2, "1F1")
+    hang = check_hang(run, 1, state)
+    assert (hang["roots"][0]["step"], hang["roots"][0]["action"]) == (2, "1F1")
     for rank in range(NUM_RANKS):
         text = run.folder.stacks(rank).read_text()
         assert "Thread 0x" in text, rank

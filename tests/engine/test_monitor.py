@@ -111,7 +111,7 @@ def test_a_driver_without_samples_does_not_end_the_run(open_on_gpu, capsys, fail
     ((_, device_bytes, resident, *_),) = monitor.take()
     assert device_bytes == -1 and resident > 0
     monitor.close()
-    said = f"gems: no samples of the GPU's memory and power: {failing}: not supported\n"
+    said = f"[rank 0] WARNING no samples of the GPU's memory and power: {failing}: not supported\n"
     assert capsys.readouterr().err == said
 
 

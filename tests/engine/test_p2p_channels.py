@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from gems.autograd.memory_counter import Ledger
+from gems.autograd.memory_counter import MemoryCounter
 from gems.engine.supervision.recorder import LINK, Recorder
-from gems.engine.transport.message_tags import tag_of
-from gems.engine.transport.p2p_channels import Links, open_transports
+from gems.engine.transport.message_tags import message_tag
+from gems.engine.transport.p2p_channels import P2PChannels, open_transports
 from gems.engine.transport.staging import Direct
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec
@@ -58,7 +58,7 @@ def test_no_two_messages_of_a_step_share_communicator_ranks_and_tag():
                 step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
                 peer = schedule.placement.rank_of(action.direction, action.stage + step)
                 for index in range(num_tensors):
-                    tag = tag_of(action, index, schedule.num_stages, num_tensors)
+                    tag = message_tag(action, index, schedule.num_stages, num_tensors)
                     if action.kind in SEND_KINDS:
                         sent[action.direction, rank, peer, tag] += 1
                     else:
@@ -72,7 +72,7 @@ def test_no_two_messages_of_a_step_share_communicator_ranks_and_tag():
 def test_tags_differ_whatever_the_placement():
     """Where ranks take turns (stages 0 and 2 here, 1 and 3 there), both ways cross between the same two ranks."""
     tags = [
-        tag_of(Action(kind, stage, m), index, 4, 3)
+        message_tag(Action(kind, stage, m), index, 4, 3)
         for kind in PAIR
         for stage in range(4)
         for m in range(5)
@@ -84,7 +84,7 @@ def test_tags_differ_whatever_the_placement():
 def test_a_send_and_its_receive_have_one_tag():
     for kind, (receive, step) in PAIR.items():
         send = Action(kind, 3, 5, 1)
-        assert tag_of(send, 1, 6, 2) == tag_of(Action(receive, 3 + step, 5, 1), 1, 6, 2)
+        assert message_tag(send, 1, 6, 2) == message_tag(Action(receive, 3 + step, 5, 1), 1, 6, 2)
 
 
 def two_stages_here(num_micro_batches: int = 1) -> Schedule:
@@ -97,12 +97,12 @@ def two_stages_here(num_micro_batches: int = 1) -> Schedule:
     return Schedule("test", num_micro_batches, Placement(1, ((0, 0),)), (row,))
 
 
-def open_links(comm, boundary, num_micro_batches=1):
+def open_channels(comm, boundary, num_micro_batches=1):
     part = ListPart()
-    recorder = Recorder(part, Ledger(CPU), CPU)
+    recorder = Recorder(part, MemoryCounter(CPU), CPU)
     schedule = two_stages_here(num_micro_batches)
-    links = Links(schedule, 0, [boundary], open_transports(comm, 1, 20.0), Direct(CPU), recorder)
-    return links, recorder, part
+    channels = P2PChannels(schedule, 0, [boundary], open_transports(comm, 1, 20.0), Direct(CPU), recorder)
+    return channels, recorder, part
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -122,69 +122,69 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_layout_arrives_in_logical_order(comm, layout, dtype):
     tensor = layout(torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5).to(dtype))
-    links, _, _ = open_links(comm, (spec_of("x", tensor),))
-    links.post_receive(Action(Kind.RECV_F, 1, 0))
-    links.post_send(Action(Kind.SEND_F, 0, 0), (tensor,))
-    (got,) = links.wait(Action(Kind.RECV_F, 1, 0))
-    links.drain()
+    channels, _, _ = open_channels(comm, (spec_of("x", tensor),))
+    channels.post_receive(Action(Kind.RECV_F, 1, 0))
+    channels.post_send(Action(Kind.SEND_F, 0, 0), (tensor,))
+    (got,) = channels.wait(Action(Kind.RECV_F, 1, 0))
+    channels.drain()
     assert got.is_contiguous() and torch.equal(got, tensor)
 
 
 def test_a_boundary_of_several_tensors(comm):
     tensors = (torch.arange(6.0).reshape(2, 3), torch.tensor([[4], [5]]), torch.rand(2, 2).bfloat16())
-    links, _, _ = open_links(comm, tuple(spec_of(f"t{i}", tensor) for i, tensor in enumerate(tensors)), 2)
+    channels, _, _ = open_channels(comm, tuple(spec_of(f"t{i}", tensor) for i, tensor in enumerate(tensors)), 2)
     for m in (0, 1):
-        links.post_receive(Action(Kind.RECV_F, 1, m))
+        channels.post_receive(Action(Kind.RECV_F, 1, m))
     for m in (1, 0):
-        links.post_send(Action(Kind.SEND_F, 0, m), tuple(tensor + m for tensor in tensors))
+        channels.post_send(Action(Kind.SEND_F, 0, m), tuple(tensor + m for tensor in tensors))
     for m in (0, 1):
-        for got, tensor in zip(links.wait(Action(Kind.RECV_F, 1, m)), tensors, strict=True):
+        for got, tensor in zip(channels.wait(Action(Kind.RECV_F, 1, m)), tensors, strict=True):
             assert got.dtype is tensor.dtype and torch.equal(got, tensor + m)
-    links.drain()
+    channels.drain()
 
 
 @pytest.mark.timeout(60)
 def test_an_integer_tensor_has_no_gradient_message(comm):
     boundary = (TensorSpec("index", (2,), torch.int64), TensorSpec("x", (2, 3), torch.float32))
-    links, _, _ = open_links(comm, boundary)
+    channels, _, _ = open_channels(comm, boundary)
     gradient = torch.rand(2, 3)
-    links.post_receive(Action(Kind.RECV_B, 0, 0))
-    links.post_send(Action(Kind.SEND_B, 1, 0), (gradient,))
-    got = links.wait(Action(Kind.RECV_B, 0, 0))
-    links.drain()
+    channels.post_receive(Action(Kind.RECV_B, 0, 0))
+    channels.post_send(Action(Kind.SEND_B, 1, 0), (gradient,))
+    got = channels.wait(Action(Kind.RECV_B, 0, 0))
+    channels.drain()
     assert len(got) == 1 and torch.equal(got[0], gradient)
 
 
 def test_bytes_are_held_while_under_way_and_recorded(comm):
     tensors = (torch.rand(4, 4), torch.arange(3))
     size = 4 * 16 + 8 * 3
-    links, recorder, part = open_links(comm, tuple(spec_of(f"t{i}", t) for i, t in enumerate(tensors)))
+    channels, recorder, part = open_channels(comm, tuple(spec_of(f"t{i}", t) for i, t in enumerate(tensors)))
     send, receive = Action(Kind.SEND_F, 0, 0), Action(Kind.RECV_F, 1, 0)
-    links.post_receive(receive)
-    assert recorder._ledger.held_bytes == size
-    links.post_send(send, tensors)
-    assert recorder._ledger.held_bytes == 2 * size
-    got = links.wait(receive)
-    links.drain()
-    assert recorder._ledger.held_bytes == size
-    links.release(got)
-    assert recorder._ledger.held_bytes == 0
+    channels.post_receive(receive)
+    assert recorder._memory.held_bytes == size
+    channels.post_send(send, tensors)
+    assert recorder._memory.held_bytes == 2 * size
+    got = channels.wait(receive)
+    channels.drain()
+    assert recorder._memory.held_bytes == size
+    channels.release(got)
+    assert recorder._memory.held_bytes == 0
     seen = {(KINDS[row[2]], row[7], row[10]) for row in part.rows}
     assert seen == {("SEND_F", LINK, size), ("RECV_F", LINK, size)}
     assert all(row[8] <= row[9] for row in part.rows)
 
 
 def test_released_buffers_are_used_again(comm):
-    links, _, _ = open_links(comm, (TensorSpec("x", (1000,), torch.float32),), 3)
+    channels, _, _ = open_channels(comm, (TensorSpec("x", (1000,), torch.float32),), 3)
     places = []
     for m in range(3):
-        links.post_receive(Action(Kind.RECV_F, 1, m))
-        links.post_send(Action(Kind.SEND_F, 0, m), (torch.full((1000,), float(m)),))
-        got = links.wait(Action(Kind.RECV_F, 1, m))
+        channels.post_receive(Action(Kind.RECV_F, 1, m))
+        channels.post_send(Action(Kind.SEND_F, 0, m), (torch.full((1000,), float(m)),))
+        got = channels.wait(Action(Kind.RECV_F, 1, m))
         assert float(got[0].sum()) == 1000.0 * m
         places.append(got[0].data_ptr())
-        links.drain()
-        links.release(got)
+        channels.drain()
+        channels.release(got)
     assert len(set(places)) == 1
 
 
@@ -192,10 +192,12 @@ def test_more_messages_than_tags_are_refused():
     schedule = lower(generate("1f1b", 4, 100))
     boundaries = [(TensorSpec("x", (1,), torch.float32),)] * 3
     transport = LateTransport(schedule, 0, 0, boundaries, lambda action, index: torch.zeros(1))
-    top = max(tag_of(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS)
-    recorder = Recorder(None, Ledger(CPU), CPU)
+    top = max(
+        message_tag(action, 0, 4, 1) for _, action in schedule.actions() if action.kind in SEND_KINDS | RECV_KINDS
+    )
+    recorder = Recorder(None, MemoryCounter(CPU), CPU)
     transport.max_tag = top - 1
     with pytest.raises(ConfigError, match=rf"parallel\.micro_batches=100: .*up to {top - 1} only"):
-        Links(schedule, 0, boundaries, [transport], Direct(CPU), recorder)
+        P2PChannels(schedule, 0, boundaries, [transport], Direct(CPU), recorder)
     transport.max_tag = top + 2 * 4
-    Links(schedule, 0, boundaries, [transport], Direct(CPU), recorder)
+    P2PChannels(schedule, 0, boundaries, [transport], Direct(CPU), recorder)

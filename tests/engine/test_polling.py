@@ -8,7 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from gems.engine.transport.polling import MARGIN_S, Patience, look_s, promptly, sharpen_sleep, spin_of
+from gems.engine.transport.polling import (
+    SPIN_MARGIN_S,
+    Waiter,
+    poll_interval_s,
+    realtime_priority,
+    reduce_timer_slack,
+    spin_time_s,
+)
 from gems.errors import StalledError
 
 
@@ -32,53 +39,53 @@ class Clock:
 
 def test_a_time_is_waited_for_in_short_sleeps_with_polls_and_spins_at_the_end(monkeypatch):
     clock, polls = Clock(monkeypatch), []
-    patience = Patience(lambda: polls.append(clock.now_ns), 0.0001, 10.0)
-    patience.until(5_000_000)
+    waiter = Waiter(lambda: polls.append(clock.now_ns), 0.0001, 10.0)
+    waiter.wait_until_time(5_000_000)
     assert 5_000_000 <= clock.now_ns < 5_002_000
-    assert max(clock.sleeps) <= 0.0008 and sum(clock.sleeps) < 0.005 - MARGIN_S / 2
+    assert max(clock.sleeps) <= 0.0008 and sum(clock.sleeps) < 0.005 - SPIN_MARGIN_S / 2
     assert max(later - earlier for earlier, later in pairwise(polls)) < 900_000
     assert 5_000_000 - polls[-1] < 2_000, "the last poll sees what came just before"
 
 
 def test_a_time_that_has_passed_costs_one_poll():
     polls: list[int] = []
-    Patience(lambda: polls.append(1), 10.0, 10.0).until(time.perf_counter_ns() - 1)
+    Waiter(lambda: polls.append(1), 10.0, 10.0).wait_until_time(time.perf_counter_ns() - 1)
     assert polls == [1]
 
 
 def test_a_condition_is_made_true_by_polls():
     polls: list[int] = []
-    patience = Patience(lambda: polls.append(1), 0.0, 10.0)
-    patience.for_(lambda: len(polls) >= 5, "five")
+    waiter = Waiter(lambda: polls.append(1), 0.0, 10.0)
+    waiter.wait_until(lambda: len(polls) >= 5, "five")
     assert len(polls) == 5
-    patience.for_(lambda: True, "nothing")
+    waiter.wait_until(lambda: True, "nothing")
     assert len(polls) == 5
 
 
 @pytest.mark.timeout(30)
 def test_what_never_comes_ends_the_wait():
     with pytest.raises(StalledError, match=r"waited 0\.05 s for 1RECV_F3"):
-        Patience(lambda: None, 0.001, 0.05).for_(lambda: False, "1RECV_F3")
+        Waiter(lambda: None, 0.001, 0.05).wait_until(lambda: False, "1RECV_F3")
 
 
 def test_looks_of_many_ranks_are_as_many_as_those_of_few(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    assert look_s(1) == look_s(4) == 0.00005
-    assert look_s(128) / 128 == pytest.approx(look_s(16) / 16)
+    assert poll_interval_s(1) == poll_interval_s(4) == 0.00005
+    assert poll_interval_s(128) / 128 == pytest.approx(poll_interval_s(16) / 16)
 
 
 def test_sleeps_are_sharp_on_linux_and_the_same_elsewhere(monkeypatch):
-    sharpen_sleep()
+    reduce_timer_slack()
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("ctypes.CDLL", None)
-    sharpen_sleep()
+    reduce_timer_slack()
 
 
 def test_promptness_ends_with_the_block(monkeypatch):
     policies: list[int] = []
     monkeypatch.setattr("os.sched_getscheduler", lambda pid: os.SCHED_OTHER)
     monkeypatch.setattr("os.sched_setscheduler", lambda pid, policy, param: policies.append(policy))
-    with pytest.raises(ValueError, match="inside"), promptly():
+    with pytest.raises(ValueError, match="inside"), realtime_priority():
         assert policies == [os.SCHED_RR]
         raise ValueError("inside")
     assert policies == [os.SCHED_RR, os.SCHED_OTHER]
@@ -89,12 +96,12 @@ def test_who_may_not_go_first_goes_on_all_the_same(monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr("os.sched_setscheduler", refuse)
-    with promptly():
+    with realtime_priority():
         done = True
     assert done
 
 
 def test_a_rank_with_a_core_of_its_own_spins_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert spin_of(1) == spin_of(4) > 10 * spin_of(5)
-    assert spin_of(5) == spin_of(64) > 0
+    assert spin_time_s(1) == spin_time_s(4) > 10 * spin_time_s(5)
+    assert spin_time_s(5) == spin_time_s(64) > 0

@@ -12,6 +12,7 @@ import pytest
 
 from gems.cli.framework import Options
 from gems.engine.transport import probe as program
+from gems.engine.transport.mpi import Transport
 from gems.errors import ConfigError, RankFailedError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from jobs.cli.probe import probe
@@ -68,6 +69,7 @@ class Echo:
     """A transport whose other rank answers with given bytes."""
 
     rank = 0
+    round_trip_s = Transport.round_trip_s
 
     def __init__(self, wrong: bool) -> None:
         self.wrong = wrong
@@ -90,17 +92,17 @@ def test_content_is_checked() -> None:
     good: Any = Echo(wrong=False)
     assert program._measure(good, program._host_data)["bytes_per_s"] > 0
     bad: Any = Echo(wrong=True)
-    with pytest.raises(RankFailedError, match="rank 0 got 8 bytes of other content"):
+    with pytest.raises(RankFailedError, match="rank 0 received 8 bytes with other content"):
         program._measure(bad, program._host_data)
 
 
 def test_any_error_is_left_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, "SPEAK_S", 0)
-    assert program._report(tmp_path / "probe.json", ImportError("no libmpi")) == 4
+    monkeypatch.setattr(program, "FLUSH_S", 0)
+    assert program._report_error(tmp_path / "probe.json", ImportError("no libmpi")) == 4
     assert "failed: ImportError: no libmpi" in capsys.readouterr().err
     assert json.loads((tmp_path / "probe.json").read_text())["config_error"] == []
     (tmp_path / "file").touch()
-    assert program._report(tmp_path / "file" / "probe.json", ConfigError("a", 1, "b")) == 2
+    assert program._report_error(tmp_path / "file" / "probe.json", ConfigError("a", 1, "b")) == 2
     assert "cannot write" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gems.autograd.memory_counter import Ledger, tensor_bytes
+from gems.autograd.memory_counter import MemoryCounter, tensor_bytes
 from gems.engine.supervision.recorder import COMPUTE, LINK, Recorder
 from gems.schedule.action import Action, Kind
 from gems.trace import COLUMNS, DTYPES, KINDS, TracePart, read_part, root_attributes
@@ -29,13 +29,13 @@ def test_tensor_bytes_count_a_storage_once():
 
 
 def test_rows_name_the_action_and_what_was_held():
-    part, ledger = ListPart(5), Ledger(CPU)
+    part, ledger = ListPart(5), MemoryCounter(CPU)
     recorder = Recorder(part, ledger, CPU)
     recorder.begin_step(2)
-    recorder.hold(100)
-    start = recorder.mark()
+    recorder.count_bytes(100)
+    start = recorder.timestamp()
     recorder.compute(Action(Kind.B, 3, 1, 1, segment=4), start)
-    recorder.hold(-40)
+    recorder.count_bytes(-40)
     recorder.transfer(Action(Kind.SEND_B, 3, 1, 1), start, 640)
     recorder.compute(Action(Kind.STEP, 1), start)
     recorder.end_step()
@@ -50,9 +50,9 @@ def test_rows_name_the_action_and_what_was_held():
 
 
 def test_waiting_for_input_is_of_a_step_or_of_a_forward():
-    part, ledger = ListPart(5), Ledger(CPU)
+    part, ledger = ListPart(5), MemoryCounter(CPU)
     recorder = Recorder(part, ledger, CPU)
-    recorder.hold(7)
+    recorder.count_bytes(7)
     recorder.waited(3, 10, 20)
     recorder.waited(3, 20, 25, Action(Kind.F, 0, 6, 1))
     recorder.is_on = False
@@ -66,9 +66,9 @@ def test_waiting_for_input_is_of_a_step_or_of_a_forward():
 
 def test_rows_fit_the_trace_file(tmp_path):
     part = TracePart(tmp_path / "rank0000.h5", 0, root_attributes("measured", "x", 1))
-    recorder = Recorder(part, Ledger(CPU), CPU)
+    recorder = Recorder(part, MemoryCounter(CPU), CPU)
     recorder.begin_step(0)
-    recorder.compute(Action(Kind.F, 0, 3), recorder.mark())
+    recorder.compute(Action(Kind.F, 0, 3), recorder.timestamp())
     recorder.end_step()
     part.close()
     events = read_part(tmp_path / "rank0000.h5").events
@@ -77,10 +77,10 @@ def test_rows_fit_the_trace_file(tmp_path):
 
 def test_nothing_is_kept_while_it_is_off_or_without_a_file():
     part = ListPart()
-    for recorder in (Recorder(part, Ledger(CPU), CPU), Recorder(None, Ledger(CPU), CPU)):
+    for recorder in (Recorder(part, MemoryCounter(CPU), CPU), Recorder(None, MemoryCounter(CPU), CPU)):
         recorder.is_on = False
         recorder.begin_step(0)
-        recorder.compute(Action(Kind.F, 0, 0), recorder.mark())
+        recorder.compute(Action(Kind.F, 0, 0), recorder.timestamp())
         recorder.transfer(Action(Kind.SEND_F, 0, 0), recorder.now(), 1)
         recorder.is_on = True
         recorder.end_step()
@@ -119,17 +119,17 @@ class FakeGpu:
 def test_events_of_a_gpu_stand_on_the_host_s_clock(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     part = ListPart()
-    recorder = Recorder(part, Ledger(GPU), GPU)
+    recorder = Recorder(part, MemoryCounter(GPU), GPU)
     gpu.clock_ms = 5000.0
     recorder.begin_step(0)
     assert gpu.log == ["synchronize", "event"], "the first stamp is of an idle device"
     base_ns = recorder._base[1]
     gpu.clock_ms, gpu.allocated = 5001.5, 111
-    start = recorder.mark()
+    start = recorder.timestamp()
     gpu.clock_ms = 5004.0
     recorder.compute(Action(Kind.F, 0, 0), start)
     gpu.allocated = 222
-    recorder.hold(10**9)  # counts for nothing: torch's allocator is asked
+    recorder.count_bytes(10**9)  # counts for nothing: torch's allocator is asked
     recorder.transfer(Action(Kind.SEND_F, 0, 0), base_ns, 8)
     recorder.end_step()
     link, forward = as_dicts(part.rows)
@@ -141,5 +141,5 @@ def test_events_of_a_gpu_stand_on_the_host_s_clock(monkeypatch):
 @pytest.mark.parametrize(("device", "count"), [(CPU, 0), (GPU, 1)], ids=["cpu", "cuda"])
 def test_settle_waits_for_a_gpu_only(monkeypatch, device, count):
     gpu = FakeGpu(monkeypatch)
-    Recorder(None, Ledger(device), device).settle()
+    Recorder(None, MemoryCounter(device), device).synchronize()
     assert gpu.log == ["synchronize"] * count

@@ -53,8 +53,11 @@ def launch(folder: RunFolder) -> Ended:
     return run_ranks(argv, rank_environment(1), timeout_s=LIMIT_S, echo=False)
 
 
+FAILED = re.compile(r"\[rank \d+\] ERROR failed ")
+
+
 def lines_of(ended: Ended) -> list[str]:
-    return [line for line in ended.tail if line.startswith("gems: rank")]
+    return [line for line in ended.tail if FAILED.match(line)]
 
 
 def failure(folder: RunFolder, rank: int, exit_code: int) -> dict:
@@ -142,7 +145,7 @@ def test_a_failure_in_an_action_is_named(tmp_path):
     assert not folder.failed_json(0).exists()
     assert (record["step"], record["action"]) == (0, "1F0")
     assert record["cause"].startswith("ValueError: Expected more than 1 value per channel")
-    assert lines_of(ended) == [f"gems: rank 1 on node {NODE} failed in step 0, action 1F0: {record['cause']}"]
+    assert lines_of(ended) == [f"[rank 1] ERROR failed on node {NODE} in step 0, action 1F0: {record['cause']}"]
     assert any("Traceback" in text for text in ended.tail)
 
 
@@ -158,10 +161,10 @@ def test_a_rank_that_waits_too_long_says_for_what(tmp_path):
     assert record["step"] >= 2 and re.fullmatch(r"rank 0 waited \d+ s for .+", record["cause"])
     (line,) = lines_of(ended)
     assert f"in step {record['step']}, action {record['action']}: rank 0 waited" in line
-    stall = read_json(folder.stalled_json)
-    assert (stall["rank"], stall["step"], stall["action"]) == (0, record["step"], record["action"])
-    assert [(root["rank"], root["pid"], root["state"]) for root in stall["roots"]] == [(1, stopped.pid, "is silent")]
-    assert record["waits_for"] == stall["waits_for"] and "of rank 1, which is silent" in line
+    hang = read_json(folder.stalled_json)
+    assert (hang["rank"], hang["step"], hang["action"]) == (0, record["step"], record["action"])
+    assert [(root["rank"], root["pid"], root["state"]) for root in hang["roots"]] == [(1, stopped.pid, "is silent")]
+    assert record["waits_for"] == hang["waits_for"] and "of rank 1, which is silent" in line
     assert "_wait_until" in folder.stacks(0).read_text() and folder.stacks(1).read_text() == ""
 
 
@@ -219,9 +222,9 @@ def test_a_world_that_slurm_started_otherwise_is_refused(tmp_path):
     folder = make_folder(tmp_path)
     ended = run_alone(folder, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", SLURM_MPI_TYPE="none")
     assert ended.returncode == 2
-    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("gems: rank")]
+    (line,) = [text for text in ended.stderr.splitlines() if FAILED.match(text)]
     assert "cluster.mpi=none: MPI sees a world of 1 and SLURM started 2 tasks" in line
-    assert line.startswith(f"gems: rank 1 on node {NODE} failed before the first step (start): ")
+    assert line.startswith(f"[rank 1] ERROR failed on node {NODE} before the first step (start): ")
     assert failure(folder, 1, 2)["step"] == -1
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gems.engine.activation_store.segment_input import Entrance
+from gems.engine.activation_store.segment_input import SegmentInput
 
 
 def anchor() -> torch.Tensor:
@@ -20,12 +20,12 @@ def weak(tensor: torch.Tensor) -> StorageWeakRef:
 def test_the_graph_does_not_hold_what_it_is_given():
     x = torch.randn(4, 4)
     memory = weak(x)
-    entrance, values = Entrance.enter([x], [True], anchor())
+    segment_input, values = SegmentInput.enter([x], [True], anchor())
     out = values[0].sum()
     del x, values
     assert memory.expired()
     out.backward()
-    (gradient,) = entrance.gradients(is_whole=False)
+    (gradient,) = segment_input.gradients(is_first=False)
     assert torch.equal(gradient, torch.ones(4, 4))
 
 
@@ -41,10 +41,10 @@ def test_a_leaf_would_be_held():
 
 def test_inputs_may_be_changed_in_place_as_the_first_thing():
     x = torch.tensor([-1.0, 2.0])
-    entrance, (value,) = Entrance.enter([x], [True], anchor())
+    segment_input, (value,) = SegmentInput.enter([x], [True], anchor())
     torch.relu_(value).sum().backward()
     assert torch.equal(x, torch.tensor([0.0, 2.0])), "it is the same memory"
-    assert torch.equal(entrance.gradients(True)[0], torch.tensor([0.0, 1.0]))
+    assert torch.equal(segment_input.gradients(True)[0], torch.tensor([0.0, 1.0]))
 
 
 def test_gradients_are_those_of_leaves_in_their_layout():
@@ -52,21 +52,21 @@ def test_gradients_are_those_of_leaves_in_their_layout():
     y, index = torch.randn(5), torch.tensor([1, 2])
     leaves = [x.detach().requires_grad_(), y.detach().requires_grad_()]
     (leaves[0].mean() + 0 * leaves[1][0]).backward()
-    entrance, values = Entrance.enter([x, index, y], [True, False, True], anchor())
+    segment_input, values = SegmentInput.enter([x, index, y], [True, False, True], anchor())
     assert values[1].requires_grad is False and torch.equal(values[1], index)
     (values[0].mean() + 0 * values[2][0]).backward()
-    got = entrance.gradients(is_whole=True)
+    got = segment_input.gradients(is_first=True)
     for gradient, leaf in zip(got, leaves, strict=True):
         assert torch.equal(gradient, leaf.grad) and gradient.stride() == leaf.grad.stride()
-    assert entrance.gradients(is_whole=True)[0].abs().max() == 0, "they are given once"
+    assert segment_input.gradients(is_first=True)[0].abs().max() == 0, "they are given once"
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_an_input_without_use_has_no_gradient_inside_of_a_stage_and_zeros_at_its_end(is_whole):
     x, y = torch.randn(3), torch.randn(2)
-    entrance, values = Entrance.enter([x, y], [True, True], anchor())
+    segment_input, values = SegmentInput.enter([x, y], [True, True], anchor())
     values[0].sum().backward()
-    first, second = entrance.gradients(is_whole)
+    first, second = segment_input.gradients(is_whole)
     assert torch.equal(first, torch.ones(3))
     assert (second is None) != is_whole
     if is_whole:
@@ -75,8 +75,8 @@ def test_an_input_without_use_has_no_gradient_inside_of_a_stage_and_zeros_at_its
 
 def test_what_wants_no_gradient_has_none():
     x, y = torch.randn(3), torch.randn(3)
-    entrance, values = Entrance.enter([x, y], [False, True], anchor())
+    segment_input, values = SegmentInput.enter([x, y], [False, True], anchor())
     assert not values[0].requires_grad
     (values[0] * values[1]).sum().backward()
-    inside = entrance.gradients(is_whole=False)
+    inside = segment_input.gradients(is_first=False)
     assert inside[0] is None and torch.equal(inside[1], x)

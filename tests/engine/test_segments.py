@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gems.engine.activation_store.segments import needs_store
+from gems.engine.activation_store.segment import needs_store
 from gems.engine.supervision.recorder import COPY_IN, COPY_OUT
 from gems.errors import ConfigError, DoesNotFitError
 from gems.schedule import generate
@@ -150,8 +150,8 @@ def test_memory_is_gone_behind_free_and_back_with_prefetch():
 
     def see(action):
         if action.kind in seen:
-            shelf = store._shelves[0, 0, action.micro_batch]
-            copied = [saved for saved in shelf.storages if saved.buffer is not None]
+            table = store._tables[0, 0, action.micro_batch]
+            copied = [saved for saved in table.storages if saved.buffer is not None]
             # the labels, which the loss saves, are the batch's
             gone = [saved for saved in copied if not saved.is_counted and saved.num_bytes != SIZE * 8]
             assert all(saved.memory() is None for saved in gone)
@@ -174,8 +174,8 @@ def test_a_backward_frees_a_kept_segment_layer_by_layer():
 
         @staticmethod
         def backward(ctx, gradient):
-            for shelf in rig.segments.store._shelves.values():
-                alive.append(sum(saved.num_bytes for saved in shelf.storages if saved.memory() is not None))
+            for table in rig.segments.store._tables.values():
+                alive.append(sum(saved.num_bytes for saved in table.storages if saved.memory() is not None))
             return gradient * 2
 
     class Tell(nn.Module):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.engine.split_play import batches_of, check, make_stage
+from tests.engine.split_rig import batches_of, check, make_stage
 from tests.engine.toys import Call
 
 SHAPES = {1: (2, 4, 9), 2: (2, 4, 6, 7), 3: (2, 4, 4, 5, 3)}

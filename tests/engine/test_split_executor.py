@@ -50,8 +50,8 @@ def assert_same_bits(ours: Rig, theirs: Rig) -> None:
 
 def check_activations(rig: Rig, schedule: Schedule, rank: int) -> None:
     """The counted peak is what the schedule says of the measured sizes, and all is back to zero."""
-    assert rig.executor.activations.held_bytes == rig.executor.handing.handed_over.held_bytes == 0
-    assert rig.ledger.held_bytes == 0
+    assert rig.executor.activations.held_bytes == rig.executor.router.between_stages.held_bytes == 0
+    assert rig.memory.held_bytes == 0
     assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
     stages = {stage: rig.stages[direction, stage] for direction, stage in rig.stages}
     each = range(schedule.num_stages)
@@ -171,7 +171,7 @@ def test_two_stages_of_a_v_placement(rank, delay):
         rigs.append(rig)
     assert_same_bits(*rigs)
     # the tensor that the turn hands over, there and back
-    assert (rigs[0].executor.handing.handed_over.peak_bytes > 0) == (rank == 1)
+    assert (rigs[0].executor.router.between_stages.peak_bytes > 0) == (rank == 1)
 
 
 def test_what_is_handed_over_on_a_rank_is_counted():
@@ -182,8 +182,8 @@ def test_what_is_handed_over_on_a_rank_is_counted():
     rig.run(Batch(images, labels))
     per_tensor = SIZE * WIDTH * 4
     # two boundaries forward; while the last stage's gradient comes back its inputs are still there
-    assert rig.executor.handing.handed_over.peak_bytes == 3 * per_tensor
-    assert rig.executor.handing.handed_over.held_bytes == 0
+    assert rig.executor.router.between_stages.peak_bytes == 3 * per_tensor
+    assert rig.executor.router.between_stages.held_bytes == 0
 
 
 @pytest.mark.parametrize("kind", [Kind.I, Kind.W])
@@ -207,9 +207,9 @@ def test_an_error_between_i_and_w_leaves_nothing_behind(kind, monkeypatch):
     with pytest.raises(RuntimeError, match="on purpose"):
         rig.run(Batch(images, labels))
     assert all(stage.num_in_flight == 0 for stage in rig.stages.values())
-    assert rig.executor.handing.is_empty
-    assert rig.executor.activations.held_bytes == rig.executor.handing.handed_over.held_bytes == 0
-    assert rig.ledger.held_bytes == 0
+    assert rig.executor.router.is_empty
+    assert rig.executor.activations.held_bytes == rig.executor.router.between_stages.held_bytes == 0
+    assert rig.memory.held_bytes == 0
     # a later step is as the first one would have been
     for held_stage in rig.stages.values():
         for parameter in held_stage.modules.parameters():

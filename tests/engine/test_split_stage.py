@@ -223,14 +223,14 @@ def test_an_error_in_forward_leaves_the_layers_plain():
     assert type(layers[0](torch.rand(3, 4)).grad_fn).__name__ == "AddmmBackward0"
 
 
-def test_forget_drops_what_waits_for_its_backward():
+def test_reset_drops_what_waits_for_its_backward():
     stage = make_stage(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     for m in range(2):
         stage.forward(m, (torch.rand(3, 4),), None, True)
     stage.backward_input(0, (torch.ones(3, 4),))
-    waiting = [weakref.ref(tensor.untyped_storage()) for tensor in stage._later[0].tensors()]
+    waiting = [weakref.ref(tensor.untyped_storage()) for tensor in stage._deferred[0].tensors()]
     assert stage.num_in_flight == 2 and len(waiting) == 4
-    stage.forget()
+    stage.reset()
     gc.collect()
     assert stage.num_in_flight == 0 and not any(storage() for storage in waiting)
 

@@ -47,16 +47,16 @@ def log(monkeypatch):
 
 def test_host_staged_receives_through_one_buffer(log):
     staged = HostStaged(GPU)
-    buffer = staged.take(SPEC)
+    buffer = staged.borrow(SPEC)
     buffer.fill_(3.0)
     tensor = staged.to_device(buffer)
     assert log == ["pin", "to device", "synchronize"], "the copy is over before the buffer may be filled again"
-    again = staged.take(SPEC)
+    again = staged.borrow(SPEC)
     assert again is buffer
     again.fill_(4.0)
     assert bool((tensor == 3).all())
-    staged.give_back((tensor,))
-    assert staged.take(SPEC) is not tensor, "device memory is torch's own"
+    staged.release((tensor,))
+    assert staged.borrow(SPEC) is not tensor, "device memory is torch's own"
 
 
 def test_host_staged_sends_a_copy_that_is_whole_and_kept_until_it_has_left(log):
@@ -70,7 +70,7 @@ def test_host_staged_sends_a_copy_that_is_whole_and_kept_until_it_has_left(log):
     assert other is not buffer and bool((buffer == tensor).all())
     done()
     assert told == ["left"]
-    assert staged.take(SPEC) is buffer
+    assert staged.borrow(SPEC) is buffer
 
 
 def test_direct_waits_for_the_device_before_mpi_reads_or_writes(monkeypatch):
@@ -83,7 +83,7 @@ def test_direct_waits_for_the_device_before_mpi_reads_or_writes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     direct = Direct(CPU)
     direct._device = GPU
-    direct.take(SPEC)
+    direct.borrow(SPEC)
     assert calls == ["synchronize"], "a kernel may still read what the buffer held"
     direct.to_host(torch.rand(2), lambda: None)
     assert calls == ["synchronize"] * 2
@@ -91,16 +91,16 @@ def test_direct_waits_for_the_device_before_mpi_reads_or_writes(monkeypatch):
 
 def test_direct_uses_given_back_buffers_again():
     direct = Direct(CPU)
-    buffer = direct.take(SPEC)
+    buffer = direct.borrow(SPEC)
     assert direct.to_device(buffer) is buffer
     leaf = buffer.detach().requires_grad_()
-    direct.give_back((leaf,))
-    again = direct.take(SPEC)
+    direct.release((leaf,))
+    again = direct.borrow(SPEC)
     assert again.data_ptr() == buffer.data_ptr() and not again.requires_grad
-    assert direct.take(SPEC).data_ptr() != buffer.data_ptr()
-    direct.give_back((again,))
-    assert direct.take(TensorSpec("x", (3, 2), torch.float32)).data_ptr() != buffer.data_ptr()
-    assert direct.take(TensorSpec("x", (2, 3), torch.int32)).dtype is torch.int32
+    assert direct.borrow(SPEC).data_ptr() != buffer.data_ptr()
+    direct.release((again,))
+    assert direct.borrow(TensorSpec("x", (3, 2), torch.float32)).data_ptr() != buffer.data_ptr()
+    assert direct.borrow(TensorSpec("x", (2, 3), torch.int32)).dtype is torch.int32
 
 
 @pytest.mark.parametrize("wanted", ["auto", "host", "gpu"])

@@ -1,4 +1,4 @@
-"""The stop watch in processes of its own, whose main thread is inside C for good."""
+"""The stop listener in processes of its own, whose main thread is inside C for good."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gems.engine.supervision.stop_request import StopWatch, read_reason, stop_watch
+from gems.engine.supervision.stop_request import StopListener, read_reason, stop_listener
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,11 +21,11 @@ LIMIT_S = 20.0
 # A second thread tells what the watch says; the first is in a call that no signal may end, as a rank is in MPI's.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, threading
-from gems.engine.supervision.stop_request import StopWatch
+from gems.engine.supervision.stop_request import StopListener
 libc, stop_json = ctypes.CDLL(None), pathlib.Path(sys.argv[1])
 if "older" in sys.argv:
     threading.Thread(target=libc.sleep, args=(600,), daemon=True).start()
-watch = StopWatch(stop_json if "looks" in sys.argv else None, spares_sigterm="spares" in sys.argv)
+watch = StopListener(stop_json if "looks" in sys.argv else None, sigterm_asks="spares" in sys.argv)
 watch.start()
 if "closed" in sys.argv:
     watch.close()
@@ -123,7 +123,7 @@ def test_a_closed_watch_gives_the_signals_back(rank: Callable[..., subprocess.Po
 
 def test_closing_restores_this_process(tmp_path: Path) -> None:
     mask, handler = signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGUSR2)
-    watch = StopWatch(tmp_path / "stop.json", spares_sigterm=True)
+    watch = StopListener(tmp_path / "stop.json", sigterm_asks=True)
     watch.start()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask | {signal.SIGUSR2, signal.SIGTERM}
     watch.close()
@@ -148,6 +148,6 @@ def test_what_the_file_may_hold(tmp_path: Path) -> None:
 
 def test_one_rank_looks_and_those_of_srun_spare(tmp_path: Path) -> None:
     path = tmp_path / "stop.json"
-    looking, other = stop_watch(path, 0, {"SLURM_STEP_ID": "0"}), stop_watch(path, 1, {})
+    looking, other = stop_listener(path, 0, {"SLURM_STEP_ID": "0"}), stop_listener(path, 1, {})
     assert (looking._stop_json, other._stop_json) == (path, None)
     assert signal.SIGTERM in looking._signals and signal.SIGTERM not in other._signals

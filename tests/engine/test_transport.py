@@ -61,14 +61,14 @@ def test_every_type_travels_bit_by_bit(transport, dtype):
 
 
 def test_cells_beside_a_receive_buffer_stay_untouched(transport):
-    guard = 64
-    around = torch.full((guard + 1000 + guard,), -7.0, dtype=torch.bfloat16)
-    inside = around[guard:-guard]
+    ensure_exit = 64
+    around = torch.full((ensure_exit + 1000 + ensure_exit,), -7.0, dtype=torch.bfloat16)
+    inside = around[ensure_exit:-ensure_exit]
     request = transport.receive(inside, 0, 3)
     transport.send(torch.ones(1000, dtype=torch.bfloat16), 0, 3)
     transport.wait(request)
     assert torch.equal(inside, torch.ones(1000, dtype=torch.bfloat16))
-    assert bool((around[:guard] == -7).all()) and bool((around[-guard:] == -7).all())
+    assert bool((around[:ensure_exit] == -7).all()) and bool((around[-ensure_exit:] == -7).all())
 
 
 def test_an_empty_tensor_travels(transport):

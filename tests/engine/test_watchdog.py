@@ -1,4 +1,4 @@
-"""gems.engine.supervision.watchdog: one rank's watch, without MPI; ends of whole runs are in test_stalls."""
+"""gems.engine.supervision.watchdog: one rank's watch, without MPI; ends of whole runs are in test_hangs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from gems.engine.supervision import watchdog
-from gems.engine.supervision.heartbeats import Marks
-from gems.engine.supervision.local_peer import Neighbour, ask
-from gems.engine.supervision.watchdog import Watchdog
-from gems.engine.transport.polling import WAITING, Patience
+from gems.engine.supervision.watchdog import LocalPeer, RankHeartbeats, Watchdog, request_stacks
+from gems.engine.transport.polling import Waiter, WaitState
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat, read_beat
@@ -41,12 +39,9 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.04)
-    before = WAITING.still_moves
-    WAITING.what = None
+    monkeypatch.setattr(watchdog, "CHECK_S", 0.04)
     yield
-    WAITING.still_moves, WAITING.what = before, None
-    for dog in DOGS:  # one that has found a stall goes on until its process ends
+    for dog in DOGS:  # one that has found a hang goes on until its process ends
         dog._closing.set()
         if dog._thread.is_alive():
             dog._thread.join()
@@ -59,8 +54,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 DOGS: list[Watchdog] = []
 
 
-def watch(folder: RunFolder, heartbeat: Heartbeat, limit_s: float, *others: Neighbour, rank: int = 0) -> Watchdog:
-    DOGS.append(Watchdog(folder, rank, NUM_RANKS, heartbeat, limit_s, [Neighbour.me(rank), *others]))
+def watch(folder: RunFolder, heartbeat: Heartbeat, limit_s: float, *others: LocalPeer, rank: int = 0) -> Watchdog:
+    peers = [LocalPeer.this_process(rank), *others]
+    DOGS.append(Watchdog(folder, rank, NUM_RANKS, heartbeat, limit_s, peers, WaitState()))
     return DOGS[-1]
 
 
@@ -73,14 +69,14 @@ def eventually(is_so, limit_s: float = 30.0) -> bool:
 
 def test_a_rank_that_ends_well_leaves_nothing_but_its_mark(folder):
     heartbeat = Heartbeat(folder.heartbeat(0))
-    with watch(folder, heartbeat, 60.0):
+    with watch(folder, heartbeat, 60.0) as dog:
         heartbeat.beat(0, "0F0")
         begun = heartbeat.last()
         assert folder.stacks(0).exists(), "a signal's handler can open no file"
         assert eventually(lambda: heartbeat.last().alive_ns > begun.time_ns)
-        WAITING.begin("0RECV_B0")
+        dog._wait_state.begin("0RECV_B0")
         assert eventually(lambda: heartbeat.last().waits_for == "0RECV_B0")
-        WAITING.what = None
+        dog._wait_state.end()
         assert eventually(lambda: heartbeat.last().waits_for == "")
         assert heartbeat.last().moved_ns > begun.time_ns, "it has gone on since, though not in the list"
     heartbeat.close()
@@ -93,7 +89,7 @@ def test_a_wait_is_worth_it_while_somebody_moves(folder):
     heartbeat.beat(2, "0B0")
     other.beat(2, "1F1")
     begin_s, come = time.monotonic(), []
-    with watch(folder, heartbeat, 0.3):
+    with watch(folder, heartbeat, 0.3) as dog:
 
         def move() -> None:
             other.beat(2, "1B0")
@@ -101,7 +97,7 @@ def test_a_wait_is_worth_it_while_somebody_moves(folder):
             if time.monotonic() - begin_s > 0.9:
                 come.append(True)
 
-        Patience(move, 0.01, 0.3).for_(lambda: come, "0RECV_B0")
+        Waiter(move, 0.01, 0.3, dog._wait_state).wait_until(lambda: come, "0RECV_B0")
     assert time.monotonic() - begin_s > 0.9, "three times the limit"
     heartbeat.close()
     other.close()
@@ -111,15 +107,15 @@ def test_a_wait_ends_when_who_is_waited_for_stands_still(folder, capfd):
     heartbeat, other = Heartbeat(folder.heartbeat(0)), Heartbeat(folder.heartbeat(1))
     heartbeat.beat(2, "0B0")
     other.beat(2, "1F1")
-    with pytest.raises(StalledError) as raised, watch(folder, heartbeat, 0.3):
-        Patience(other.live, 0.01, 0.3).for_(lambda: False, "0RECV_B0")
-    stall = read_json(folder.stalled_json)
-    assert (stall["rank"], stall["step"], stall["action"], stall["pid"]) == (0, 2, "0B0", os.getpid())
-    (root,) = stall["roots"]
+    with pytest.raises(StalledError) as raised, watch(folder, heartbeat, 0.3) as dog:
+        Waiter(other.live, 0.01, 0.3, dog._wait_state).wait_until(lambda: False, "0RECV_B0")
+    hang = read_json(folder.stalled_json)
+    assert (hang["rank"], hang["step"], hang["action"], hang["pid"]) == (0, 2, "0B0", os.getpid())
+    (root,) = hang["roots"]
     assert (root["rank"], root["step"], root["action"], root["state"]) == (1, 2, "1F1", "works")
-    assert raised.value.waits_for == stall["waits_for"]
-    assert stall["waits_for"].startswith("rank 0 waits in step 2, action 0B0 since ")
-    assert "for 1SEND_B0 of rank 1, which works in step 2, action 1F1 since" in stall["waits_for"]
+    assert raised.value.waits_for == hang["waits_for"]
+    assert hang["waits_for"].startswith("rank 0 waits in step 2, action 0B0 since ")
+    assert "for 1SEND_B0 of rank 1, which works in step 2, action 1F1 since" in hang["waits_for"]
     text = folder.stacks(0).read_text()
     assert text.startswith("rank 0 on node ") and "step 2, action 0B0" in text and "for_" in text
     heartbeat.close()
@@ -136,7 +132,7 @@ def test_only_the_first_that_finds_a_stall_tells_it(folder):
         errors.append(raised.value)
     assert read_json(folder.stalled_json)["rank"] == 1
     assert errors[0].waits_for is not None and errors[1].waits_for is None
-    assert all("stalled" in folder.stacks(rank).read_text() for rank in range(2))
+    assert all("hangs" in folder.stacks(rank).read_text() for rank in range(2))
     for heartbeat in heartbeats:
         heartbeat.close()
 
@@ -145,7 +141,7 @@ def test_the_stall_of_another_rank_is_seen_and_stacks_are_left(folder):
     heartbeat = Heartbeat(folder.heartbeat(0))
     with watch(folder, heartbeat, 60.0):
         folder.stalled_json.write_text('{"rank": 2}')
-        assert eventually(lambda: "another rank has stalled" in folder.stacks(0).read_text())
+        assert eventually(lambda: "another rank hangs" in folder.stacks(0).read_text())
     assert "eventually" in folder.stacks(0).read_text(), "the main thread's own stack"
     heartbeat.close()
 
@@ -164,42 +160,44 @@ def test_neighbours_are_asked_once_and_only_they(folder):
     """A process that was started by another time, or lives in a container of its own, is none of ours."""
     with subprocess.Popen([sys.executable, "-c", ASKED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        me = Neighbour.me(0)
-        real = Neighbour(1, process.pid, start_time(process.pid), me.pid_namespace)
+        me = LocalPeer.this_process(0)
+        real = LocalPeer(1, process.pid, start_time(process.pid), me.pid_namespace)
         strangers = [
-            Neighbour(1, process.pid, "12345", me.pid_namespace),
-            Neighbour(1, process.pid, real.started, me.pid_namespace + 1),
+            LocalPeer(1, process.pid, "12345", me.pid_namespace),
+            LocalPeer(1, process.pid, real.started, me.pid_namespace + 1),
         ]
-        ask([me, *strangers], 0)
-        ask([real], 1)  # not itself
-        ask([me, real, *strangers], 0)
+        request_stacks([me, *strangers], 0)
+        request_stacks([real], 1)  # not itself
+        request_stacks([me, real, *strangers], 0)
         assert process.stdout.readline() == "asked 1\n"
         os.kill(process.pid, signal.SIGUSR1)
         assert process.stdout.readline() == "asked 2\n", "and no more often before"
         process.kill()
 
 
-def test_two_ranks_of_a_node_look_for_stalls(folder):
+def test_two_ranks_of_a_node_check_for_hangs(folder):
     heartbeat = Heartbeat(folder.heartbeat(5))
-    here = [Neighbour.me(rank) for rank in (7, 5, 9, 8)]
-    looks = {one.rank: Watchdog(folder, one.rank, 12, heartbeat, 60.0, here)._looks for one in here}
-    assert looks == {5: True, 7: True, 8: False, 9: False}
+    peers = [LocalPeer.this_process(rank) for rank in (7, 5, 9, 8)]
+    checks = {
+        peer.rank: Watchdog(folder, peer.rank, 12, heartbeat, 60.0, peers, WaitState())._checks_others for peer in peers
+    }
+    assert checks == {5: True, 7: True, 8: False, 9: False}
     heartbeat.close()
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(folder, monkeypatch):
-    """SLURM suspends whole jobs; then all marks are old, and nobody has stalled."""
+    """SLURM suspends whole jobs; then all heartbeats are old, and no rank hangs."""
     heartbeat = Heartbeat(folder.heartbeat(0))
     heartbeat.beat(1, "0F1")
     other = Heartbeat(folder.heartbeat(1))
     monkeypatch.setattr(watchdog, "LATE_S", 1.0)
     dog = watch(folder, heartbeat, 0.5)
-    WAITING.begin("0RECV_B0")
+    dog._wait_state.begin("0RECV_B0")
     dog._ticked_s -= 100.0
-    assert dog.still_moves(), "the thread was stopped too"
+    assert dog.is_progressing(), "the thread was stopped too"
     dog._stacks = sys.stderr
     dog._tick()
-    assert dog._still_s < 0.1 and dog.still_moves()
+    assert dog._still_s < 0.1 and dog.is_progressing()
     heartbeat.close()
     other.close()
 
@@ -215,11 +213,11 @@ def test_a_file_system_without_room_for_stacks_does_not_stop_the_run(folder):
 def test_marks_are_read_once_and_gaps_are_left_out(folder):
     heartbeat = Heartbeat(folder.heartbeat(1))
     folder.heartbeat(2).write_text("1 n x y z")
-    marks = Marks(folder, NUM_RANKS)
+    marks = RankHeartbeats(folder, NUM_RANKS)
     assert marks.known().keys() == {1} and len(marks) == NUM_RANKS and list(marks) == [0, 1, 2]
     before = marks[1]
     heartbeat.beat(3, "1F1")
-    assert marks[1] is before and Marks(folder, NUM_RANKS)[1].step == 3
+    assert marks[1] is before and RankHeartbeats(folder, NUM_RANKS)[1].step == 3
     heartbeat.close()
 
 
@@ -227,8 +225,8 @@ ALONE = """
 import sys
 from pathlib import Path
 from gems.engine.supervision import watchdog
-from gems.engine.supervision.local_peer import Neighbour
-from gems.engine.supervision.watchdog import Watchdog
+from gems.engine.supervision.watchdog import LocalPeer, RankHeartbeats, Watchdog, request_stacks
+from gems.engine.transport.polling import WaitState
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.folder import RunFolder
 watchdog.TICK_S, watchdog.GRACE_S, watchdog.DUMP_S = 0.05, 0.1, 0.1
@@ -238,7 +236,7 @@ heartbeat.beat(4, sys.argv[2])
 def stand_still():
     import ctypes
     ctypes.CDLL(None).pause()
-with Watchdog(folder, 0, 1, heartbeat, 0.5, [Neighbour.me(0)]):
+with Watchdog(folder, 0, 1, heartbeat, 0.5, [LocalPeer.this_process(0)], WaitState()):
     stand_still()
 """
 
@@ -256,6 +254,6 @@ def test_a_rank_that_stands_still_ends_itself(folder, action: str, least_s: floa
     assert record["cause"].startswith(f"rank 0 has been in {action} for ")
     assert any("in stand_still" in line for line in record["traceback"])
     assert "stand_still" in folder.stacks(0).read_text()
-    stall = read_json(folder.stalled_json)
-    assert stall["rank"] == 0 and stall["waited_s"] >= least_s
-    assert [(root["rank"], root["state"]) for root in stall["roots"]] == [(0, "works")]
+    hang = read_json(folder.stalled_json)
+    assert hang["rank"] == 0 and hang["waited_s"] >= least_s
+    assert [(root["rank"], root["state"]) for root in hang["roots"]] == [(0, "works")]

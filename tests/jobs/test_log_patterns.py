@@ -38,7 +38,7 @@ LIMIT = "slurmstepd: error: *** JOB 123 ON n1 CANCELLED AT 2026-11-20T12:00:00 D
         ("OSError: [Errno 28] No space left on device: '/scratch/x/trace/rank0003.h5'", FailureCause.FILE_SYSTEM),
         ("OSError: [Errno 122] Disk quota exceeded", FailureCause.FILE_SYSTEM),
         ("OSError: [Errno 116] Stale file handle", FailureCause.FILE_SYSTEM),
-        ("gems: rank 0 on node n1 failed before the first step (start): cluster.mpi=none: MPI sees a world of 1 and SLURM "
+        ("[rank 0] ERROR failed on node n1 before the first step (start): cluster.mpi=none: MPI sees a world of 1 and SLURM "
          "started 4 tasks; give the type that fits this MPI", FailureCause.WRONG_MPI),
         ("ImportError: libmpi.so.12: cannot open shared object file: No such file or directory", FailureCause.WRONG_MPI),
         ("RuntimeError: cannot load MPI library", FailureCause.WRONG_MPI),
@@ -64,7 +64,7 @@ def test_words_of_each_class(line: str, cause: FailureCause) -> None:
     "line",
     [
         "hello from 3", "step 12 loss 0.61", "1: UserWarning: Error bars are not drawn",
-        "gems: rank 0 on node n1 failed in step 3, action 0F1: StalledError", "StalledError: nothing came",
+        "[rank 0] ERROR failed on node n1 in step 3, action 0F1: StalledError", "StalledError: nothing came",
         "slurmstepd: error: task 3 ended", "NVRM: Xid (PCI:0000:c1:00): 13, Graphics Exception",
     ],
 )  # fmt: skip

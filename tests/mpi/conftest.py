@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gems.engine.transport.mpi import Comm, Transport, abort, world
+from gems.utils.logs import set_up_rank_logging
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -22,6 +23,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def comm() -> Comm:
+    set_up_rank_logging(world().rank)
     return world()
 
 

@@ -83,7 +83,7 @@ def test_a_rank_with_another_list_is_refused_everywhere(comm):
         rows = (schedule.rows[0][::-1], *schedule.rows[1:])
         return _Spoilt(folder.path, to_json(replace(schedule, rows=rows)))
 
-    with pytest.raises(ConfigError, match="rank 2 made another list than rank 0"):
+    with pytest.raises(ConfigError, match="rank 2 has another schedule than rank 0"):
         run_on(comm, "1f1b", 4, spoil=spoil)
 
 

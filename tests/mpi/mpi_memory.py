@@ -16,7 +16,7 @@ import gems.partition.methods
 import gems.simulation.memory_case
 from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
-from gems.engine.batch_loader import Feed
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.verification.reference import collect_values
 from gems.errors import DoesNotFitError
@@ -101,14 +101,18 @@ def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int =
 
 def played(spec: RunSpec, comm, given: RunPlan) -> tuple[Pipeline, list[torch.Tensor]]:
     """Run two steps from the same random state, and gives what the rank then has, in the order of its layers."""
-    pipeline = build_pipeline(spec, comm, CPU, schedule=given.schedule, cuts=given.boundaries, plan=given.memory_plan)
+    pipeline = build_pipeline(
+        spec, comm, CPU, schedule=given.schedule, boundaries=given.boundaries, plan=given.memory_plan
+    )
     dataset = open_dataset(spec.data, spec.seed)
-    feed = Feed(spec, dataset, pipeline.replica, pipeline.images_of, pipeline.labels_of, torch.float32, CPU)
+    loader = BatchLoader(
+        spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches, torch.float32, CPU
+    )
     pipeline.set_training(True)
     torch.manual_seed(comm.rank)
     for step in range(STEPS):
-        pipeline.train.run(step, feed.batch(step))
-    feed.close()
+        pipeline.train.run(step, loader.batch(step))
+    loader.close()
     found = [collect_values(pipeline.named_layers(held)) for held in sorted(pipeline.modules)]
     return pipeline, [value for kinds in found for values in kinds for value in values.values()]
 

@@ -10,9 +10,9 @@ import torch
 from gems.config.resolve import resolve
 from gems.config.schema import DataConfig, ModelConfig
 from gems.data import open_dataset
-from gems.engine.batch_loader import Feed
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
-from gems.engine.checkpoint.state import owners_of
+from gems.engine.checkpoint.state import layer_owners
 from gems.engine.device import DTYPES
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
@@ -63,18 +63,24 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
     folder = comm.bcast(tmp_path_factory.mktemp("placed") if comm.rank == 0 else None)
     spec, schedule = make_run("googlenet", 4, seed=3)
     pipeline = build_pipeline(spec, comm, CPU, schedule=schedule)
-    feed = Feed(
-        spec, open_dataset(spec.data, spec.seed), 0, pipeline.images_of, pipeline.labels_of, DTYPES["float64"], CPU
+    loader = BatchLoader(
+        spec,
+        open_dataset(spec.data, spec.seed),
+        0,
+        pipeline.image_micro_batches,
+        pipeline.label_micro_batches,
+        DTYPES["float64"],
+        CPU,
     )
     pipeline.set_training(True)
-    held = [_step(pipeline, feed, step) for step in range(2)]
+    held = [_step(pipeline, loader, step) for step in range(2)]
     assert held[0] == held[1]
-    handing = pipeline.train.handing
-    assert handing.is_empty and handing.handed_over.held_bytes == 0 and handing.handed_over.peak_bytes > 0
-    accuracy = evaluate(pipeline, feed, (2, 2, 1))
-    assert pipeline.evaluate.handing.is_empty and pipeline.evaluate.handing.handed_over.held_bytes == 0
-    feed.close()
-    assert set(owners_of(pipeline)) == {each.name for each in pipeline.contents.operators}
+    router = pipeline.train.router
+    assert router.is_empty and router.between_stages.held_bytes == 0 and router.between_stages.peak_bytes > 0
+    accuracy = evaluate(pipeline, loader, (2, 2, 1))
+    assert pipeline.evaluate.router.is_empty and pipeline.evaluate.router.between_stages.held_bytes == 0
+    loader.close()
+    assert set(layer_owners(pipeline)) == {each.name for each in pipeline.stage_modules.operators}
     weights.save(pipeline, folder)
     comm.barrier()
     state = weights.load(folder)
@@ -82,13 +88,19 @@ def test_a_step_leaves_nothing_behind_and_weights_go_to_a_chain_and_back(comm, t
     again = build_pipeline(make_run("googlenet", 4, seed=4)[0], comm, CPU, schedule=make_run("googlenet", 4, seed=4)[1])
     for other in (chain, again):
         weights.restore(other, state)
-        feed = Feed(
-            spec, open_dataset(spec.data, spec.seed), 0, other.images_of, other.labels_of, DTYPES["float64"], CPU
+        loader = BatchLoader(
+            spec,
+            open_dataset(spec.data, spec.seed),
+            0,
+            other.image_micro_batches,
+            other.label_micro_batches,
+            DTYPES["float64"],
+            CPU,
         )
-        assert evaluate(other, feed, (2, 2, 1)) == accuracy
-        feed.close()
+        assert evaluate(other, loader, (2, 2, 1)) == accuracy
+        loader.close()
 
 
-def _step(pipeline, feed, step: int) -> int:
-    pipeline.train.run(step, feed.batch(step))
-    return pipeline.recorder._ledger.held_bytes
+def _step(pipeline, loader, step: int) -> int:
+    pipeline.train.run(step, loader.batch(step))
+    return pipeline.recorder._memory.held_bytes

@@ -13,7 +13,7 @@ import torch.nn.functional as functional
 
 from gems.config.resolve import global_batch
 from gems.data import open_dataset
-from gems.engine.batch_loader import Feed
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
 from gems.engine.gradients import running_statistics
 from gems.engine.pipeline import Pipeline, build_pipeline
@@ -34,19 +34,25 @@ CPU = torch.device("cpu")
 WORLDS = [("gems_master", 4, 1), ("gems_master", 3, 1), ("gems_mast", 2, 2), ("1f1b", 2, 2)]
 
 
-def open_feed(spec, pipeline: Pipeline) -> Feed:
+def open_feed(spec, pipeline: Pipeline) -> BatchLoader:
     dtype = next(next(iter(pipeline.modules.values())).parameters()).dtype
-    return Feed(
-        spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.images_of, pipeline.labels_of, dtype, CPU
+    return BatchLoader(
+        spec,
+        open_dataset(spec.data, spec.seed),
+        pipeline.replica,
+        pipeline.image_micro_batches,
+        pipeline.label_micro_batches,
+        dtype,
+        CPU,
     )
 
 
 def take_steps(spec, pipeline: Pipeline) -> None:
-    feed = open_feed(spec, pipeline)
+    loader = open_feed(spec, pipeline)
     pipeline.set_training(True)
     for step in range(spec.train.steps):
-        pipeline.train.run(step, feed.batch(step))
-    feed.close()
+        pipeline.train.run(step, loader.batch(step))
+    loader.close()
 
 
 def copies(pipeline: Pipeline, of) -> list[tuple[int, list[torch.Tensor]]]:
@@ -202,14 +208,14 @@ def test_evaluation_equals_the_unsplit_model(comm, schedule, partitions, replica
     pipeline = build_pipeline(spec, part, CPU)
     take_steps(spec, pipeline)
     dataset = open_dataset(spec.data, spec.seed)
-    feed = open_feed(spec, pipeline)
-    found = evaluate(pipeline, feed, dataset.class_counts("validation"))
-    feed.close()
+    loader = open_feed(spec, pipeline)
+    found = evaluate(pipeline, loader, dataset.class_counts("validation"))
+    loader.close()
     assert all(module.training for modules in pipeline.modules.values() for module in modules)
 
     layers = layers_of(spec.model, spec.data)
     mine = {
-        layers[pipeline.cuts[stage] + index].name: module.state_dict()
+        layers[pipeline.stage_modules.boundaries[stage] + index].name: module.state_dict()
         for (direction, stage), modules in pipeline.modules.items()
         for index, module in enumerate(modules)
         if direction == 0 and pipeline.replica == 0
@@ -369,7 +375,7 @@ def test_weights_of_the_checkpoint_are_those_of_the_ranks(comm, tmp_path):
     state = weights.load(folder)
     names = [layer.name for layer in layers_of(spec.model, spec.data)]
     assert list(state) == names
-    cuts = pipeline.cuts
+    cuts = pipeline.stage_modules.boundaries
     for (_, stage), modules in pipeline.modules.items():
         for name, module in zip(names[cuts[stage] : cuts[stage + 1]], modules, strict=True):
             parameters, _, statistics = named_values(name, module)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gems.autograd.memory_counter import Ledger
+from gems.autograd.memory_counter import MemoryCounter
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.clock import measure_offset
 from gems.engine.transport.mpi import Transport
-from gems.engine.transport.p2p_channels import Links, open_transports
+from gems.engine.transport.p2p_channels import P2PChannels, open_transports
 from gems.engine.transport.staging import Direct
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
@@ -60,8 +60,10 @@ def test_both_directions_at_once_in_any_layout(comm):
     size, n = comm.size, 3
     specs = (TensorSpec("x", (2, 3, 4, 5), torch.bfloat16), TensorSpec("index", (7,), torch.int64))
     schedule = _all_transfers(2 * n, bidirectional(size))
-    recorder = Recorder(None, Ledger(CPU), CPU)
-    links = Links(schedule, comm.rank, [specs] * (size - 1), open_transports(comm, 2, LIMIT_S), Direct(CPU), recorder)
+    recorder = Recorder(None, MemoryCounter(CPU), CPU)
+    channels = P2PChannels(
+        schedule, comm.rank, [specs] * (size - 1), open_transports(comm, 2, LIMIT_S), Direct(CPU), recorder
+    )
 
     def made(action: Action) -> tuple[torch.Tensor, ...]:
         seed = ((action.stage * 2 + action.direction) * 100 + action.micro_batch) * 2 + (action.kind is Kind.SEND_B)
@@ -82,18 +84,18 @@ def test_both_directions_at_once_in_any_layout(comm):
                 receives.append((Action(Kind.RECV_B, stage, m, direction), Kind.SEND_B, 1))
                 sends.append(Action(Kind.SEND_F, stage, m, direction))
     for receive, _, _ in receives:
-        links.post_receive(receive)
+        channels.post_receive(receive)
     for send in reversed(sends):
-        links.post_send(send, made(send))
+        channels.post_send(send, made(send))
     for receive, kind, step in reversed(receives):
         expected = made(Action(kind, receive.stage + step, receive.micro_batch, receive.direction))
-        got = links.wait(receive)
+        got = channels.wait(receive)
         assert len(got) == len(expected)
         for tensor, wanted in zip(got, expected, strict=True):
             assert tensor.is_contiguous() and torch.equal(tensor, wanted), receive
-        links.release(got)
-    links.drain()
-    assert recorder._ledger.held_bytes == 0
+        channels.release(got)
+    channels.drain()
+    assert recorder._memory.held_bytes == 0
 
 
 def test_a_large_message_moves_while_both_sides_compute_and_poll(comm, transport, folder):

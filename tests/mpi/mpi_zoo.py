@@ -10,7 +10,7 @@ import torch
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.data.tokens import CHANCES
-from gems.engine.batch_loader import Feed
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import build_pipeline
 from gems.engine.train import evaluate
 from gems.engine.verification.compare import compare
@@ -55,10 +55,10 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(comm):
     """The loss that is reported begins at the logarithm of the vocabulary, whatever the length of a sequence."""
     spec = make_spec("biglstm", "1f1b", 2, 2, model__width=16)
     pipeline = build_pipeline(spec, comm, CPU)
-    feed = open_feed(spec, pipeline)
+    loader = open_feed(spec, pipeline)
     pipeline.set_training(True)
-    score = pipeline.train.run(0, feed.batch(0))
-    feed.close()
+    score = pipeline.train.run(0, loader.batch(0))
+    loader.close()
     sums = comm.allreduce(score.loss_sum), comm.allreduce(score.num_labels)
     assert sums[1] == 2 * 4 * 2 * 6
     assert sums[0] / sums[1] == pytest.approx(math.log(13), rel=0.1)
@@ -71,18 +71,20 @@ def test_a_language_model_learns_the_chain(comm):
         train__learning_rate=0.03, model__width=16, data__length=16, data__train_samples=512,
     )  # fmt: skip
     pipeline = build_pipeline(spec, comm, CPU)
-    feed = open_feed(spec, pipeline)
+    loader = open_feed(spec, pipeline)
     pipeline.set_training(True)
     for step in range(spec.train.steps):
-        pipeline.train.run(step, feed.batch(step))
-    found = evaluate(pipeline, feed, open_dataset(spec.data, spec.seed).class_counts("validation"))
-    feed.close()
+        pipeline.train.run(step, loader.batch(step))
+    found = evaluate(pipeline, loader, open_dataset(spec.data, spec.seed).class_counts("validation"))
+    loader.close()
     assert found.num_validation == 9
     assert found.validation_loss < 1.4 < math.log(11)
     assert found.validation_majority < 0.25 < 0.55 < found.validation_accuracy < CHANCES[0] + 0.12
 
 
-def open_feed(spec: RunSpec, pipeline) -> Feed:
+def open_feed(spec: RunSpec, pipeline) -> BatchLoader:
     dataset = open_dataset(spec.data, spec.seed)
     dtype = next(next(iter(pipeline.modules.values())).parameters()).dtype
-    return Feed(spec, dataset, pipeline.replica, pipeline.images_of, pipeline.labels_of, dtype, CPU)
+    return BatchLoader(
+        spec, dataset, pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches, dtype, CPU
+    )

@@ -10,7 +10,7 @@ import yaml
 
 from gems.config.compose import compose
 from gems.config.schema import MachineConfig
-from gems.engine.transport.speed_probe import pairs_of
+from gems.engine.transport.speed_probe import rank_pairs
 from gems.errors import ConfigError
 from gems.schedule.costs import Network
 from gems.simulation.all_reduce import all_reduce
@@ -115,9 +115,9 @@ class TestMachine:
             calibration_of(probe(schema="gems.probe/1"))
 
     def test_ranks_are_paired_inside_and_between_nodes(self) -> None:
-        assert pairs_of(["a", "a", "b", "b"]) == {"node": (0, 1), "link": (0, 2)}
-        assert pairs_of(["a", "b"]) == {"link": (0, 1)}
-        assert pairs_of(["a", "a"]) == {"node": (0, 1)}
+        assert rank_pairs(["a", "a", "b", "b"]) == {"node": (0, 1), "link": (0, 2)}
+        assert rank_pairs(["a", "b"]) == {"link": (0, 1)}
+        assert rank_pairs(["a", "a"]) == {"node": (0, 1)}
 
 
 class TestFile:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slurm
 
 HELLO = """
 import os
-os.environ["MPIR_CVAR_CH4_NETMOD"] = "ofi"  # gems.engine.transport.mpich says why
+os.environ["MPIR_CVAR_CH4_NETMOD"] = "ofi"  # gems.engine.transport.environment says why
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 total = world.allreduce(world.rank)

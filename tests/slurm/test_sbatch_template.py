@@ -38,7 +38,7 @@ elif verb == "collect":
 """
 ENGINE = """
 import os, pathlib, sys
-os.environ["MPIR_CVAR_CH4_NETMOD"] = "ofi"  # gems.engine.transport.mpich says why
+os.environ["MPIR_CVAR_CH4_NETMOD"] = "ofi"  # gems.engine.transport.environment says why
 from mpi4py import MPI
 keys = ["OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK", "HDF5_USE_FILE_LOCKING"]
 words = [MPI.COMM_WORLD.size, os.environ["SLURMD_NODENAME"], *(os.environ[key] for key in keys)]

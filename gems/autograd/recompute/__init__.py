@@ -1,1 +1,1 @@
-"""Layers whose forward is run a second time, with the same bits as once."""
+"""Recomputation of layers before their backward, bit-equal to their first forward."""

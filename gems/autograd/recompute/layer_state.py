@@ -1,4 +1,4 @@
-"""Layer state: running statistics, counters and other state of layers that a second forward must not advance."""
+"""State of layers that recomputation must not advance: running statistics, counters and random generators."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Their second run needs no copies: with tracking off they normalise by the batch alone, as in the first.
+# These need no copies: with tracking off they normalise by the batch alone, as in the first forward.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @dataclass(slots=True)
-class _Cell:
-    """One buffer or number of a layer as it was: `home[name]` was `value`, a tensor equal to `copy`."""
+class _Entry:
+    """A buffer or number of a layer before a forward: `home[name]` was `value`, a tensor equal to `copy`."""
 
     home: dict[str, Any]
     name: str
@@ -24,33 +24,28 @@ class _Cell:
     copy: Tensor | None = None
     version: int = 0
 
-    @classmethod
-    def of_buffer(cls, home: dict[str, Any], name: str, value: Tensor) -> _Cell:
-        return cls(home, name, value, value.detach().clone(), value._version)
-
     @property
-    def has_moved(self) -> bool:
+    def has_changed(self) -> bool:
         now = self.home.get(self.name, self.value)
         if self.copy is None:
             return now is not self.value and now != self.value
         return now is not self.value or self.value._version != self.version
 
-    def let_go(self) -> None:
-        """Keep of a tensor what it was, and only once."""
+    def keep_one_copy(self) -> None:
         if self.copy is not None:
             self.value = self.value if self.value._version == self.version else self.copy
             self.copy = None
 
 
-State = tuple[_Cell, ...]
+ChangedState = tuple[_Entry, ...]
 
 
 class LayerState:
-    """What a forward changes in its layers besides giving an output: buffers, and numbers that are attributes.
+    """Buffers and numeric attributes that a forward changes in its layers.
 
-    Batch norm's running statistics are left alone by its own switch; of all other layers outside of `torch.nn`, and of
-    those in it that have buffers, what a forward has changed is noted with the micro-batch, so that its second run
-    starts from the same state whatever ran in between.
+    What a forward changed is kept for each micro-batch, so that recomputation starts from the same state whatever ran
+    in between. Batch norm's running statistics are left alone by its own switch, `track_running_stats`. Layers of
+    `torch.nn` without buffers have no state.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -60,38 +55,38 @@ class LayerState:
             module for module in found if not _is_batch_norm(module) and (_is_own(module) or module._buffers)
         ]
 
-    def before(self) -> Callable[[], State]:
-        """Record the state now; called behind the forward, what this gives tells what was changed, and from what."""
-        cells = [cell for module in self._others for cell in _cells(module)]
+    def record(self) -> Callable[[], ChangedState]:
+        """Record the state before a forward; the function returned, called after it, returns what has changed."""
+        entries = [entry for module in self._others for entry in _entries(module)]
 
-        def changed() -> State:
-            moved = tuple(cell for cell in cells if cell.has_moved)
-            for cell in moved:
-                cell.let_go()
-            return moved
+        def changed() -> ChangedState:
+            found = tuple(entry for entry in entries if entry.has_changed)
+            for entry in found:
+                entry.keep_one_copy()
+            return found
 
         return changed
 
     @contextmanager
-    def again(self, state: State) -> Iterator[None]:
-        """Let layers run from an earlier state inside; behind it, all is as it was."""
+    def replay(self, state: ChangedState) -> Iterator[None]:
+        """Run layers from an earlier state inside the block, and restore the present one after it."""
         tracked = [(vars(module), module.track_running_stats) for module in self._norms]
-        now = [(cell, cell.home[cell.name]) for cell in state]
+        now = [(entry, entry.home[entry.name]) for entry in state]
         try:
             for attributes, _ in tracked:
                 attributes["track_running_stats"] = False
-            for cell in state:
-                cell.home[cell.name] = cell.value
+            for entry in state:
+                entry.home[entry.name] = entry.value
             yield
         finally:
             for attributes, was in tracked:
                 attributes["track_running_stats"] = was
-            for cell, value in now:
-                cell.home[cell.name] = value
+            for entry, value in now:
+                entry.home[entry.name] = value
 
 
 class RandomState:
-    """The random numbers that layers on a device may draw: torch's generators, and those that layers own."""
+    """The random generators that layers on a device may draw from: torch's, and those that layers own."""
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -101,23 +96,23 @@ class RandomState:
         own = (value for module in root.modules() for value in vars(module).values())
         self._generators += [value for value in own if isinstance(value, torch.Generator)]
 
-    def now(self) -> tuple[Tensor, ...]:
-        """Return the state of every generator, on the host."""
+    def get(self) -> tuple[Tensor, ...]:
+        """Return the state of each generator, on the host."""
         return tuple(generator.get_state() for generator in self._generators)
 
     def set(self, states: Sequence[Tensor]) -> None:
-        """Put every generator into the state given."""
+        """Set the state of each generator."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
-    def moved(self, since: Sequence[Tensor]) -> bool:
+    def has_advanced(self, since: Sequence[Tensor]) -> bool:
         """Return whether numbers were drawn since then."""
-        return not all(torch.equal(was, now) for was, now in zip(since, self.now(), strict=True))
+        return not all(torch.equal(was, now) for was, now in zip(since, self.get(), strict=True))
 
     @contextmanager
-    def again(self, states: Sequence[Tensor] | None) -> Iterator[None]:
-        """Draw from `states` on inside, and from where it was behind; with None nothing is drawn."""
-        now = None if states is None else self.now()
+    def replay(self, states: Sequence[Tensor] | None) -> Iterator[None]:
+        """Draw from `states` inside the block, and restore the present states after it; do nothing for None."""
+        now = None if states is None else self.get()
         try:
             if states is not None:
                 self.set(states)
@@ -135,10 +130,10 @@ def _is_own(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.modules.")
 
 
-def _cells(module: nn.Module) -> Iterator[_Cell]:
+def _entries(module: nn.Module) -> Iterator[_Entry]:
     for name, value in module._buffers.items():
         if value is not None:
-            yield _Cell.of_buffer(module._buffers, name, value)
+            yield _Entry(module._buffers, name, value, value.detach().clone(), value._version)
     for name, value in vars(module).items():
         if isinstance(value, int | float):
-            yield _Cell(vars(module), name, value)
+            yield _Entry(vars(module), name, value)

@@ -1,4 +1,4 @@
-"""Products: what convolutions and matrix products gave in a first run, for a second run to use instead of computing."""
+"""Outputs of convolutions and matrix products, which selective recomputation keeps instead of computing them twice."""
 
 from __future__ import annotations
 
@@ -14,24 +14,37 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from gems.autograd.matmul_ops import is_product
 from gems.autograd.recompute.layer_state import RandomState
 
-# They are given a tensor for its shape, and read nothing of it: so dropout makes its mask.
+_aten = torch.ops.aten
+MATMULS = frozenset(
+    {
+        _aten.convolution, _aten.addmm, _aten.mm, _aten.bmm, _aten.baddbmm, _aten.addmv, _aten.mv, _aten.dot,
+        _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_cudnn_attention,
+    }
+)  # fmt: skip
+# Operators that take a tensor for its shape alone and read nothing of it, as dropout does for its mask.
 _OF_SHAPES = frozenset(
     {
         "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
         "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
     }
 )  # fmt: skip
+_OTHERWISE = "the recomputed forward does not call what it called the first time"
+
+
+def is_matmul(func: Any) -> bool:
+    """Return whether an operator, as a dispatch mode sees it, is a convolution or a matrix product."""
+    return func._overloadpacket in MATMULS
 
 
 @dataclass(slots=True)
-class Product:
-    """What one product gave: `outputs`, empty once they are let go, and how it was called.
+class MatmulOutput:
+    """The outputs of one call, empty once they are dropped, and how it was called.
 
-    `is_changed` says that the layers changed it in place before anything read it: the value kept is the later one, and
-    the second run leaves that change out.
+    If `is_changed`, the layers changed the outputs in place before anything read them: the changed values are kept,
+    and recomputation leaves that change out.
     """
 
     func: Any
@@ -44,30 +57,30 @@ class Product:
     is_changed: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Return the tensors that are kept."""
+        """Yield the tensors that are kept."""
         return (value for value in self.outputs if isinstance(value, Tensor))
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it is kept, and nobody behind the layers has changed it since."""
+    def is_valid(self) -> bool:
+        """Whether it is kept, and nothing has changed it after the layers."""
         return bool(self.outputs) and self.versions == tuple(tensor._version for tensor in self.tensors())
 
     def detach(self) -> None:
-        """Parts the outputs from the graph that they were made in; what changes them in place still shows."""
+        """Detach the outputs from their graph; later changes in place still show in their versions."""
         self.outputs = tuple(value.detach() if isinstance(value, Tensor) else value for value in self.outputs)
         self.versions = tuple(tensor._version for tensor in self.tensors())
 
     def take(self) -> Any:
-        """Return the outputs as new tensors in the same memory."""
+        """Return the outputs as new tensors over the same memory."""
         fresh = [value.data if isinstance(value, Tensor) else value for value in self.outputs]
         return tree_unflatten(fresh, self.spec)
 
 
 @dataclass(slots=True)
-class Products:
-    """The products of one run, in order."""
+class MatmulOutputs:
+    """The outputs of one forward, in order."""
 
-    entries: deque[Product] = field(default_factory=deque)
+    entries: deque[MatmulOutput] = field(default_factory=deque)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that are kept."""
@@ -75,83 +88,83 @@ class Products:
             yield from entry.tensors()
 
 
-class KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what products give inside the block.
+class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keep the outputs of convolutions and matrix products inside the block.
 
-    One that is changed in place is kept as it is then, if nothing has read it before: the convolution behind which an
-    activation works in place. If something has, its value is lost, and the second run computes it.
+    An output that is changed in place before anything reads it is kept as changed (a convolution before an activation
+    that works in place). One that was read first is dropped, and recomputed.
     """
 
-    def __init__(self, into: Products, random: RandomState) -> None:
+    def __init__(self, outputs: MatmulOutputs, random: RandomState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._into = into
+        self._outputs = outputs
         self._random = random
-        self._of: dict[int, Product] = {}
+        self._by_memory: dict[int, MatmulOutput] = {}
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
-        self._of.clear()
-        for entry in self._into.entries:
+        self._by_memory.clear()
+        for entry in self._outputs.entries:
             entry.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and notes what it does to what is kept."""
+        """Run an operator and record what it does to outputs that are kept."""
         kwargs = kwargs or {}
-        self._note(func, args, kwargs)
+        self._track(func, args, kwargs)
         made = func(*args, **kwargs)
-        if _is_kept(func):
-            self._keep(func, args, kwargs, made)
+        if _is_recorded(func):
+            self._record(func, args, kwargs, made)
         return made
 
-    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
-        if not self._of or _is_view(func) or func._overloadpacket.__name__ in _OF_SHAPES:
+    def _track(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not self._by_memory or _is_view(func) or func._overloadpacket.__name__ in _OF_SHAPES:
             return
         written = _memory_written(func, args, kwargs)
         read = {_memory(tensor) for tensor in _tensors_read(func, args, kwargs)}
-        for memory in read & self._of.keys():
-            self._of[memory].is_read = True
-        for memory in written & self._of.keys():
-            entry = self._of[memory]
+        for memory in read & self._by_memory.keys():
+            self._by_memory[memory].is_read = True
+        for memory in written & self._by_memory.keys():
+            entry = self._by_memory[memory]
             if entry.is_read or not _can_skip(func):
                 entry.outputs = ()
-                self._of = {key: other for key, other in self._of.items() if other is not entry}
+                self._by_memory = {key: other for key, other in self._by_memory.items() if other is not entry}
             else:
                 entry.is_changed = True
 
-    def _keep(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         values, spec = tree_flatten(made)
-        random = self._random.now() if torch.Tag.nondeterministic_seeded in func.tags else None
-        entry = Product(func, _shapes(args, kwargs), tuple(values), spec, (), random)
-        self._into.entries.append(entry)
+        random = self._random.get() if torch.Tag.nondeterministic_seeded in func.tags else None
+        entry = MatmulOutput(func, _shapes(args, kwargs), tuple(values), spec, (), random)
+        self._outputs.entries.append(entry)
         for tensor in entry.tensors():
-            self._of[_memory(tensor)] = entry
+            self._by_memory[_memory(tensor)] = entry
 
 
-class UseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives what products gave in the first run, in order, instead of running them. Autograd records them all the same.
+class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Return the kept outputs, in order, instead of computing them; autograd records the calls all the same.
 
     Raises:
-        RuntimeError: the layers do not call the same products as the first time.
+        RuntimeError: the layers do not make the same calls as the first time.
     """
 
-    def __init__(self, kept: Products, random: RandomState) -> None:
+    def __init__(self, outputs: MatmulOutputs, random: RandomState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._outputs = outputs
         self._random = random
         # a weak reference also holds the address, so that no memory made later has it
         self._changed: dict[int, StorageWeakRef] = {}
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if kind is None and self._kept.entries:
-            raise RuntimeError(f"{_OTHERWISE}: {len(self._kept.entries)} products fewer")
+        if kind is None and self._outputs.entries:
+            raise RuntimeError(f"{_OTHERWISE}: {len(self._outputs.entries)} matrix products fewer")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, unless what it does is kept."""
+        """Run an operator, unless its outputs are kept."""
         kwargs = kwargs or {}
-        if _is_kept(func):
+        if _is_recorded(func):
             entry = self._next(func, args, kwargs)
-            if not entry.is_whole:
+            if not entry.is_valid:
                 return func(*args, **kwargs)
             if entry.random is not None:
                 self._random.set(entry.random)
@@ -165,10 +178,10 @@ class UseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return target
         return func(*args, **kwargs)
 
-    def _next(self, func: Any, args: Any, kwargs: Any) -> Product:
-        if not self._kept.entries:
-            raise RuntimeError(f"{_OTHERWISE}: {func} is one product more")
-        entry = self._kept.entries.popleft()
+    def _next(self, func: Any, args: Any, kwargs: Any) -> MatmulOutput:
+        if not self._outputs.entries:
+            raise RuntimeError(f"{_OTHERWISE}: {func} is one matrix product more")
+        entry = self._outputs.entries.popleft()
         shapes = _shapes(args, kwargs)
         if entry.func is not func or entry.shapes != shapes:
             was = f"{entry.func} of {[tuple(shape) for shape in entry.shapes]}"
@@ -176,12 +189,9 @@ class UseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return entry
 
 
-_OTHERWISE = "the forward that is run again does not call what it called the first time"
-
-
 @cache
-def _is_kept(func: Any) -> bool:
-    return is_product(func) and not _written(func)
+def _is_recorded(func: Any) -> bool:
+    return is_matmul(func) and not _written(func)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -194,7 +204,7 @@ def _shapes(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the place and name of the arguments that an operator writes to."""
+    """Return the positions and names of the arguments that an operator writes to."""
     return tuple(
         (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -204,14 +214,14 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Return whether an operator reads nothing, but names the memory of an argument anew."""
+    """Return whether an operator reads nothing, and returns a view of an argument."""
     aliases = [argument.alias_info for argument in func._schema.arguments]
     return any(alias is not None and not alias.is_write for alias in aliases) and not _written(func)
 
 
 @cache
 def _can_skip(func: Any) -> bool:
-    """Return whether all that an operator does is to change the values of one tensor, which it gives back."""
+    """Return whether an operator does nothing but change the values of one tensor, which it returns."""
     is_alone = len(_written(func)) == 1 and len(func._schema.returns) == 1
     returned = func._schema.returns[0].alias_info if is_alone else None
     tags = (torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded)

@@ -1,4 +1,4 @@
-"""Recompute: layers whose forward is run a second time, right before backward, instead of keeping what it saved."""
+"""Recompute a forward right before its backward, instead of keeping what it saved."""
 
 from __future__ import annotations
 
@@ -9,117 +9,116 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gems.autograd.recompute.layer_state import LayerState, RandomState, State
-from gems.autograd.recompute.matmul_outputs import KeepProducts, Products, UseProducts
+from gems.autograd.recompute.layer_state import ChangedState, LayerState, RandomState
+from gems.autograd.recompute.matmul_outputs import MatmulOutputs, RecordMatmuls, ReplayMatmuls
 from gems.models.build import as_tuple
 
 Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 @dataclass(slots=True)
-class Kept:
-    """What the first run of one micro-batch leaves for the second, besides the inputs, which the caller holds.
+class RecomputeContext:
+    """What the first forward of a micro-batch leaves for its recomputation, besides the inputs.
 
-    `random` is the state that random numbers were drawn from, None where none were; `state` what the forward changed
-    in its layers, as it was before; `products` what a cheap run does not compute again.
+    `random` is the state that random numbers were drawn from, None if none were drawn; `state` the state of layers
+    before what the forward changed; `matmuls` what selective recomputation does not compute twice.
     """
 
     random: tuple[Tensor, ...] | None = None
-    state: State = ()
-    products: Products | None = None
+    state: ChangedState = ()
+    matmuls: MatmulOutputs | None = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Return the tensors of activation size that are kept: what products gave. Each is let go where `again` uses it."""
-        return iter(()) if self.products is None else self.products.tensors()
+        """Yield the tensors of activation size that are kept, outputs of matrix products; each is freed when used."""
+        return iter(()) if self.matmuls is None else self.matmuls.tensors()
 
     def drop(self) -> None:
-        """Let go of all that is kept, where no second run will come."""
-        self.random, self.state, self.products = None, (), None
+        """Free all that is kept."""
+        self.random, self.state, self.matmuls = None, (), None
 
 
-class Rerun:
-    """Runs neighbouring layers twice: without keeping a graph, and later again with one (Chen et al. 2016, section 3).
+class Recomputation:
+    """Neighbouring layers that run without a graph first, and later again with one (Chen et al. 2016, section 3).
 
-    Both runs give the same to the bit, and all is as after one run: random numbers are drawn once and the same,
-    running statistics and counters advance once. With `is_cheap`, what convolutions and matrix products gave is kept
-    and only what lies between them is computed again. Micro-batches may be in flight in any order; what is theirs is
-    in their `Kept`.
-
-    Both runs record a graph, so that no kernel is chosen by whether one is; that of the first keeps no tensor, and is
-    gone at its end.
+    Both runs return the same bits, and leave all as after one run: random numbers are drawn once, running statistics
+    and counters advance once. If `is_selective`, outputs of convolutions and matrix products are kept and only what
+    lies between them is recomputed. Micro-batches may be in flight in any order.
     """
 
-    def __init__(self, modules: nn.ModuleList, is_cheap: bool = False) -> None:
+    def __init__(self, modules: nn.ModuleList, is_selective: bool = False) -> None:
         self.modules = modules
-        self.is_cheap = is_cheap
+        self.is_selective = is_selective
         self._state = LayerState(modules)
         self._random: RandomState | None = None
 
-    def forward(self, inputs: Sequence[Tensor], run: Run | None = None) -> tuple[tuple[Tensor, ...], Kept]:
-        """Run the layers and keeps nothing of what autograd saves.
+    def forward(self, inputs: Sequence[Tensor], run: Run | None = None) -> tuple[tuple[Tensor, ...], RecomputeContext]:
+        """Run the layers and drop what autograd saves.
 
         Args:
-            inputs: as they will be given to `again`; those whose gradient will be wanted require it here too.
-            run: what runs the layers, such as with a loss behind them; by default one behind the other.
+            inputs: as they will be given to `recompute`; those whose gradient is wanted require it here too.
+            run: runs the layers, for example with a loss after them; by default one after the other.
 
         Returns:
-            The outputs, detached, and what `again` needs of this run.
+            The outputs, detached, and what `recompute` needs of this run.
 
         Raises:
-            RuntimeError: a layer changes an input in place, which so could not be given to it again.
+            RuntimeError: a layer changes an input in place, which then could not be given to it again.
         """
-        random = self._random_of(inputs)
-        kept = Kept(random.now(), (), Products() if self.is_cheap else None)
+        random = self._random_state(inputs)
+        drawn_from = random.get()
+        context = RecomputeContext(matmuls=MatmulOutputs() if self.is_selective else None)
         versions = [tensor._version for tensor in inputs]
-        changed = self._state.before()
-        keeping: AbstractContextManager[object] = (
-            nullcontext() if kept.products is None else KeepProducts(kept.products, random)
+        changed = self._state.record()
+        recording: AbstractContextManager[object] = (
+            nullcontext() if context.matmuls is None else RecordMatmuls(context.matmuls, random)
         )
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _refuse), keeping:
+        # This run too records a graph, whose tensors are dropped: kernels may depend on whether there is one.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _refuse), recording:
             made = (run or self._run)(tuple(inputs))
         outputs = tuple(tensor.detach() for tensor in made)
         for number, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
                 raise RuntimeError(
-                    f"input {number} of shape {tuple(tensor.shape)} is changed in place by the layers that are to run "
-                    "again with it: keep what these layers save, or let them write to a new tensor"
+                    f"input {number} of shape {tuple(tensor.shape)} is changed in place by layers that are to be "
+                    "recomputed from it: keep what these layers save, or let them write to a new tensor"
                 )
-        kept.state = changed()
-        assert kept.random is not None
-        if not random.moved(kept.random):
-            kept.random = None
-        return outputs, kept
+        context.state = changed()
+        if random.has_advanced(drawn_from):
+            context.random = drawn_from
+        return outputs, context
 
-    def again(self, inputs: Sequence[Tensor], kept: Kept, run: Run | None = None) -> tuple[Tensor, ...]:
-        """Run the layers as `forward` did, with a graph; hooks on saved tensors that are in use outside see it.
+    def recompute(
+        self, inputs: Sequence[Tensor], context: RecomputeContext, run: Run | None = None
+    ) -> tuple[Tensor, ...]:
+        """Run the layers as `forward` did, now with a graph that the caller's saved-tensor hooks see.
 
         Args:
             inputs: equal to those of the first run.
-            kept: what the first run left; it is used up.
+            context: what the first run left; it is used up.
             run: as given to `forward`.
 
         Returns:
             The outputs with their graph.
 
         Raises:
-            RuntimeError: the layers do something else than the first time.
+            RuntimeError: the layers call other matrix products than the first time.
         """
-        random = self._random_of(inputs)
-        using: AbstractContextManager[object] = (
-            nullcontext() if kept.products is None else UseProducts(kept.products, random)
+        random = self._random_state(inputs)
+        replaying: AbstractContextManager[object] = (
+            nullcontext() if context.matmuls is None else ReplayMatmuls(context.matmuls, random)
         )
         try:
-            with torch.enable_grad(), self._state.again(kept.state), random.again(kept.random), using:
+            with torch.enable_grad(), self._state.replay(context.state), random.replay(context.random), replaying:
                 return (run or self._run)(tuple(inputs))
         finally:
-            kept.drop()
+            context.drop()
 
     def _run(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for module in self.modules:
             values = as_tuple(module(*values))
         return values
 
-    def _random_of(self, inputs: Sequence[Tensor]) -> RandomState:
+    def _random_state(self, inputs: Sequence[Tensor]) -> RandomState:
         if self._random is None:
             self._random = RandomState(self.modules, inputs[0].device)
         return self._random
@@ -130,4 +129,4 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _refuse(nothing: None) -> Tensor:
-    raise RuntimeError("a backward inside of a forward that is run again: nothing was saved for it")
+    raise RuntimeError("a backward inside of a forward that is to be recomputed: nothing was saved for it")

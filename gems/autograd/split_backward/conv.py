@@ -1,4 +1,4 @@
-"""Split backward of convolutions, of one to three dimensions, transposed ones too."""
+"""Split backward of convolutions of one to three dimensions, also transposed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from gems.autograd.memory_counter import check_unchanged
-from gems.autograd.split_backward.deferred import Deferred, Target
+from gems.autograd.split_backward.deferred import DeferredGradients, Target
 
 _backward = torch.ops.aten.convolution_backward.default
 Sizes = tuple[int, ...]
 
 
 class Geometry(NamedTuple):
-    """The numbers of a convolution, as torch.convolution takes them."""
+    """The arguments of torch.convolution besides the tensors."""
 
     stride: Sizes
     padding: Sizes
@@ -29,23 +29,23 @@ class Geometry(NamedTuple):
     groups: int
 
 
-Plan = tuple[Deferred, str, Geometry]
+Context = tuple[DeferredGradients, str, Geometry]
 
 
 class _Conv(Function):
-    """Gives the input gradient in backward, and leaves (x, gradient of the output) for the weight gradient."""
+    """Compute the input gradient in backward, and keep (x, output gradient) for the weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, context: Context) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # under a hook, a saved tensor comes back as another object
-        ctx.plan, ctx.version, ctx.parameters = plan, x._version, (weight, bias)
-        return torch.convolution(x, weight, bias, *plan[2])
+        # saved-tensor hooks return another object for a saved parameter
+        ctx.context, ctx.version, ctx.parameters = context, x._version, (weight, bias)
+        return torch.convolution(x, weight, bias, *context[2])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        later, name, geometry = ctx.plan
+        deferred, name, geometry = ctx.context
         check_unchanged(x, ctx.version, name)
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         bias = ctx.parameters[1]
@@ -54,7 +54,7 @@ class _Conv(Function):
         targets = [Target(tensor) for tensor, needed in zip(ctx.parameters, wanted[1:], strict=True) if needed]
         if targets:
             compute = partial(_weight_gradients, ctx.parameters[0], bias_sizes, geometry, wanted)
-            later.add(name, targets, (x.detach(), gradient), compute)
+            deferred.add(name, targets, (x.detach(), gradient), compute)
         if not needs_x:
             return None, None, None, None
         given = _backward(gradient, x, weight, bias_sizes, *geometry, (True, False, False))[0]
@@ -76,7 +76,7 @@ def _weight_gradients(
     return [value for value, is_wanted in zip(found, wanted, strict=True) if is_wanted]
 
 
-def convolve(later: Deferred, name: str, module: Any, x: Tensor) -> Tensor | None:
+def conv(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tensor | None:
     """Run the forward of nn.Conv1d, Conv2d or Conv3d; None where its backward cannot be split."""
     if not _can_split(module, x):
         return None
@@ -89,15 +89,15 @@ def convolve(later: Deferred, name: str, module: Any, x: Tensor) -> Tensor | Non
     elif padding == "same":
         totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
         padding = tuple(total // 2 for total in totals)
-        # what an even kernel lacks goes to the right of its dimension
+        # an even kernel pads one more on the right of its dimension
         if any(total % 2 for total in totals):
             x = functional.pad(x, [side for total in reversed(totals) for side in (0, total % 2)])
     geometry = Geometry(module.stride, padding, module.dilation, False, (0,) * len(padding), module.groups)
-    return _apply(later, name, module, x, geometry)
+    return _apply(deferred, name, module, x, geometry)
 
 
-def convolve_transposed(
-    later: Deferred, name: str, module: Any, x: Tensor, output_size: list[int] | None = None
+def conv_transposed(
+    deferred: DeferredGradients, name: str, module: Any, x: Tensor, output_size: list[int] | None = None
 ) -> Tensor | None:
     """Run the forward of nn.ConvTranspose1d, 2d or 3d; None where its backward cannot be split."""
     if not _can_split(module, x) or module.padding_mode != "zeros":
@@ -105,7 +105,7 @@ def convolve_transposed(
     sizes: Any = (module.stride, module.padding, module.kernel_size)
     more = tuple(module._output_padding(x, output_size, *sizes, len(module.kernel_size), module.dilation))
     geometry = Geometry(module.stride, sizes[1], module.dilation, True, more, module.groups)
-    return _apply(later, name, module, x, geometry)
+    return _apply(deferred, name, module, x, geometry)
 
 
 def _can_split(module: Any, x: Tensor) -> bool:
@@ -117,8 +117,8 @@ def _can_split(module: Any, x: Tensor) -> bool:
     )
 
 
-def _apply(later: Deferred, name: str, module: Any, x: Tensor, geometry: Geometry) -> Tensor:
+def _apply(deferred: DeferredGradients, name: str, module: Any, x: Tensor, geometry: Geometry) -> Tensor:
     is_batched = x.dim() == module.weight.dim()
     batch = x if is_batched else x.unsqueeze(0)
-    made = _apply_conv(batch, module.weight, module.bias, (later, name, geometry))
+    made = _apply_conv(batch, module.weight, module.bias, (deferred, name, geometry))
     return made if is_batched else made.squeeze(0)

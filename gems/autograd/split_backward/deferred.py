@@ -1,4 +1,4 @@
-"""Deferred weight gradients: what I leaves behind for W, for one stage and one micro-batch."""
+"""Weight gradients that I defers to W, of one stage and one micro-batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from gems.autograd.memory_counter import check_unchanged
 
-# From the tensors kept by I to the gradient of each target.
+# From the tensors that I keeps to the gradient of each target.
 Compute = Callable[..., Sequence[Tensor | None]]
 Key = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter, or the run of its elements that a view of it names: where a weight gradient is added.
+    """Where a weight gradient is added: a parameter, or a contiguous view of one.
 
-    A view must be contiguous; attention's projections of a packed weight are such views.
+    The projections of attention are such views of a packed weight.
     """
 
     parameter: Tensor
@@ -28,8 +28,8 @@ class Target:
     shape: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Target | None:
-        """Return the target that `tensor` is, None where its gradient must pass through more of the graph."""
+    def from_tensor(cls, tensor: Tensor) -> Target | None:
+        """Return the target for `tensor`; None if its gradient must pass through more of the graph."""
         if tensor.is_leaf:
             return cls(tensor)
         base = tensor._base
@@ -40,7 +40,7 @@ class Target:
 
     @property
     def key(self) -> Key:
-        """What tells targets apart."""
+        """Identity of the target."""
         return id(self.parameter), self.start
 
     def add(self, gradient: Tensor) -> None:
@@ -63,31 +63,31 @@ class _Record:
     compute: Compute
 
 
-class Deferred:
-    """The weight gradients of one backward that are still to be computed, in the order in which I met the layers.
+class DeferredGradients:
+    """Weight gradients of one backward that are still to be computed, in the order of I's backward.
 
-    Bits equal those of a full backward: the same kernels on the same tensors, and the gradients of a parameter that
-    is used several times are summed first, in the engine's order, and then added to what is there.
+    Bits equal those of a full backward: the same kernels run on the same tensors, and the gradients of a parameter
+    that is used several times are summed in the order of autograd's engine before they are added to `grad`.
     """
 
     def __init__(self) -> None:
         self._records: deque[_Record] = deque()
 
     def add(self, layer: str, targets: Sequence[Target], kept: Sequence[Tensor], compute: Compute) -> None:
-        """Keep tensors until `run`, which gives them to `compute` for the gradients of `targets`."""
+        """Keep tensors until `run` calls `compute` on them for the gradients of `targets`."""
         versions = tuple(tensor._version for tensor in kept)
         self._records.append(_Record(layer, tuple(targets), tuple(kept), versions, compute))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all that is kept."""
+        """Yield all tensors that are kept."""
         for record in self._records:
             yield from record.kept
 
     def run(self, poll: Callable[[], None]) -> None:
-        """Compute and adds the gradients, and lets what they needed go layer by layer; calls `poll` after each.
+        """Compute and add the gradients, free their inputs layer by layer, and call `poll` after each.
 
         Raises:
-            RuntimeError: a tensor kept was changed in place meanwhile.
+            RuntimeError: a tensor was changed in place since it was kept.
         """
         uses = Counter(target.key for record in self._records for target in record.targets)
         sums: dict[Key, Tensor] = {}
@@ -98,7 +98,7 @@ class Deferred:
 
 
 def _run(record: _Record, uses: Counter[Key], sums: dict[Key, Tensor]) -> None:
-    """Compute the gradients of one record; a function of its own, so that none of them is there while the next are made."""
+    """Compute the gradients of one record; a function of its own, so that they are freed before the next are made."""
     for tensor, version in zip(record.kept, record.versions, strict=True):
         check_unchanged(tensor, version, record.layer)
     gradients = record.compute(*record.kept)

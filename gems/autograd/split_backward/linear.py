@@ -12,40 +12,43 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from gems.autograd.memory_counter import check_unchanged
-from gems.autograd.split_backward.deferred import Deferred, Target
+from gems.autograd.split_backward.deferred import DeferredGradients, Target
 
 
 class _Linear(Function):
-    """Gives the input gradient of x W^T + b in backward, and leaves (x, gradient of the output) for the weights.
+    """Compute the input gradient of x W^T + b in backward, and keep (x, output gradient) for the weights."""
 
-    The order of each sum and product is torch's own, which depends on how x lies in memory: with contiguous x the
-    bias is part of one product of two matrices, otherwise it is added to what a copy of x gives.
-    """
+    # Kernels are torch's own, which depend on the layout of x: with contiguous x the bias is part of one matrix
+    # product, otherwise it is added to the product of a copy of x.
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: tuple[Deferred, str, Sequence[Target]]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        context: tuple[DeferredGradients, str, Sequence[Target]],
     ) -> Tensor:
         is_fused = x.dim() == 2 or x.is_contiguous()
         flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        ctx.plan, ctx.shape, ctx.version, ctx.is_fused = plan, x.shape, flat._version, is_fused
+        ctx.context, ctx.shape, ctx.version, ctx.is_fused = context, x.shape, flat._version, is_fused
         if is_fused:
             made = functional.linear(x, weight, bias)
         else:
             made = functional.linear(flat, weight).view(*x.shape[:-1], weight.shape[0])
             made = made if bias is None else made.add_(bias)
-        return made.data  # not as a view of something inside, which no layer behind could change in place
+        return made.data  # a view could not be changed in place by the next layer
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        later, name, targets = ctx.plan
+        deferred, name, targets = ctx.context
         check_unchanged(x, ctx.version, name)
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_weight or needs_bias:
             compute = partial(_linear_gradients, needs_weight, needs_bias, ctx.is_fused)
-            later.add(name, targets, (x.detach(), gradient), compute)
+            deferred.add(name, targets, (x.detach(), gradient), compute)
         if not needs_x:
             return None, None, None, None
         flat = _flat(gradient)
@@ -71,17 +74,17 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def multiply(later: Deferred, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return x W^T + b over the last dimension of x; None where the backward cannot be split.
+def linear_map(deferred: DeferredGradients, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return x W^T + b over the last dimension of x; None if its backward cannot be split.
 
     Args:
-        later: takes what the weight gradient needs.
+        deferred: keeps what the weight gradient needs.
         name: of the layer, for errors.
         x: (..., in_features), two dimensions or more.
         weight: (out_features, in_features), a parameter or rows of one.
         bias: (out_features,), likewise.
     """
-    target, bias_target = Target.of(weight), None if bias is None else Target.of(bias)
+    target, bias_target = Target.from_tensor(weight), None if bias is None else Target.from_tensor(bias)
     is_plain = weight.is_contiguous() and weight.dim() == 2 and x.dim() >= 2 and x.numel() > 0
     if target is None or (bias is not None and bias_target is None) or not is_plain or x.is_complex():
         return None
@@ -90,23 +93,23 @@ def multiply(later: Deferred, name: str, x: Tensor, weight: Tensor, bias: Tensor
         for tensor, found in ((weight, target), (bias, bias_target))
         if tensor is not None and found is not None and tensor.requires_grad
     )
-    return _apply_linear(x, weight, bias, (later, name, targets))
+    return _apply_linear(x, weight, bias, (deferred, name, targets))
 
 
-def linear(later: Deferred, name: str, module: Any, x: Tensor) -> Tensor | None:
+def linear(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tensor | None:
     """Run the forward of nn.Linear; None where its backward cannot be split."""
-    return multiply(later, name, x, module.weight, module.bias)
+    return linear_map(deferred, name, x, module.weight, module.bias)
 
 
 class _Embedding(Function):
-    """Has no input gradient: backward only leaves (indices, gradient of the output) for the weights."""
+    """Keep (indices, output gradient) for the weights in backward; there is no input gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, later: Deferred, name: str, weight: Tensor, indices: Tensor, padding: int, is_scaled: bool
+        ctx: Any, deferred: DeferredGradients, name: str, weight: Tensor, indices: Tensor, padding: int, is_scaled: bool
     ) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.later, ctx.name, ctx.weight, ctx.version = later, name, weight, indices._version
+        ctx.deferred, ctx.name, ctx.weight, ctx.version = deferred, name, weight, indices._version
         ctx.options = (weight.shape[0], padding, is_scaled)
         return torch.embedding(weight, indices, padding, is_scaled)
 
@@ -115,7 +118,7 @@ class _Embedding(Function):
         (indices,) = ctx.saved_tensors
         check_unchanged(indices, ctx.version, ctx.name)
         compute = partial(_embedding_gradient, *ctx.options)
-        ctx.later.add(ctx.name, [Target(ctx.weight)], (indices, gradient), compute)
+        ctx.deferred.add(ctx.name, [Target(ctx.weight)], (indices, gradient), compute)
         return (None,) * 6
 
 
@@ -126,10 +129,10 @@ def _embedding_gradient(num: int, padding: int, is_scaled: bool, indices: Tensor
     return [torch.ops.aten.embedding_dense_backward.default(gradient, indices, num, padding, is_scaled)]
 
 
-def embed(later: Deferred, name: str, module: Any, indices: Tensor) -> Tensor | None:
-    """Run the forward of nn.Embedding; None where its backward cannot be split (sparse, or with a largest norm)."""
+def embedding(deferred: DeferredGradients, name: str, module: Any, indices: Tensor) -> Tensor | None:
+    """Run the forward of nn.Embedding; None where its backward cannot be split (sparse, or with max_norm)."""
     weight = module.weight
     if module.sparse or module.max_norm is not None or not weight.is_leaf or not weight.requires_grad:
         return None
     padding = -1 if module.padding_idx is None else module.padding_idx
-    return _apply_embedding(later, name, weight, indices, padding, module.scale_grad_by_freq)
+    return _apply_embedding(deferred, name, weight, indices, padding, module.scale_grad_by_freq)

@@ -1,1 +1,1 @@
-"""The activation store: what segments save, where it lies, and how it moves to host memory and back."""
+"""Tensors that segments save for backward, on the device or in host memory, and the copies between the two."""

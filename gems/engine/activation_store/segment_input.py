@@ -1,4 +1,4 @@
-"""The entrance of a segment: inputs get into its graph without staying in it, and their gradients come out."""
+"""The inputs of a segment: they enter its graph without being held by it, and their gradients come out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.autograd import Function
 
 
 @dataclass(frozen=True, slots=True)
-class _Like:
-    """The form of an input, for its gradient."""
+class _Layout:
+    """The layout of an input, which its gradient is to have."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -22,13 +22,13 @@ class _Like:
     is_dense: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Like:
+    def from_tensor(cls, tensor: Tensor) -> _Layout:
         is_dense = bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device, is_dense)
 
-    def laid_out(self, gradient: Tensor | None) -> Tensor:
-        """Return the gradient in the layout in which autograd keeps that of a leaf; zeros where there is none."""
-        if gradient is not None and self._suits(gradient):
+    def apply(self, gradient: Tensor | None) -> Tensor:
+        """Return the gradient in the layout in which autograd keeps that of a leaf; zeros for None."""
+        if gradient is not None and self._fits(gradient):
             return gradient
         made = (
             torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
@@ -37,7 +37,7 @@ class _Like:
         )
         return made.zero_() if gradient is None else made.copy_(gradient)
 
-    def _suits(self, gradient: Tensor) -> bool:
+    def _fits(self, gradient: Tensor) -> bool:
         if not self.is_dense:
             return gradient.is_contiguous()
         same = zip(gradient.size(), gradient.stride(), self.stride, strict=True)
@@ -45,59 +45,59 @@ class _Like:
 
 
 @dataclass(slots=True)
-class Entrance:
-    """What becomes of the inputs of one run: the gradients that backward has brought, of those that want one.
+class SegmentInput:
+    """The inputs of one forward, and the gradients that backward has computed for those that want one.
 
-    A leaf that requires a gradient is held by the graph until backward, saved or not. So the graph begins at one
+    A graph holds a leaf that requires a gradient until backward, saved or not. So the graph begins at an anchor of one
     element instead, and the inputs pass by it.
     """
 
     wanted: tuple[bool, ...]
-    likes: tuple[_Like | None, ...]
+    layouts: tuple[_Layout | None, ...]
     _caught: list[Tensor | None] = field(default_factory=list)
 
     @classmethod
     def enter(
         cls, inputs: Sequence[Tensor], wanted: Sequence[bool], anchor: Tensor
-    ) -> tuple[Entrance, tuple[Tensor, ...]]:
-        """Open the entrance.
+    ) -> tuple[SegmentInput, tuple[Tensor, ...]]:
+        """Pass inputs into a new graph.
 
         Args:
-            inputs: of any number and form.
+            inputs: of any number and shape.
             wanted: which of them want a gradient.
             anchor: one element that requires a gradient, and gets none.
 
         Returns:
-            The entrance, and the inputs as the segment's layers take them: in the same memory, not leaves.
+            The segment's input, and the tensors for its layers: over the same memory, and no leaves.
         """
-        likes = tuple(_Like.of(tensor) if tensor.is_floating_point() else None for tensor in inputs)
-        entrance = cls(tuple(wanted), likes)
+        layouts = tuple(_Layout.from_tensor(tensor) if tensor.is_floating_point() else None for tensor in inputs)
+        made = cls(tuple(wanted), layouts)
         values = [tensor.detach() for tensor in inputs]
-        places = [place for place, is_wanted in enumerate(wanted) if is_wanted]
-        if places:
-            passed = _pass(anchor, entrance._caught, *(values[place] for place in places))
-            for place, value in zip(places, passed, strict=True):
-                values[place] = value
-        return entrance, tuple(values)
+        indices = [index for index, is_wanted in enumerate(wanted) if is_wanted]
+        if indices:
+            passed = _pass(anchor, made._caught, *(values[index] for index in indices))
+            for index, value in zip(indices, passed, strict=True):
+                values[index] = value
+        return made, tuple(values)
 
-    def gradients(self, is_whole: bool) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the floating-point inputs, and lets them go.
+    def gradients(self, is_first: bool) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the floating-point inputs, and drop them.
 
-        `is_whole` is for those that leave the stage: none is missing, and they are laid out as their inputs are.
-        Inside of a stage what has no gradient gives none to the segment before, as in an uncut graph.
+        Those of a stage's first segment are complete and have the layout of their inputs. In later segments an input
+        without a gradient gives None to the segment before it, as in an uncut graph.
         """
         caught = iter(self._caught or [None] * sum(self.wanted))
         found: list[Tensor | None] = []
-        for is_wanted, like in zip(self.wanted, self.likes, strict=True):
+        for is_wanted, layout in zip(self.wanted, self.layouts, strict=True):
             gradient = next(caught) if is_wanted else None
-            if like is not None and (is_wanted or not is_whole):
-                found.append(like.laid_out(gradient) if is_whole else gradient)
+            if layout is not None and (is_wanted or not is_first):
+                found.append(layout.apply(gradient) if is_first else gradient)
         self._caught.clear()
         return tuple(found)
 
 
 class _Pass(Function):
-    """Hands tensors on, and catches their gradients."""
+    """Pass tensors through, and catch their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, caught: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -10,24 +10,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gems.autograd.memory_counter import Share, storages_of
-from gems.engine.activation_store.copies import Copies, Copy
+from gems.autograd.memory_counter import MemoryCategory, storage_addresses
+from gems.engine.activation_store.copies import Copier, Copy
 from gems.engine.activation_store.host_pool import HostPool
-from gems.engine.activation_store.saved_storage import Handle, Passed, SavedStorage
-from gems.engine.activation_store.saved_tensor_table import Shelf, is_plain, pairs_of
+from gems.engine.activation_store.saved_tensor_table import (
+    ManagedTensor,
+    SavedStorage,
+    SavedTensorTable,
+    UnmanagedTensor,
+    is_plain,
+)
 from gems.engine.supervision.recorder import COPY_IN, COPY_OUT, Recorder
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
 
-Place = tuple[int, int, int]  # direction, stage, micro-batch
-Kept = Handle | Passed
+MicroBatchKey = tuple[int, int, int]  # direction, stage, micro-batch
+SavedTensor = ManagedTensor | UnmanagedTensor
 
 
 @dataclass(slots=True)
 class Counters:
-    """What has been saved and moved so far, in bytes: `saved_bytes` counts each storage once.
+    """Bytes saved and moved so far, each storage counted once.
 
-    `num_misses` counts storages that were read before their copy back was posted, and so were waited for at once.
+    `num_misses` counts storages that were read before their copy back was posted, and so waited for.
     """
 
     saved_bytes: int = 0
@@ -37,267 +42,263 @@ class Counters:
 
 
 class ActivationStore:
-    """Keeps what the forwards of segments save, by direction, stage and micro-batch, and moves it as the list says.
+    """Keeps what the forwards of segments save, by direction, stage and micro-batch, and moves it as the schedule says.
 
-    `Residency` has the rules: each storage is counted once and moved once each way, however many tensors name it.
-    Parameters, buffers and what a stage was given stay what they are. On a processor host memory is a second arena,
-    and all else is the same. Backward hooks run on autograd's threads, so whatever changes something takes the lock.
+    The rules are those of `gems.memory.residency`: each storage is counted once and moved once in each direction,
+    however many tensors share it. Parameters, buffers and inputs of stages are never moved.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        copies: Copies,
+        copier: Copier,
         pool: HostPool,
         recorder: Recorder,
         device: torch.device,
         parameters: Iterable[Tensor] = (),
-        least_bytes: int = 0,
+        min_offload_bytes: int = 0,
     ) -> None:
         """Begin empty.
 
         Args:
-            schedule: the lowered list; it says what leaves.
-            copies: moves memory.
-            pool: gives host memory.
+            schedule: lowered; says what is offloaded.
+            copier: moves memory.
+            pool: lends host memory.
             recorder: gets bytes and the spans of copies.
-            device: tensors that lie elsewhere are left alone.
+            device: tensors elsewhere are not moved.
             parameters: of all stages on the rank, and their buffers.
-            least_bytes: smaller storages stay on the device.
+            min_offload_bytes: smaller storages stay on the device.
         """
-        self.activations = Share(recorder.hold)
-        self.on_host = Share(recorder.hold_on_host)
+        self.activations = MemoryCategory(recorder.count_bytes)
+        self.on_host = MemoryCategory(recorder.count_host_bytes)
         self.counters = Counters()
         self._schedule = schedule
-        self._copies, self._pool, self._recorder, self._device = copies, pool, recorder, device
-        self._parameters = storages_of(parameters)
-        self._least_bytes = least_bytes
-        self._shelves: dict[Place, Shelf] = {}
+        self._copier, self._pool, self._recorder, self._device = copier, pool, recorder, device
+        self._parameters = storage_addresses(parameters)
+        self._min_offload_bytes = min_offload_bytes
+        self._tables: dict[MicroBatchKey, SavedTensorTable] = {}
         self._held_bytes = 0
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # saved-tensor hooks run on autograd's threads too
 
     @property
     def num_in_flight(self) -> int:
         """Micro-batches of stages of which something is kept."""
-        return len(self._shelves)
+        return len(self._tables)
 
-    def open(self, place: Place, given: Sequence[Tensor]) -> None:
-        """Begin a micro-batch, with the tensors that its stage is given."""
-        direction, stage, micro_batch = place
+    def begin(self, key: MicroBatchKey, inputs: Sequence[Tensor]) -> None:
+        """Begin a micro-batch of a stage with its inputs."""
+        direction, stage, micro_batch = key
         segments = self._schedule.segments_of(stage)
         offloaded = [s for s in segments if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)]
-        shelf = Shelf((s or 0 for s in segments), {s or 0 for s in offloaded}, given)
+        table = SavedTensorTable((s or 0 for s in segments), {s or 0 for s in offloaded}, inputs)
         with self._lock:
-            self._shelves[place] = shelf
+            self._tables[key] = table
 
-    def saving(self, place: Place, segment: int) -> AbstractContextManager[None]:
-        """Keep here what autograd saves inside the block, for the backward of a segment."""
-        shelf = self._shelves[place]
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._save(shelf, segment, tensor), self.read)
+    def saved_tensor_hooks(self, key: MicroBatchKey, segment: int) -> AbstractContextManager[None]:
+        """Keep in the store what autograd saves inside the block, for the backward of a segment."""
+        table = self._tables[key]
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._save(table, segment, tensor), self.load)
 
-    def keep(self, place: Place, segment: int, tensor: Tensor) -> Kept:
-        """Keep a tensor for the second run of a segment, as if autograd had saved it."""
-        return self._save(self._shelves[place], segment, tensor)
+    def save(self, key: MicroBatchKey, segment: int, tensor: Tensor) -> SavedTensor:
+        """Save a tensor for the recomputation of a segment, as if autograd had saved it."""
+        return self._save(self._tables[key], segment, tensor)
 
-    def read(self, kept: Kept) -> Tensor:
-        """Return a kept tensor, on the device; may be called more than once.
+    def load(self, saved: SavedTensor) -> Tensor:
+        """Return a saved tensor, on the device; may be called more than once.
 
         Raises:
             RuntimeError: it was changed in place meanwhile.
         """
-        if isinstance(kept, Passed):
-            return kept.read()
+        if isinstance(saved, UnmanagedTensor):
+            return saved.read()
         with self._lock:
-            if kept.tensor is None:
-                self._fetch(kept.storage)
-            self._wait_back(kept.storage)
-            return kept.read()
+            if saved.tensor is None:
+                self._load_missing(saved.storage)
+            self._wait_for_copy_in(saved.storage)
+            return saved.read()
 
-    def is_unchanged(self, kept: Kept) -> bool:
-        """Whether a kept tensor is what it was when it was kept."""
-        return not kept.is_changed
+    def record_outputs(self, key: MicroBatchKey, segment: int, outputs: Iterable[Tensor]) -> None:
+        """Record the outputs of a segment, which stay in use for a while."""
+        self._tables[key].record_outputs(segment, outputs)
 
-    def note_outputs(self, place: Place, segment: int, outputs: Iterable[Tensor]) -> None:
-        """Record what a segment hands on, which lives for a while whatever becomes of what is saved."""
-        self._shelves[place].note_outputs(segment, outputs)
-
-    def counts(self, place: Place, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is counted: as saved, or by who gave it to the stage."""
-        shelf, memory = self._shelves.get(place), tensor.untyped_storage()
-        saved = None if shelf is None else shelf.find(memory)
-        return (saved is not None and saved.is_counted) or (shelf is not None and shelf.is_given(memory))
+    def is_counted(self, key: MicroBatchKey, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory is counted: as saved here, or as an input of the stage."""
+        table, memory = self._tables.get(key), tensor.untyped_storage()
+        saved = None if table is None else table.find(memory)
+        return (saved is not None and saved.is_counted) or (table is not None and table.is_given(memory))
 
     def offload(self, action: Action) -> None:
-        """Post the copy out of what leaves with a segment.
+        """Post the copy to host memory of what a segment saved.
 
         Raises:
             DoesNotFitError: host memory has no room for it.
         """
         with self._lock:
-            shelf, segment = self._of(action)
+            table, segment = self._table(action)
             pairs = []
-            for saved in shelf.offload(segment):
+            for saved in table.offload(segment):
                 memory = saved.memory()
                 if memory is not None:
-                    saved.buffer = self._pool.take(saved.num_bytes)
-                    self.on_host.hold(saved.num_bytes)
-                    saved.note_copied()
+                    saved.buffer = self._pool.borrow(saved.num_bytes)
+                    self.on_host.count_bytes(saved.num_bytes)
+                    saved.record_copied_version()
                     pairs.append((memory, saved.buffer))
-            copy = shelf.leaving[segment] = self._copies.out(pairs)
+            copy = table.leaving[segment] = self._copier.copy_out(pairs)
             self.counters.offloaded_bytes += copy.num_bytes
             self._recorder.stamped(action, COPY_OUT, copy.start, copy.end, copy.num_bytes)
 
     def free(self, action: Action) -> None:
-        """Let compute wait until the copy of a segment has left; behind that its memory on the device is free."""
+        """Make compute wait for the copy of a segment to host memory, and free its device memory."""
         with self._lock:
-            self._free(*self._of(action))
-            self._tell()
+            self._free(*self._table(action))
+            self._update_counter()
 
     def prefetch(self, action: Action) -> None:
-        """Allocate what the backward of a segment reads and is not on the device, and posts its copy back."""
+        """Allocate what the backward of a segment reads and is not on the device, and post its copy back."""
         with self._lock:
-            shelf, segment = self._of(action)
-            self._free(shelf, segment)
-            copy = shelf.coming[segment] = self._bring(shelf, shelf.of(shelf.holdings.prefetch(segment)))
-            self._tell()
+            table, segment = self._table(action)
+            self._free(table, segment)
+            copy = table.coming[segment] = self._copy_in(table, table.select(table.residency.prefetch(segment)))
+            self._update_counter()
             self._recorder.stamped(action, COPY_IN, copy.start, copy.end, copy.num_bytes)
 
     def await_copy(self, action: Action) -> None:
-        """Let compute wait until the copy back of a segment has come."""
+        """Make compute wait for the copy of a segment back to the device."""
         with self._lock:
-            shelf, segment = self._of(action)
-            self._copies.wait(shelf.coming[segment])
+            table, segment = self._table(action)
+            self._copier.wait(table.coming[segment])
 
     def free_copied(self) -> None:
-        """Free the device memory of copies that have left, and for which there is no FREE in the list."""
+        """Free device memory whose copy has ended, if the schedule has no FREE for it."""
         with self._lock:
-            for (direction, stage, micro_batch), shelf in self._shelves.items():
+            for (direction, stage, micro_batch), table in self._tables.items():
                 is_whole = self._schedule.num_segments[stage] is None
-                for segment, copy in list(shelf.leaving.items()):
-                    place = (stage, micro_batch, direction, None if is_whole else segment)
-                    if not self._schedule.has(Kind.FREE, *place) and self._copies.is_over(copy):
-                        self._free(shelf, segment)
-            self._tell()
+                for segment, copy in list(table.leaving.items()):
+                    where = (stage, micro_batch, direction, None if is_whole else segment)
+                    if not self._schedule.has(Kind.FREE, *where) and self._copier.is_done(copy):
+                        self._free(table, segment)
+            self._update_counter()
 
-    def done(self, place: Place, segment: int, later: Iterable[Tensor] = ()) -> None:
-        """End the backward of a segment; its weight gradients have still to read `later`."""
+    def end_backward(self, key: MicroBatchKey, segment: int, for_weights: Iterable[Tensor] = ()) -> None:
+        """End the backward of a segment, whose weight gradients will still read `for_weights`."""
         with self._lock:
-            shelf = self._shelves[place]
-            for tensor in later:
-                if self._is_ours(shelf, tensor):
-                    shelf.for_weights.add(self._note(shelf, ~segment, tensor))
-                    shelf.open.add(~segment)
-            self._end(place, segment)
-            self._tell()
+            table = self._tables[key]
+            for tensor in for_weights:
+                if self._is_managed(table, tensor):
+                    table.for_weights.add(self._add(table, ~segment, tensor))
+                    table.open.add(~segment)
+            self._end(key, segment)
+            self._update_counter()
 
-    def done_weights(self, place: Place, segment: int) -> None:
+    def end_weight_gradients(self, key: MicroBatchKey, segment: int) -> None:
         """End the weight gradients of a segment."""
         with self._lock:
-            if place in self._shelves and ~segment in self._shelves[place].open:
-                self._end(place, ~segment)
-                self._tell()
+            if key in self._tables and ~segment in self._tables[key].open:
+                self._end(key, ~segment)
+                self._update_counter()
 
-    def forget(self) -> None:
-        """Drop all that is kept, after a step that was broken off: host memory goes back to the pool."""
+    def reset(self) -> None:
+        """Drop all that is kept, after a failed step; host memory goes back to the pool."""
         with self._lock:
-            self._copies.settle()
-            for shelf in self._shelves.values():
-                for saved in shelf.storages:
+            self._copier.synchronize()
+            for table in self._tables.values():
+                for saved in table.storages:
                     self._drop(saved)
-                    saved.let_go()
-            self._shelves.clear()
-            self._tell()
+                    saved.drop_memory()
+            self._tables.clear()
+            self._update_counter()
 
-    def _of(self, action: Action) -> tuple[Shelf, int]:
+    def _table(self, action: Action) -> tuple[SavedTensorTable, int]:
         assert action.micro_batch is not None
-        return self._shelves[action.direction, action.stage, action.micro_batch], action.segment or 0
+        return self._tables[action.direction, action.stage, action.micro_batch], action.segment or 0
 
-    def _is_ours(self, shelf: Shelf, tensor: Tensor) -> bool:
+    def _is_managed(self, table: SavedTensorTable, tensor: Tensor) -> bool:
         if not is_plain(tensor, self._device):
             return False
         memory = tensor.untyped_storage()
-        return memory.data_ptr() not in self._parameters and not shelf.is_given(memory)
+        return memory.data_ptr() not in self._parameters and not table.is_given(memory)
 
-    def _save(self, shelf: Shelf, segment: int, tensor: Tensor) -> Kept:
+    def _save(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedTensor:
         with self._lock:
-            if not self._is_ours(shelf, tensor):
-                return Passed(tensor)
-            saved = self._note(shelf, segment, tensor)
-            self._tell()
-            return saved.handle(tensor, saved.is_counted)
+            if not self._is_managed(table, tensor):
+                return UnmanagedTensor(tensor)
+            saved = self._add(table, segment, tensor)
+            self._update_counter()
+            return saved.manage(tensor, saved.is_counted)
 
-    def _note(self, shelf: Shelf, segment: int, tensor: Tensor) -> SavedStorage:
-        saved, is_new, is_held = shelf.note(tensor, segment, self._least_bytes)
+    def _add(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedStorage:
+        saved, is_new, is_held = table.save(tensor, segment, self._min_offload_bytes)
         if is_new:
             self.counters.saved_bytes += saved.num_bytes
         if is_held:
-            self._count(saved, True)
+            self._set_counted(saved, True)
             saved.rebuild(tensor.untyped_storage())
         return saved
 
-    def _count(self, saved: SavedStorage, is_held: bool) -> None:
-        if saved.is_counted != is_held:
-            saved.is_counted = is_held
-            self._held_bytes += saved.num_bytes if is_held else -saved.num_bytes
+    def _set_counted(self, saved: SavedStorage, is_counted: bool) -> None:
+        if saved.is_counted != is_counted:
+            saved.is_counted = is_counted
+            self._held_bytes += saved.num_bytes if is_counted else -saved.num_bytes
 
-    def _tell(self) -> None:
-        """Count the bytes held, at the end of whatever changes them."""
-        self.activations.hold(self._held_bytes - self.activations.held_bytes)
+    def _update_counter(self) -> None:
+        # once at the end of each method: what changes inside of one is no peak
+        self.activations.set_bytes(self._held_bytes)
 
-    def _free(self, shelf: Shelf, segment: int) -> None:
-        copy = shelf.leaving.pop(segment, None)
+    def _free(self, table: SavedTensorTable, segment: int) -> None:
+        copy = table.leaving.pop(segment, None)
         if copy is not None:
-            self._copies.wait(copy)
-            for saved in shelf.of(shelf.holdings.free(segment)):
-                saved.let_go()
-                self._count(saved, False)
+            self._copier.wait(copy)
+            for saved in table.select(table.residency.free(segment)):
+                saved.drop_memory()
+                self._set_counted(saved, False)
 
-    def _bring(self, shelf: Shelf, back: Sequence[SavedStorage]) -> Copy:
-        """Post the copy back of storages, and puts their new memory under their tensors."""
-        copy, made = self._copies.back(pairs_of(back))
+    def _copy_in(self, table: SavedTensorTable, storages: Sequence[SavedStorage]) -> Copy:
+        """Post the copy of storages to new device memory, and make their tensors over it."""
+        pairs = [(saved.buffer, saved.num_bytes) for saved in storages if saved.buffer is not None]
+        copy, made = self._copier.copy_in(pairs)
         memories = iter(made)
-        for saved in back:
-            self._count(saved, True)
+        for saved in storages:
+            self._set_counted(saved, True)
             if saved.buffer is not None:
                 saved.coming, memory = copy, next(memories)
                 saved.rebuild(memory)
-                shelf.name(saved, memory)
+                table.add_memory(saved, memory)
         self.counters.prefetched_bytes += copy.num_bytes
         return copy
 
-    def _fetch(self, saved: SavedStorage) -> None:
-        """Bring one storage back because it is read before its PREFETCH."""
-        shelf = next((shelf for shelf in self._shelves.values() if saved in shelf.storages), None)
-        if shelf is None:
+    def _load_missing(self, saved: SavedStorage) -> None:
+        """Copy one storage back because it is read before its PREFETCH."""
+        table = next((table for table in self._tables.values() if saved in table.storages), None)
+        if table is None:
             raise RuntimeError("a backward reads what was saved in a step that has ended")
-        shelf.holdings.fetch(saved.number)
-        self._bring(shelf, [saved])
-        self._tell()
+        table.residency.fetch(saved.number)
+        self._copy_in(table, [saved])
+        self._update_counter()
         self.counters.num_misses += 1
 
-    def _wait_back(self, saved: SavedStorage) -> None:
+    def _wait_for_copy_in(self, saved: SavedStorage) -> None:
         if saved.coming is not None and not saved.coming.is_waited_for:
-            self._copies.wait(saved.coming)
+            self._copier.wait(saved.coming)
 
-    def _end(self, place: Place, segment: int) -> None:
-        shelf = self._shelves[place]
-        self._free(shelf, segment)
-        for saved in shelf.done(segment):
+    def _end(self, key: MicroBatchKey, segment: int) -> None:
+        table = self._tables[key]
+        self._free(table, segment)
+        for saved in table.end_backward(segment):
             self._drop(saved)
-        if shelf.for_weights:
-            for saved in shelf.no_longer_on_host():
-                self._drop_copy(saved)
-        if not shelf.open:
-            del self._shelves[place]
+        if table.for_weights:
+            for saved in table.unneeded_on_host():
+                self._release_buffer(saved)
+        if not table.open:
+            del self._tables[key]
 
     def _drop(self, saved: SavedStorage) -> None:
-        """Return back what a storage takes that nobody needs any more; its memory goes with its last tensor."""
-        self._count(saved, False)
-        self._drop_copy(saved)
+        """Count a storage as freed; its device memory goes with its last tensor."""
+        self._set_counted(saved, False)
+        self._release_buffer(saved)
 
-    def _drop_copy(self, saved: SavedStorage) -> None:
-        self._wait_back(saved)
+    def _release_buffer(self, saved: SavedStorage) -> None:
+        self._wait_for_copy_in(saved)
         if saved.buffer is not None:
-            self._pool.give(saved.buffer)
-            self.on_host.hold(-saved.num_bytes)
+            self._pool.release(saved.buffer)
+            self.on_host.count_bytes(-saved.num_bytes)
             saved.buffer = None

@@ -1,1 +1,1 @@
-"""Checkpoints: the whole state of a run before a step, to go on from; and the weights that a finished run leaves."""
+"""Checkpoints of a run, from which it can continue, and the weights of a finished one."""

@@ -1,4 +1,4 @@
-"""The manifest: what makes the shards of all ranks one checkpoint, and the folders that checkpoints lie in."""
+"""The manifest, which makes the shards of all ranks one checkpoint, and the folders of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.engine.checkpoint.shard import Written, sync_folder
+from gems.engine.checkpoint.shard import ShardFile, sync_folder
 from gems.schedule.schedule import Schedule
 
 SCHEMA = "gems.checkpoint/1"
 MANIFEST_JSON = "manifest.json"
 DAMAGED = ".damaged"
 PREFIX = "step"
-OF_ANY_PLACE = ("path", "prefetch_steps")  # what of a model's and its data's configuration changes neither
+IRRELEVANT_KEYS = ("path", "prefetch_steps")  # of a model and its data: they change neither
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint of the state before `step`; `samples` were seen by then.
+    """A checkpoint of the state before `step`, after `samples`.
 
-    `identity` is what a run must have in common with it to go on from it, `layout` what it must have for each rank to
-    find its own random states, and `owners` the rank whose file has a layer.
+    A run can continue from it if its `identity` is the same. If its `layout` is the same too, each rank finds its own
+    random states. `owners` gives the rank whose file has a layer.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Manifest:
     identity: Mapping[str, Any]
     layout: Mapping[str, Any]
     owners: Mapping[str, int]
-    files: tuple[Written, ...] = field(default=())
+    files: tuple[ShardFile, ...] = field(default=())
 
     @property
     def num_bytes(self) -> int:
@@ -46,7 +46,7 @@ class Manifest:
         return sum(written.num_bytes for written in self.files)
 
     def write(self, folder: Path) -> None:
-        """Write the manifest, which makes a checkpoint of the files beside it; it appears whole, and on disk.
+        """Write and sync the manifest, which makes the files beside it a checkpoint.
 
         Raises:
             OSError: it cannot be written.
@@ -67,27 +67,27 @@ class Manifest:
 
         Raises:
             OSError: there is none, or it cannot be read.
-            ValueError: it is not one, or of a newer schema.
+            ValueError: it is no manifest, or of another schema.
         """
         document = json.loads((folder / MANIFEST_JSON).read_text())
         if not isinstance(document, dict) or document.pop("schema", None) != SCHEMA:
-            raise ValueError(f"not of the schema {SCHEMA}")
+            raise ValueError(f"its schema is not {SCHEMA}")
         try:
-            files = tuple(Written(**written) for written in document.pop("files"))
+            files = tuple(ShardFile(**written) for written in document.pop("files"))
             return cls(**document, files=files)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"a key is missing or not known ({error})") from error
+            raise ValueError(f"a key is missing or unknown ({error})") from error
 
 
-def identity_of(spec: RunSpec) -> dict[str, Any]:
-    """Return what two runs must have in common for one to go on from the other's state, as plain values.
+def run_identity(spec: RunSpec) -> dict[str, Any]:
+    """Return what must be equal for a run to continue from another's state, as plain values.
 
-    The order of samples is a pure function of the seed, the step and the global batch, so these are among it. Steps, the
-    learning rate and the rest of the optimizer's numbers may differ, and so may partitions, replicas, schedule and memory.
+    Seed and global batch are part of it, since with the step they determine the order of samples. Steps, learning rate
+    and other numbers of the optimizer may differ, and so may partitions, replicas, schedule and memory policy.
     """
     whole = spec.to_dict()
     common = {
-        section: {key: value for key, value in whole[section].items() if key not in OF_ANY_PLACE}
+        section: {key: value for key, value in whole[section].items() if key not in IRRELEVANT_KEYS}
         for section in ("model", "data")
     }
     common["train"] = {"optimizer": spec.train.optimizer, "dtype": spec.train.dtype}
@@ -95,16 +95,16 @@ def identity_of(spec: RunSpec) -> dict[str, Any]:
     return plain
 
 
-def layout_of(spec: RunSpec, schedule: Schedule, cuts: tuple[int, ...]) -> dict[str, Any]:
-    """Return which rank holds which layers, as plain values."""
+def rank_layout(spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> dict[str, Any]:
+    """Return which rank has which layers, as plain values."""
     return {
-        "partitions": spec.parallel.partitions, "replicas": spec.parallel.replicas, "boundaries": list(cuts),
+        "partitions": spec.parallel.partitions, "replicas": spec.parallel.replicas, "boundaries": list(boundaries),
         "placement": [list(ranks) for ranks in schedule.placement.ranks],
     }  # fmt: skip
 
 
 def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first key in which two identities differ, with both values; None where they are the same."""
+    """Return the first key in which two identities differ, with both values; None if they are equal."""
     for key in sorted({*theirs, *mine}):
         left, right = theirs.get(key), mine.get(key)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -122,14 +122,14 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """Return the folders below `checkpoints` that have a manifest, the newest step first."""
+    """Return the folders in `checkpoints` that have a manifest, the newest step first."""
     return [folder for step, folder in _by_step(checkpoints) if (folder / MANIFEST_JSON).exists()]
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what older steps left without a manifest.
+    """Remove all checkpoints except the newest `keep`, and older folders without a manifest.
 
-    A folder loses its manifest first, so that half of it is never taken for a checkpoint.
+    The manifest is removed first, so that an incomplete folder is never taken for a checkpoint.
     """
     found = _by_step(checkpoints)
     whole = [entry for entry in found if (entry[1] / MANIFEST_JSON).exists()]

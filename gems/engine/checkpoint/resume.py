@@ -1,8 +1,8 @@
-"""Resume: which checkpoint a run goes on from."""
+"""Resume: the checkpoint from which a run continues."""
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,19 +15,21 @@ from gems.engine.checkpoint.manifest import (
     Manifest,
     checkpoint_folders,
     difference,
-    identity_of,
-    layout_of,
+    rank_layout,
+    run_identity,
 )
-from gems.engine.checkpoint.shard import damage_of
+from gems.engine.checkpoint.shard import find_damage
 from gems.engine.transport.mpi import Comm
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.schedule.schedule import Schedule
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A whole checkpoint that suits the run, and its folder. `is_own` tells that the run itself has left it."""
+class FoundCheckpoint:
+    """A complete checkpoint and its folder; `is_own` if the run itself has saved it."""
 
     manifest: Manifest
     folder: Path
@@ -35,38 +37,40 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """Where an attempt begins: its number, and what it goes on from; None for the first step."""
+class StartPoint:
+    """Where an attempt begins: its number, and the checkpoint that it continues from, if any."""
 
     attempt: int
-    found: Found | None = None
+    checkpoint: FoundCheckpoint | None = None
 
     @property
     def step(self) -> int:
         """The first step to run."""
-        return 0 if self.found is None else self.found.manifest.step
+        return 0 if self.checkpoint is None else self.checkpoint.manifest.step
 
     def attributes(self) -> dict[str, int | str]:
-        """Return what a trace part tells of the attempt, its clock beside the time of day among it.
+        """Return the attributes of the attempt for a trace part, with its clock beside the time of day.
 
-        `continues` is 1 where the attempt goes on from a state that an earlier one of the same run has left.
+        `continues` is 1 if the attempt continues from an earlier one of the same run.
         """
         return {
             "attempt": self.attempt, "first_step": self.step,
-            "continues": int(self.found is not None and self.found.is_own),
-            "resumed_from": "" if self.found is None else str(self.found.folder),
+            "continues": int(self.checkpoint is not None and self.checkpoint.is_own),
+            "resumed_from": "" if self.checkpoint is None else str(self.checkpoint.folder),
             "utc_ns": time.time_ns(), "utc_at_ns": time.perf_counter_ns(),
         }  # fmt: skip
 
-    def about(self, spec: RunSpec, schedule: Schedule, cuts: tuple[int, ...], owners: Mapping[str, int]) -> Manifest:
-        """Return what the manifests of this attempt have in common, with the step and the samples that it begins at."""
-        samples = 0 if self.found is None else self.found.manifest.samples
-        layout = layout_of(spec, schedule, cuts)
-        return Manifest(self.step, self.attempt, samples, "", identity_of(spec), layout, owners)
+    def manifest(
+        self, spec: RunSpec, schedule: Schedule, boundaries: tuple[int, ...], owners: Mapping[str, int]
+    ) -> Manifest:
+        """Return the manifest of the state in which this attempt begins; later ones are made from it."""
+        samples = 0 if self.checkpoint is None else self.checkpoint.manifest.samples
+        layout = rank_layout(spec, schedule, boundaries)
+        return Manifest(self.step, self.attempt, samples, "", run_identity(spec), layout, owners)
 
 
-def beginning_of(spec: RunSpec, folder: RunFolder, comm: Comm) -> Beginning:
-    """Find where this attempt begins, and says so where that is not at the first step; collective.
+def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
+    """Find where this attempt begins; collective.
 
     Raises:
         ConfigError: as `find_checkpoint`.
@@ -76,40 +80,40 @@ def beginning_of(spec: RunSpec, folder: RunFolder, comm: Comm) -> Beginning:
     if found is not None and comm.rank == 0:
         manifest = found.manifest
         size = f"{len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB"
-        print(f"gems: goes on before step {manifest.step} from {found.folder} ({size})", file=sys.stderr, flush=True)
-    return Beginning(attempt, found)
+        _log.info("continues before step %d from %s (%s)", manifest.step, found.folder, size)
+    return StartPoint(attempt, found)
 
 
-def find_checkpoint(spec: RunSpec, folder: RunFolder, comm: Comm) -> Found | None:
-    """Return the newest whole checkpoint that the run shall go on from, None for a start at the first step; collective.
+def find_checkpoint(spec: RunSpec, folder: RunFolder, comm: Comm) -> FoundCheckpoint | None:
+    """Return the newest complete checkpoint that the run can continue from, None for none; collective.
 
-    The run's own go before those of the folder that `train.resume` names. All ranks share the reading of all files. A
-    damaged checkpoint is named on stderr, and the one before it is tried.
+    The run's own come before those of the folder `train.resume`. All ranks share the reading of the files. After a
+    damaged checkpoint the one before it is tried.
 
     Raises:
-        ConfigError: the folder named holds none that is whole, or it is of another model, optimizer or global batch.
+        ConfigError: that folder has no complete checkpoint, or one of another model, optimizer or global batch.
     """
     resume = spec.train.resume
     if resume == RESUME_NEVER:
         if comm.rank == 0:
-            _put_aside(folder)
+            _archive_old(folder)
         return None
-    own = _first_whole(folder.checkpoints, comm, is_own=True)
+    own = _first_complete(folder.checkpoints, comm, is_own=True)
     if own is not None or resume == RESUME_AUTO:
-        return _suited(own, spec)
-    other = _first_whole(Path(resume), comm, is_own=False)
+        return _check_fits(own, spec)
+    other = _first_complete(Path(resume), comm, is_own=False)
     if other is None:
         raise ConfigError(
-            "train.resume", resume, f"holds no whole checkpoint ({MANIFEST_JSON})",
+            "train.resume", resume, f"has no complete checkpoint ({MANIFEST_JSON})",
             "give the folder of a run that saved its state, or of one checkpoint",
         )  # fmt: skip
-    return _suited(other, spec)
+    return _check_fits(other, spec)
 
 
-def _suited(found: Found | None, spec: RunSpec) -> Found | None:
+def _check_fits(found: FoundCheckpoint | None, spec: RunSpec) -> FoundCheckpoint | None:
     if found is None:
         return None
-    other = difference(found.manifest.identity, identity_of(spec))
+    other = difference(found.manifest.identity, run_identity(spec))
     if other is not None:
         key, theirs, mine = other
         raise ConfigError(
@@ -122,29 +126,29 @@ def _suited(found: Found | None, spec: RunSpec) -> Found | None:
     return found
 
 
-def _first_whole(folder: Path, comm: Comm, is_own: bool) -> Found | None:
-    """Read and checks checkpoints, the newest first, until one is whole; all ranks see what rank 0 sees."""
+def _first_complete(folder: Path, comm: Comm, is_own: bool) -> FoundCheckpoint | None:
+    """Read and check checkpoints, the newest first, until one is complete; all ranks use what rank 0 sees."""
     candidates = comm.bcast(list(_candidates(folder)) if comm.rank == 0 else None)
     for candidate in candidates:
         manifest, damage = comm.bcast(_read(candidate) if comm.rank == 0 else None)
         if manifest is not None:
             mine = manifest.files[comm.rank :: comm.size]
-            damages = comm.allgather(next((d for w in mine if (d := damage_of(candidate, w)) is not None), None))
+            damages = comm.allgather(next((d for w in mine if (d := find_damage(candidate, w)) is not None), None))
             damage = next((damage for damage in damages if damage is not None), None)
             if damage is None:
-                return Found(manifest, candidate, is_own)
+                return FoundCheckpoint(manifest, candidate, is_own)
         if comm.rank == 0:
             aside = candidate.with_name(candidate.name + DAMAGED)
             is_last = candidate == candidates[-1]
             what = "there is none before it" if is_last else "the one before it is tried"
-            print(f"gems: checkpoint {candidate} is damaged: {damage}; {what}", file=sys.stderr, flush=True)
+            _log.warning("checkpoint %s is damaged: %s; %s", candidate, damage, what)
             if is_own and not aside.exists():
                 candidate.rename(aside)
     return None
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints in a run's folder, in a folder of checkpoints, or the one that the folder itself is."""
+    """Yield the folder itself if it is a checkpoint, otherwise those in this run folder or folder of checkpoints."""
     if (folder / MANIFEST_JSON).exists():
         yield folder
         return
@@ -159,8 +163,8 @@ def _read(folder: Path) -> tuple[Manifest | None, str | None]:
         return None, f"{MANIFEST_JSON} cannot be read ({error})"
 
 
-def _put_aside(folder: RunFolder) -> None:
-    """Move what earlier attempts saved to the last of them: the run's own checkpoints begin anew."""
+def _archive_old(folder: RunFolder) -> None:
+    """Move the checkpoints of earlier attempts to the folder of the last of them."""
     if folder.checkpoints.is_dir():
         target = folder.path / "attempts" / f"{max(folder.attempt - 1, 1):03d}"
         target.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The saver: agrees with all ranks, step by step, on when to save and when to stop, and saves beside the training."""
+"""The saver: all ranks agree after each step on whether to save or stop, and save while training goes on."""
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +14,7 @@ import numpy as np
 
 from gems.config.schema import TrainConfig
 from gems.engine.checkpoint.manifest import Manifest, checkpoint_folder, prune
-from gems.engine.checkpoint.shard import Piece, Written, shard_name, write_shard
+from gems.engine.checkpoint.shard import HostTensor, ShardFile, shard_name, write_shard
 from gems.engine.transport.mpi import Request, Transport
 from gems.errors import RankFailedError
 from gems.runs.folder import RunFolder
@@ -23,42 +23,38 @@ from gems.utils.atomic_io import write_json
 
 _STOPS, _IS_DUE, _UNFINISHED = range(3)
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
-class Asks(Protocol):
-    """Who may want the run to end early."""
+class StopSource(Protocol):
+    """What may ask the run to end early."""
 
     def reason(self) -> str | None:
-        """Return why the run shall save and stop at a step's end; None while nobody wants that."""
+        """Return why the run should save and stop after a step; None if it should not."""
 
 
-class Source(Protocol):
-    """What a rank's shard is made of."""
+class StateSource(Protocol):
+    """Copies the state of a rank for its shard."""
 
     def take(self, losses: Sequence[float]) -> None:
         """Copy the state as it is now."""
 
-    def pieces(self) -> Mapping[str, Piece]:
-        """Return what was copied last; called in the thread that writes."""
+    def host_tensors(self) -> Mapping[str, HostTensor]:
+        """Return what was copied last; called by the thread that writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     step: int
-    shard: Future[Written | None]
+    shard: Future[ShardFile | None]
 
 
 class Saver:
-    """Takes checkpoints at step boundaries, and ends the run at one when any rank is asked to.
+    """Saves checkpoints between steps, and stops the run after a step if any rank is asked to.
 
-    What ranks must agree on goes with one non-blocking maximum of three numbers a step, posted when it begins and read when
-    it ends, so nobody waits for it: whether to stop, whether rank 0's clock says that it is time to save, and whether every
-    rank's shard is on disk. The shards are copied at a boundary and written by a thread. A checkpoint that is due while
-    another is being written is taken at the first boundary behind it. It counts from the moment that rank 0 has written the
-    manifest, last of all.
-
-    A shard that cannot be written is told of, and the run goes on while an older checkpoint stands: a full disk costs the
-    checkpoint and no computation. Without an older one the run ends, for its user counts on it.
+    Shards are copied between steps and written by a thread; then rank 0 writes the manifest. A checkpoint that is due
+    while another is being written is taken after the first step that finds it written. If one cannot be written, the
+    run continues as long as it has an older one, and fails otherwise.
     """
 
     def __init__(
@@ -66,19 +62,19 @@ class Saver:
         folder: RunFolder,
         train: TrainConfig,
         control: Transport,
-        about: Manifest,
+        manifest: Manifest,
         heartbeat: Heartbeat,
-        source: Source | None = None,
-        stop: Asks | None = None,
+        source: StateSource | None = None,
+        stop: StopSource | None = None,
     ) -> None:
-        """Begin behind the state that `about` describes: its step is the first one, and the manifests are like it.
+        """Begin after the state of `manifest`, from which those of checkpoints are made.
 
-        `source` is None for a run without a state; its checkpoints tell the step and nothing else.
+        `source` is None for a run without a state, whose checkpoints have a step number only.
         """
         self._folder, self._train, self._control = folder, train, control
-        self._about, self._heartbeat, self._source, self._stop = about, heartbeat, source, stop
-        self._samples_per_step = int(about.identity["global batch"])
-        self._standing: int | None = about.step or None
+        self._first, self._heartbeat, self._source, self._stop = manifest, heartbeat, source, stop
+        self._samples_per_step = int(manifest.identity["global batch"])
+        self._last_saved_step: int | None = manifest.step or None
         self._is_periodic = train.checkpoint_steps is not None or train.checkpoint_s is not None
         self._is_owed = False
         self._pending: _Pending | None = None
@@ -88,7 +84,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def begin(self) -> None:
-        """Post, at a step's begin, what this rank has to say; collective."""
+        """Post this rank's part of the decision before a step, so that nobody waits for it after; collective."""
         if self._stop is None and not self._is_periodic:
             return
         every_s = self._train.checkpoint_s
@@ -99,18 +95,20 @@ class Saver:
         self._request = self._control.post_maximum(self._mine, self._all)
 
     def end(self, step: int, losses: Sequence[float]) -> bool:
-        """Read, at a step's end, what all have said, and acts on it; `step` is the next one, `losses` those of all before.
+        """Act on the decision after a step, and return whether the run has saved its state and stops; collective.
 
-        Gives whether the run has saved its state and stops here. Collective.
+        Args:
+            step: the next one.
+            losses: of all steps before it.
 
         Raises:
-            RankFailedError: the state cannot be saved, and the run stops or no older checkpoint stands.
+            RankFailedError: the state cannot be saved, and the run is to stop or has no older checkpoint.
         """
         if self._request is None:
             return False
         self._control.wait(self._request, "all ranks to agree")
         self._request = None
-        stops, is_due, is_unfinished = (bool(said) for said in self._all)
+        stops, is_due, is_unfinished = (bool(value) for value in self._all)
         if self._pending is not None and (stops or not is_unfinished):
             self._complete()
         if stops:
@@ -126,13 +124,13 @@ class Saver:
         return False
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, behind the last step; collective."""
+        """Wait for the checkpoint that is being written, after the last step; collective."""
         if self._pending is not None:
             self._complete()
         self.close()
 
     def close(self) -> None:
-        """End the thread; nobody waits for what it may still be writing, which is no checkpoint."""
+        """End the thread without waiting for a shard that it may still be writing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin_to_save(self, step: int, losses: Sequence[float]) -> None:
@@ -142,38 +140,40 @@ class Saver:
             self._source.take(losses)
         self._pending = _Pending(step, self._thread.submit(self._write, step))
 
-    def _write(self, step: int) -> Written | None:
+    def _write(self, step: int) -> ShardFile | None:
         if self._source is None:
             return None
         folder = checkpoint_folder(self._folder.checkpoints, step)
         folder.mkdir(parents=True, exist_ok=True)
-        return write_shard(folder / shard_name(self._control.rank), self._source.pieces())
+        return write_shard(folder / shard_name(self._control.rank), self._source.host_tensors())
 
     def _complete(self) -> str | None:
-        """Wait until all ranks have written, and lets rank 0 make a checkpoint of it; gives what went wrong."""
+        """Wait until all ranks have written and rank 0 has completed the checkpoint; return what went wrong, if anything."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._heartbeat.beat(pending.step, "checkpoint")
-        told = self._control.comm.allgather(_result(pending.shard))
-        faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(told) if fault is not None]
+        results = self._control.comm.allgather(_result(pending.shard))
+        faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(results) if fault is not None]
         of_rank_0: str | None = faults[0] if faults else None
         if self._control.rank == 0 and not faults:
-            files = tuple(written for written, _ in told if written is not None)
+            files = tuple(written for written, _ in results if written is not None)
             of_rank_0 = _result(self._thread.submit(self._commit, self._manifest(pending.step, files)))[1]
         fault: str | None = self._control.comm.bcast(of_rank_0)
         if fault is None:
-            self._standing = pending.step
-        elif self._control.rank == 0 and self._standing is not None:
-            said = f"gems: the state before step {pending.step} could not be saved ({fault}); "
-            print(f"{said}the checkpoint of step {self._standing} stands", file=sys.stderr, flush=True)
-        if fault is not None and self._standing is None:
+            self._last_saved_step = pending.step
+        elif self._control.rank == 0 and self._last_saved_step is not None:
+            _log.warning(
+                "the state before step %d could not be saved (%s); the checkpoint of step %d remains",
+                pending.step, fault, self._last_saved_step,
+            )  # fmt: skip
+        if fault is not None and self._last_saved_step is None:
             raise RankFailedError(f"the state before step {pending.step} could not be saved: {fault}")
         return fault
 
-    def _manifest(self, step: int, files: tuple[Written, ...]) -> Manifest:
-        samples = self._about.samples + (step - self._about.step) * self._samples_per_step
+    def _manifest(self, step: int, files: tuple[ShardFile, ...]) -> Manifest:
+        samples = self._first.samples + (step - self._first.step) * self._samples_per_step
         utc = datetime.now(UTC).isoformat(timespec="seconds")
-        return replace(self._about, step=step, samples=samples, utc=utc, files=files)
+        return replace(self._first, step=step, samples=samples, utc=utc, files=files)
 
     def _commit(self, manifest: Manifest) -> None:
         manifest.write(checkpoint_folder(self._folder.checkpoints, manifest.step))
@@ -190,11 +190,11 @@ class Saver:
             reason = next((reason for reason in reasons if reason is not None), "unknown")
             utc = datetime.now(UTC).isoformat(timespec="milliseconds")
             write_json(self._folder.stopped_json, {"step": step, "reason": reason, "utc": utc})
-            print(f"gems: stopped before step {step}, the state is saved: {reason}", file=sys.stderr, flush=True)
+            _log.info("stopped before step %d, the state is saved: %s", step, reason)
 
 
 def _result(future: Future[_T]) -> tuple[_T | None, str | None]:
-    """Wait for a thread's work and gives it, or what went wrong."""
+    """Wait for a thread's result, and return it or what went wrong."""
     try:
         return future.result(), None
     except OSError as error:

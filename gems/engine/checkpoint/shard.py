@@ -1,9 +1,9 @@
-"""Shards: one rank's tensors in a file of the safetensors format, written with its checksum in one pass.
+"""Shards: one rank's tensors in a safetensors file, written with its checksum in one pass.
 
-The format (github.com/huggingface/safetensors) is a header that gives the byte range of each tensor, then their bytes.
-So a rank of another cut reads the layers that it holds and nothing else, no code is unpickled, and no process group
-is needed, as torch.distributed.checkpoint needs one. The library reads it; it is written here, since a thread beside
-the training then holds neither a second copy nor the interpreter, and the checksum costs no second reading.
+The format (github.com/huggingface/safetensors) is a header with the byte range of each tensor, then their bytes. So a
+rank of another partition reads only the layers that it has, nothing is unpickled, and no process group is needed as
+for torch.distributed.checkpoint. The library reads the files; they are written here, by a thread that so holds neither
+a second copy nor the interpreter.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor on the host: its type as safetensors names it (F32, BF16, I64, ...), its shape, and its bytes."""
+class HostTensor:
+    """A tensor on the host: its type as in safetensors (F32, BF16, I64, ...), its shape, and its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,8 +31,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A file as it was written. `crc32` tells damage: measured 3.1 GB/s a core, where BLAKE2b makes 0.5."""
+class ShardFile:
+    """A file as it was written. CRC-32 takes 3.1 GB/s on a core (measured), BLAKE2b 0.5."""
 
     name: str
     num_bytes: int
@@ -40,18 +40,18 @@ class Written:
 
 
 def shard_name(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the file name of a rank."""
     return f"rank{rank:04d}{SUFFIX}"
 
 
-def write_shard(path: Path, pieces: Mapping[str, Piece]) -> Written:
-    """Write a file that appears complete, and on disk, or not at all; gives its size and checksum.
+def write_shard(path: Path, host_tensors: Mapping[str, HostTensor]) -> ShardFile:
+    """Write and sync a file that appears complete or not at all, and return its size and checksum.
 
     Raises:
-        OSError: it cannot be written; what was written of it is gone again.
+        OSError: it cannot be written; no part of it is left.
     """
-    # wide types first: the header ends at a multiple of eight bytes, so each tensor then lies aligned to its type
-    ordered = sorted(pieces.items(), key=lambda item: (-_width(item[1]), item[0]))
+    # wide types first: the header ends at a multiple of eight bytes, so each tensor is aligned to its type
+    ordered = sorted(host_tensors.items(), key=lambda item: (-_width(item[1]), item[0]))
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
@@ -69,11 +69,11 @@ def write_shard(path: Path, pieces: Mapping[str, Piece]) -> Written:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-    return Written(path.name, num_bytes, crc32)
+    return ShardFile(path.name, num_bytes, crc32)
 
 
-def damage_of(folder: Path, written: Written) -> str | None:
-    """Report what is wrong with a file, in a few words; None where it is as it was written."""
+def find_damage(folder: Path, written: ShardFile) -> str | None:
+    """Return what is wrong with a file; None if it is as it was written."""
     path = folder / written.name
     try:
         size = path.stat().st_size
@@ -89,7 +89,7 @@ def damage_of(folder: Path, written: Written) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in a folder outlast a loss of power.
+    """Sync a folder, so that new names in it survive a power failure.
 
     Raises:
         OSError: the folder is not there.
@@ -101,7 +101,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _header(ordered: list[tuple[str, Piece]]) -> memoryview:
+def _header(ordered: list[tuple[str, HostTensor]]) -> memoryview:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, piece in ordered:
@@ -113,7 +113,7 @@ def _header(ordered: list[tuple[str, Piece]]) -> memoryview:
     return memoryview(struct.pack("<Q", len(text)) + text)
 
 
-def _width(piece: Piece) -> int:
+def _width(piece: HostTensor) -> int:
     """Return the bytes of one element."""
     bits = piece.dtype.lstrip("BFIUC").split("_")[0]
     return int(bits) // 8 if bits.isdecimal() else 1

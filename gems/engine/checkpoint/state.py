@@ -1,10 +1,10 @@
-"""The state of a rank: which tensors make it, by which names, and how they get back into a pipeline of any cut."""
+"""The state of a rank: its tensors and their names, copied to the host, and restored into any partition."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,18 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gems.autograd.recompute.layer_state import RandomState
-from gems.engine.checkpoint.manifest import Manifest, layout_of
-from gems.engine.checkpoint.shard import shard_name
-from gems.engine.gradients import Held
+from gems.engine.checkpoint.manifest import Manifest, rank_layout
+from gems.engine.checkpoint.shard import HostTensor, shard_name
 from gems.engine.pipeline import Pipeline
+from gems.engine.stage import StageKey
 from gems.errors import ConfigError
 
 LOSSES = "losses"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
 _PYTHON, _NUMPY, _TORCH = "random/python", "random/numpy", "random/torch"
 
 
@@ -36,7 +41,7 @@ def buffer_name(layer: str, key: str) -> str:
 
 
 def slot_name(slot: str, layer: str, key: str) -> str:
-    """Return the name of what the optimizer keeps for a parameter as `slot`."""
+    """Return the name of the optimizer's tensor `slot` of a parameter."""
     return f"optimizer/{slot}/{layer}/{key}"
 
 
@@ -46,40 +51,36 @@ def copy_name(direction: int, layer: str, key: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """The tensors that a rank saves, where they live.
-
-    `early` are those that the next forward changes, `late` those that only the optimizer's step does.
-    """
+class StateTensors:
+    """The tensors that a rank saves; `early` are changed by the next forward, `late` only by the optimizer."""
 
     early: dict[str, Tensor]
     late: dict[str, Tensor]
 
 
-def owners_of(pipeline: Pipeline) -> dict[str, int]:
-    """Return the rank whose shard has a layer, or, where operators are placed, an operator.
+def layer_owners(pipeline: Pipeline) -> dict[str, int]:
+    """Return the rank whose shard has each layer, or each operator if stages are operators.
 
-    The copies of a stage, over directions and replicas, are equal, and take turns: each writes a share of its layers.
+    The equal copies of a stage, over directions and replicas, each write a share of its layers.
     """
     placement, parallel = pipeline.schedule.placement, pipeline.spec.parallel
     owners = {}
     for stage in range(placement.num_stages):
-        for index, part in enumerate(pipeline.contents.parts_in(stage)):
+        for index, part in enumerate(pipeline.stage_modules.unit_names(stage)):
             replica, direction = divmod(index, placement.num_directions)
             owners[part] = replica % parallel.replicas * parallel.partitions + placement.rank_of(direction, stage)
     return owners
 
 
-def state_of(pipeline: Pipeline) -> State:
-    """Return what this rank saves: its share of the layers, its copies' counters and its random states.
+def state_tensors(pipeline: Pipeline) -> StateTensors:
+    """Return what this rank saves: its share of the layers, counters of its copies, and its random states.
 
-    Parameters, the optimizer's state and running statistics are equal in all copies (each step sums gradients and
-    averages statistics over them), so one copy is saved. Other buffers, such as batch norm's count of batches, advance
-    with the micro-batches of each copy, so every rank saves its own too.
+    Parameters, optimizer state and running statistics are equal in all copies, so one is saved. Other buffers, such as
+    batch norm's count of batches, advance with the micro-batches of each copy, so every rank saves its own.
     """
-    owners, mine = owners_of(pipeline), pipeline.comm.rank
-    state = State({}, {})
-    for held, name, part, module in _layers(pipeline):
+    owners, mine = layer_owners(pipeline), pipeline.comm.rank
+    state = StateTensors({}, {})
+    for (direction, _), name, part, module in _layers(pipeline):
         if owners[part] == mine:
             state.early.update({buffer_name(name, key): buffer for key, buffer in module.named_buffers()})
             for key, parameter in module.named_parameters():
@@ -88,15 +89,15 @@ def state_of(pipeline: Pipeline) -> State:
                     if isinstance(value, Tensor):
                         state.late[slot_name(slot, name, key)] = value
         for key, buffer in _counters(module):
-            state.early[copy_name(held[0], name, key)] = buffer
+            state.early[copy_name(direction, name, key)] = buffer
     state.early.update(_random_states(pipeline))
     return state
 
 
 def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> None:
-    """Put a checkpoint's state into every layer of this rank, whatever the cut it was saved with.
+    """Load a checkpoint into every layer of this rank, whatever partition it was saved with.
 
-    Random states and copies' counters come back where each rank holds what it held; on another layout random numbers go on
+    Random states and counters of copies are restored if the layout is the same; otherwise generators are seeded anew
     from the seed, the rank and the step.
 
     Raises:
@@ -104,9 +105,9 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> None:
     """
     optimizer_state: dict[int, dict[str, Tensor]] = {}
     places = {id(p): place for place, p in enumerate(pipeline.optimizer.param_groups[0]["params"])}
-    is_same = manifest.layout == layout_of(pipeline.spec, pipeline.schedule, pipeline.cuts)
+    is_same = manifest.layout == rank_layout(pipeline.spec, pipeline.schedule, pipeline.stage_modules.boundaries)
     with _Shards(folder, manifest) as shards, torch.no_grad():
-        for held, name, part, module in _layers(pipeline):
+        for (direction, _), name, part, module in _layers(pipeline):
             owner = _owner_of(part, name, manifest, folder)
             for key, buffer in module.named_buffers():
                 shards.copy_into(buffer, owner, buffer_name(name, key))
@@ -121,7 +122,7 @@ def restore_state(pipeline: Pipeline, folder: Path, manifest: Manifest) -> None:
                     optimizer_state[places[id(parameter)]] = slots
             if is_same:
                 for key, buffer in _counters(module):
-                    shards.copy_into(buffer, pipeline.comm.rank, copy_name(held[0], name, key))
+                    shards.copy_into(buffer, pipeline.comm.rank, copy_name(direction, name, key))
         if is_same:
             _set_random_states(pipeline, shards)
         else:
@@ -137,7 +138,7 @@ def read_losses(folder: Path, manifest: Manifest) -> list[float]:
 
 
 class _Shards:
-    """The files of a checkpoint, each opened when the first tensor of it is asked for."""
+    """The files of a checkpoint, each opened on first use."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
@@ -158,19 +159,19 @@ class _Shards:
         return name in self._names[rank]
 
     def slots(self, rank: int) -> list[str]:
-        """Return what the optimizer keeps for parameters, by name."""
+        """Return the names of the optimizer's tensors for a parameter."""
         self._file(rank)
         return sorted({name.split("/")[1] for name in self._names[rank] if name.startswith("optimizer/")})
 
     def tensor(self, rank: int, name: str) -> Tensor:
-        """Read a tensor; of its own memory, for the library's may be the file's, which is removed one day."""
+        """Read a copy of a tensor: the library's own may be the memory-mapped file, which is removed one day."""
         if not self.has(rank, name):
             raise self._misfit(rank, f"holds no {name}")
         tensor: Tensor = self._file(rank).get_tensor(name)
         return tensor.clone()
 
     def copy_into(self, target: Tensor, rank: int, name: str) -> None:
-        """Read a tensor into one that is there."""
+        """Read a tensor into an existing one."""
         found = self.tensor(rank, name)
         if found.shape != target.shape or found.dtype != target.dtype:
             theirs, mine = (f"{tuple(t.shape)} {t.dtype}" for t in (found, target))
@@ -191,16 +192,16 @@ class _Shards:
         )  # fmt: skip
 
 
-def _layers(pipeline: Pipeline) -> Iterator[tuple[Held, str, str, nn.Module]]:
-    """Yield what this rank holds: direction and stage, the layer's name, and that of the operator where such are placed."""
-    for held in pipeline.modules:
-        parts = pipeline.contents.parts_in(held[1])
-        for part, (name, module) in zip(parts, pipeline.named_layers(held), strict=True):
-            yield held, name, part, module
+def _layers(pipeline: Pipeline) -> Iterator[tuple[StageKey, str, str, nn.Module]]:
+    """Yield for each module of this rank its stage key, its layer's name, and its own if it is an operator."""
+    for key in pipeline.modules:
+        parts = pipeline.stage_modules.unit_names(key[1])
+        for part, (name, module) in zip(parts, pipeline.named_layers(key), strict=True):
+            yield key, name, part, module
 
 
 def _owner_of(part: str, name: str, manifest: Manifest, folder: Path) -> int:
-    """Return the rank whose shard has an operator, or its whole layer."""
+    """Return the rank whose shard has an operator or its layer."""
     owner = manifest.owners.get(part, manifest.owners.get(name))
     if owner is None:
         raise ConfigError(
@@ -211,7 +212,7 @@ def _owner_of(part: str, name: str, manifest: Manifest, folder: Path) -> int:
 
 
 def _counters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return the buffers that no step averages over the copies: all that are not floating-point."""
+    """Return the buffers that are not averaged over the copies: all that are not floating-point."""
     return ((key, buffer) for key, buffer in module.named_buffers() if not buffer.is_floating_point())
 
 
@@ -220,14 +221,14 @@ def _torch_random(pipeline: Pipeline) -> RandomState:
 
 
 def _random_states(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Return every random state of this process as tensors: that of torch, of its layers, of numpy and of Python."""
+    """Return the random states of torch, layers, numpy and Python as tensors."""
     version, key, gauss = random.getstate()
     _, words, place, has_gauss, cached = np.random.get_state(legacy=True)
     return {
-        # a Gaussian in store goes as its bits
+        # a cached Gaussian is saved as its bits
         _PYTHON: torch.tensor([version, *key, gauss is not None, _bits(gauss or 0.0)], dtype=torch.int64),
         _NUMPY: torch.tensor([*map(int, words), place, has_gauss, _bits(float(cached))], dtype=torch.int64),
-        **{f"{_TORCH}/{number}": state for number, state in enumerate(_torch_random(pipeline).now())},
+        **{f"{_TORCH}/{number}": state for number, state in enumerate(_torch_random(pipeline).get())},
     }
 
 
@@ -237,7 +238,7 @@ def _set_random_states(pipeline: Pipeline, shards: _Shards) -> None:
     random.setstate((version, tuple(key), _number(gauss) if has_gauss else None))
     *words, place, has_cached, cached = shards.tensor(rank, _NUMPY).tolist()
     np.random.set_state(("MT19937", np.array(words, np.uint32), place, has_cached, _number(cached)))
-    generators.set([shards.tensor(rank, f"{_TORCH}/{number}") for number in range(len(generators.now()))])
+    generators.set([shards.tensor(rank, f"{_TORCH}/{number}") for number in range(len(generators.get()))])
 
 
 def _reseed(seed: int, rank: int, step: int) -> None:
@@ -253,3 +254,81 @@ def _bits(number: float) -> int:
 
 def _number(bits: int) -> float:
     return float(np.int64(bits).view(np.float64))
+
+
+class HostCopy:
+    """Copies a state to host memory that is reused by the next checkpoint.
+
+    On a GPU a separate stream copies to pinned memory. The compute stream waits at once for `early` tensors, and for
+    the `late` ones only before the optimizer's next step.
+    """
+
+    def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
+        self._copies: dict[str, Tensor] = {}
+        self._cuda: Any = torch.cuda if device.type == "cuda" else None
+        self._device = device
+        self._stream: Any = self._cuda.Stream(device) if self._cuda is not None else None
+        self._copied: Any = None
+        if self._cuda is not None:
+            optimizer.register_step_pre_hook(lambda *_: self._wait_for_copies())
+
+    def take(self, state: StateTensors) -> None:
+        """Begin to copy."""
+        self._copies = {name: self._buffer_for(name, tensor) for name, tensor in (state.early | state.late).items()}
+        if self._cuda is None:
+            self._copy(state.early)
+            self._copy(state.late)
+            return
+        computing = self._cuda.current_stream(self._device)
+        self._stream.wait_stream(computing)
+        with self._cuda.stream(self._stream):
+            self._copy(state.early)
+            computing.wait_event(self._stream.record_event())
+            self._copy(state.late)
+            self._copied = self._stream.record_event()
+
+    def host_tensors(self) -> dict[str, HostTensor]:
+        """Wait for the copies and return them, valid until the next `take`; from any thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return {
+            name: HostTensor(_DTYPES[tensor.dtype], tuple(tensor.shape), _host_bytes(tensor))
+            for name, tensor in self._copies.items()
+        }
+
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._copies[name].copy_(tensor, non_blocking=True)
+
+    def _buffer_for(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._copies.get(name)
+        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
+            return kept
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+
+    def _wait_for_copies(self) -> None:
+        if self._copied is not None:
+            self._cuda.current_stream(self._device).wait_event(self._copied)
+
+
+class PipelineSource:
+    """The state source of a pipeline: its share of the state, and on rank 0 the losses."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._copy = HostCopy(pipeline.device, pipeline.optimizer)
+
+    def take(self, losses: Sequence[float]) -> None:
+        """Copy the state as it is now; `losses` are of all steps before."""
+        state = state_tensors(self._pipeline)
+        if self._pipeline.comm.rank == 0:
+            state.early[LOSSES] = torch.tensor(losses, dtype=torch.float64)
+        self._copy.take(state)
+
+    def host_tensors(self) -> dict[str, HostTensor]:
+        """Return what was copied last."""
+        return self._copy.host_tensors()
+
+
+def _host_bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

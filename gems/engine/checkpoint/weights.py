@@ -1,4 +1,4 @@
-"""Weights by layer, as a finished run leaves them, so that any cut of the model can start from them."""
+"""Weights by layer, saved by a finished run, from which any partition of the model can start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.runs.folder import RunFolder
 
-State = dict[str, dict[str, Tensor]]
+Weights = dict[str, dict[str, Tensor]]
 
 
 def save(pipeline: Pipeline, folder: Path) -> None:
-    """Write the stages that this rank holds in direction 0 of replica 0: {layer name: state dict} a stage.
+    """Write a file {layer name: state dict} for each stage of this rank, if it is in direction 0 of replica 0.
 
-    The other direction and the other replicas hold equal copies. Files appear complete or not at all.
+    Other directions and replicas have equal copies. Files appear complete or not at all.
     """
     if pipeline.replica:
         return
@@ -36,11 +36,11 @@ def save(pipeline: Pipeline, folder: Path) -> None:
         partial.replace(path)
 
 
-def load(folder: Path) -> State:
-    """Read all stages of a checkpoint, or of the run folder that holds one; nothing but tensors is unpickled.
+def load(folder: Path) -> Weights:
+    """Read all stages from a folder of weights or a run folder; only tensors are unpickled.
 
     Raises:
-        ConfigError: there is no checkpoint, or a file of it is not readable.
+        ConfigError: there are none, or a file is not readable.
     """
     inner = RunFolder(folder).checkpoint
     paths = sorted((inner if inner.is_dir() else folder).glob("stage*.pt"))
@@ -48,7 +48,7 @@ def load(folder: Path) -> State:
         raise ConfigError(
             "train.initial_checkpoint", folder, "holds no checkpoint (stage*.pt)", "give a finished run's folder"
         )
-    state: State = {}
+    state: Weights = {}
     for path in paths:
         try:
             for name, tensors in torch.load(path, map_location="cpu", weights_only=True).items():
@@ -60,11 +60,11 @@ def load(folder: Path) -> State:
     return state
 
 
-def restore(pipeline: Pipeline, state: State) -> None:
-    """Put the weights of a checkpoint into every stage of this rank, whatever the cut it was saved with.
+def restore(pipeline: Pipeline, state: Weights) -> None:
+    """Load weights into every stage of this rank, whatever partition they were saved with.
 
     Raises:
-        ConfigError: the checkpoint is of another model.
+        ConfigError: they are of another model.
     """
 
     def misfit(name: str) -> ConfigError:
@@ -74,13 +74,13 @@ def restore(pipeline: Pipeline, state: State) -> None:
         )  # fmt: skip
 
     names = {layer.name for layer in layers_of(pipeline.spec.model, pipeline.spec.data)}
-    if state.keys() != names:  # a deeper network of the same family holds layers that would fit
+    if state.keys() != names:  # a deeper network of the same family has layers that would fit
         raise misfit(min(state.keys() ^ names))
-    for held in pipeline.modules:
-        for name, module in pipeline.named_layers(held):
+    for key in pipeline.modules:
+        for name, module in pipeline.named_layers(key):
             wanted = state[name]
-            if not pipeline.contents.has_whole_layers:
-                wanted = {key: value for key, value in wanted.items() if key in module.state_dict()}
+            if not pipeline.stage_modules.has_whole_layers:
+                wanted = {tensor: value for tensor, value in wanted.items() if tensor in module.state_dict()}
             try:
                 module.load_state_dict(wanted)
             except RuntimeError as error:

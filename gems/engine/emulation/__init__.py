@@ -1,1 +1,1 @@
-"""Ranks whose compute is a timed wait and whose messages are real."""
+"""Runs on emulated devices: real ranks and messages, timed waits for compute."""

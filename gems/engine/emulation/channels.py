@@ -9,30 +9,31 @@ from dataclasses import dataclass
 import numpy as np
 
 from gems.engine.supervision.recorder import LINK, Recorder
-from gems.engine.transport.message_tags import check_tags, first_index, most_tensors, peer_of, tag_of
-from gems.engine.transport.mpi import Channel, Transport
+from gems.engine.transport.message_tags import MessageTags
+from gems.engine.transport.mpi import PersistentRequest, Transport
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
 from gems.schedule.dependencies import boundary_of, dependencies
 from gems.schedule.schedule import Schedule
 
 
 @dataclass(slots=True)
-class _Way:
-    """One transfer of the row with its persistent request."""
+class _Transfer:
+    """A transfer of the schedule and its persistent request."""
 
     action: Action
-    channel: Channel
+    request: PersistentRequest
     num_bytes: int
     is_send: bool
     posted_ns: int = 0
     arrived_ns: int | None = None
 
 
-class EmulatedLinks:
-    """Posts the transfers of one row through persistent requests, made once for all steps.
+class EmulatedChannels:
+    """Posts the transfers of one rank by persistent requests, made once for all steps.
 
-    All sends read one buffer. A receive holds its buffer until the compute that needs it has ended, which the row
-    tells in advance: buffers are assigned before the first step and the request keeps its own.
+    Attributes:
+        receives_of: the receives that each compute action waits for.
+        done_with: those of them that no later action reads.
     """
 
     def __init__(
@@ -46,33 +47,32 @@ class EmulatedLinks:
         """Make the requests.
 
         Raises:
-            ConfigError: this MPI has too few tags for the step's messages.
+            ConfigError: this MPI has too few tags for the messages of a step.
         """
-        max_tensors = most_tensors(schedule, 1)
-        check_tags(schedule, max_tensors, transports[0].max_tag)
+        tags = MessageTags(schedule, 1, transports[0].max_tag)
         self._recorder = recorder
-        self._under_way: list[_Way] = []
-        self._ways: dict[Action, _Way] = {}
+        self._under_way: list[_Transfer] = []
+        self._transfers: dict[Action, _Transfer] = {}
         self.receives_of: dict[Action, tuple[Action, ...]] = {}
         self.done_with: dict[Action, tuple[Action, ...]] = {}
         last_reader = {need: action for action in schedule.rows[rank] for need in dependencies(action, schedule)}
         sizes = [round(size) for size in boundary_bytes]
-        content = np.ones(max(sizes, default=0), np.uint8)
+        content = np.ones(max(sizes, default=0), np.uint8)  # which all sends read
+        # A request keeps its buffer, so buffers are shared here by receives that are never in use together.
         free: dict[int, list[np.ndarray]] = {}
         taken: dict[Action, np.ndarray] = {}
         for action in schedule.rows[rank]:
             if action.kind in SEND_KINDS | RECV_KINDS:
                 size = sizes[boundary_of(action)]
                 transport, is_send = transports[action.direction], action.kind in SEND_KINDS
-                index = first_index(action, schedule, 1)
-                place = peer_of(action, schedule), tag_of(action, index, schedule.num_stages, max_tensors)
+                (tag,) = tags.tags(action, 1)
                 if is_send:
-                    channel = transport.send_channel(content[:size], *place)
+                    request = transport.persistent_send(content[:size], tags.peer(action), tag)
                 else:
                     spare = free.setdefault(size, [])
                     taken[action] = spare.pop() if spare else np.empty(size, np.uint8)
-                    channel = transport.receive_channel(taken[action], *place)
-                self._ways[action] = _Way(action, channel, size, is_send)
+                    request = transport.persistent_receive(taken[action], tags.peer(action), tag)
+                self._transfers[action] = _Transfer(action, request, size, is_send)
             elif action.kind in COMPUTE_KINDS:
                 needs = tuple(need for need in dependencies(action, schedule) if need.kind in RECV_KINDS)
                 self.receives_of[action] = needs
@@ -83,41 +83,41 @@ class EmulatedLinks:
 
     def post(self, action: Action) -> None:
         """Post a send or a receive."""
-        way = self._ways[action]
-        way.arrived_ns = None
-        way.posted_ns = time.perf_counter_ns()
-        way.channel.Start()
-        self._recorder.hold(way.num_bytes)
-        self._under_way.append(way)
+        transfer = self._transfers[action]
+        transfer.arrived_ns = None
+        transfer.posted_ns = time.perf_counter_ns()
+        transfer.request.Start()
+        self._recorder.count_bytes(transfer.num_bytes)
+        self._under_way.append(transfer)
 
     def poll(self) -> None:
-        """Let messages move and notes which have left or arrived."""
-        done = [way for way in self._under_way if way.channel.Test()]
+        """Let messages move, and record which have left or arrived."""
+        done = [transfer for transfer in self._under_way if transfer.request.Test()]
         if not done:
             return
         now_ns = time.perf_counter_ns()
-        self._under_way = [way for way in self._under_way if way not in done]
-        for way in done:
-            way.arrived_ns = now_ns
-            if way.is_send:
-                self._recorder.hold(-way.num_bytes)
-            self._recorder.span(way.action, LINK, way.posted_ns, now_ns, way.num_bytes)
+        self._under_way = [transfer for transfer in self._under_way if transfer not in done]
+        for transfer in done:
+            transfer.arrived_ns = now_ns
+            if transfer.is_send:
+                self._recorder.count_bytes(-transfer.num_bytes)
+            self._recorder.span(transfer.action, LINK, transfer.posted_ns, now_ns, transfer.num_bytes)
 
     def arrived_ns(self, receive: Action) -> int | None:
-        """Return when a message was seen to have arrived, None while it has not."""
-        return self._ways[receive].arrived_ns
+        """Return when a message was seen to have arrived; None if it has not."""
+        return self._transfers[receive].arrived_ns
 
     def release(self, receive: Action) -> None:
         """Count a receive's buffer as free again."""
-        self._recorder.hold(-self._ways[receive].num_bytes)
+        self._recorder.count_bytes(-self._transfers[receive].num_bytes)
 
     @property
-    def is_quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing is under way."""
         return not self._under_way
 
     def close(self) -> None:
         """Free the requests; nothing may be under way."""
-        for way in self._ways.values():
-            way.channel.Free()
-        self._ways.clear()
+        for transfer in self._transfers.values():
+            transfer.request.Free()
+        self._transfers.clear()

@@ -1,4 +1,4 @@
-"""The hop: what a message between neighbours costs on emulated ranks, measured by the very code that runs a step."""
+"""The hop: what a message between neighbours costs on emulated ranks, measured by the code that runs a step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from gems.engine.emulation.channels import EmulatedLinks
-from gems.engine.emulation.executor import Emulated, Holdings
+from gems.engine.emulation.channels import EmulatedChannels
+from gems.engine.emulation.executor import EmulatedExecutor, EmulatedMemory
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.mpi import Transport
-from gems.engine.transport.polling import Patience
+from gems.engine.transport.polling import Waiter, WaitState
 from gems.schedule.action import Kind
 from gems.schedule.costs import uniform
 from gems.schedule.families.layer_parallel import layer_parallel
@@ -24,8 +24,8 @@ MIN_TRIPS = 2
 Times = dict[tuple[str, int], tuple[int, int]]  # kind and micro-batch -> begin and end in ns, on a rank's own clock
 
 
-class _Rows:
-    """Keeps a rank's events."""
+class _EventTimes:
+    """Collects when the events of a rank began and ended."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -38,35 +38,41 @@ class _Rows:
 
 
 def measure_hop(
-    transport: Transport, control: Transport, num_bytes: int, look_s: float, hang_timeout_s: float
+    transport: Transport,
+    control: Transport,
+    num_bytes: int,
+    poll_interval_s: float,
+    hang_timeout_s: float,
+    wait_state: WaitState | None = None,
 ) -> float:
     """Return seconds from the planned end of a compute to the arrival of its data at the next rank; collective.
 
-    A micro-batch at a time goes down the ranks of `transport` and back, with short computes. A rank knows how long it
-    waited for the gradient, and its neighbour how much of that was its own doing, each by its own clock: the rest is
-    two hops. The median over neighbours and trips counts. A hop holds the message itself and how late a rank wakes up,
-    as any step does. The same on all ranks; 0 where there is one only.
+    Micro-batches go down the ranks of `transport` and back one by one. A rank measures how long it waited for a
+    gradient, and its neighbour how much of that was its own work, each by its own clock: the rest is two hops. The
+    median over neighbours and trips counts. It includes how late a rank wakes up, as any step does.
+
+    Returns:
+        The same on all ranks; 0 if there is only one.
     """
     num_ranks, rank = transport.size, transport.rank
     if num_ranks == 1:
         return 0.0
     trips = max(MIN_TRIPS, NUM_HOPS // (2 * (num_ranks - 1)))
     chain = add_transfers(layer_parallel(Request(num_ranks, trips)))
-    rows = _Rows(rank)
-    recorder = Recorder(rows, Holdings())
-    links = EmulatedLinks(chain, rank, (float(num_bytes),) * num_ranks, [transport], recorder)
-    patience = Patience(links.poll, look_s, hang_timeout_s)
+    events = _EventTimes(rank)
+    recorder = Recorder(events, EmulatedMemory())
+    channels = EmulatedChannels(chain, rank, (float(num_bytes),) * num_ranks, [transport], recorder)
+    waiter = Waiter(channels.poll, poll_interval_s, hang_timeout_s, wait_state)
     costs = uniform(num_ranks, num_ranks, 1.0, 1.0, 0.0)
-    device = Emulated(chain, rank, costs, COMPUTE_S, 0, None, links, patience, recorder, reduce=lambda: None)
+    executor = EmulatedExecutor(chain, rank, costs, COMPUTE_S, 0, None, channels, waiter, recorder, reduce=lambda: None)
     control.barrier()
-    device.run(0)
-    links.close()
-    hops_s = hops_of(transport.comm.allgather(rows.times), trips)
-    return max(0.0, median(hops_s))
+    executor.run(0)
+    channels.close()
+    return max(0.0, median(hop_times_s(transport.comm.allgather(events.times), trips)))
 
 
-def hops_of(times: list[Times], trips: int) -> list[float]:
-    """Return seconds a hop, for each pair of neighbours and each trip, from the events of each rank."""
+def hop_times_s(times: list[Times], trips: int) -> list[float]:
+    """Return the seconds of a hop for each pair of neighbours and each trip, from the events of each rank."""
     end = 1
     found = []
     for here, there in pairwise(times):

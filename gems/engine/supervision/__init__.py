@@ -1,1 +1,1 @@
-"""What watches over ranks: failures, hangs, progress, samples and records."""
+"""Supervision of ranks: failures, hangs, progress, memory samples and trace events."""

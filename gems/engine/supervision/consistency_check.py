@@ -1,4 +1,4 @@
-"""Agreement: what all ranks must have in common before the first step."""
+"""What all ranks must agree about before the first step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gems.schedule.schedule import Schedule
 
 
 def check_world(spec: RunSpec, comm: Comm) -> None:
-    """Check the number of ranks.
+    """Check the number of ranks against the configuration.
 
     Raises:
         ConfigError: it is not partitions x replicas.
@@ -22,15 +22,15 @@ def check_world(spec: RunSpec, comm: Comm) -> None:
 
 
 def check_same_schedule(schedule: Schedule, comm: Comm) -> None:
-    """Compare the schedule's digest across ranks; collective.
+    """Compare the digest of the schedule across ranks; collective.
 
     Raises:
-        ConfigError: two ranks have different lists.
+        ConfigError: two ranks have different schedules.
     """
     digests = comm.allgather(schedule.digest())
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise ConfigError(
-                "schedule", schedule.name, f"rank {rank} made another list than rank 0 ({digest[:8]}, not {digests[0][:8]})",
+                "schedule", schedule.name, f"rank {rank} has another schedule than rank 0 ({digest[:8]}, not {digests[0][:8]})",
                 "use the same code and run.yaml on all ranks",
             )  # fmt: skip

@@ -1,9 +1,10 @@
-"""What a failing rank leaves: one line on stderr, FAILED.rank<k>.json, and an end that cannot hang."""
+"""How a rank fails: one line in the log, FAILED.rank<k>.json, and an exit that cannot hang."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -21,41 +22,35 @@ from gems.schedule.action import Action
 from gems.utils.atomic_io import write_json
 from gems.utils.host_memory import rss_bytes
 
-SPEAK_S = 0.3  # launchers pass nothing on once a rank aborts, not even what it had said before
-DUMP_S = 3.0  # the others look for a stall every two seconds, and need a moment to leave their stacks
+FLUSH_S = 0.3  # launchers forward nothing after a rank aborts, not even what it wrote before
+DUMP_S = 3.0  # other ranks check for a hang every two seconds, and need a moment to write their stacks
 END_LIMIT_S = 30.0
 MAX_LINES = 200
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
-def launched_rank() -> int:
-    """Return this process's rank as its launcher numbers it, which stands also where MPI did not start."""
-    names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
-    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 0)
+def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: Sequence[str] | None = None) -> int:
+    """Log the failure in one line, write FAILED.rank<k>.json, and return the exit code of the job.
 
-
-def report(folder: RunFolder, rank: int, error: BaseException, frames: Sequence[str] | None = None) -> int:
-    """Report the failure in a line, writes FAILED.rank<k>.json, and gives the exit code for the job.
-
-    The line comes first: it is what stays when the file system is full or gone. Nothing that goes wrong here is
-    raised, and what of the record cannot be found out is left out of it.
+    Raises nothing; facts that cannot be found out are left out of the record.
 
     Args:
         folder: the run's.
         rank: this one.
         error: why it ends.
-        frames: lines to be kept in place of the exception's own traceback, where another thread is at fault.
+        frames: lines to keep instead of the exception's own traceback, if another thread is at fault.
     """
     code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
-    beat = _quietly(lambda: read_beat(folder.heartbeat(rank)))
-    cause = cause_of(error)
-    with contextlib.suppress(Exception):
-        _say(rank, beat, error, cause)
+    beat = _or_none(lambda: read_beat(folder.heartbeat(rank)))
+    cause = describe_cause(error)
+    with contextlib.suppress(Exception):  # first of all: the file system may be full or gone
+        _log_failure(beat, error, cause)
     lines = list(frames) if frames is not None else _traceback(error)
     record: dict[str, Any] = {
         "rank": rank, "node": os.uname().nodename, "pid": os.getpid(),
         "step": beat.step if beat else -1, "action": beat.action if beat else "start",
-        "stage": stage_of(beat.action) if beat else None, "cause": cause, "cause_class": str(classify_error(error).cause),
+        "stage": stage_number(beat.action) if beat else None, "cause": cause, "cause_class": str(classify_error(error).cause),
         "kind": type(error).__name__, "errno": error.errno if isinstance(error, OSError) else None,
         "traceback": lines[-MAX_LINES:], "waits_for": getattr(error, "waits_for", None), **_memory(), "mpi": _mpi(),
         "exit_code": code, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -64,12 +59,12 @@ def report(folder: RunFolder, rank: int, error: BaseException, frames: Sequence[
         write_json(folder.failed_json(rank), record)
     except Exception as failure:
         with contextlib.suppress(Exception):
-            print(f"gems: rank {rank} cannot write to {folder.path}: {failure}", file=sys.stderr, flush=True)
+            _log.error("cannot write to %s: %s", folder.path, failure)
     return code
 
 
-def cause_of(error: BaseException) -> str:
-    """Describe an exception in one line: one of ours by its text, others by class, text and what is known of their kind."""
+def describe_cause(error: BaseException) -> str:
+    """Describe an exception in one line: one of ours by its text, others by type, text and hint."""
     with contextlib.suppress(Exception):
         text = " ".join(str(error).split())
         if isinstance(error, GemsError):
@@ -79,30 +74,30 @@ def cause_of(error: BaseException) -> str:
     return type(error).__name__
 
 
-def stage_of(action: str) -> int | None:
-    """Return the stage that an action works on; None for what is no action of the schedule."""
+def stage_number(action: str) -> int | None:
+    """Return the stage of an action; None for a phase outside of the schedule."""
     try:
         return Action.parse(action).stage
     except ConfigError:
         return None
 
 
-def guard(limit_s: float = END_LIMIT_S) -> None:
+def ensure_exit(limit_s: float = END_LIMIT_S) -> None:
     """Make sure that this process ends within `limit_s`, whatever hangs: a file system, MPI, an exit handler.
 
-    From here on SIGTERM and SIGINT are left alone, which come when another rank has failed too: this one ends anyway,
-    and what it has to say is not lost. Only the main thread can arrange that part.
+    In the main thread SIGTERM and SIGINT are ignored from now on: they come if another rank has failed too, and would
+    end this one before it has reported its failure.
     """
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(Exception):
-        # A thread without Python: it works also when the interpreter is held.
+        # a thread without Python, which works even while the interpreter is held
         faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
-def end_all(code: int, wait_s: float = SPEAK_S) -> NoReturn:
-    """End all ranks of the job, through MPI where it runs; from the main thread."""
+def abort_all_ranks(code: int, wait_s: float = FLUSH_S) -> NoReturn:
+    """End all ranks of the job, through MPI if it runs; from the main thread."""
     time.sleep(wait_s)
     with contextlib.suppress(BaseException):
         from gems.engine.transport.mpi import abort
@@ -111,7 +106,7 @@ def end_all(code: int, wait_s: float = SPEAK_S) -> NoReturn:
     os._exit(code)
 
 
-def _say(rank: int, beat: Beat | None, error: BaseException, cause: str) -> None:
+def _log_failure(beat: Beat | None, error: BaseException, cause: str) -> None:
     where = "before the first step (start)"
     if beat is not None:
         in_step = f"in step {beat.step}, action {beat.action}"
@@ -120,22 +115,21 @@ def _say(rank: int, beat: Beat | None, error: BaseException, cause: str) -> None
         traceback.print_exception(error)
     waits_for = getattr(error, "waits_for", None)
     more = f"; {waits_for}" if waits_for else ""
-    node = os.uname().nodename
-    print(f"gems: rank {rank} on node {node} failed {where}: {cause}{more}", file=sys.stderr, flush=True)
+    _log.error("failed on node %s %s: %s%s", os.uname().nodename, where, cause, more)
 
 
 def _traceback(error: BaseException) -> list[str]:
     def lines() -> list[str]:
         return [line for part in traceback.format_exception(error) for line in part.rstrip("\n").split("\n")]
 
-    return _quietly(lines) or []
+    return _or_none(lines) or []
 
 
 def _memory() -> dict[str, int | None]:
-    """Return resident bytes of this process, and what torch's allocator uses and has taken of its GPU."""
-    device: tuple[int, int] | None = _quietly(_device_bytes)
+    """Return resident bytes of this process, and bytes allocated and reserved by torch on its GPU."""
+    device: tuple[int, int] | None = _or_none(_device_bytes)
     allocated, reserved = device if device is not None else (None, None)
-    return {"rss_bytes": _quietly(rss_bytes), "device_bytes": allocated, "device_reserved_bytes": reserved}
+    return {"rss_bytes": _or_none(rss_bytes), "device_bytes": allocated, "device_reserved_bytes": reserved}
 
 
 def _device_bytes() -> tuple[int, int] | None:
@@ -146,13 +140,13 @@ def _device_bytes() -> tuple[int, int] | None:
 
 
 def _mpi() -> str | None:
-    """Return the MPI library's description, where it came to be loaded."""
+    """Return the MPI library's description, if it was loaded."""
     transport = sys.modules.get("gems.engine.transport.mpi")
-    return None if transport is None else _quietly(lambda: str(transport.library()))
+    return None if transport is None else _or_none(lambda: str(transport.library()))
 
 
-def _quietly(ask: Callable[[], T]) -> T | None:
+def _or_none(read: Callable[[], T]) -> T | None:
     try:
-        return ask()
+        return read()
     except Exception:
         return None

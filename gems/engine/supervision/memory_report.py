@@ -1,4 +1,4 @@
-"""Findings: what a run shows of its activations, beside what its schedule predicted."""
+"""The memory report of a run: measured peaks of activations beside the predicted ones."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from gems.schedule.ledger import peaks
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """The most activation bytes of each rank of the world, counted and predicted, and the layers that do not split."""
+class MemoryReport:
+    """Peak activation bytes of each rank of the world, counted and predicted, and layers that cannot be split."""
 
     peak_activation_bytes: tuple[int, ...]
     predicted_activation_bytes: tuple[int, ...]
     unsplit_layers: tuple[str, ...]
 
 
-def findings_of(pipeline: Pipeline, profile: Path | None = None) -> Findings:
-    """Return what the steps so far have shown; collective, after one step at least.
+def memory_report(pipeline: Pipeline, profile: Path | None = None) -> MemoryReport:
+    """Return the report of the steps so far; collective, after one step at least.
 
-    `profile` is the file of the profile that the run was planned with. Under a memory plan the bytes are predicted from
-    it, or from a fake one where there is none; without a plan from the stages' measured sizes.
+    Without segments peaks are predicted from the stages' measured sizes, otherwise from a profile.
+
+    Args:
+        pipeline: has run some steps.
+        profile: file of the profile that the run was planned with; a fake profile is made if there is none.
     """
-    predicted = _predicted_bytes(pipeline) if pipeline.segments is None else _walked_bytes(pipeline, profile)
-    return Findings(
+    predicted = _bytes_from_stages(pipeline) if pipeline.segments is None else _bytes_from_profile(pipeline, profile)
+    return MemoryReport(
         tuple(pipeline.comm.allgather(pipeline.train.activations.peak_bytes)), predicted, _unsplit_layers(pipeline)
     )
 
 
-def _predicted_bytes(pipeline: Pipeline) -> tuple[int, ...]:
-    """Return the most activation bytes of every rank of the world, from the schedule and the stages' measured sizes.
-
-    Sizes are those of the largest copy of a stage; collective, and after the first step.
-    """
+def _bytes_from_stages(pipeline: Pipeline) -> tuple[int, ...]:
+    """Return the peak of each rank from the schedule and the measured sizes of stages, of their largest copy."""
     sizes: dict[int, tuple[int, int]] = {}
     mine = [
-        (held[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0) for held, stage in pipeline.stages.items()
+        (key[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0) for key, stage in pipeline.stages.items()
     ]
     for number, stash, held_for_weights in itertools.chain.from_iterable(pipeline.comm.allgather(mine)):
         before = sizes.get(number, (0, 0))
@@ -61,12 +61,12 @@ def _predicted_bytes(pipeline: Pipeline) -> tuple[int, ...]:
     return of_pipeline * pipeline.spec.parallel.replicas
 
 
-def _walked_bytes(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
-    """Return the most activation bytes of every rank of the world, by playing its list on a profile; collective."""
+def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...]:
+    """Return the peak of each rank by walking its schedule over a profile; collective."""
     spec, schedule = pipeline.spec, pipeline.schedule
     found: tuple[int, ...] | None = None
     if pipeline.comm.rank == 0:
-        whole = MemoryPlan.keeping(pipeline.cuts)
+        whole = MemoryPlan.keeping(pipeline.stage_modules.boundaries)
         plan = pipeline.plan or replace(whole, least_bytes=spec.memory.min_offload_bytes)
         profile = _profile_of(pipeline, path)
         optimizer = OPTIMIZERS[optimizer_of(spec)]
@@ -84,11 +84,11 @@ def _profile_of(pipeline: Pipeline, path: Path | None) -> ModelProfile:
 
 
 def _unsplit_layers(pipeline: Pipeline) -> tuple[str, ...]:
-    """Return the layers whose whole backward runs at I because it cannot be split, by name; collective."""
+    """Return the names of the layers whose full backward runs at I because it cannot be split; collective."""
     mine = set()
     if pipeline.schedule.has_split_backward:
-        for held, stage in pipeline.stages.items():
-            names = [name for name, _ in pipeline.named_layers(held)]
+        for key, stage in pipeline.stages.items():
+            names = [name for name, _ in pipeline.named_layers(key)]
             for inner in stage.split_layers().unsplit:
                 index, _, rest = inner.partition(".")
                 mine.add(f"{names[int(index)]}.{rest}" if rest else names[int(index)])

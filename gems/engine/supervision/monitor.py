@@ -1,8 +1,8 @@
-"""The monitor: samples memory, power and utilisation beside the work, and counts the energy."""
+"""The monitor: samples memory, power and utilisation in a thread, and measures energy."""
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 import time
 from typing import Any
@@ -14,10 +14,11 @@ from gems.utils.host_memory import rss_bytes
 Sample = tuple[int, int, int, float, float]  # t_ns, device_bytes, rss_bytes, power_w, utilisation
 
 NAN = float("nan")
+_log = logging.getLogger(__name__)
 
 
 class _Gpu:
-    """One GPU seen through NVML."""
+    """One GPU, read through NVML."""
 
     def __init__(self, device: torch.device) -> None:
         import pynvml
@@ -29,26 +30,26 @@ class _Gpu:
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(full)
 
     def read(self) -> tuple[int, float, float]:
-        """Return bytes in use on the whole device, watts, and the share of time in use."""
-        used = self._ask(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-        power = self._ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0)
-        busy = self._ask(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0)
+        """Return bytes in use on the whole device (-1 if unknown), watts, and utilisation from 0 to 1."""
+        used = self._query(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        power = self._query(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0)
+        busy = self._query(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100.0)
         return -1 if used != used else int(used), power, busy
 
     def counted_j(self) -> float:
-        """Return the joules that the whole device has taken since its driver was loaded; NaN where it does not count."""
-        return self._ask(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000.0)
+        """Return the joules used by the whole device since its driver was loaded; NaN if it does not count them."""
+        return self._query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000.0)
 
-    def _ask(self, question: Any) -> float:
-        """Return NaN for what this GPU does not tell."""
+    def _query(self, read: Any) -> float:
+        """Return a value, NaN if this GPU does not have it."""
         try:
-            return float(question())
+            return float(read())
         except self._nvml.NVMLError:
             return NAN
 
 
 def _open_gpu(device: torch.device) -> _Gpu | None:
-    """Open the GPU's samples; without a GPU, or where its driver gives none, there are none."""
+    """Open the device for sampling; None without a GPU, or if its driver has no samples."""
     if device.type != "cuda":
         return None
     import pynvml
@@ -56,15 +57,15 @@ def _open_gpu(device: torch.device) -> _Gpu | None:
     try:
         return _Gpu(device)
     except pynvml.NVMLError as error:
-        print(f"gems: no samples of the GPU's memory and power: {error}", file=sys.stderr, flush=True)
+        _log.warning("no samples of the GPU's memory and power: %s", error)
         return None
 
 
 class Monitor:
-    """Takes samples in a thread of its own until it is closed; without a GPU it samples the process alone.
+    """Takes samples until it is closed; without a GPU of the process's memory only.
 
-    Energy is that of the whole GPU, also where ranks share it, by its own counter (Volta and later), else by the
-    trapezoidal rule over the samples of its power.
+    Energy is that of the whole GPU, even if ranks share it: by its own counter (Volta and later), else by the
+    trapezoidal rule over samples of its power.
     """
 
     def __init__(self, device: torch.device, interval_s: float) -> None:
@@ -87,7 +88,7 @@ class Monitor:
         return taken
 
     def close(self) -> list[Sample]:
-        """Stop sampling and gives what is left, with one last sample."""
+        """Stop sampling, and return the samples left and one last sample."""
         self._stop.set()
         self._thread.join()
         self._sample()
@@ -95,7 +96,7 @@ class Monitor:
         return self.take()
 
     def energy_j(self) -> float | None:
-        """Return the energy that this rank's GPU took from the monitor's start to its close; None where nobody tells."""
+        """Return the energy of this rank's GPU from the monitor's start to its close; None if unknown."""
         with self._lock:
             integral_j = self._integral_j
         counted_j = self._end_j - self._begin_j
@@ -111,7 +112,7 @@ class Monitor:
         now_ns, resident = time.perf_counter_ns(), rss_bytes()
         with self._lock:
             self._samples.append((now_ns, device_bytes, resident, power_w, utilisation))
-            if power_w == power_w:  # one sample that the driver did not give is bridged
+            if power_w == power_w:  # a missing sample is interpolated
                 if self._before is not None:
                     then_ns, before_w = self._before
                     so_far_j = 0.0 if self._integral_j != self._integral_j else self._integral_j

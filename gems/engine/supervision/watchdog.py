@@ -1,12 +1,12 @@
-"""The watchdog: a thread of each rank that finds stalls, has every rank leave its stacks, and ends the job.
+"""The watchdog: a thread of each rank that finds hangs, makes every rank write its stacks, and ends the job.
 
-A rank has stalled when its own thread has worked on one action longer than `train.hang_timeout_s` (in a phase outside of
-the schedule, as start-up, loading or a checkpoint, PHASE_FACTOR times as long), or waits that long for another and
-nobody that it hangs on has begun anything within the limit. So a first step may take long on one rank after the other.
+A rank hangs if its main thread has been in one action longer than `train.hang_timeout_s` (PHASE_FACTOR times as long
+in a phase outside of the schedule, such as start-up or a checkpoint), or waits that long while no rank that it depends
+on, directly or through others, has begun anything. So a first step may be slow on one rank after the other.
 
-The first rank that finds a stall writes STALLED.json. Two ranks of each node look for that file; they, and the finder
-on its own node, send SIGUSR1 to the others there, whose stacks are then written even where the interpreter is held.
-The watchdog never calls MPI, which the rank's own thread may be in: it ends its process, and so the launcher the others.
+The first rank that finds a hang writes STALLED.json. Two ranks of each node check for that file; they, and the finder,
+send SIGUSR1 to the other ranks of their node, whose stacks are then written even while the interpreter is held. The
+watchdog never calls MPI, which the main thread may be in: it ends its process, and the launcher ends the others.
 """
 
 from __future__ import annotations
@@ -15,39 +15,99 @@ import contextlib
 import faulthandler
 import io
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gems.engine.supervision.failure import DUMP_S, guard, report
-from gems.engine.supervision.heartbeats import Marks
-from gems.engine.supervision.local_peer import Neighbour, ask
-from gems.engine.transport.polling import WAITING
+from gems.engine.supervision.failure import DUMP_S, ensure_exit, report_failure
+from gems.engine.transport.polling import WaitState
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import Beat, Heartbeat
+from gems.runs.heartbeat import Beat, Heartbeat, read_beat
 from gems.runs.rank_state import SILENT_AFTER_S, World, action_of
 from gems.runs.wait_graph import waiting_chain
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import write_json
+from gems.utils.process_tree import start_time
 
 TICK_S = 1.0
-LOOK_S = 2.0
-GRACE_S = 3.0  # a wait that has come to its limit ends itself first, and knows best what it waited for
+CHECK_S = 2.0
+GRACE_S = 3.0  # a wait that has timed out ends itself first, and knows best what it waited for
 LINGER_S = 20.0
 LATE_S = 5.0
 MAX_LATE = 3
 PHASE_FACTOR = 3.0
-NUM_LOOKOUTS = 2
+NUM_CHECKING_RANKS = 2
 SHOWN_ROOTS = 8
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPeer:
+    """A rank on this node. Its process is identified by its start too, since process IDs are reused."""
+
+    rank: int
+    pid: int
+    started: str
+    pid_namespace: int  # of its container
+
+    @classmethod
+    def this_process(cls, rank: int) -> LocalPeer:
+        """Return this process."""
+        try:
+            namespace = Path("/proc/self/ns/pid").stat().st_ino
+        except OSError:
+            namespace = -1
+        return cls(rank, os.getpid(), start_time(os.getpid()), namespace)
+
+
+def request_stacks(peers: Sequence[LocalPeer], rank: int) -> None:
+    """Send SIGUSR1 to the other ranks among `peers`, which then write their stacks, on behalf of `rank`."""
+    me = next(peer for peer in peers if peer.rank == rank)
+    for peer in peers:
+        if peer.rank != rank and peer.pid_namespace == me.pid_namespace:
+            with contextlib.suppress(OSError):
+                if start_time(peer.pid) == peer.started:
+                    os.kill(peer.pid, signal.SIGUSR1)
+
+
+class RankHeartbeats(Mapping[int, Beat]):
+    """The last heartbeats of all ranks, each read from its file on first use."""
+
+    def __init__(self, folder: RunFolder, num_ranks: int) -> None:
+        self._folder, self._num_ranks = folder, num_ranks
+        self._read: dict[int, Beat | None] = {}
+
+    def __getitem__(self, rank: int) -> Beat:
+        if rank not in self._read:
+            try:
+                self._read[rank] = read_beat(self._folder.heartbeat(rank))
+            except (OSError, ValueError):
+                self._read[rank] = None
+        beat = self._read[rank]
+        if beat is None:
+            raise KeyError(rank)
+        return beat
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._num_ranks))
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    def known(self) -> dict[int, Beat]:
+        """Return those of the ranks that have one."""
+        return {rank: self[rank] for rank in self if rank in self}
 
 
 class Watchdog:
@@ -58,8 +118,9 @@ class Watchdog:
         rank: this one, of the world.
         num_ranks: of the world.
         heartbeat: this rank's.
-        hang_timeout_s: the longest an action may take, and a wait while nobody moves.
-        here: the ranks of this node, this one among them.
+        hang_timeout_s: the longest an action may take, and a wait without progress.
+        peers: the ranks of this node, including this one.
+        wait_state: says what this rank waits for, and asks whether others make progress.
     """
 
     def __init__(
@@ -69,19 +130,21 @@ class Watchdog:
         num_ranks: int,
         heartbeat: Heartbeat,
         hang_timeout_s: float,
-        here: Sequence[Neighbour],
+        peers: Sequence[LocalPeer],
+        wait_state: WaitState,
     ) -> None:
         self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
         self._heartbeat, self._limit_s = heartbeat, hang_timeout_s
-        self._here = tuple(here)
-        self._looks = rank in sorted(one.rank for one in here)[:NUM_LOOKOUTS]
+        self._peers = tuple(peers)
+        self._wait_state = wait_state
+        self._checks_others = rank in sorted(peer.rank for peer in peers)[:NUM_CHECKING_RANKS]
         self._schedule: Schedule | None = None
         self._main = threading.main_thread().ident or 0
         self._closing = threading.Event()
-        self._ending = threading.Lock()  # whoever holds it tells the end: the rank's own thread or the watchdog's
+        self._ending = threading.Lock()  # whoever holds it reports the end: the main thread or the watchdog
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._ticked_s = self._looked_s = self._armed_s = time.monotonic()
-        self._mark, self._moved_ns = (0, 0, True), 0
+        self._ticked_s = self._checked_s = self._armed_s = time.monotonic()
+        self._last_seen, self._moved_ns = (0, 0, True), 0
         self._still_s, self._over_s, self._num_late = 0.0, 0.0, 0
         self._seen_s: float | None = None
         self._asked_s = -float("inf")
@@ -90,8 +153,8 @@ class Watchdog:
         self._stacks = self._open_stacks()
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._arm()
-        self._heartbeat.live()  # who is stopped before the first tick has given a sign too
-        WAITING.still_moves = self.still_moves
+        self._heartbeat.live()  # a rank that is stopped before the first tick has shown a sign of life too
+        self._wait_state.is_progressing = self.is_progressing
         self._thread.start()
         return self
 
@@ -99,10 +162,10 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         if not self._ending.acquire(blocking=False):
-            time.sleep(2 * DUMP_S + GRACE_S)  # the watchdog is telling the end of this process
+            time.sleep(2 * DUMP_S + GRACE_S)  # the watchdog is ending this process
         if isinstance(error, StalledError):
             error.waits_for = self._announce(error)
-            return  # the thread still gives signs of life while others look for who does not
+            return  # the thread still shows signs of life while others look for the rank that does not
         self._closing.set()
         self._thread.join(2 * TICK_S)
         faulthandler.cancel_dump_traceback_later()
@@ -110,10 +173,10 @@ class Watchdog:
         if error is None:
             self._remove_empty()
 
-    def still_moves(self) -> bool:
-        """Return whether a rank that this one hangs on, directly or through others, has begun something within the limit.
+    def is_progressing(self) -> bool:
+        """Return whether a rank that this one depends on, directly or through others, has begun anything in time.
 
-        Time in which this process was stopped as a whole does not count: SLURM suspends jobs so.
+        Time in which this process was stopped does not count: SLURM suspends jobs so.
         """
         if time.monotonic() - self._ticked_s > LATE_S:
             self._num_late += 1
@@ -124,13 +187,13 @@ class Watchdog:
             if self._still_s + 2 * TICK_S < self._limit_s:
                 return True
         try:
-            what = WAITING.what
+            what = self._wait_state.what
             self._heartbeat.live("" if what is None else str(what), self._moved_ns)
             now_ns = time.time_ns()
-            world = World(self._read_schedule(), Marks(self._folder, self._num_ranks), now_ns, self._silent_s)
+            world = World(self._read_schedule(), RankHeartbeats(self._folder, self._num_ranks), now_ns, self._silent_s)
             return any((now_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat) for beat in world.held_up_by(self._rank))
         except Exception as error:
-            print(f"gems: rank {self._rank} cannot tell who moves: {error!r}", file=sys.stderr, flush=True)
+            _log.warning("cannot find out which ranks make progress: %r", error)
             return False
 
     @property
@@ -141,48 +204,47 @@ class Watchdog:
         return self._limit_s if action_of(beat.action) else PHASE_FACTOR * self._limit_s
 
     def _run(self) -> None:
-        said = ""
+        last = ""
         while not self._closing.wait(TICK_S):
             try:
                 self._tick()
             except Exception as error:
-                text = f"gems: watchdog of rank {self._rank}: {error!r}"
-                if text != said and not self._closing.is_set():
-                    print(text, file=sys.stderr, flush=True)
-                said = text
+                if repr(error) != last and not self._closing.is_set():
+                    _log.warning("watchdog: %r", error)
+                last = repr(error)
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         passed_s = min(now_s - self._ticked_s, 2 * TICK_S)
         self._ticked_s = now_s
-        what, beat = WAITING.what, self._heartbeat.last()
-        mark = (beat.time_ns if beat else 0, WAITING.count, what is None)
-        if mark != self._mark:
-            self._mark, self._moved_ns = mark, time.time_ns()
+        what, beat = self._wait_state.what, self._heartbeat.last()
+        seen = (beat.time_ns if beat else 0, self._wait_state.count, what is None)
+        if seen != self._last_seen:
+            self._last_seen, self._moved_ns = seen, time.time_ns()
             self._still_s = self._over_s = 0.0
         else:
             self._still_s += passed_s
         self._heartbeat.live("" if what is None else str(what), self._moved_ns)
         if now_s - self._armed_s > self._limit_s / 4:
             self._arm()
-        if self._looks and now_s - self._looked_s > LOOK_S - TICK_S / 2:
-            self._looked_s = now_s
-            self._look(now_s)
+        if self._checks_others and now_s - self._checked_s > CHECK_S - TICK_S / 2:
+            self._checked_s = now_s
+            self._check_others(now_s)
         if beat is not None and self._still_s > self._limit_of(beat) and not self._ending.locked():
             self._check(beat, what, passed_s)
 
     def _check(self, beat: Beat, what: object, passed_s: float) -> None:
-        """End the job when the rank's own thread has been too long where it is, unless it waits for one that moves."""
+        """End the job if the main thread has been in its action too long, unless it waits for a rank that makes progress."""
         if what is not None:
             if self._ticked_s - self._asked_s < max(TICK_S, self._limit_s / 10):
                 return
-            if self.still_moves():
+            if self.is_progressing():
                 self._asked_s, self._over_s = self._ticked_s, 0.0
                 return
         self._over_s += passed_s
         if self._over_s < GRACE_S or not self._ending.acquire(blocking=False):
             return
-        guard()
+        ensure_exit()
         doing = f"waited for {what}" if what is not None else f"been in {beat.action}"
         error = StalledError(
             f"rank {self._rank} has {doing} for {self._still_s:.0f} s, and train.hang_timeout_s={self._limit_s:g}"
@@ -190,12 +252,12 @@ class Watchdog:
         error.waits_for = self._announce()
         frame = sys._current_frames().get(self._main)
         lines = [line for part in traceback.format_stack(frame) for line in part.rstrip("\n").split("\n")]
-        code = report(self._folder, self._rank, error, lines)
+        code = report_failure(self._folder, self._rank, error, lines)
         time.sleep(DUMP_S)
         os._exit(code)
 
     def _announce(self, raised: BaseException | None = None) -> str | None:
-        """Write STALLED.json, if no rank has yet, and stacks; gives who waits for whom, if this rank was the first."""
+        """Write STALLED.json, if no rank has yet, and stacks; return who waits for whom, if this rank was the first."""
         beat = self._heartbeat.last()
         document: dict[str, Any] = {
             "rank": self._rank, "node": os.uname().nodename, "pid": os.getpid(), "step": beat.step if beat else -1,
@@ -203,26 +265,26 @@ class Watchdog:
             "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
         }  # fmt: skip
         is_first = self._claim(document)
-        # read before the signals, which may wake up whoever is stuck
-        marks = Marks(self._folder, self._num_ranks).known() if is_first else {}
+        # read before the signals, which may wake up a rank that hangs
+        beats = RankHeartbeats(self._folder, self._num_ranks).known() if is_first else {}
         now_ns = time.time_ns()
-        self._dump("stalled", raised)
-        ask(self._here, self._rank)
+        self._dump("hangs", raised)
+        request_stacks(self._peers, self._rank)
         if not is_first:
             return None
         try:
-            chain = waiting_chain(self._read_schedule(), marks, now_ns, self._silent_s)
+            chain = waiting_chain(self._read_schedule(), beats, now_ns, self._silent_s)
             waits_for = chain.text(self._rank)
             roots = [asdict(root) | {"state": root.state.value} for root in chain.roots[:SHOWN_ROOTS]]
             more = {"waits_for": waits_for, "roots": roots, "cycle": list(chain.cycle)}
             write_json(self._folder.stalled_json, document | more)
             return waits_for
         except Exception as error:
-            print(f"gems: rank {self._rank} cannot tell who waits for whom: {error!r}", file=sys.stderr, flush=True)
+            _log.warning("cannot find out who waits for whom: %r", error)
             return None
 
     def _claim(self, document: Mapping[str, Any]) -> bool:
-        """Make STALLED.json, and tells whether this rank is the one that did."""
+        """Create STALLED.json, and return whether this rank is the one that did."""
         try:
             fd = os.open(self._folder.stalled_json, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except OSError:
@@ -231,21 +293,21 @@ class Watchdog:
             json.dump(document, file)
         return True
 
-    def _look(self, now_s: float) -> None:
-        """Check whether another rank has found a stall: then all here leave their stacks, and soon nobody must be left."""
+    def _check_others(self, now_s: float) -> None:
+        """Check whether another rank has found a hang; if so, write stacks here, and end this process some time later."""
         if self._seen_s is None:
             if not self._ending.locked() and self._folder.stalled_json.exists():
                 self._seen_s = now_s
-                self._dump("another rank has stalled")
-                ask(self._here, self._rank)
+                self._dump("another rank hangs")
+                request_stacks(self._peers, self._rank)
         elif now_s - self._seen_s > LINGER_S:
-            print(f"gems: rank {self._rank} ends: ranks have stalled", file=sys.stderr, flush=True)
+            _log.error("ends, because another rank hangs")
             os._exit(StalledError.exit_code)
 
     def _dump(self, why: str, raised: BaseException | None = None) -> None:
-        """Write the stacks of all threads of this process, and first that of an exception which has left its place."""
+        """Write the stacks of all threads, after that of an exception that has been raised already."""
         beat = self._heartbeat.last()
-        where = f"step {beat.step}, action {beat.action}" if beat else "no mark"
+        where = f"step {beat.step}, action {beat.action}" if beat else "no heartbeat"
         utc = datetime.now(UTC).isoformat(timespec="milliseconds")
         head = f"rank {self._rank} on node {os.uname().nodename}, process {os.getpid()}, {where}, {utc}: {why}\n"
         with contextlib.suppress(OSError, ValueError):
@@ -254,7 +316,7 @@ class Watchdog:
             faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _arm(self) -> None:
-        """Has the stacks written also where this thread gets no turn, since C code holds the interpreter."""
+        """Schedule a dump of the stacks for the case that C code holds the interpreter, so that this thread cannot run."""
         self._armed_s = time.monotonic()
         if not self._ending.locked():
             faulthandler.dump_traceback_later(self._limit_s * 1.25 + LATE_S, file=self._stacks)
@@ -263,12 +325,12 @@ class Watchdog:
         path = self._folder.stacks(self._rank)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return io.FileIO(path, "w")  # now: a signal's handler can open none
+            return io.FileIO(path, "w")  # now, since signal handlers cannot open files
         except OSError:
             return sys.stderr
 
     def _remove_empty(self) -> None:
-        """Leave no empty file behind: there is one for each rank."""
+        """Remove the file of stacks if it is empty."""
         path = self._folder.stacks(self._rank)
         if self._stacks is sys.stderr:
             return

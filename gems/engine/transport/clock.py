@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from gems.engine.transport.mpi import Comm
 
 ROUNDS = 10
-LOOK_S = 0.001
+POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """This rank's clock less rank 0's, measured when this rank's clock said `at_ns`."""
+    """This rank's clock minus rank 0's, measured when this rank's clock read `at_ns`."""
 
     offset_ns: int
     error_ns: int
@@ -31,9 +31,8 @@ class Offset:
 def measure_offset(comm: Comm) -> Offset:
     """Measure the offset of each rank's clock against rank 0's; collective.
 
-    Rank 0 asks each rank for its time, and the fastest of some rounds counts (Cristian 1989): the answer was made
-    within that round trip, so half of it bounds the error. Measured at the start and at the end of a run, since
-    clocks drift.
+    The fastest of some round trips counts, and half of it bounds the error (Cristian 1989). Measured at the start and
+    at the end of a run, since clocks drift.
     """
     if comm.rank == 0:
         for rank in range(1, comm.size):
@@ -46,8 +45,8 @@ def measure_offset(comm: Comm) -> Offset:
                 best = min(best, (trip, theirs - (asked + trip // 2)))
             comm.send(best, rank, 2)
         return Offset(0, 0, time.perf_counter_ns())
-    while not comm.Iprobe(source=0, tag=1):  # asleep: ranks that spin here would keep the others from their cores
-        time.sleep(LOOK_S)
+    while not comm.Iprobe(source=0, tag=1):  # ranks that spin here would keep others from their cores
+        time.sleep(POLL_S)
     for _ in range(ROUNDS):
         comm.recv(source=0, tag=1)
         comm.send(time.perf_counter_ns(), 0, 1)

@@ -1,6 +1,8 @@
-"""Routes: between which ranks and under which tags the messages of a schedule travel."""
+"""Peers and tags of the messages of a schedule."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, Kind
@@ -10,47 +12,46 @@ from gems.schedule.schedule import Schedule
 _BACKWARD = (Kind.SEND_B, Kind.RECV_B)
 
 
-def tag_of(action: Action, index: int, num_stages: int, max_tensors: int) -> int:
-    """Return the tag of tensor `index` of a transfer: one number for each (micro-batch, stage of the sender, way, tensor).
+def message_tag(action: Action, index: int, num_stages: int, max_tensors: int) -> int:
+    """Return the tag of tensor `index` of a transfer: a number for (micro-batch, sending stage, way, tensor).
 
-    The direction is not in it: each direction has a communicator of its own. In a graph a stage may send several gradients
-    back, whose tensors are numbered through.
+    Directions need no tags of their own, since each has its own communicator.
     """
-    sender = sender_of(action)
     assert action.micro_batch is not None
+    sender = sender_of(action)
     return ((action.micro_batch * num_stages + sender) * 2 + (action.kind in _BACKWARD)) * max_tensors + index
 
 
-def first_index(action: Action, schedule: Schedule, largest: int) -> int:
-    """Return the number of a transfer's first tensor among those that its stage sends that way.
+class MessageTags:
+    """Peers and tags of a schedule whose boundaries have at most `boundary_size` tensors."""
 
-    A stage of a graph sends a gradient to each of its feeders; `largest` is the most tensors of any boundary.
-    """
-    if action.kind not in _BACKWARD:
-        return 0
-    return largest * schedule.placement.feeders_of(sender_of(action)).index(boundary_of(action))
+    def __init__(self, schedule: Schedule, boundary_size: int, max_tag: int) -> None:
+        """Check that this MPI has a tag for each message of a step.
 
+        Raises:
+            ConfigError: it has not.
+        """
+        placement = schedule.placement
+        self._schedule, self._boundary_size = schedule, boundary_size
+        # a stage of a graph sends a gradient to each of its feeders
+        most = max(len(placement.feeders_of(stage)) or 1 for stage in range(schedule.num_stages))
+        self._max_tensors = boundary_size * most
+        last = Action(Kind.SEND_B, schedule.num_stages - 1, schedule.num_micro_batches)
+        if message_tag(last, 0, schedule.num_stages, self._max_tensors) > max_tag:
+            raise ConfigError(
+                "parallel.micro_batches", schedule.num_micro_batches,
+                f"this MPI has message tags up to {max_tag} only", "use fewer micro-batches",
+            )  # fmt: skip
 
-def most_tensors(schedule: Schedule, largest: int) -> int:
-    """Return the most tensors that a stage sends one way."""
-    placement = schedule.placement
-    return largest * max(len(placement.feeders_of(stage)) or 1 for stage in range(schedule.num_stages))
+    def peer(self, action: Action) -> int:
+        """Return the rank of the pipeline at the other end of a transfer."""
+        return self._schedule.placement.rank_of(action.direction, other_stage(action))
 
-
-def peer_of(action: Action, schedule: Schedule) -> int:
-    """Return the rank of the pipeline at the other end of a transfer."""
-    return schedule.placement.rank_of(action.direction, other_stage(action))
-
-
-def check_tags(schedule: Schedule, max_tensors: int, max_tag: int) -> None:
-    """Check that this MPI has a tag for every message of a step.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    top = Action(Kind.SEND_B, schedule.num_stages - 1, schedule.num_micro_batches)
-    if tag_of(top, 0, schedule.num_stages, max_tensors) > max_tag:
-        raise ConfigError(
-            "parallel.micro_batches", schedule.num_micro_batches,
-            f"this MPI has message tags up to {max_tag} only", "use fewer micro-batches",
-        )  # fmt: skip
+    def tags(self, action: Action, num_tensors: int) -> Sequence[int]:
+        """Return the tags of the tensors of a transfer."""
+        first = 0
+        if action.kind in _BACKWARD:
+            feeders = self._schedule.placement.feeders_of(sender_of(action))
+            first = self._boundary_size * feeders.index(boundary_of(action))
+        start = message_tag(action, first, self._schedule.num_stages, self._max_tensors)
+        return range(start, start + num_tensors)

@@ -1,4 +1,4 @@
-"""Messages between ranks, over MPI. The only module that imports MPI, which starts it; it needs no torch."""
+"""Messages between ranks, over MPI. The only module that imports MPI, and so starts it; needs no torch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any, Protocol, TypeVar, cast
 import mpi4py
 import numpy as np
 
-from gems.engine.transport import mpich
-from gems.engine.transport.polling import SPIN_S, WAITING
+from gems.engine.transport.environment import mpich_settings
+from gems.engine.transport.polling import SPIN_S, WaitState
 from gems.errors import ConfigError
 
 mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
 from mpi4py import MPI
 
 if not MPI.Is_initialized():
-    os.environ.update(mpich.settings(MPI.Get_library_version(), os.environ))
-    # One call at a time, from whichever thread: on a GPU autograd's polls while ours waits for it.
+    os.environ.update(mpich_settings(MPI.Get_library_version(), os.environ))
+    # One call at a time, from any thread: on a GPU autograd's thread polls while the main thread waits for it.
     MPI.Init_thread(MPI.THREAD_SERIALIZED)
 
 SLEEP_S = 0.00005
 
 Comm = MPI.Intracomm
 Request = MPI.Request
-Channel = MPI.Prequest
+PersistentRequest = MPI.Prequest
 TYPES = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}
 
 
 class Data(Protocol):
-    """What a tensor tells of its memory, on the host or on a device that MPI knows."""
+    """The part of a tensor's interface that sending needs, on the host or on a device that MPI knows."""
 
     def data_ptr(self) -> int:
         """Return the address of the first byte."""
@@ -45,7 +45,7 @@ class Data(Protocol):
         """Return the bytes of one element."""
 
     def is_contiguous(self) -> bool:
-        """Return whether the elements lie in their own order without gaps."""
+        """Return whether the elements are in order and without gaps."""
 
     def stride(self) -> Sequence[int]:
         """Return the steps between elements."""
@@ -63,11 +63,11 @@ def world() -> Comm:
     """Return the communicator of all ranks.
 
     Raises:
-        ConfigError: SLURM started another number of tasks than MPI sees (a wrong `srun --mpi=` makes every rank a
-            world of its own, without a word).
+        ConfigError: SLURM started another number of tasks than MPI sees; a wrong `srun --mpi=` silently makes every
+            rank a world of its own.
     """
     comm = MPI.COMM_WORLD
-    # MPI_LOCALNRANKS is hydra's: under it the task is hydra's proxy, not this rank
+    # MPI_LOCALNRANKS is set by the hydra launcher, under which the task is its proxy and not this rank
     is_task = "SLURM_PROCID" in os.environ and "MPI_LOCALNRANKS" not in os.environ
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if is_task else None
     if tasks is not None and int(tasks) != comm.size:
@@ -92,25 +92,30 @@ def thread_level() -> str:
 
 
 class Transport:
-    """Sends and receives the bytes of contiguous tensors or arrays on one duplicated communicator.
+    """Sends and receives the bytes of contiguous tensors or arrays on one communicator of its own.
 
-    A duplicate keeps its messages apart from everybody else's, so tags need only be unique among its own. Posting
-    returns at once; large messages move only while someone is inside MPI, so long work calls `poll`. Whoever waits
-    spins for `spin_s` and then sleeps `sleep_s` between looks.
+    Posting returns at once. Large messages move only while the process is inside MPI, so long work calls `poll`. A
+    wait spins for `spin_s`, then sleeps `sleep_s` between polls, and is recorded in `wait_state`.
     """
 
     def __init__(
-        self, comm: Comm, hang_timeout_s: float = 600.0, spin_s: float = SPIN_S, sleep_s: float = SLEEP_S
+        self,
+        comm: Comm,
+        hang_timeout_s: float = 600.0,
+        spin_s: float = SPIN_S,
+        sleep_s: float = SLEEP_S,
+        wait_state: WaitState | None = None,
     ) -> None:
-        self.comm = comm.Dup()
+        self.comm = comm.Dup()  # so tags need only be unique among its own
         self.rank, self.size = comm.rank, comm.size
         self.max_tag = cast(int, self.comm.Get_attr(MPI.TAG_UB))
-        self._stall_limit_s, self._spin_s, self._sleep_s = hang_timeout_s, spin_s, sleep_s
+        self._hang_timeout_s, self._spin_s, self._sleep_s = hang_timeout_s, spin_s, sleep_s
+        self._wait_state = wait_state or WaitState()
         self._outgoing: list[tuple[MPI.Request, Sendable, Callable[[], None] | None]] = []
         self._incoming: list[tuple[MPI.Request, Sendable]] = []
 
     def send(self, tensor: Sendable, rank: int, tag: int, done: Callable[[], None] | None = None) -> None:
-        """Post a send; the tensor is held until it has left, and `done` is called then.
+        """Post a send; the tensor is kept until it has left, and `done` is called then.
 
         Raises:
             ValueError: the tensor is not contiguous; MPI would send its storage in another order.
@@ -119,24 +124,21 @@ class Transport:
         self._outgoing.append((request, tensor, done))
 
     def receive(self, tensor: Sendable, rank: int, tag: int) -> MPI.Request:
-        """Post a receive into a contiguous tensor, held until it is full.
-
-        Give the request to `wait` before the data is read.
-        """
+        """Post a receive into a contiguous tensor, whose data may be read after `wait` for the request."""
         request = self.comm.Irecv(_buffer(tensor), rank, tag)
         self._incoming.append((request, tensor))
         return request
 
-    def send_channel(self, data: Sendable, rank: int, tag: int) -> Channel:
-        """Make a persistent send of `data`: Start() posts it, Test() tells whether it has left, Free() ends it."""
+    def persistent_send(self, data: Sendable, rank: int, tag: int) -> PersistentRequest:
+        """Make a persistent send of `data`: Start() posts it, Test() returns whether it has left, Free() ends it."""
         return self.comm.Send_init(_buffer(data), rank, tag)
 
-    def receive_channel(self, data: Sendable, rank: int, tag: int) -> Channel:
-        """Make a persistent receive into `data`, used like a `send_channel`."""
+    def persistent_receive(self, data: Sendable, rank: int, tag: int) -> PersistentRequest:
+        """Make a persistent receive into `data`, used like `persistent_send`."""
         return self.comm.Recv_init(_buffer(data), rank, tag)
 
     def poll(self) -> None:
-        """Let MPI move data, and frees what has been sent. Cheap when nothing is under way."""
+        """Let MPI move data, and drop what has been sent; cheap if nothing is under way."""
         if self._outgoing:
             kept = []
             for entry in self._outgoing:
@@ -150,21 +152,21 @@ class Transport:
             del self._incoming[0]
 
     def wait(self, request: MPI.Request, what: object = "data") -> None:
-        """Wait for one request, polling: spinning first, then with short sleeps, so that ranks may share a core.
+        """Wait for one request, spinning first and then with short sleeps, so that ranks may share a core.
 
         Raises:
-            StalledError: nothing came within the stall limit.
+            StalledError: nothing came within the hang timeout.
         """
         if not request.Test():
             self._wait_until(request.Test, what)
-        # by identity: all requests that are complete compare equal
+        # by identity: complete requests compare equal
         self._incoming = [entry for entry in self._incoming if entry[0] is not request]
 
     def drain(self) -> None:
-        """Wait until all that was posted to be sent has left.
+        """Wait until all sends have left.
 
         Raises:
-            StalledError: it did not leave within the stall limit.
+            StalledError: they did not within the hang timeout.
         """
 
         def is_empty() -> bool:
@@ -175,7 +177,7 @@ class Transport:
             self._wait_until(is_empty, "sends to leave")
 
     def sum_in_place(self, tensor: Sendable) -> None:
-        """Add a contiguous float32 or float64 tensor on the host over all ranks, in place.
+        """Sum a contiguous float32 or float64 tensor on the host over all ranks, in place.
 
         Raises:
             TypeError: another type; MPI adds 16-bit floats wrongly or not at all.
@@ -187,36 +189,49 @@ class Transport:
         self.wait(request, f"the sum over {self.size} ranks")
 
     def sum_to_first(self, values: Sequence[float]) -> list[float] | None:
-        """Add numbers up over all ranks and gives the sums on rank 0, None elsewhere; collective."""
+        """Return the sums of numbers over all ranks on rank 0, None elsewhere; collective."""
         mine = np.array(values, dtype=np.float64)
         total = np.zeros_like(mine) if self.rank == 0 else None
         self.wait(self.comm.Ireduce(mine, total, MPI.SUM), "the sum on rank 0")
         return None if total is None else [float(value) for value in total]
 
     def post_maximum(self, mine: np.ndarray, of_all: np.ndarray) -> Request:
-        """Post the maximum over all ranks of each of some float64 numbers; collective.
+        """Post the elementwise maximum of a float64 array over all ranks; collective.
 
-        Give the request to `wait` before `of_all` is read; until then both must stay as they are.
+        Until `wait` for the request has returned neither array may be used.
         """
         return self.comm.Iallreduce(mine, of_all, MPI.MAX)
 
     def barrier(self) -> None:
-        """Wait for all ranks, without keeping a core busy as MPI's own barrier does."""
+        """Wait for all ranks without keeping a core busy, as MPI's own barrier does."""
         self.wait(self.comm.Ibarrier(), "the other ranks")
+
+    def round_trip_s(self, sent: Sendable, got: Sendable) -> float:
+        """Return the seconds in which a message goes from rank 0 to rank 1 and another one back; collective over two."""
+        other = 1 - self.rank
+        begin = time.perf_counter()
+        if self.rank == 0:
+            self.send(sent, other, 1)
+        self.wait(self.receive(got, other, 1), "a message of the probe")
+        if self.rank == 1:
+            self.send(sent, other, 1)
+        seconds = time.perf_counter() - begin
+        self.drain()
+        return seconds
 
     def _wait_until(self, is_done: Callable[[], bool], what: object) -> None:
         begin = time.perf_counter()
-        spin_until, deadline = begin + self._spin_s, begin + self._stall_limit_s
-        WAITING.begin(what)
+        spin_until, deadline = begin + self._spin_s, begin + self._hang_timeout_s
+        self._wait_state.begin(what)
         while not is_done():
             now = time.perf_counter()
             if now > deadline:
-                deadline = now + WAITING.more_s(begin, self._stall_limit_s, what, f"rank {self.rank} ")
+                deadline = now + self._wait_state.extension_s(begin, self._hang_timeout_s, what, f"rank {self.rank} ")
             if now > spin_until:
                 time.sleep(self._sleep_s)
             if self._outgoing:
                 self.poll()
-        WAITING.what = None
+        self._wait_state.end()
 
     def close(self) -> None:
         """Free the duplicated communicator; collective."""
@@ -224,7 +239,7 @@ class Transport:
 
 
 def _buffer(data: Sendable) -> Any:
-    """Return the data's own bytes, whatever its type: MPI lacks bfloat16, and a raw address serves host and device."""
+    """Return a view of the bytes: MPI has no bfloat16, and a raw address serves host and device."""
     if isinstance(data, np.ndarray):
         return MPI.memory.frombuffer(data)
     if not data.is_contiguous():
@@ -235,10 +250,12 @@ def _buffer(data: Sendable) -> Any:
 def ranks_here(comm: Comm) -> int:
     """Return how many ranks of `comm` share this rank's machine, its cores and memory; collective.
 
-    A machine is one start of a kernel: nodes of a SLURM that runs on one machine, and containers, share it, though MPI
-    takes them for several. Where the system does not say, MPI's answer counts.
+    Containers, and the nodes of a SLURM that runs on one machine, share a kernel's boot ID though MPI takes them for
+    several machines. MPI is asked if there is no boot ID.
     """
-    machine = _machine()
+    machine = ""
+    with contextlib.suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     if all(known := comm.allgather(machine)):
         return known.count(machine)
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -247,15 +264,8 @@ def ranks_here(comm: Comm) -> int:
     return size
 
 
-def _machine() -> str:
-    """Return what tells this start of this kernel from all others; nothing where the system does not say."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
 def gather_here(comm: Comm, mine: T) -> list[T]:
-    """Return what each rank of `comm` on this rank's node gave, in their order; collective."""
+    """Return the values of the ranks of `comm` on this rank's node, in rank order; collective."""
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
     all_of_them = here.allgather(mine)
     here.Free()
@@ -263,7 +273,7 @@ def gather_here(comm: Comm, mine: T) -> list[T]:
 
 
 def gpu_support() -> bool:
-    """Ask the MPI library whether it takes device pointers (MPIX_Query_cuda_support); False when it cannot say."""
+    """Return whether the MPI library says that it takes device pointers (MPIX_Query_cuda_support)."""
     import ctypes
 
     try:

@@ -1,4 +1,4 @@
-"""Links: the transfers of a schedule, as messages between the ranks of one pipeline."""
+"""Point-to-point channels: the transfers of a schedule as messages between the ranks of one pipeline."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from gems.engine.supervision.recorder import Recorder
-from gems.engine.transport.message_tags import check_tags, first_index, most_tensors, peer_of, tag_of
+from gems.engine.transport.message_tags import MessageTags
 from gems.engine.transport.mpi import Comm, Transport
-from gems.engine.transport.polling import SPIN_S
+from gems.engine.transport.polling import SPIN_S, WaitState
 from gems.engine.transport.staging import Staging
 from gems.models.build import TensorSpec
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
@@ -23,45 +23,41 @@ Boundary = tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Transfer:
     """What is the same for a transfer in every step."""
 
     transport: Transport
     peer: int
-    boundary: Boundary
-    tags: tuple[int, ...]
+    specs: Boundary
+    tags: Sequence[int]
     num_bytes: int
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _PostedReceive:
     tensors: list[torch.Tensor]
     requests: list[Any]
     posted_ns: int
 
 
-class _Departure:
-    """Counts the tensors of a send that have left, and records the transfer when the last one has."""
+class _SendCompletion:
+    """Counts the tensors of a send that have left, and records the transfer after the last one."""
 
-    __slots__ = ("_action", "_left", "_num_bytes", "_recorder", "posted_ns")
+    __slots__ = ("_action", "_num_bytes", "_num_left", "_recorder", "posted_ns")
 
     def __init__(self, recorder: Recorder, action: Action, num_bytes: int, num_tensors: int) -> None:
-        self._recorder, self._action, self._num_bytes, self._left = recorder, action, num_bytes, num_tensors
+        self._recorder, self._action, self._num_bytes, self._num_left = recorder, action, num_bytes, num_tensors
         self.posted_ns = 0
 
     def __call__(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._recorder.hold(-self._num_bytes)
+        self._num_left -= 1
+        if not self._num_left:
+            self._recorder.count_bytes(-self._num_bytes)
             self._recorder.transfer(self._action, self.posted_ns, self._num_bytes)
 
 
-class Links:
-    """Posts sends and receives, and gives the data to who waits for it.
-
-    `boundaries[s]` names the tensors that stage s hands to stage s + 1; the gradients of those of a floating-point type
-    travel back in the same form. Peers, tags and sizes of the rank's transfers are looked up once.
-    """
+class P2PChannels:
+    """Posts the sends and receives of one rank, and waits for data."""
 
     def __init__(
         self,
@@ -72,72 +68,77 @@ class Links:
         staging: Staging,
         recorder: Recorder,
     ) -> None:
-        """Check the transfers up.
+        """Look up peers, tags and sizes, once for all steps.
+
+        Args:
+            schedule: lowered.
+            rank: in the pipeline.
+            boundaries: output tensors of each stage; gradients of those of a floating-point type travel back.
+            transports: one per direction.
+            staging: moves data between the device and MPI's buffers.
+            recorder: gets bytes and events.
 
         Raises:
-            ConfigError: this MPI has too few tags for the step's messages.
+            ConfigError: this MPI has too few tags for the messages of a step.
         """
         self.schedule = schedule
         self._boundaries = boundaries
         self._transports = transports
         self._staging = staging
         self._recorder = recorder
-        self._arrivals: dict[Action, _Arrival] = {}
-        largest = max((len(boundary) for boundary in boundaries), default=1)
-        self._largest, self._max_tensors = largest, most_tensors(schedule, largest)
-        check_tags(schedule, self._max_tensors, transports[0].max_tag)
-        self._ways = {
-            action: self._way_of(action) for action in schedule.rows[rank] if action.kind in SEND_KINDS | RECV_KINDS
+        self._receives: dict[Action, _PostedReceive] = {}
+        size = max((len(boundary) for boundary in boundaries), default=1)
+        tags = MessageTags(schedule, size, transports[0].max_tag)
+        self._transfers = {
+            action: self._transfer(action, tags)
+            for action in schedule.rows[rank]
+            if action.kind in SEND_KINDS | RECV_KINDS
         }
 
-    def _way_of(self, action: Action) -> _Way:
-        boundary, first = (self._boundaries[boundary_of(action)], first_index(action, self.schedule, self._largest))
+    def _transfer(self, action: Action, tags: MessageTags) -> _Transfer:
+        specs = self._boundaries[boundary_of(action)]
         if action.kind in (Kind.SEND_B, Kind.RECV_B):
-            boundary = with_gradient(boundary)
-        return _Way(
-            self._transports[action.direction],
-            peer_of(action, self.schedule),
-            boundary,
-            tuple(tag_of(action, first + index, self.schedule.num_stages, self._max_tensors) for index in range(len(boundary))),
-            sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in boundary),
-        )  # fmt: skip
+            specs = with_gradient(specs)
+        num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        transport = self._transports[action.direction]
+        return _Transfer(transport, tags.peer(action), specs, tags.tags(action, len(specs)), num_bytes)
 
     def post_receive(self, action: Action) -> None:
-        """Post the buffers that RECV_F or RECV_B names."""
-        way = self._ways[action]
+        """Post the buffers of a RECV_F or RECV_B."""
+        transfer = self._transfers[action]
         posted_ns = self._recorder.now()
-        buffers = [self._staging.take(spec) for spec in way.boundary]
-        receive, peer = way.transport.receive, way.peer
-        requests = [receive(buffer, peer, tag) for buffer, tag in zip(buffers, way.tags, strict=True)]
-        self._recorder.hold(way.num_bytes)
-        self._arrivals[action] = _Arrival(buffers, requests, posted_ns)
+        buffers = [self._staging.borrow(spec) for spec in transfer.specs]
+        receive, peer = transfer.transport.receive, transfer.peer
+        requests = [receive(buffer, peer, tag) for buffer, tag in zip(buffers, transfer.tags, strict=True)]
+        self._recorder.count_bytes(transfer.num_bytes)
+        self._receives[action] = _PostedReceive(buffers, requests, posted_ns)
 
     def wait(self, action: Action) -> tuple[torch.Tensor, ...]:
-        """Wait for a posted receive and gives its tensors, on the rank's device.
+        """Wait for a posted receive and return its tensors, on the rank's device.
 
         Raises:
-            StalledError: nothing came within the stall limit.
+            StalledError: nothing came within the hang timeout.
         """
-        way, arrival = self._ways[action], self._arrivals.pop(action)
-        for request in arrival.requests:
-            way.transport.wait(request, action)
-        self._recorder.transfer(action, arrival.posted_ns, way.num_bytes)
-        return tuple(self._staging.to_device(buffer) for buffer in arrival.tensors)
+        transfer, receive = self._transfers[action], self._receives.pop(action)
+        for request in receive.requests:
+            transfer.transport.wait(request, action)
+        self._recorder.transfer(action, receive.posted_ns, transfer.num_bytes)
+        return tuple(self._staging.to_device(buffer) for buffer in receive.tensors)
 
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """Post the tensors of SEND_F or SEND_B; their memory is free again once they have left."""
-        way = self._ways[action]
-        departure = _Departure(self._recorder, action, way.num_bytes, len(tensors))
-        self._recorder.hold(way.num_bytes)
-        ready = [self._staging.to_host(tensor, departure) for tensor in tensors]
-        departure.posted_ns = self._recorder.now()  # on a GPU not before the compute is over whose data this is
-        for (buffer, done), tag in zip(ready, way.tags, strict=True):
-            way.transport.send(buffer, way.peer, tag, done)
+        """Post the tensors of a SEND_F or SEND_B; their memory is free again once they have left."""
+        transfer = self._transfers[action]
+        completion = _SendCompletion(self._recorder, action, transfer.num_bytes, len(tensors))
+        self._recorder.count_bytes(transfer.num_bytes)
+        ready = [self._staging.to_host(tensor, completion) for tensor in tensors]
+        completion.posted_ns = self._recorder.now()  # on a GPU not before the tensors have been computed
+        for (buffer, done), tag in zip(ready, transfer.tags, strict=True):
+            transfer.transport.send(buffer, transfer.peer, tag, done)
 
     def release(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Return received tensors back once nothing reads them any more."""
-        self._recorder.hold(-sum(tensor.nbytes for tensor in tensors))
-        self._staging.give_back(tensors)
+        """Release received tensors that nothing reads any more."""
+        self._recorder.count_bytes(-sum(tensor.nbytes for tensor in tensors))
+        self._staging.release(tensors)
 
     def num_gradients(self, stage: int) -> int:
         """Return how many tensors the gradient of a stage's output has."""
@@ -155,12 +156,16 @@ class Links:
 
 
 def with_gradient(boundary: Boundary) -> Boundary:
-    """Return the tensors of a boundary whose gradients travel back: those of a floating-point type."""
+    """Return the tensors of a boundary that have a gradient: those of a floating-point type."""
     return tuple(spec for spec in boundary if spec.dtype.is_floating_point)
 
 
 def open_transports(
-    pipeline: Comm, num_directions: int, hang_timeout_s: float, spin_s: float = SPIN_S
+    pipeline: Comm,
+    num_directions: int,
+    hang_timeout_s: float,
+    spin_s: float = SPIN_S,
+    wait_state: WaitState | None = None,
 ) -> list[Transport]:
-    """Make a transport, with a communicator of its own, for each direction; collective over the pipeline."""
-    return [Transport(pipeline, hang_timeout_s, spin_s) for _ in range(num_directions)]
+    """Open a transport, with a communicator of its own, for each direction; collective over the pipeline."""
+    return [Transport(pipeline, hang_timeout_s, spin_s, wait_state=wait_state) for _ in range(num_directions)]

@@ -1,4 +1,4 @@
-"""Patience: waiting that lets messages move and leaves the core to others."""
+"""Waiting that lets messages move and leaves the core to others."""
 
 from __future__ import annotations
 
@@ -12,108 +12,110 @@ from collections.abc import Callable, Iterator
 
 from gems.errors import StalledError
 
-LOOK_S = 0.000025
-LOOK_LEAST_S = 0.00005
-LAX = 8
-MARGIN_S = 0.00008
-FEW_LOOK_S = 0.0001  # with more ranks a core than make for this, spinning would take the cores from the others
+POLL_S = 0.000025  # of one rank that has a core to itself
+MIN_POLL_S = 0.00005
+TIMED_WAIT_FACTOR = 8  # who waits for a time polls less often: an earlier message changes nothing for it
+SPIN_MARGIN_S = 0.00008  # before that time it spins, since sleeps end late on busy cores
+CROWDED_POLL_S = 0.0001  # from here on it spins less: that would take the cores from other ranks
 TIMER_SLACK_NS = 1_000
 SPIN_S, OWN_CORE_SPIN_S = 0.0002, 0.02
-AGAIN_LEAST_S, AGAIN_MOST_S = 1.0, 30.0
+MIN_EXTENSION_S, MAX_EXTENSION_S = 1.0, 30.0
 _PR_SET_TIMERSLACK = 29
 
 
-class Waiting:
-    """What this rank waits for now, None while it works: told by who waits, read by the rank's watchdog.
+class WaitState:
+    """What this rank waits for now: written by whoever waits, read by the rank's watchdog."""
 
-    `still_moves` is asked when a wait has come to its limit: whether a rank at the other end, or one that this one waits
-    for in turn, has begun something within the limit, so that waiting on makes sense. Nobody knows unless a watchdog does.
-    """
-
-    __slots__ = ("count", "still_moves", "what")
+    __slots__ = ("count", "is_progressing", "what")
 
     def __init__(self) -> None:
-        self.what: object = None
+        self.what: object = None  # None while the rank works
         self.count = 0  # of the waits that have begun
-        self.still_moves: Callable[[], bool] = _unknown
+        # Asked when a wait has timed out: has a rank that this one depends on begun anything within the timeout?
+        self.is_progressing: Callable[[], bool] = _unknown
 
     def begin(self, what: object) -> None:
-        """Record that this rank waits; `what` is to be None again when it has what it waited for."""
+        """Record that this rank waits for `what`."""
         self.count += 1
         self.what = what
 
-    def more_s(self, begin_s: float, hang_timeout_s: float, what: object, who: str = "") -> float:
-        """Return how many seconds more a wait for `what` is worth that began at `begin_s` and has come to its limit.
+    def end(self) -> None:
+        """Record that the wait has ended; not called if it failed, since the rank still waits then."""
+        self.what = None
+
+    def extension_s(self, begin_s: float, hang_timeout_s: float, what: object, who: str = "") -> float:
+        """Return by how many seconds to extend a wait for `what` that began at `begin_s` and has timed out.
 
         Raises:
-            StalledError: none.
+            StalledError: no rank that this one depends on makes progress.
         """
-        if not self.still_moves():
+        if not self.is_progressing():
             waited_s = max(hang_timeout_s, math.floor(time.perf_counter() - begin_s))
             raise StalledError(f"{who}waited {waited_s:g} s for {what}")
-        return min(max(hang_timeout_s / 10, AGAIN_LEAST_S), AGAIN_MOST_S)
+        return min(max(hang_timeout_s / 10, MIN_EXTENSION_S), MAX_EXTENSION_S)
 
 
 def _unknown() -> bool:
     return False
 
 
-WAITING = Waiting()
+class Waiter:
+    """Waits for times and conditions, polling for messages between short sleeps."""
 
-
-class Patience:
-    """Waits for times and conditions, with a look at the messages (`poll`) between short sleeps.
-
-    Who waits for a message looks every `look_s`; who waits for a time looks less often, since a message that comes
-    earlier changes nothing for it, and spins for the last moment, since a sleep ends late where cores are busy.
-    """
-
-    def __init__(self, poll: Callable[[], None], look_s: float, hang_timeout_s: float) -> None:
+    def __init__(
+        self,
+        poll: Callable[[], None],
+        poll_interval_s: float,
+        hang_timeout_s: float,
+        wait_state: WaitState | None = None,
+    ) -> None:
         self._poll = poll
-        self._look_s = look_s
-        self._margin_s = min(MARGIN_S, MARGIN_S * FEW_LOOK_S / look_s) if look_s else MARGIN_S
-        self._stall_limit_s = hang_timeout_s
+        self._poll_interval_s = poll_interval_s
+        share = min(1.0, CROWDED_POLL_S / poll_interval_s) if poll_interval_s else 1.0
+        self._spin_margin_s = SPIN_MARGIN_S * share
+        self._hang_timeout_s = hang_timeout_s
+        self._wait_state = wait_state or WaitState()
 
-    def until(self, time_ns: int) -> None:
-        """Wait until the host's monotonic clock says `time_ns`; does not return before."""
+    def wait_until_time(self, time_ns: int) -> None:
+        """Wait until the host's monotonic clock has reached `time_ns`."""
         while True:
             self._poll()
             left_s = (time_ns - time.perf_counter_ns()) * 1e-9
             if left_s <= 0:
                 return
-            if left_s > self._margin_s:
-                time.sleep(min(left_s - self._margin_s, LAX * self._look_s))
+            if left_s > self._spin_margin_s:
+                time.sleep(min(left_s - self._spin_margin_s, TIMED_WAIT_FACTOR * self._poll_interval_s))
 
-    def for_(self, is_done: Callable[[], bool], what: object) -> None:
-        """Wait until `is_done` says so.
+    def wait_until(self, is_done: Callable[[], bool], what: object) -> None:
+        """Wait until `is_done` returns True.
 
         Raises:
-            StalledError: it did not within the stall limit, and nobody that it hangs on moves.
+            StalledError: it did not within the hang timeout, and no rank that this one depends on makes progress.
         """
         begin_s = time.perf_counter()
-        deadline_s = begin_s + self._stall_limit_s
-        WAITING.begin(what)
+        deadline_s = begin_s + self._hang_timeout_s
+        self._wait_state.begin(what)
         while not is_done():
             self._poll()
             if is_done():
                 break
             if time.perf_counter() > deadline_s:
-                more_s = WAITING.more_s(begin_s, self._stall_limit_s, what)
-                deadline_s = time.perf_counter() + more_s
-            time.sleep(self._look_s)
-        WAITING.what = None  # and not where the wait has failed: then the rank stands there still
+                extension_s = self._wait_state.extension_s(begin_s, self._hang_timeout_s, what)
+                deadline_s = time.perf_counter() + extension_s
+            time.sleep(self._poll_interval_s)
+        self._wait_state.end()
 
 
-def look_s(num_ranks_here: int) -> float:
-    """Return how long a rank that waits for a message may sleep between looks.
+def poll_interval_s(num_ranks_here: int) -> float:
+    """Return how long a rank that waits for a message sleeps between polls.
 
-    Longer where many share a core: all looks together cost a share of the cores that does not grow with the ranks.
+    It grows with the ranks per core, so that all polls together cost a constant share of the cores.
     """
-    return max(LOOK_LEAST_S, LOOK_S * num_ranks_here / _num_cores())
+    return max(MIN_POLL_S, POLL_S * num_ranks_here / _num_cores())
 
 
-def spin_of(num_ranks_here: int) -> float:
-    """Return how long a rank that waits for a message spins before it sleeps: long where it has a core to itself."""
+def spin_time_s(num_ranks_here: int) -> float:
+    """Return how long a rank that waits for a message spins before it sleeps: long if it has a core to itself."""
     return OWN_CORE_SPIN_S if num_ranks_here <= _num_cores() else SPIN_S
 
 
@@ -122,18 +124,18 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def sharpen_sleep() -> None:
-    """Ask Linux to end sleeps on time: by default it adds up to 50 us to each. Elsewhere nothing happens."""
+def reduce_timer_slack() -> None:
+    """Make Linux end sleeps on time, which by default end up to 50 us late; do nothing elsewhere."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(TIMER_SLACK_NS), 0, 0, 0)
 
 
 @contextlib.contextmanager
-def promptly() -> Iterator[None]:
-    """Let this thread run before others for a while, where the user may (as root on Linux); otherwise changes nothing.
+def realtime_priority() -> Iterator[None]:
+    """Run this thread before others inside the block, if the user may (root on Linux); otherwise change nothing.
 
-    On a busy core a rank that wakes up waits milliseconds for its turn, which no device would. It sleeps nearly all
-    the time, so the others lose little; but inside there must be no waiting that spins.
+    An emulated rank that wakes up on a busy core would wait milliseconds for its turn, as no device does. There must
+    be no spinning inside.
     """
     try:
         before = os.sched_getscheduler(0)

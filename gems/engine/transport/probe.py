@@ -1,11 +1,12 @@
-"""The probe: `python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]`, two ranks that try what a run's ranks rely on.
+"""The MPI probe, two ranks of `python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]`.
 
-They start MPI as a run does, see each other, exchange messages whose content is checked, and where there are GPUs do so
-from device memory too. Rank 0 writes what they found; a rank that fails writes why, in the same place.
+They start MPI as a run does and exchange messages whose content is checked, on GPUs from device memory too. Rank 0
+writes the result; a rank that fails writes its error to the same file.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import sys
@@ -16,45 +17,48 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gems.config.schema import MachineConfig
+from gems.engine.transport.environment import launched_rank
 from gems.errors import ConfigError, GemsError, RankFailedError
 from gems.utils.atomic_io import write_json
+from gems.utils.logs import set_up_rank_logging
 
 if TYPE_CHECKING:
     import torch
 
-    from gems.engine.transport.mpi import Comm, Sendable, Transport
+    from gems.engine.transport.mpi import Comm, Transport
 
 SCHEMA = "gems.probe/1"
 RANKS = 2
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 22
 SMALL_TIMES, LARGE_TIMES, WARMUP_TIMES = 200, 20, 3
-STALL_LIMIT_S = 60.0
-SPEAK_S = 0.3  # launchers pass nothing on once a rank aborts, not even what it had said before
-TAG = 1
-# What a message from device memory came to. The second stays in the file where such a message ends the ranks.
+HANG_TIMEOUT_S = 60.0
+FLUSH_S = 0.3  # launchers forward nothing after a rank aborts, not even what it wrote before
+# Outcome of a message from device memory; the second stays in the file if such a message ends the ranks.
 NO_GPU, TRYING, PASSED, STAGED = "no GPU", "trying", "passed", "not taken"
 GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+_log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one rank of the probe; whatever goes wrong is kept in the result and ends both ranks."""
+    """Run one rank of the probe; any error is written to the result and ends both ranks."""
     if len(argv) not in (2, 3):
         print("usage: python -m gems.engine.transport.probe RESULT_JSON DEVICE [ORDER]", file=sys.stderr)
         sys.exit(2)
+    set_up_rank_logging(launched_rank())
     result = Path(argv[0])
     order = [int(word) for word in "".join(argv[2:]).split(",") if word]
     try:
         _probe(result, argv[1], order)
     except BaseException as error:
-        code = _report(result, error)
-        from gems.engine.transport.mpi import abort  # where MPI is missing this fails too, and ends the process
+        code = _report_error(result, error)
+        from gems.engine.transport.mpi import abort  # fails too if MPI is missing, which ends the process
 
         abort(code)
 
 
 def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
     begin = time.perf_counter()
-    device = _device(wanted, order)  # before MPI starts: one that knows GPUs looks at the current device then
+    device = _device(wanted, order)  # before MPI starts: one that supports GPUs looks at the current device then
     from gems.engine.transport.mpi import Transport, gpu_support, library, thread_level, world
 
     comm = world()
@@ -64,7 +68,7 @@ def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
             f"MPI sees a world of {comm.size}, and the probe was started with {RANKS} ranks",
             "the launcher and the MPI that mpi4py loads must be the same: load one MPI, and see cluster.mpi",
         )  # fmt: skip
-    transport = Transport(comm, hang_timeout_s=STALL_LIMIT_S)
+    transport = Transport(comm, hang_timeout_s=HANG_TIMEOUT_S)
     ranks = comm.gather({"node": os.uname().nodename, "gpu": _gpu(device), "sees_folder": result.parent.is_dir()})
     document: dict[str, Any] = {
         "schema": SCHEMA, "mpi": library(), "threads": thread_level(), "world_size": comm.size, "ranks": ranks,
@@ -76,7 +80,7 @@ def _probe(result: Path, wanted: str, order: Sequence[int]) -> None:
         _write(result, comm, document)
         comm.Barrier()
         document |= _try_device(transport, comm, device)
-    comm.Barrier()  # the other one has found no fault either
+    comm.Barrier()  # the other rank has no error either
     document["wall_s"] = time.perf_counter() - begin
     document["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
     _write(result, comm, document)
@@ -89,7 +93,7 @@ def _write(result: Path, comm: Comm, document: dict[str, Any]) -> None:
 
 
 def _device(wanted: str, order: Sequence[int]) -> torch.device | None:
-    """Open the rank's GPU as a run would; None where it has none, and then torch is not loaded."""
+    """Open the rank's GPU as a run would; return None, without loading torch, if it has none."""
     if wanted == "cpu" or (wanted == "auto" and not any(path.exists() for path in GPU_FILES)):
         return None
     from gems.engine.device import open_device
@@ -99,7 +103,7 @@ def _device(wanted: str, order: Sequence[int]) -> torch.device | None:
 
 
 def _gpu(device: torch.device | None) -> dict[str, Any] | None:
-    """Report what a rank sees of GPUs."""
+    """Describe the GPU of a rank."""
     if device is None:
         return None
     import torch
@@ -108,7 +112,7 @@ def _gpu(device: torch.device | None) -> dict[str, Any] | None:
 
 
 def _try_device(transport: Transport, comm: Comm, device: torch.device) -> dict[str, Any]:
-    """Try messages from device memory by the test of the engine itself; measures where they pass."""
+    """Run the engine's own test of messages from device memory, and measure them if it passes."""
     import torch
 
     from gems.engine.transport.staging import Direct, open_staging
@@ -125,17 +129,17 @@ def _try_device(transport: Transport, comm: Comm, device: torch.device) -> dict[
 
 
 def _host_data(num_bytes: int, seed: int) -> Any:
-    """Return bytes that tell ranks and places apart."""
+    """Return bytes that differ between ranks and positions."""
     import numpy as np
 
     return (np.arange(num_bytes) + seed).astype(np.uint8)
 
 
 def _measure(transport: Transport, data: Callable[[int, int], Any]) -> dict[str, float]:
-    """Measure a link by messages to and fro: seconds of an empty message, and bytes per second beyond it.
+    """Measure seconds of an empty message, and bytes per second beyond it, by round trips.
 
     Raises:
-        RankFailedError: a message arrived with another content than it was sent with.
+        RankFailedError: a message arrived with other content than it was sent with.
     """
     small_s = _half_trip_s(transport, data, SMALL_BYTES, SMALL_TIMES)
     large_s = _half_trip_s(transport, data, LARGE_BYTES, LARGE_TIMES)
@@ -147,40 +151,27 @@ def _measure(transport: Transport, data: Callable[[int, int], Any]) -> dict[str,
 
 
 def _half_trip_s(transport: Transport, data: Callable[[int, int], Any], num_bytes: int, num_times: int) -> float:
-    """Return the median time of one way of a message to the other rank and back."""
+    """Return the median time of half a round trip."""
     rank, other = transport.rank, 1 - transport.rank
     mine, expected, got = data(num_bytes, 17 * rank), data(num_bytes, 17 * other), data(num_bytes, 99)
-    trips_s = []
-    for _ in range(WARMUP_TIMES + num_times):
-        begin = time.perf_counter()
-        if rank == 0:
-            transport.send(mine, other, TAG)
-        _receive(transport, got, other)
-        if rank == 1:
-            transport.send(mine, other, TAG)
-        trips_s.append(time.perf_counter() - begin)
-    transport.drain()
+    trips_s = [transport.round_trip_s(mine, got) for _ in range(WARMUP_TIMES + num_times)]
     if bool((got != expected).any()):
-        raise RankFailedError(f"rank {rank} got {num_bytes} bytes of other content than were sent to it")
+        raise RankFailedError(f"rank {rank} received {num_bytes} bytes with other content than was sent")
     return statistics.median(trips_s[WARMUP_TIMES:]) / 2
 
 
-def _receive(transport: Transport, got: Sendable, rank: int) -> None:
-    transport.wait(transport.receive(got, rank, TAG), "a message of the probe")
-
-
-def _report(result: Path, error: BaseException) -> int:
-    """Write why a rank failed, and says it in one line; gives the exit code."""
+def _report_error(result: Path, error: BaseException) -> int:
+    """Log why a rank failed and write it to the result; return the exit code."""
     code = error.exit_code if isinstance(error, GemsError) else RankFailedError.exit_code
     text = " ".join(str(error).split())
     cause = text if isinstance(error, GemsError) else f"{type(error).__name__}: {text}"
-    print(f"gems: the probe on node {os.uname().nodename} failed: {cause}", file=sys.stderr, flush=True)
-    words = list(map(str, error.__reduce__()[1])) if isinstance(error, ConfigError) else []
+    _log.error("the probe on node %s failed: %s", os.uname().nodename, cause)
+    arguments = list(map(str, error.__reduce__()[1])) if isinstance(error, ConfigError) else []
     try:
-        write_json(result, {"schema": SCHEMA, "error": cause, "config_error": words, "exit_code": code})
+        write_json(result, {"schema": SCHEMA, "error": cause, "config_error": arguments, "exit_code": code})
     except OSError as failure:
-        print(f"gems: the probe cannot write {result}: {failure}", file=sys.stderr, flush=True)
-    time.sleep(SPEAK_S)
+        _log.error("the probe cannot write %s: %s", result, failure)
+    time.sleep(FLUSH_S)
     return code
 
 

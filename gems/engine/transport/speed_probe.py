@@ -1,12 +1,13 @@
-"""The probe of a machine's speeds: `python -m gems.engine.transport.speed_probe RESULT_JSON [DEVICE_KIND]` on two ranks or more.
+"""The speed probe, two ranks or more of `python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]`.
 
-Times messages by size inside a node and between two, all-reduces by size, and a compute that should always take equally
-long. On emulated devices (DEVICE_KIND emulated) a message is a hop as emulated ranks see it. Rank 0 writes the timings,
-of which `gems.simulation.calibration` makes the constants.
+Times messages by size inside a node and between nodes, all-reduces by size, and a compute that should always take
+equally long. With `emulated` a message is a hop as emulated ranks see it. Rank 0 writes the timings, from which
+`gems.simulation.calibration` computes constants.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import sys
@@ -19,19 +20,21 @@ from typing import Any, cast
 import numpy as np
 
 from gems.engine.emulation.message_cost import measure_hop
+from gems.engine.transport.environment import launched_rank
 from gems.engine.transport.mpi import Comm, Transport, abort, library, ranks_here, world
-from gems.engine.transport.polling import look_s, sharpen_sleep
+from gems.engine.transport.polling import poll_interval_s, reduce_timer_slack
 from gems.errors import ConfigError
 from gems.simulation.calibration import SCHEMA
 from gems.utils.atomic_io import write_json
+from gems.utils.logs import set_up_rank_logging
 
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22)
 SUM_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 TRIPS, SUMS, WARMUP = 30, 9, 2
 COMPUTES, COMPUTE_SIDE = 60, 192
-STALL_LIMIT_S = 120.0
-TAG = 1
+HANG_TIMEOUT_S = 120.0
 KINDS = ("real", "emulated")
+_log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,26 +43,27 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) not in (1, 2) or kind not in KINDS:
         print("usage: python -m gems.engine.transport.speed_probe RESULT_JSON [real|emulated]", file=sys.stderr)
         return ConfigError.exit_code
+    set_up_rank_logging(launched_rank())
     try:
         probe(Path(argv[0]), world(), kind)
     except BaseException as error:
-        print(f"gems: the calibration failed on node {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
+        _log.error("the calibration failed on node %s: %s", os.uname().nodename, error)
         abort(1)
     return 0
 
 
 def probe(result: Path, comm: Comm, kind: str) -> None:
-    """Measure and writes the result; collective.
+    """Measure, and write the result; collective.
 
     Raises:
-        ConfigError: a single rank, which has nobody to write to.
+        ConfigError: a single rank, which has no peer.
     """
     if comm.size < 2:
         raise ConfigError("ranks", comm.size, "must be 2 or more to time messages")
-    sharpen_sleep()
+    reduce_timer_slack()
     nodes: list[str] = comm.allgather(os.uname().nodename)
-    messages = {level: _messages(comm, pair, kind) for level, pair in pairs_of(nodes).items()}
-    transport = Transport(comm, STALL_LIMIT_S)
+    messages = {level: _messages(comm, pair, kind) for level, pair in rank_pairs(nodes).items()}
+    transport = Transport(comm, HANG_TIMEOUT_S)
     sums_s = [_median_s(partial(_sum, transport, size), SUMS) for size in SUM_BYTES]
     computes_s = comm.allgather(_computes())
     if comm.rank == 0:
@@ -73,8 +77,8 @@ def probe(result: Path, comm: Comm, kind: str) -> None:
     comm.Barrier()
 
 
-def pairs_of(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return two ranks of one node (level node) and two of different ones (level link), where there are such."""
+def rank_pairs(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return two ranks of one node (level node) and two of different nodes (level link), if there are any."""
     found: dict[str, tuple[int, int]] = {}
     for rank, node in enumerate(nodes):
         first = nodes.index(node)
@@ -86,36 +90,27 @@ def pairs_of(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[Any]]:
-    """Time messages between two ranks by size; the others wait. On emulated devices all neighbours take part."""
+    """Time messages between two ranks by size while the others wait; on emulated devices all neighbours take part."""
     if kind == "emulated":
-        nap_s = look_s(ranks_here(comm))
-        chain, control = (Transport(comm, STALL_LIMIT_S, spin_s=0.0, sleep_s=nap_s) for _ in range(2))
-        times_s = [measure_hop(chain, control, size, nap_s, STALL_LIMIT_S) for size in MESSAGE_BYTES]
+        poll_s = poll_interval_s(ranks_here(comm))
+        chain, control = (Transport(comm, HANG_TIMEOUT_S, spin_s=0.0, sleep_s=poll_s) for _ in range(2))
+        times_s = [measure_hop(chain, control, size, poll_s, HANG_TIMEOUT_S) for size in MESSAGE_BYTES]
         return {"bytes": list(MESSAGE_BYTES), "s": times_s}
     group = cast(Comm, comm.Split(int(comm.rank in pair), comm.rank))
     mine: list[float] = []
     if comm.rank in pair:
-        transport = Transport(group, STALL_LIMIT_S)
+        transport = Transport(group, HANG_TIMEOUT_S)
         mine = [_median_s(partial(_trip, transport, size), TRIPS) / 2 for size in MESSAGE_BYTES]
     return {"bytes": list(MESSAGE_BYTES), "s": comm.bcast(mine, pair[0])}
 
 
 def _trip(transport: Transport, num_bytes: int) -> float:
-    """Send a message to the other rank and gets one back; gives the seconds of both."""
-    sent, got = np.zeros(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
-    other = 1 - transport.rank
-    begin = time.perf_counter()
-    if transport.rank == 0:
-        transport.send(sent, other, TAG)
-    transport.wait(transport.receive(got, other, TAG), "a message of the calibration")
-    if transport.rank == 1:
-        transport.send(sent, other, TAG)
-    transport.drain()
-    return time.perf_counter() - begin
+    """Return the seconds of a round trip."""
+    return transport.round_trip_s(np.zeros(num_bytes, np.uint8), np.empty(num_bytes, np.uint8))
 
 
 def _sum(transport: Transport, num_bytes: int) -> float:
-    """Sum numbers over all ranks, which begin together; gives the seconds of the slowest."""
+    """Sum numbers over all ranks, which begin together, and return the seconds of the slowest."""
     values = np.zeros(num_bytes // 4, np.float32)
     transport.barrier()
     begin = time.perf_counter()
@@ -129,7 +124,7 @@ def _median_s(measure: Callable[[], float], times: int) -> float:
 
 
 def _computes() -> list[float]:
-    """Time a product of matrices again and again."""
+    """Time the same matrix products again and again."""
     matrix = np.full((COMPUTE_SIDE, COMPUTE_SIDE), 1e-3)
     times_s = []
     for _ in range(WARMUP + COMPUTES):

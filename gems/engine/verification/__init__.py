@@ -1,1 +1,1 @@
-"""The configured run beside one unsplit process."""
+"""Verification of a run against the same training in one process."""

@@ -1,4 +1,4 @@
-"""The reference: the same training in one process, unsplit, with plain autograd. What `gems verify` compares with."""
+"""The reference of `gems verify`: the same training in one process, unsplit, with plain autograd."""
 
 from __future__ import annotations
 
@@ -40,12 +40,10 @@ def named_values(name: str, module: nn.Module) -> tuple[Values, Values, Values]:
 
 
 def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> Iterator[tuple[Values, Values, Values]]:
-    """Train the whole model on the run's own micro-batches; gives (parameters, gradients, statistics) after each step.
+    """Train the whole model on the run's micro-batches; yield (parameters, gradients, statistics) after each step.
 
-    The gradient is the mean over all labels of a step (one an image, one a token), added up over the micro-batches of each copy of the model (a
-    direction of a replica) first and then over the copies: in a deep network another order of that sum shows at 1e-12
-    a step later. Running statistics start a step alike for each copy, advance with its micro-batches, and end as the
-    mean over copies.
+    A copy of the model is a direction of a replica. Running statistics start each step equal in all copies, advance
+    with each copy's micro-batches, and end as the mean over copies.
     """
     dtype = DTYPES[spec.train.dtype]
     layers = layers_of(spec.model, spec.data)
@@ -59,10 +57,11 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
         start = [buffer.clone() for buffer in statistics]
         mean = [torch.zeros_like(buffer) for buffer in statistics]
         total = [torch.zeros_like(parameter) for parameter in model.parameters()]
-        copies = list(_copies(spec, schedule))
+        copies = list(_copier(spec, schedule))
         for samples in copies:
             for buffer, value in zip(statistics, start, strict=True):
                 buffer.copy_(value)
+            # Summed over a copy first and then over copies: in a deep network another order shows at 1e-12 a step later.
             for images, labels in _micro_batches(spec, dataset, step, samples, dtype, device):
                 values: tuple[Tensor, ...] = (images,)
                 for module in modules:
@@ -92,8 +91,8 @@ def collect_values(layers: Iterable[tuple[str, nn.Module]]) -> tuple[Values, Val
     return collected
 
 
-def _copies(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
-    """Yield, for each copy of the model, where its micro-batches lie in the global batch."""
+def _copier(spec: RunSpec, schedule: Schedule) -> Iterator[list[slice]]:
+    """Yield the slices of the global batch of each copy's micro-batches."""
     parallel, directions = spec.parallel, schedule.directions()
     for replica in range(parallel.replicas):
         for direction in range(schedule.num_directions):
@@ -108,8 +107,8 @@ def _micro_batches(
     spec: RunSpec, dataset: Dataset, step: int, slices: list[slice], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     samples = batch_indices(dataset.num_train, spec.seed, step, global_batch(spec))
-    for where in slices:
-        chosen = [(int(index), int(draw)) for index, draw in samples[where]]
+    for of_micro_batch in slices:
+        chosen = [(int(index), int(draw)) for index, draw in samples[of_micro_batch]]
         given = torch.stack([torch.from_numpy(dataset.image("train", index, draw)) for index, draw in chosen])
         labels = torch.from_numpy(np.stack([np.asarray(dataset.label("train", index)) for index, _ in chosen]))
         yield given.to(device, dtype if given.is_floating_point() else given.dtype), labels.to(device)

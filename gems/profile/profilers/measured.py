@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gems.autograd.recompute.recompute import Rerun
+from gems.autograd.recompute.recompute import Recomputation
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import layers_of, title_of
@@ -188,16 +188,16 @@ def _cheap(
     clock: Callable[[Callable[[], object]], float],
 ) -> float:
     """Return the seconds of a second forward that has what convolutions and matrix products gave in the first."""
-    rerun = Rerun(nn.ModuleList([module]), is_cheap=True)
+    recomputation = Recomputation(nn.ModuleList([module]), is_selective=True)
     run = Run(module, inputs, is_first)
     values = tuple(run.values)
 
     def again(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return run.forward(loss)
 
-    outputs, kept = rerun.forward(values, again)
+    outputs, kept = recomputation.forward(values, again)
     del outputs
-    return clock(lambda: rerun.again(values, kept, again))
+    return clock(lambda: recomputation.recompute(values, kept, again))
 
 
 def _allocated_forward(module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None) -> int:

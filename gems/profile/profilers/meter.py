@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.recompute.layer_state import RandomState
-from gems.autograd.recompute.matmul_outputs import KeepProducts, Products, UseProducts
-from gems.autograd.split_backward.deferred import Deferred
+from gems.autograd.recompute.matmul_outputs import MatmulOutputs, RecordMatmuls, ReplayMatmuls
+from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.profile.profilers.kernel_workspaces import Workspace
 from gems.profile.profilers.layer_run import Loss, Run, fresh_gradients, give_gradients, given_memory, static_tensors
@@ -108,7 +108,12 @@ def meter(
         held_output_grad_bytes=held_gradient,
         plain_peak_bytes=_first_run_peak_bytes(module, inputs, is_first, loss, workspace, nullcontext()),
         cheap_first_peak_bytes=_first_run_peak_bytes(
-            module, inputs, is_first, loss, workspace, KeepProducts(Products(), RandomState(module, inputs[0].device))
+            module,
+            inputs,
+            is_first,
+            loss,
+            workspace,
+            RecordMatmuls(MatmulOutputs(), RandomState(module, inputs[0].device)),
         ),
         cheap_peak_bytes=_cheap_peak_bytes(module, inputs, is_first, loss, workspace),
         inner=inner,
@@ -186,8 +191,8 @@ def _inner(
     static = {storage_of(tensor) for tensor in (*inputs, *static_tensors(module))}
     run = Run(module, inputs, is_first)
     saved: dict[int, int] = {}
-    products = Products()
-    with KeepProducts(products, RandomState(module, inputs[0].device)), _noting(saved):
+    products = MatmulOutputs()
+    with RecordMatmuls(products, RandomState(module, inputs[0].device)), _noting(saved):
         outputs = run.forward(loss)
     given = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in products.tensors()}
     made = {
@@ -227,11 +232,11 @@ def _cheap_peak_bytes(
 ) -> int:
     """Return the most that a cheap second run makes at once, beside what the first one kept for it."""
     run = Run(module, inputs, is_first)
-    products, random = Products(), RandomState(module, inputs[0].device)
-    with KeepProducts(products, random):
+    products, random = MatmulOutputs(), RandomState(module, inputs[0].device)
+    with RecordMatmuls(products, random):
         run.forward(loss)
     live = LiveBytes([*inputs, *static_tensors(module), *products.tensors()], workspace)
-    with live, UseProducts(products, random):
+    with live, ReplayMatmuls(products, random):
         run.forward(loss)
     return live.peak_bytes
 
@@ -244,8 +249,8 @@ def _held_for_weights(
     Returns:
         Bytes of all that is kept, which inputs are among it, and bytes of the gradients of the outputs among it.
     """
-    later = Deferred()
-    with SplitLayers(nn.ModuleList([module])).into(later):
+    later = DeferredGradients()
+    with SplitLayers(nn.ModuleList([module])).defer_to(later):
         run = Run(module, inputs, is_first)
         outputs = run.forward(loss)
         gradients = fresh_gradients(outputs, is_given=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from gems.autograd.matmul_ops import is_product
+from gems.autograd.recompute.matmul_outputs import is_matmul
 from gems.config.schema import MachineConfig
 from gems.errors import ConfigError
 from gems.profile.profilers.chain import Times
@@ -82,7 +82,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
         seconds = self._add(flops, _moved_bytes([args, *kwargs.values(), result]))
-        if is_product(func):
+        if is_matmul(func):
             self.product_seconds += seconds
         return result
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
-from gems.engine.transport.mpich import NETMOD, settings
+from gems.engine.transport.environment import NETMOD, mpich_settings
 
 BY_SLURM = {"PMI_FD": "11", "SLURM_MPI_TYPE": "pmi2"}
 WHEEL = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure:    --with-pm=hydra\n"
 
 
 def test_mpich_5_under_pmi2_takes_the_transport_with_short_addresses():
-    assert settings(WHEEL, BY_SLURM) == {NETMOD: "ofi"}
+    assert mpich_settings(WHEEL, BY_SLURM) == {NETMOD: "ofi"}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_mpich_5_under_pmi2_takes_the_transport_with_short_addresses():
     ],
 )
 def test_anything_else_is_left_as_it_is(library, environment):
-    assert settings(library, environment) == {}
+    assert mpich_settings(library, environment) == {}
 
 
 def test_the_installed_mpi_describes_itself_as_expected():

@@ -1,0 +1,46 @@
+"""What launchers and MPI libraries read or set in the environment of a rank, before MPI starts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
+LOCAL_RANK_VARIABLES = (
+    "SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID",
+)  # fmt: skip
+NETMOD = "MPIR_CVAR_CH4_NETMOD"
+NETMOD_VARIABLES = (NETMOD, "MPICH_CH4_NETMOD", "MPIR_PARAM_CH4_NETMOD")  # MPICH reads each of them
+
+
+def launched_rank() -> int:
+    """Return this process's rank as its launcher numbers it, known also before MPI starts; 0 if none does."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdecimal()), 0)
+
+
+def local_rank() -> int:
+    """Return the number of this rank on its node as its launcher numbers it; 0 if none does."""
+    return next((int(os.environ[name]) for name in LOCAL_RANK_VARIABLES if name in os.environ), 0)
+
+
+def mpich_settings(library: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that this MPI library needs in the environment in which its ranks were started.
+
+    MPICH 5's UCX transport publishes each rank's address as the 4096 bytes of memory that begin with it, packed by runs
+    of equal bytes, in lines of up to 1100 characters; SLURM's pmi2 plugin reads at most 1024 characters of a line. So
+    MPI starts or hangs depending on the memory after the address. The OFI transport publishes the address alone.
+
+    Args:
+        library: MPI's own description, as from MPI_Get_library_version.
+        environment: of this process.
+    """
+    is_by_slurm = "PMI_FD" in environment and environment.get("SLURM_MPI_TYPE") == "pmi2"
+    version = re.match(r"MPICH Version:\s*(\d+)\.", library)
+    device = re.search(r"^MPICH Device:\s*ch4:(.+)$", library, re.MULTILINE)
+    if not is_by_slurm or version is None or device is None or any(name in environment for name in NETMOD_VARIABLES):
+        return {}
+    takes_ucx_first = device[1].split()[0] == "ucx"
+    if int(version[1]) < 5 or not takes_ucx_first or "ofi" not in device[1].split():
+        return {}
+    return {NETMOD: "ofi"}
