@@ -19,8 +19,8 @@ from gems.memory.registry import POLICIES, plan_of
 from gems.runs.run_plan import plan_policies
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.memory_case import with_replicas
+from gems.utils.units import MIB, counted
 
-MIB = 2**20
 COMPARE = "--compare"
 _POSTED = COPY_KINDS | SEND_KINDS | RECV_KINDS
 PICTURE = "--picture"
@@ -142,13 +142,9 @@ def _head(answer: dict[str, Any]) -> str:
     limit = "no limit" if answer["limit_bytes"] is None else f"limit {answer['limit_bytes'] / MIB:.0f} MiB a rank"
     return (
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']} on "
-        f"{_counted(answer['partitions'], 'rank')}, {_counted(answer['micro_batches'], 'micro-batch', 'es')}, {limit}: predicted "
+        f"{counted(answer['partitions'], 'rank')}, {counted(answer['micro_batches'], 'micro-batch', 'es')}, {limit}: predicted "
         f"({answer['profile_source']} profile, {answer['profile_device']})"
     )
-
-
-def _counted(number: int, word: str, ending: str = "s") -> str:
-    return f"{number} {word}{'' if number == 1 else ending}"
 
 
 def _comparison(answer: dict[str, Any]) -> str:

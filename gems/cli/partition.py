@@ -15,8 +15,7 @@ from gems.partition.compare import PLAIN, Judged, compare, judge
 from gems.partition.methods import Case, case_of, cut
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import network_in_seconds
-
-MIB = 2**20
+from gems.utils.units import MIB
 
 
 def show_partition(spec: RunSpec, options: Options) -> int:

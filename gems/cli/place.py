@@ -15,8 +15,8 @@ from gems.partition.dlplacer.place import Placement
 from gems.partition.dlplacer.subgraphs import closed_form_s
 from gems.partition.operator_placement import placement_of
 from gems.simulation.costs import network_in_seconds
+from gems.utils.units import MIB
 
-MIB = 2**20
 MAX_DEVICES = 64
 # Pal et al. 2019 (arXiv 1907.13257), DGX-1 with V100: recalled, not read again from the paper.
 PUBLISHED = {("inception_v3", 2): 1.32}

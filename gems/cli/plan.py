@@ -23,13 +23,13 @@ from gems.planner.infeasibility import leanest, refuse
 from gems.planner.search.best_first import Found, TooLarge, search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice, reasons
+from gems.utils.units import GIB
 
 HYBRID = "--hybrid"
 NUM_BEST, BUDGET_S = 10, 40.0
 # Of the budget, where nothing has been found to fit: when the search gives way to one for anything that fits, and that one to
 # what would make it fit.
 SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
-GIB = 2**30
 
 
 def show_plan(spec: RunSpec, options: Options) -> int:

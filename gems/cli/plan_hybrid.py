@@ -26,6 +26,7 @@ from gems.planner.hybrid.inputs import (
 from gems.planner.hybrid.quantity import Quantity
 from gems.planner.worker_step import ModelledEfficiency, Step, worker_steps
 from gems.runs.run_plan import plan_simulation, predict
+from gems.utils.units import counted
 
 SCHEMA = "gems.hybrid/1"
 MAX_DEVICES = 1024
@@ -210,15 +211,15 @@ def _over(best: Mapping[str, Any], has_rival: bool) -> str:
 def _crossing_words(found: Mapping[str, Any]) -> str:
     ways, devices = found["ways"], found["devices"]
     if devices is None:
-        last = "" if found["below"] is None else f" up to {_devices(found['below'])}"
+        last = "" if found["below"] is None else f" up to {counted(found['below'], 'device')}"
         return f"{ways} ways: not faster than data parallelism{last}"
     low, high = found["low"], found["high"]
     between = "" if low is None else f" ({low:.0f} to {'never' if high is None else f'{high:.0f}'})"
-    return f"{ways} ways: faster than data parallelism from {_devices(devices)} on{between}"
+    return f"{ways} ways: faster than data parallelism from {counted(devices, 'device')} on{between}"
 
 
 def _pick_words(pick: Mapping[str, Any]) -> str:
-    choice = f"{pick['workers']} x {pick['ways']} on {_devices(pick['devices'])}"
+    choice = f"{pick['workers']} x {pick['ways']} on {counted(pick['devices'], 'device')}"
     time_s, cost = pick["time_s"]["value"], pick["gpu_hours"]["value"]
     return f"{choice}, {time_s / 3600.0:.3g} h and {cost:.3g} GPU-hours"
 
@@ -234,7 +235,3 @@ def _left_out(answer: Mapping[str, Any]) -> list[str]:
             names += [] if name in names else [name]
     found |= {why: [f"N x {ways}"] for ways, why in answer["refused"].items()}
     return [f"left out {', '.join(names)}: {why}" for why, names in found.items()]
-
-
-def _devices(count: int) -> str:
-    return f"{count} device" + ("" if count == 1 else "s")

@@ -13,6 +13,7 @@ from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
 from gems.profile.store import profile_of, read_document
+from gems.utils.units import format_bytes
 
 _HEAD = (
     f"{'layer':<24}{'kind':<12}{'F ms':>10}{'I ms':>10}{'W ms':>10}{'params MB':>11}{'stash MB':>11}"
@@ -98,9 +99,9 @@ def table(profile: ModelProfile) -> Iterator[str]:
         f"{1e3 * totals['weight_grad_s']:>10.3f}{totals['param_bytes'] / _MEGA:>11.2f}"
         f"{totals['stash_bytes'] / _MEGA:>11.2f}"
     )
-    yield f"peak of the whole on one device: {_size(whole_peak_bytes(profile))}, summed up from the layers"
+    yield f"peak of the whole on one device: {format_bytes(whole_peak_bytes(profile))}, summed up from the layers"
     if "peak_bytes" in profile.facts:
-        yield f"peak of the whole on one device: {_size(profile.facts['peak_bytes'])}, of the unsplit model under torch's tracker"
+        yield f"peak of the whole on one device: {format_bytes(profile.facts['peak_bytes'])}, of the unsplit model under torch's tracker"
 
 
 def _row(layer: LayerProfile) -> str:
@@ -117,7 +118,3 @@ def _totals(profile: ModelProfile) -> dict[str, float]:
     names = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "param_bytes")
     sums = {name: sum(getattr(layer, name) for layer in profile.layers) for name in names}
     return {**sums, "stash_bytes": int(Spans(profile).stash[0, profile.num_layers])}
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

@@ -13,11 +13,11 @@ from gems.planner.search.best_first import Found, search
 from gems.planner.search.candidate import Candidate, candidates
 from gems.planner.search.choice import Choice
 from gems.schedule import CAPPED
+from gems.utils.units import GIB
 
 MIN_S = 6.0  # for all questions together, however little time is left
 NEAR = 1.05  # how near to the smallest memory that works the answer is
 MORE_GPUS = (2, 4, 8)
-GIB = 2**30
 
 
 def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], num_gpus: int, end: float) -> NoReturn:
