@@ -140,7 +140,8 @@ def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec,
             values = spec.to_dict()
             values["train"]["resume"] = str(folder.path)
             spec = RunSpec.from_dict(values)
-        notes.append(f"in {RunFolder.of(spec).path}, for these keys are part of the run")
+        why = "for these keys are part of the run" if overrides else "for an earlier version named that folder"
+        notes.append(f"in {RunFolder.of(spec).path}, {why}")
     return spec, [*notes, "from its start" if step is None else f"from step {step}"]
 
 
