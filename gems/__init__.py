@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from gems.errors import RankFailedError as RankFailedError
     from gems.errors import ScheduleError as ScheduleError
     from gems.errors import StalledError as StalledError
+    from gems.launch.verification import Verification as Verification
+    from gems.launch.verification import verify as verify
+    from gems.runs.run_plan import RunPlan as RunPlan
+    from gems.runs.run_plan import plan_run as plan_run
+    from gems.runs.run_plan import simulate as simulate
+    from gems.simulation.prediction import Prediction as Prediction
     from gems.trace.layout import Trace as Trace
     from gems.trace.whole import load_trace as load_trace
 
@@ -30,22 +36,34 @@ __all__ = [
     "ConfigError",
     "DoesNotFitError",
     "GemsError",
+    "Prediction",
     "RankFailedError",
+    "RunPlan",
     "RunSpec",
     "ScheduleError",
     "StalledError",
     "Trace",
     "TrainResult",
+    "Verification",
     "__version__",
     "compose",
     "load_trace",
     "load_weights",
+    "plan_run",
+    "simulate",
     "train",
+    "verify",
 ]
 
 _HOMES = {
     "compose": "gems.config.compose",
     "RunSpec": "gems.config.schema",
+    "plan_run": "gems.runs.run_plan",
+    "RunPlan": "gems.runs.run_plan",
+    "simulate": "gems.runs.run_plan",
+    "Prediction": "gems.simulation.prediction",
+    "verify": "gems.launch.verification",
+    "Verification": "gems.launch.verification",
     "train": "gems.engine.in_process",
     "TrainResult": "gems.engine.in_process",
     "load_trace": "gems.trace.whole",

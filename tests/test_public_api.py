@@ -104,3 +104,17 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     ended = run(f"import gems; gems.train(gems.compose({words!r}))", num_ranks=2)
     assert ended.returncode == 2
     assert "cannot be read" in ended.stderr
+
+
+def test_plan_simulate_and_verify() -> None:
+    spec = gems.compose([*SMALL, "parallel.partitions=2"])
+    plan = gems.plan_run(spec)
+    assert plan.schedule.num_ranks == 2 and len(plan.boundaries) == 3
+    # (N + P - 1)(f + b) with f = i = w = 1 of a whole rank's work
+    prediction = gems.simulate(spec)
+    assert prediction.step.span == 9
+    assert prediction.to_json()["efficiency"] == pytest.approx(6 / 9)
+    verification = gems.verify(spec)
+    assert verification.is_equal and verification.has_predicted_bytes and verification.dtype == "float64"
+    with pytest.raises(gems.ConfigError):
+        gems.compose(["parallel.partitions=0"])

@@ -136,6 +136,17 @@ def plan_policies(spec: RunSpec) -> MemoryCase:
     return memory_case(run, compute, cut(unlimited, lower(compute)).boundaries)
 
 
+def simulate(spec: RunSpec) -> Prediction:
+    """Simulate one step of a resolved run: times, efficiency, bound and peak bytes.
+
+    Raises:
+        ConfigError: counts or a cap that the schedule cannot serve.
+        DoesNotFitError: a rank would hold more than its device.
+        ScheduleError: a schedule that would not run.
+    """
+    return predict(plan_simulation(spec))
+
+
 def predict(plan: RunPlan) -> Prediction:
     """Simulate one step of a plan, one pipeline for all replicas, which are alike.
 

@@ -1,0 +1,94 @@
+"""Verification: a short run in ranks of this machine, compared with one unsplit process."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass, fields, replace
+
+from gems.config.schema import RunSpec
+from gems.errors import RankFailedError
+from gems.launch.local_launcher import mpiexec_argv, rank_environment, run_ranks
+from gems.runs.folder import RunFolder
+from gems.runs.prepare import prepare
+from gems.utils.atomic_io import read_json
+
+STEPS = 2
+TOLERANCES = {"float64": 1e-12, "float32": 1e-3, "bfloat16": 1.0}
+TIME_LIMIT_S = 900.0
+COMPARE = "gems.engine.verification.compare"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How far a configured run is from one unsplit process, over all steps, ranks, directions and replicas.
+
+    Attributes:
+        dtype: What both computed in.
+        max_rel_error: Largest of the three errors below.
+        parameter_error: Largest relative error of a parameter.
+        gradient_error: Largest relative error of a gradient.
+        statistics_error: Largest relative error of a running statistic.
+        worst: The tensor of the largest error, with its rank and step.
+        peak_activation_bytes: Peak bytes of activations on each rank, as counted while it ran.
+        predicted_activation_bytes: The same, as predicted from the schedule.
+        unsplit_layers: Layers whose backward cannot be split, in a schedule that splits it.
+    """
+
+    dtype: str
+    max_rel_error: float
+    parameter_error: float
+    gradient_error: float
+    statistics_error: float
+    worst: str
+    peak_activation_bytes: tuple[int, ...]
+    predicted_activation_bytes: tuple[int, ...]
+    unsplit_layers: tuple[str, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the largest error is within the tolerance of the dtype: 1e-12 for float64."""
+        return self.max_rel_error <= TOLERANCES[self.dtype]
+
+    @property
+    def has_predicted_bytes(self) -> bool:
+        """Whether every rank held the bytes of activations that were predicted."""
+        return self.peak_activation_bytes == self.predicted_activation_bytes
+
+
+def verify(spec: RunSpec) -> Verification:
+    """Run two steps of a resolved run in ranks of this machine and compare them with one unsplit process.
+
+    Compared are every parameter, gradient and running statistic of every copy on every rank. Both compute in float64, or
+    in train.dtype if that is not the default.
+
+    Raises:
+        ConfigError: a configuration that cannot be run here.
+        DoesNotFitError: a rank would hold more than its device.
+        RankFailedError: a rank ended before the comparison was done.
+    """
+    dtype = "float64" if spec.train.dtype == "float32" else spec.train.dtype
+    with tempfile.TemporaryDirectory(prefix="gems-verify-") as scratch:
+        train = replace(spec.train, dtype=dtype, steps=STEPS, warmup_steps=0)
+        folder = prepare(replace(spec, runs_dir=scratch, train=train))
+        argv = mpiexec_argv(spec.world_size, [sys.executable, "-m", COMPARE, str(folder.path)])
+        ended = run_ranks(argv, rank_environment(spec.machine.threads_per_rank), log=None, timeout_s=TIME_LIMIT_S)
+        found = read_json(folder.result_json)
+        if ended.returncode or not found:
+            raise _failure(folder, ended.returncode)
+    known = {field.name for field in fields(Verification)}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items() if name in known
+    }
+    return Verification(**{**values, "dtype": dtype})
+
+
+def _failure(folder: RunFolder, returncode: int) -> RankFailedError:
+    """Return the error of the first rank that failed, with its exit code."""
+    records = [read_json(path) for path in sorted(folder.path.glob("FAILED.rank*.json"))]
+    records.sort(key=lambda record: str(record["utc"]))
+    if not records:
+        return RankFailedError(f"verify: the ranks ended with code {returncode} and left no record of why")
+    error = RankFailedError(f"verify: rank {records[0]['rank']} failed: {records[0]['cause']}")
+    error.exit_code = int(records[0]["exit_code"])
+    return error
