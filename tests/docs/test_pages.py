@@ -48,7 +48,9 @@ def test_links(page: Path) -> None:
 
 @pytest.mark.parametrize("page", every("."))
 def test_keys_are_those_of_the_schema(page: Path) -> None:
-    text = "\n".join([*code_words(page.read_text()), *(block.text for block in blocks(page.read_text()))])
+    text = "\n".join(
+        [*code_words(page.read_text()), *(block.text for block in blocks(page.read_text()) if block.language == "sh")]
+    )
     for group, key in KEY.findall(text):
         if not f"{group}.{key}".startswith(FREE) and f"{group}.{key}" not in ("model.path", "data.path"):
             known = {f.name for f in fields(GROUPS[group])}
