@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import RankFailedError
