@@ -78,7 +78,7 @@ def verify(spec: RunSpec) -> Verification:
         if ended.returncode or not found:
             raise _failure(folder, ended.returncode)
     known = {field.name for field in fields(Verification)}
-    values = {
+    values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in found.items() if name in known
     }
     return Verification(**{**values, "dtype": dtype})
