@@ -7,8 +7,8 @@ from typing import Any
 
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
-from gems.partition.max_model_size import Largest, largest
-from gems.partition.methods import METHODS, case_of
+from gems.partition.max_model_size import MaxModelSize, max_model_sizes
+from gems.partition.methods import METHODS, partition_case
 from gems.profile import ModelProfile
 from gems.simulation.build import lowered_schedule
 
@@ -26,7 +26,9 @@ def show_largest(spec: RunSpec, options: Options) -> int:
         print(".", end="", file=sys.stderr, flush=True)
         return profile_of(changed)
 
-    found = largest(spec, axis, tuple(METHODS), lambda changed: case_of(changed, schedule, profile_of(changed)))
+    found = max_model_sizes(
+        spec, axis, tuple(METHODS), lambda changed: partition_case(changed, schedule, profile_of(changed))
+    )
     print(file=sys.stderr)
     answer = _answer(spec, axis, found)
     if options.json:
@@ -49,7 +51,7 @@ def show_largest(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _answer(spec: RunSpec, axis: str, found: list[Largest]) -> dict[str, Any]:
+def _answer(spec: RunSpec, axis: str, found: list[MaxModelSize]) -> dict[str, Any]:
     ours = found[0]
     return {
         "source": "predicted",

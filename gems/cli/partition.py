@@ -11,8 +11,8 @@ from gems.cli.framework import Options, print_json
 from gems.cli.pictures import check_picture, draw
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.partition.compare import PLAIN, Judged, compare, judge
-from gems.partition.methods import Case, case_of, cut
+from gems.partition.compare import PLAIN, EvaluatedPartition, compare, evaluate
+from gems.partition.methods import PartitionCase, partition_case, partition_model
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import network_in_seconds
 from gems.utils.units import MIB
@@ -31,15 +31,15 @@ def show_partition(spec: RunSpec, options: Options) -> int:
     if picture is not None:
         check_picture(Path(picture))
     schedule = lowered_schedule(spec)
-    case = case_of(spec, schedule)
+    case = partition_case(spec, schedule)
     network = network_in_seconds(spec)
     if is_comparison:
-        judged = compare(case, spec.partition.objective, spec.partition.budget_s, network)
+        evaluated = compare(case, spec.partition.objective, spec.partition.budget_s, network)
     else:
-        found = cut(spec, schedule)
-        judged = [judge(case, found, network)]
+        found = partition_model(spec, schedule)
+        evaluated = [evaluate(case, found, network)]
     answer = _facts(spec, case) | ({"methods": []} if is_comparison else {})
-    entries = [_entry(spec, case, each, judged[0]) for each in judged]
+    entries = [_entry(spec, case, each, evaluated[0]) for each in evaluated]
     answer |= {"methods": entries} if is_comparison else entries[0]
     if options.json:
         if picture is not None:
@@ -52,7 +52,7 @@ def show_partition(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _facts(spec: RunSpec, case: Case) -> dict[str, Any]:
+def _facts(spec: RunSpec, case: PartitionCase) -> dict[str, Any]:
     profile = case.profile
     return {
         "source": "predicted", "model": profile.model, "height_px": profile.height_px, "width_px": profile.width_px,
@@ -63,27 +63,29 @@ def _facts(spec: RunSpec, case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _entry(spec: RunSpec, case: Case, judged: Judged, ours: Judged) -> dict[str, Any]:
+def _entry(
+    spec: RunSpec, case: PartitionCase, evaluated: EvaluatedPartition, ours: EvaluatedPartition
+) -> dict[str, Any]:
     """Return one method's answer; `peak_ratio` and `time_ratio` are over the exact method's.
 
     `peak_bytes` are those allocated, `reserved_bytes` what torch's allocator would take from a GPU to serve them.
     """
-    found = judged.cut
+    found = evaluated.cut
     is_exact = found.method == "exact"
     return {
         "method": found.method,
         "boundaries": list(found.boundaries),
-        "layers_per_stage": list(judged.layers_per_stage),
-        "peak_bytes": list(judged.peak_bytes),
+        "layers_per_stage": list(evaluated.layers_per_stage),
+        "peak_bytes": list(evaluated.peak_bytes),
         "reserved_bytes": list(case.reserved_bytes(found.boundaries)),
-        "step_s": judged.step_s,
-        "images_per_s": global_batch(spec) / judged.step_s if judged.step_s else None,
+        "step_s": evaluated.step_s,
+        "images_per_s": global_batch(spec) / evaluated.step_s if evaluated.step_s else None,
         "optimal": found.is_optimal,
         "bound": found.bound if is_exact else None,
         "gap": found.gap if is_exact else None,
         "solve_s": found.solve_s,
-        "peak_ratio": max(judged.peak_bytes) / max(1, max(ours.peak_bytes)),
-        "time_ratio": judged.step_s / ours.step_s if ours.step_s else None,
+        "peak_ratio": max(evaluated.peak_bytes) / max(1, max(ours.peak_bytes)),
+        "time_ratio": evaluated.step_s / ours.step_s if ours.step_s else None,
         **({"facts": found.facts} if found.facts else {}),
     }
 
@@ -120,7 +122,7 @@ def _proof(entry: dict[str, Any]) -> str:
     return "-" if entry["gap"] is None else f"at most {100 * entry['gap']:.2f} % above the least"
 
 
-def _draw(answer: dict[str, Any], case: Case, path: Path) -> str:
+def _draw(answer: dict[str, Any], case: PartitionCase, path: Path) -> str:
     """Let the analysis draw the answer, and gives the picture's path."""
     layers = [
         {"name": layer.name, "time_s": layer.time_s, "param_bytes": layer.param_bytes,

@@ -26,7 +26,7 @@ from gems.engine.transport.p2p_channels import P2PChannels, open_transports
 from gems.engine.transport.polling import WaitState, reduce_timer_slack, spin_time_s
 from gems.engine.transport.staging import open_staging
 from gems.memory.plan import MemoryPlan
-from gems.partition.methods import cut
+from gems.partition.methods import partition_model
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.run_plan import plan_run
 from gems.schedule.families.forward_only import forward_only

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gems.partition.exact import solve
-from gems.partition.methods import METHODS, Case, cut_by
-from gems.partition.problem import Cut
+from gems.partition.methods import METHODS, PartitionCase, partition_by
+from gems.partition.problem import Partition
 from gems.schedule.costs import FREE, Network
 from gems.schedule.families.gpipe import gpipe
 from gems.schedule.lower import lower
@@ -20,10 +20,10 @@ PLAIN = "exact_plain"
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class EvaluatedPartition:
     """A cut and what it means: the peak of each rank in bytes, and the predicted time of a step in seconds."""
 
-    cut: Cut
+    cut: Partition
     peak_bytes: tuple[int, ...]
     step_s: float
 
@@ -33,37 +33,37 @@ class Judged:
         return tuple(end - first for first, end in pairwise(self.cut.boundaries))
 
 
-def judge(case: Case, cut: Cut, network: Network = FREE) -> Judged:
+def evaluate(case: PartitionCase, cut: Partition, network: Network = FREE) -> EvaluatedPartition:
     """Predict the peaks and the step time of a cut, with links as the network says, in seconds."""
     played = simulate(case.schedule, case.stage_costs(cut.boundaries), network)
-    return Judged(cut, case.peak_bytes(cut.boundaries), played.span)
+    return EvaluatedPartition(cut, case.peak_bytes(cut.boundaries), played.span)
 
 
-def plain_cut(case: Case, budget_s: float) -> Cut:
+def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
     """Return the least peak of a plain pipeline, which knows of no other stage on its rank.
 
     It stands beside the cut for ranks that hold several stages: what is lost without looking at them together.
     """
     begin = time.perf_counter()
-    plain = Case(case.profile, lower(gpipe(Request(case.num_stages, 1))), case.optimizer)
+    plain = PartitionCase(case.profile, lower(gpipe(Request(case.num_stages, 1))), case.optimizer)
     found = solve(plain.problem("peak_bytes"), budget_s)
     cost = case.problem("peak_bytes").cost(found.boundaries)
-    return Cut(PLAIN, found.boundaries, cost, 0.0, False, time.perf_counter() - begin)
+    return Partition(PLAIN, found.boundaries, cost, 0.0, False, time.perf_counter() - begin)
 
 
-def compare(case: Case, objective: str, budget_s: float, network: Network = FREE) -> list[Judged]:
-    """Cut by every method and judges each; the exact one first.
+def compare(case: PartitionCase, objective: str, budget_s: float, network: Network = FREE) -> list[EvaluatedPartition]:
+    """Partition by every method and judges each; the exact one first.
 
     The exact one also takes the others' cuts for candidates, so that it is never above any, proven or not.
     """
-    others = [cut_by(name, case, objective) for name in METHODS if name != "exact"]
+    others = [partition_by(name, case, objective) for name in METHODS if name != "exact"]
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):
-        others.append(plain_cut(case, budget_s))
-    ours = at_most(cut_by("exact", case, objective, budget_s), others)
-    return [judge(case, cut, network) for cut in (ours, *others)]
+        others.append(plain_pipeline(case, budget_s))
+    ours = at_most(partition_by("exact", case, objective, budget_s), others)
+    return [evaluate(case, cut, network) for cut in (ours, *others)]
 
 
-def at_most(ours: Cut, others: Sequence[Cut]) -> Cut:
+def at_most(ours: Partition, others: Sequence[Partition]) -> Partition:
     """Return our cut, or the boundaries of another one that costs less."""
     best = min(others, key=lambda cut: cut.cost, default=ours)
     if best.cost >= ours.cost:

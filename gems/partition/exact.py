@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gems.partition.even import even
-from gems.partition.problem import Answer, Cut, NoCut, Problem
-from gems.partition.solvers.chain import cut_chain
-from gems.partition.solvers.paired import cut_pairs
-from gems.partition.solvers.several import cut_several
+from gems.partition.problem import InfeasibleError, Partition, Problem, Solution
+from gems.partition.solvers.chain import partition_chain
+from gems.partition.solvers.paired import partition_pairs
+from gems.partition.solvers.several import partition_several
 from gems.partition.solvers.tables import kept
 
 METHOD = "exact"
 
 
-def solve(problem: Problem, budget_s: float = 10.0) -> Cut:
+def solve(problem: Problem, budget_s: float = 10.0) -> Partition:
     """Return the cut of the least cost and, among those, of the fewest bytes that cross.
 
     Chains are always solved to the end. Of pairs and other placements the answer is the best cut found in `budget_s`
@@ -24,7 +24,7 @@ def solve(problem: Problem, budget_s: float = 10.0) -> Cut:
     that takes. facts: `solver` is chain, pairs or several; `has_fewest_bytes` says whether ties are settled for sure.
 
     Raises:
-        NoCut: no cut keeps the limits; of pairs and other placements also when none was found in the time.
+        InfeasibleError: no cut keeps the limits; of pairs and other placements also when none was found in the time.
         ValueError: more stages than layers.
     """
     begin = time.perf_counter()
@@ -42,7 +42,7 @@ def solve(problem: Problem, budget_s: float = 10.0) -> Cut:
         answer = _search(problem, deadline, start)
     if answer.boundaries is None:
         raise _no_cut(problem, deadline)
-    return Cut(
+    return Partition(
         METHOD, answer.boundaries, answer.cost, answer.bound, answer.is_proven, time.perf_counter() - begin,
         {"solver": solver, "has_fewest_bytes": answer.has_fewest_bytes},
     )  # fmt: skip
@@ -50,22 +50,22 @@ def solve(problem: Problem, budget_s: float = 10.0) -> Cut:
 
 def _search(
     problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = float("-inf")
-) -> Answer:
+) -> Solution:
     if problem.is_paired:
-        return cut_pairs(problem, deadline, start, enough)
-    return cut_several(problem, deadline, start, enough)
+        return partition_pairs(problem, deadline, start, enough)
+    return partition_several(problem, deadline, start, enough)
 
 
-def _only(problem: Problem) -> Answer:
+def _only(problem: Problem) -> Solution:
     boundaries = even(problem.num_layers, problem.num_stages)
     cost = problem.cost(boundaries)
-    return Answer(boundaries if cost < float("inf") else None, cost, cost, True, True)
+    return Solution(boundaries if cost < float("inf") else None, cost, cost, True, True)
 
 
-def _chain(problem: Problem) -> Answer:
-    boundaries = cut_chain(problem)
+def _chain(problem: Problem) -> Solution:
+    boundaries = partition_chain(problem)
     cost = float("inf") if boundaries is None else problem.cost(boundaries)
-    return Answer(boundaries, cost, cost, True, True)
+    return Solution(boundaries, cost, cost, True, True)
 
 
 def _of_limits(problem: Problem) -> Problem:
@@ -77,14 +77,14 @@ def _within_limits(problem: Problem, deadline: float) -> tuple[int, ...]:
     now = time.perf_counter()
     answer = _search(_of_limits(problem), now + (deadline - now) / 2, enough=problem.limit)
     if answer.boundaries is None or answer.cost > problem.limit:
-        raise NoCut(answer.cost, problem.limit, answer.bound)
+        raise InfeasibleError(answer.cost, problem.limit, answer.bound)
     return answer.boundaries
 
 
-def _no_cut(problem: Problem, deadline: float) -> NoCut:
+def _no_cut(problem: Problem, deadline: float) -> InfeasibleError:
     alone = _of_limits(problem)
     if problem.num_stages in (1, problem.num_layers):
         answer = _only(alone)
     else:
         answer = _chain(alone) if alone.is_chain else _search(alone, deadline)
-    return NoCut(answer.cost, problem.limit, answer.bound)
+    return InfeasibleError(answer.cost, problem.limit, answer.bound)

@@ -11,15 +11,15 @@ from gems.errors import ConfigError
 from gems.memory.model import OPTIMIZERS
 from gems.models import check_image, layers_of, stride_of
 from gems.models.families.resnet import block_of
-from gems.partition.methods import Case, cut_by
+from gems.partition.methods import PartitionCase, partition_by
 
-MOST = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
+MAX_VALUES = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
 DEPTH_REACH = 2000  # how far above a number the next depth that exists may be
 PROBES_ABOVE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class MaxModelSize:
     """The largest value that a method can train, with the parameters of that model and its peak in bytes."""
 
     method: str
@@ -28,7 +28,9 @@ class Largest:
     peak_bytes: int
 
 
-def largest(spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], Case]) -> list[Largest]:
+def max_model_sizes(
+    spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], PartitionCase]
+) -> list[MaxModelSize]:
     """Search for each method the largest `axis` whose cut keeps every rank within machine.device_bytes.
 
     Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the next values above
@@ -52,7 +54,7 @@ def largest(spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callabl
     spec = _of_one_kind(spec)
 
     @lru_cache(maxsize=1)  # the tables of a deep model are large
-    def case(value: int) -> Case:
+    def case(value: int) -> PartitionCase:
         return case_of(with_value(spec, axis, value))
 
     @cache
@@ -61,21 +63,21 @@ def largest(spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callabl
         least = least_bytes(found)
         if least > limit:
             return least
-        return max(found.peak_bytes(cut_by(method, found, "peak_bytes", spec.partition.budget_s).boundaries))
+        return max(found.peak_bytes(partition_by(method, found, "peak_bytes", spec.partition.budget_s).boundaries))
 
     answers = []
     for method in methods:
         value = _search(spec, axis, lambda value, method=method: peak(method, value) <= limit)  # type: ignore[misc]
         if not value:
-            answers.append(Largest(method, 0, 0, 0))
+            answers.append(MaxModelSize(method, 0, 0, 0))
             continue
         profile = case(value).profile
         num_bytes = sum(layer.param_bytes for layer in profile.layers)
-        answers.append(Largest(method, value, num_bytes // ITEM_BYTES[profile.dtype], peak(method, value)))
+        answers.append(MaxModelSize(method, value, num_bytes // ITEM_BYTES[profile.dtype], peak(method, value)))
     return answers
 
 
-def least_bytes(case: Case) -> int:
+def least_bytes(case: PartitionCase) -> int:
     """Return what some rank holds at least, wherever the cuts are: an equal share of all states and one stash of each layer.
 
     It needs no table, so that a model far too large is told at once.
@@ -106,7 +108,7 @@ def _of_one_kind(spec: RunSpec) -> RunSpec:
 
 def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
     good, step = 0, _start(spec, axis)
-    bad = MOST[axis] + 1
+    bad = MAX_VALUES[axis] + 1
     while step < bad:
         value = _at_least(spec, axis, step)
         if value is None or value >= bad:
@@ -124,7 +126,7 @@ def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     value = bad
     for _ in range(PROBES_ABOVE):
-        if value <= MOST[axis] and fits(value):
+        if value <= MAX_VALUES[axis] and fits(value):
             good = value
         following = _at_least(spec, axis, value + 1)
         if following is None:

@@ -20,7 +20,7 @@ from gems.partition.even import even
 from gems.partition.exact import solve
 from gems.partition.mcap import mcap
 from gems.partition.pipedream import pipedream
-from gems.partition.problem import Cut, NoCut, Problem
+from gems.partition.problem import InfeasibleError, Partition, Problem
 from gems.partition.torchgpipe import block_partition
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
@@ -39,14 +39,14 @@ SMALLER = "use more partitions, fewer micro-batches in flight (schedule.activati
 PARAM_SCALES = {"sgd": 3, "adam": 5}
 
 
-Boundaries = Callable[["Case"], tuple[int, ...]]
+Boundaries = Callable[["PartitionCase"], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionMethod:
     """A method: `cut` takes a case, an objective and a budget in seconds; without `needs_profile` it only counts layers."""
 
-    cut: Callable[[Case, str, float], Cut]
+    cut: Callable[[PartitionCase, str, float], Partition]
     needs_profile: bool = True
 
 
@@ -57,9 +57,9 @@ def partition_method(name: str) -> Callable[[Boundaries], Boundaries]:
     """Register the function below, from a case to the boundaries of its stages, as partition=`name`."""
 
     def register(boundaries: Boundaries) -> Boundaries:
-        def cut(case: Case, objective: str, budget_s: float) -> Cut:
+        def cut(case: PartitionCase, objective: str, budget_s: float) -> Partition:
             found = boundaries(case)
-            return Cut(name, found, case.problem(objective).cost(found), 0.0, False)
+            return Partition(name, found, case.problem(objective).cost(found), 0.0, False)
 
         METHODS.register(name, PartitionMethod(cut))
         return boundaries
@@ -68,7 +68,7 @@ def partition_method(name: str) -> Callable[[Boundaries], Boundaries]:
 
 
 @dataclass(frozen=True)
-class Case:
+class PartitionCase:
     """A model to cut: its profile, the lowered schedule that will run it, and the device's limit in bytes, if any."""
 
     profile: ModelProfile
@@ -121,7 +121,7 @@ class Case:
         return stage_costs(self.spans, boundaries)
 
 
-def case_of(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None) -> Case:
+def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None) -> PartitionCase:
     """Return the case of a resolved run and its lowered schedule; its profile comes from where the run says.
 
     Raises:
@@ -131,10 +131,10 @@ def case_of(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = No
     check_depth(spec, schedule.num_stages, profile.num_layers)
     # a policy makes room behind the cut
     limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
-    return Case(profile, schedule, optimizer_of(spec), limit_bytes, spec.machine.link_bytes_per_s)
+    return PartitionCase(profile, schedule, optimizer_name(spec), limit_bytes, spec.machine.link_bytes_per_s)
 
 
-def optimizer_of(spec: RunSpec) -> str:
+def optimizer_name(spec: RunSpec) -> str:
     """Return the name under which the memory model knows a run's optimizer: one without momentum keeps no state."""
     optimizer = spec.train.optimizer
     return "sgd_plain" if optimizer == "sgd" and not spec.train.momentum else optimizer
@@ -156,7 +156,7 @@ def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
     return spec.parallel.boundaries is None and METHODS[spec.partition.name].needs_profile and schedule.num_stages > 1
 
 
-def cut(spec: RunSpec, schedule: Schedule) -> Cut:
+def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     """Return the cut of a resolved run: as given in parallel.boundaries, or by the configured method.
 
     Raises:
@@ -167,12 +167,12 @@ def cut(spec: RunSpec, schedule: Schedule) -> Cut:
     given, limit = spec.parallel.boundaries, spec.machine.device_bytes
     num_layers, num_stages = _num_layers(spec), schedule.num_stages
     check_depth(spec, num_stages, num_layers)
-    case = case_of(spec, schedule) if limit is not None or _needs_profile(spec, schedule) else None
+    case = partition_case(spec, schedule) if limit is not None or _needs_profile(spec, schedule) else None
     if given is not None:
         boundaries = check_boundaries(tuple(given), num_layers, num_stages)
-        found = Cut("given", boundaries, float("nan"), float("nan"), False)
+        found = Partition("given", boundaries, float("nan"), float("nan"), False)
     elif case is None or not _needs_profile(spec, schedule):
-        found = Cut("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
+        found = Partition("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
     else:
         found = _kept_cut(spec, case)
     if case is not None:
@@ -180,7 +180,7 @@ def cut(spec: RunSpec, schedule: Schedule) -> Cut:
     return found
 
 
-def _kept_cut(spec: RunSpec, case: Case) -> Cut:
+def _kept_cut(spec: RunSpec, case: PartitionCase) -> Partition:
     """Return the configured method's cut, from the cache where it has been made for the same profile and schedule."""
     method = spec.partition.name
     objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
@@ -188,14 +188,14 @@ def _kept_cut(spec: RunSpec, case: Case) -> Cut:
     key = repr((facts, case.profile, case.schedule.digest()))
 
     def make() -> dict[str, Any]:
-        return asdict(cut_by(method, case, objective, spec.partition.budget_s))
+        return asdict(partition_by(method, case, objective, spec.partition.budget_s))
 
     kept = cached(spec.cache_dir, "partition", key, make)
-    return Cut(**(kept | {"boundaries": tuple(kept["boundaries"])}))
+    return Partition(**(kept | {"boundaries": tuple(kept["boundaries"])}))
 
 
-def cut_by(method: str, case: Case, objective: str = "peak_bytes", budget_s: float = 30.0) -> Cut:
-    """Cut by the name of a method; `cost` and `bound` are of the objective, in seconds or bytes.
+def partition_by(method: str, case: PartitionCase, objective: str = "peak_bytes", budget_s: float = 30.0) -> Partition:
+    """Partition by the name of a method; `cost` and `bound` are of the objective, in seconds or bytes.
 
     Raises:
         DoesNotFitError: no cut keeps every rank within the limit (exact method, objective time).
@@ -205,7 +205,7 @@ def cut_by(method: str, case: Case, objective: str = "peak_bytes", budget_s: flo
     return replace(found, method=method, solve_s=time.perf_counter() - begin)
 
 
-def check_fits(case: Case, found: Cut) -> None:
+def check_fits(case: PartitionCase, found: Partition) -> None:
     """Check the peaks of a cut against the device.
 
     Raises:
@@ -246,7 +246,7 @@ def _num_layers(spec: RunSpec) -> int:
     return len(layers_of(spec.model, spec.data))
 
 
-def _check_layers(case: Case) -> None:
+def _check_layers(case: PartitionCase) -> None:
     """Refuse a layer that no cut can make fit: alone on its stage it is above the limit already."""
     limit = case.limit_bytes
     assert limit is not None
@@ -263,7 +263,7 @@ def _alone(costs: RankCosts, layer: int) -> float:
     )
 
 
-def _too_large(case: Case, least: int) -> DoesNotFitError:
+def _too_large(case: PartitionCase, least: int) -> DoesNotFitError:
     _check_layers(case)
     assert case.limit_bytes is not None
     return DoesNotFitError(
@@ -272,26 +272,26 @@ def _too_large(case: Case, least: int) -> DoesNotFitError:
     )  # fmt: skip
 
 
-def _exact(case: Case, objective: str, budget_s: float) -> Cut:
+def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:
     try:
         return solve(case.problem(objective), budget_s)
-    except NoCut as error:
+    except InfeasibleError as error:
         raise _too_large(case, round(error.least)) from error
 
 
 METHODS.register("exact", PartitionMethod(_exact))
 
 
-def _even(case: Case, objective: str, budget_s: float) -> Cut:
+def _even(case: PartitionCase, objective: str, budget_s: float) -> Partition:
     boundaries = even(case.profile.num_layers, case.num_stages)
-    return Cut("even", boundaries, case.problem(objective).cost(boundaries), 0.0, False)
+    return Partition("even", boundaries, case.problem(objective).cost(boundaries), 0.0, False)
 
 
 METHODS.register("even", PartitionMethod(_even, needs_profile=False))
 
 
 @partition_method("mcap")
-def _mcap(case: Case) -> tuple[int, ...]:
+def _mcap(case: PartitionCase) -> tuple[int, ...]:
     """mCAP measures runs of the framework as it is: here with the schedule's own peaks where a rank holds one stage.
 
     Where a rank holds several, its method knows of no such pairing, so that its runs are plain ones of one micro-batch.
@@ -299,23 +299,23 @@ def _mcap(case: Case) -> tuple[int, ...]:
     runs = case
     if any(len(costs.stages) > 1 for costs in case.memory):
         plain = lower(gpipe(Request(case.num_stages, 1)))
-        runs = Case(case.profile, plain, case.optimizer)
+        runs = PartitionCase(case.profile, plain, case.optimizer)
     return mcap(runs.peak_bytes, case.profile.num_layers, case.num_stages)
 
 
 @partition_method("torchgpipe_size")
-def _by_size(case: Case) -> tuple[int, ...]:
+def _by_size(case: PartitionCase) -> tuple[int, ...]:
     scale = PARAM_SCALES.get(case.optimizer, 2)
     sizes = [layer.kept_bytes + scale * layer.param_bytes for layer in case.profile.layers]
     return block_partition(sizes, case.num_stages)
 
 
 @partition_method("torchgpipe_time")
-def _by_time(case: Case) -> tuple[int, ...]:
+def _by_time(case: PartitionCase) -> tuple[int, ...]:
     return block_partition([layer.time_s for layer in case.profile.layers], case.num_stages)
 
 
 @partition_method("pipedream")
-def _pipedream(case: Case) -> tuple[int, ...]:
+def _pipedream(case: PartitionCase) -> tuple[int, ...]:
     times = [layer.time_s for layer in case.profile.layers]
     return pipedream(times, case.spans.boundary_bytes(), case.num_stages, case.link_bytes_per_s)

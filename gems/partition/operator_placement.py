@@ -78,7 +78,7 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
     order = {v: at for at, v in enumerate(graph.order)}
     by_forward = sorted(order, key=lambda v: (timed.forward_start_s[v], order[v]))
     by_backward = sorted(order, key=lambda v: (timed.backward_start_s[v], -order[v]))
-    placement = StagePlacement(num_ranks, (tuple(timed.places),), graph.feeders)
+    placement = StagePlacement(num_ranks, (tuple(timed.places),), graph.predecessors)
     return placed(placement, spec.parallel.micro_batches or 1, by_forward, by_backward)
 
 
@@ -97,7 +97,7 @@ def stage_costs_of(spec: RunSpec) -> StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A `Timed` as JSON has it."""
+    """A `TimedPlacement` as JSON has it."""
 
     places: list[int]
     forward_start_s: list[float]

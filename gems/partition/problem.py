@@ -10,7 +10,7 @@ from typing import Any
 from gems.profile.spans import RankCosts
 
 
-class NoCut(ValueError):  # noqa: N818 - it is an answer
+class InfeasibleError(ValueError):
     """No cut keeps the limits, as far as was found.
 
     `least` is the cost of the best cut by the limits alone: what the limit must be for that one. `bound` is below or
@@ -23,7 +23,7 @@ class NoCut(ValueError):  # noqa: N818 - it is an answer
         self.bound = bound
         super().__init__(f"no cut within {limit:g}: the best one needs {least:g}, and none less than {bound:g}")
 
-    def __reduce__(self) -> tuple[type[NoCut], tuple[float, float, float]]:
+    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[float, float, float]]:
         return type(self), (self.least, self.limit, self.bound)
 
 
@@ -70,7 +70,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Solution:
     """What a search found: boundaries, None where no cut keeps the limits, and their cost.
 
     `bound` is below or at every cut's cost; `is_proven` says that nothing better exists, and `has_fewest_bytes` that
@@ -85,7 +85,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """An answer: stage s holds layers boundaries[s] up to boundaries[s + 1].
 
     `bound` is below or at the cost of every cut; `is_optimal` says that `cost` is the least there is. `facts` are

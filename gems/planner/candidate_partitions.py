@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from gems.partition.exact import solve
-from gems.partition.methods import Case
-from gems.partition.problem import NoCut, Problem
+from gems.partition.methods import PartitionCase
+from gems.partition.problem import InfeasibleError, Problem
 from gems.planner.search.candidate import Candidate
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
@@ -60,14 +60,14 @@ class Cuts:
 
     def within(self, schedule: Schedule, optimizer: str, limit_bytes: int) -> tuple[int, ...] | None:
         """Return the exact cut of a lowered schedule, of the least time within the bytes; None where its tables are too large."""
-        case = Case(self.spans.profile, schedule, optimizer, limit_bytes)
+        case = PartitionCase(self.spans.profile, schedule, optimizer, limit_bytes)
         case.__dict__["spans"] = self.spans
         num_tables = sum(len(rank.moments) * len(rank.stages) for rank in dict.fromkeys(case.memory))
         if num_tables * 8 * self.spans.num_layers**2 > MAX_TABLE_BYTES:
             return None
         try:
             return solve(case.problem("time"), CUT_BUDGET_S).boundaries
-        except NoCut:
+        except InfeasibleError:
             return None
 
     def _cut_by_time(self, placement: Placement) -> TimeCut:

@@ -13,7 +13,7 @@ from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
 from gems.memory.registry import plan_within
 from gems.memory.segment_costs import segment_costs, stage_costs
 from gems.memory.timeline import RankTimeline, rank_timeline
-from gems.partition.methods import optimizer_of
+from gems.partition.methods import optimizer_name
 from gems.planner.candidate_partitions import Cuts, TimeCut, stashes, with_stages
 from gems.planner.search.best_first import Rules, TooLarge
 from gems.planner.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of
@@ -95,7 +95,7 @@ class Planner:
     @property
     def _copies(self) -> int:
         """Bytes held for each byte of parameters."""
-        return OPTIMIZERS[optimizer_of(self.spec)].copies
+        return OPTIMIZERS[optimizer_name(self.spec)].copies
 
     def _turn(self, one: Candidate) -> int:
         """Return the candidate's turn; of those that take long, what is likely too large comes behind the others."""
@@ -209,7 +209,7 @@ class Planner:
         return TooLarge(least)
 
     def _peaks(self, made: _Made) -> tuple[int, ...]:
-        spans, optimizer = self.cuts(made.run.parallel.micro_batch_size).spans, optimizer_of(self.spec)
+        spans, optimizer = self.cuts(made.run.parallel.micro_batch_size).spans, optimizer_name(self.spec)
         model = MemoryModel(spans, OPTIMIZERS[optimizer])
         return model.peak_bytes(lower(made.compute), made.boundaries)
 
@@ -217,7 +217,7 @@ class Planner:
         """Return the exact cut within the bytes in the place of the one by bytes, where it can be had and keeps them."""
         assert self.limit_bytes is not None
         cuts = self.cuts(one.micro_batch_size)
-        boundaries = cuts.within(lower(made.compute), optimizer_of(self.spec), self.limit_bytes)
+        boundaries = cuts.within(lower(made.compute), optimizer_name(self.spec), self.limit_bytes)
         if boundaries is None:
             return made, peaks
         other = self._scheduled_at(one, boundaries)

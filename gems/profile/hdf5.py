@@ -10,50 +10,17 @@ from typing import Any
 import h5py
 import numpy as np
 
-from gems.profile.model_profile import SCHEMA, ModelProfile
+from gems.profile.model_profile import LONG_NAMES, PAIRS, SCHEMA, SIZES, STORAGES, TIMES, ModelProfile
 from gems.profile.saved_storages import Saved
 
-COLUMNS: tuple[tuple[str, str, str, str], ...] = (
-    ("forward_s", "f8", "s", "forward of one micro-batch"),
-    ("input_grad_s", "f8", "s", "input gradient of one micro-batch"),
-    ("weight_grad_s", "f8", "s", "weight gradient of one micro-batch"),
-    ("recompute_s", "f8", "s", "forward again, before backward"),
-    ("cheap_s", "f8", "s", "forward again without convolutions and matrix products"),
-    ("param_bytes", "i8", "byte", "parameters"),
-    ("buffer_bytes", "i8", "byte", "buffers, such as running statistics"),
-    ("stash_bytes", "i8", "byte", "made and saved by the layer itself"),
-    ("output_bytes", "i8", "byte", "tensors handed on"),
-    ("output_grad_bytes", "i8", "byte", "gradients of the tensors handed on"),
-    ("unsaved_input_bytes", "i8", "byte", "given and saved by no earlier layer"),
-    ("workspace_bytes", "i8", "byte", "used and let go within the layer"),
-    ("forward_peak_bytes", "i8", "byte", "most made at once in forward"),
-    ("backward_peak_bytes", "i8", "byte", "most at once in backward"),
-    ("held_for_weights_bytes", "i8", "byte", "kept between input gradient and weight gradient"),
-    ("held_input_bytes", "i8", "byte", "inputs among what is kept for the weight gradient"),
-    ("held_output_grad_bytes", "i8", "byte", "gradients of outputs among what is kept for the weight gradient"),
-    ("plain_peak_bytes", "i8", "byte", "most made at once in a forward that keeps nothing"),
-    ("cheap_bytes", "i8", "byte", "given by convolutions and matrix products"),
-    ("cheap_first_peak_bytes", "i8", "byte", "most made at once in a forward that keeps only those"),
-    ("cheap_peak_bytes", "i8", "byte", "most made at once in a second forward that is given those"),
-)
-PAIRS: tuple[tuple[str, str], ...] = (
-    ("saved_later", "made here, and saved first by the layer so many further on"),
-    ("unsaved_from", "given and not yet saved, made by the layer so many back"),
-    ("backward_peak_at", "most in backward where the stage ends so many layers further on"),
-    ("passed_at", "passed on as it is by a stage that begins here and ends so many layers further on"),
-)
-STORAGES: tuple[tuple[str, str], ...] = (
-    ("saved", "made here and saved for backward"),
-    ("passing", "made here and saved by nobody"),
-)
 ROOT = ("model", "height_px", "width_px", "micro_batch_size", "dtype", "device", "source", "input_bytes")
 
 
 def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
-    """Write a profile into an empty group: attributes of the whole, and columns with an entry a layer.
+    """Write a profile into an empty group: attributes of the model, and columns with an entry per layer.
 
-    Pairs stand in tables of three columns: layer, how many layers away, bytes. Storages do in tables of five, and who
-    saves or reads them in one of three.
+    Pairs are tables of three columns: layer, how many layers away, bytes. Storages are tables of five columns, with a
+    table of three for the layers that save or read them.
     """
     group.attrs["schema"] = SCHEMA
     for name in ROOT:
@@ -63,14 +30,15 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
     for name in ("name", "kind"):
         words = np.array([getattr(layer, name) for layer in profile.layers], dtype=h5py.string_dtype())
         _write(group, name, words, "1", f"{name} of the layer")
-    for name, kind, units, long_name in COLUMNS:
-        values = np.array([getattr(layer, name) for layer in profile.layers], dtype=kind)
-        _write(group, name, values, units, long_name)
-    for name, long_name in PAIRS:
+    for names, kind, units in ((TIMES, "f8", "s"), (SIZES, "i8", "byte")):
+        for name in names:
+            values = np.array([getattr(layer, name) for layer in profile.layers], dtype=kind)
+            _write(group, name, values, units, LONG_NAMES[name])
+    for name in PAIRS:
         rows = [(index, *pair) for index, layer in enumerate(profile.layers) for pair in getattr(layer, name)]
-        _write(group, name, _table(rows, 3), "1, 1, byte", f"{long_name}: layer, layers away, bytes")
-    for name, long_name in STORAGES:
-        _write_storages(group, name, long_name, [getattr(layer, name) for layer in profile.layers])
+        _write(group, name, _table(rows, 3), "1, 1, byte", f"{LONG_NAMES[name]}: layer, layers away, bytes")
+    for name in STORAGES:
+        _write_storages(group, name, [getattr(layer, name) for layer in profile.layers])
 
 
 def add_to_trace(path: Path, profile: ModelProfile) -> None:
@@ -87,12 +55,12 @@ def read_profile(group: h5py.Group) -> ModelProfile:
     """
     names = [text.decode() for text in group["name"][:]]
     kinds = [text.decode() for text in group["kind"][:]]
-    columns = {name: group[name][:].tolist() for name, *_ in COLUMNS if name in group}
-    pairs: dict[str, list[list[tuple[int, int]]]] = {name: [[] for _ in names] for name, _ in PAIRS}
-    for name, _ in PAIRS:
+    columns = {name: group[name][:].tolist() for name in (*TIMES, *SIZES) if name in group}
+    pairs: dict[str, list[list[tuple[int, int]]]] = {name: [[] for _ in names] for name in PAIRS}
+    for name in PAIRS:
         for layer, away, num_bytes in group[name][:].tolist():
             pairs[name][layer].append((away, num_bytes))
-    storages = {name: _read_storages(group, name, len(names)) for name, _ in STORAGES}
+    storages = {name: _read_storages(group, name, len(names)) for name in STORAGES}
     layers = [
         {
             "name": names[index], "kind": kinds[index],
@@ -109,7 +77,7 @@ def read_profile(group: h5py.Group) -> ModelProfile:
     )
 
 
-def _write_storages(group: h5py.Group, name: str, long_name: str, layers: Sequence[Sequence[Saved]]) -> None:
+def _write_storages(group: h5py.Group, name: str, layers: Sequence[Sequence[Saved]]) -> None:
     rows = [
         (index, one.num_bytes, one.last_use, one.count, one.is_product)
         for index, storages in enumerate(layers)
@@ -121,19 +89,19 @@ def _write_storages(group: h5py.Group, name: str, long_name: str, layers: Sequen
         for part, layers_of_part in enumerate((one.savers, one.weight_readers))
         for layer in layers_of_part
     ]
-    told = "layer, bytes of one, layer of the last use, how many, whether a product gave it"
-    _write(group, name, _table(rows, 5), "1, byte, 1, 1, 1", f"{long_name}: {told}")
+    columns = "layer, bytes of one, layer of the last use, how many, whether a product gave it"
+    _write(group, name, _table(rows, 5), "1, byte, 1, 1, 1", f"{LONG_NAMES[name]}: {columns}")
     _write(
         group,
         f"{name}_by",
         _table(savers, 3),
         "1, 1, 1",
-        f"{long_name}, by whom: row of the storage, layers away, 0 for who saves it and 1 for whose weight gradient reads it",
+        f"{LONG_NAMES[name]}, by whom: row of the storage, layers away, 0 for who saves it and 1 for whose weight gradient reads it",
     )
 
 
 def _read_storages(group: h5py.Group, name: str, num_layers: int) -> list[list[dict[str, Any]]]:
-    """Return the storages of each layer; none where the file is older than the tables."""
+    """Return the storages of each layer; none if the file is older than these tables."""
     found: list[list[dict[str, Any]]] = [[] for _ in range(num_layers)]
     if name not in group:
         return found

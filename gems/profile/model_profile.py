@@ -14,33 +14,28 @@ SCHEMA = "gems.profile/1"
 SOURCES = ("measured", "fake", "incremental", "analytic")
 
 
+def _value(default: Any, long_name: str) -> Any:
+    """Return a field of `LayerProfile` with its default and what it is, as trace files name it."""
+    return field(default=default, metadata={"long_name": long_name})
+
+
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer on one micro-batch. Times are seconds, sizes bytes.
+    """One layer on one micro-batch. Times are seconds, sizes bytes; pairs are (how many layers away, bytes).
 
-    Of what backward needs, each storage is counted once, where it is made: `stash_bytes` are those that the layer
-    makes and saves itself, `saved_later` those that it makes and hands on and that another layer is the first to save:
-    pairs (how many layers further on, bytes). Inputs are counted where they were made. So a stage of layers i..j keeps
-    the stashes of its layers, and of `saved_later` what is saved up to j.
+    Each storage that backward needs is counted once, at the layer that makes it: in `stash_bytes` if that layer saves it,
+    in `saved_later` if a later layer is the first to save it. So a stage of layers i..j keeps the stashes of its layers,
+    and of `saved_later` what is first saved up to j. `saved` lists these storages one by one with all that save them; by
+    default it is made from the two. `passing` has those that nobody saves but a recomputed segment keeps: outputs, and
+    results of convolutions and matrix products.
 
-    `forward_peak_bytes` is the most that the layer makes at once in forward, stash and outputs among it, beside what it
-    was given; `unsaved_input_bytes` what it was given and no earlier layer has saved, held only while it runs, and
-    `unsaved_from` who made that: pairs (how many layers back, bytes), none for the layer before.
-    `backward_peak_bytes` is the most at once in its backward, output and input gradients among it, beyond all that is
-    saved when it begins; the gradients of the parameters are not in it, since they stay. `backward_peak_at` has the
-    cases where that is another: pairs (how many layers further on the stage ends, the most beyond the gradients that
-    the stage was given for its outputs, which it holds throughout). `passed_at` is what of those a stage that begins
-    with this layer passes on as it is, in a copy: pairs (how many layers further on it ends, bytes). `workspace_bytes` is the
-    larger of what forward and backward use and let go within the layer. `held_for_weights_bytes` is what a split
-    backward keeps of a layer between I and W; of that `held_input_bytes` are its inputs and `held_output_grad_bytes` the
-    gradients of its outputs, which the stage counts itself where they are its own.
-
-    `saved` has the storages behind `stash_bytes` and `saved_later` one by one, with all that save them, so that parts of a
-    stage can keep different ones; where it is not given it is made from those two. `passing` has those that nobody saves
-    and that a segment keeps that is run again: what is handed on, and what a convolution or a matrix product gave.
-    `cheap_bytes` is what such operations gave, saved or not, which a cheap second run keeps from the first.
-    `plain_peak_bytes` is the most that a forward makes at once that keeps nothing, because it will be run again,
-    `cheap_first_peak_bytes` that of one that keeps what such operations gave, and `cheap_peak_bytes` the most that the second run makes at once beside what was kept, and `cheap_s` its time.
+    Peaks of forward count what the layer makes, its stash and outputs included, besides its inputs. `backward_peak_bytes`
+    counts gradients of outputs and inputs, beyond all that is saved when it begins; gradients of parameters always stay
+    and are not in it. `backward_peak_at` has the stage ends at which the peak is another one, beyond the output gradients
+    that the stage holds throughout, and `passed_at` what of those a stage that begins here passes on in a copy.
+    `held_for_weights_bytes` includes `held_input_bytes` and `held_output_grad_bytes`, which the stage counts itself where
+    they are its own. Values named `cheap` are those of selective recomputation, which keeps the results of convolutions
+    and matrix products from the first forward.
 
     Raises:
         ValueError: `saved` and `passing` do not add up to `stash_bytes`, `saved_later` and `cheap_bytes`.
@@ -48,54 +43,66 @@ class LayerProfile:
 
     name: str
     kind: str
-    forward_s: float = 0.0
-    input_grad_s: float = 0.0
-    weight_grad_s: float = 0.0
-    recompute_s: float = 0.0
-    cheap_s: float = 0.0
-    param_bytes: int = 0
-    buffer_bytes: int = 0
-    stash_bytes: int = 0
-    saved_later: tuple[tuple[int, int], ...] = ()
-    output_bytes: int = 0
-    output_grad_bytes: int = 0
-    unsaved_input_bytes: int = 0
-    unsaved_from: tuple[tuple[int, int], ...] = ()
-    workspace_bytes: int = 0
-    forward_peak_bytes: int = 0
-    backward_peak_bytes: int = 0
-    backward_peak_at: tuple[tuple[int, int], ...] = ()
-    passed_at: tuple[tuple[int, int], ...] = ()
-    held_for_weights_bytes: int = 0
-    held_input_bytes: int = 0
-    held_output_grad_bytes: int = 0
-    plain_peak_bytes: int = 0
-    cheap_bytes: int = 0
-    cheap_first_peak_bytes: int = 0
-    cheap_peak_bytes: int = 0
-    saved: tuple[Saved, ...] = ()
-    passing: tuple[Saved, ...] = ()
+    forward_s: float = _value(0.0, "forward of one micro-batch")
+    input_grad_s: float = _value(0.0, "input gradient of one micro-batch")
+    weight_grad_s: float = _value(0.0, "weight gradient of one micro-batch")
+    recompute_s: float = _value(0.0, "forward again, before backward")
+    cheap_s: float = _value(0.0, "forward again without convolutions and matrix products")
+    param_bytes: int = _value(0, "parameters")
+    buffer_bytes: int = _value(0, "buffers, such as running statistics")
+    stash_bytes: int = _value(0, "made and saved by the layer itself")
+    saved_later: tuple[tuple[int, int], ...] = _value((), "made here, and saved first by the layer so many further on")
+    output_bytes: int = _value(0, "tensors handed on")
+    output_grad_bytes: int = _value(0, "gradients of the tensors handed on")
+    unsaved_input_bytes: int = _value(0, "given and saved by no earlier layer")
+    unsaved_from: tuple[tuple[int, int], ...] = _value((), "given and not yet saved, made by the layer so many back")
+    workspace_bytes: int = _value(0, "used and let go within the layer")
+    forward_peak_bytes: int = _value(0, "most made at once in forward")
+    backward_peak_bytes: int = _value(0, "most at once in backward")
+    backward_peak_at: tuple[tuple[int, int], ...] = _value(
+        (), "most in backward where the stage ends so many layers further on"
+    )
+    passed_at: tuple[tuple[int, int], ...] = _value(
+        (), "passed on as it is by a stage that begins here and ends so many layers further on"
+    )
+    held_for_weights_bytes: int = _value(0, "kept between input gradient and weight gradient")
+    held_input_bytes: int = _value(0, "inputs among what is kept for the weight gradient")
+    held_output_grad_bytes: int = _value(0, "gradients of outputs among what is kept for the weight gradient")
+    plain_peak_bytes: int = _value(0, "most made at once in a forward that keeps nothing")
+    cheap_bytes: int = _value(0, "given by convolutions and matrix products")
+    cheap_first_peak_bytes: int = _value(0, "most made at once in a forward that keeps only those")
+    cheap_peak_bytes: int = _value(0, "most made at once in a second forward that is given those")
+    saved: tuple[Saved, ...] = _value((), "made here and saved for backward")
+    passing: tuple[Saved, ...] = _value((), "made here and saved by nobody")
 
     def __post_init__(self) -> None:
         if not self.saved:
             object.__setattr__(self, "saved", saved_from(self.stash_bytes, self.saved_later, self.cheap_bytes))
             return
-        told = (self.stash_bytes, tuple(pair for pair in self.saved_later if pair[1]), self.cheap_bytes)
+        stated = (self.stash_bytes, tuple(pair for pair in self.saved_later if pair[1]), self.cheap_bytes)
         found = (*stash_of(self.saved), product_bytes_of((*self.saved, *self.passing)))
-        if told != found:
+        if stated != found:
             raise ValueError(
-                f"layer {self.name}: stash_bytes, saved_later and cheap_bytes are {told}, its storages say {found}"
+                f"layer {self.name}: stash_bytes, saved_later and cheap_bytes are {stated}, and its storages add up to {found}"
             )
 
     @property
     def kept_bytes(self) -> int:
-        """What the layer makes that is saved for backward, by itself or by a later layer."""
+        """Bytes that the layer makes and that are saved for backward, by itself or by a later layer."""
         return self.stash_bytes + sum(num_bytes for _, num_bytes in self.saved_later)
 
     @property
     def time_s(self) -> float:
         """Forward and whole backward of one micro-batch, in seconds."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(LayerProfile) if each.type == kind)
+
+
+TIMES, SIZES, PAIRS, STORAGES = map(_names, ("float", "int", "tuple[tuple[int, int], ...]", "tuple[Saved, ...]"))
+LONG_NAMES = {each.name: each.metadata["long_name"] for each in fields(LayerProfile) if each.metadata}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ class ModelProfile:
         return len(self.layers)
 
     def given_bytes(self, layer: int) -> int:
-        """Return the bytes that the layer gets from the one before it, or from the data."""
+        """Return the bytes of a layer's inputs: the previous layer's outputs, or the images."""
         return self.layers[layer - 1].output_bytes if layer else self.input_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -129,10 +136,10 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], path: object = "document") -> ModelProfile:
-        """Read what `to_json` gave.
+        """Read a document of `to_json`.
 
         Raises:
-            ConfigError: no profile, one of another schema, or one without layers.
+            ConfigError: not a profile, one of another schema, or one without layers.
         """
         schema = document.get("schema")
         if schema != SCHEMA:
@@ -155,7 +162,7 @@ class ModelProfile:
 
 
 def _check_fields(kind: type, values: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for a field that is not of its type, or a number that is no time and no size."""
+    """Raise TypeError or ValueError for a field of the wrong type, or a number that is not a time or a size."""
     takes = {"str": str, "int": int, "float": int | float, "Mapping[str, str]": Mapping, "Mapping[str, Any]": Mapping}
     for each in fields(kind):
         wanted, value = takes.get(str(each.type)), values.get(each.name)
@@ -171,11 +178,6 @@ def _layer(entry: Mapping[str, Any]) -> LayerProfile:
     if not isinstance(entry, Mapping):
         raise TypeError(f"a layer is {entry!r}, no mapping")
     _check_fields(LayerProfile, entry)
-    pairs = {
-        name: tuple((int(layers), int(num_bytes)) for layers, num_bytes in entry.get(name, ()))
-        for name in ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
-    }
-    storages = {
-        name: tuple(Saved.from_json(storage) for storage in entry.get(name, ())) for name in ("saved", "passing")
-    }
+    pairs = {name: tuple((int(layers), int(num_bytes)) for layers, num_bytes in entry.get(name, ())) for name in PAIRS}
+    storages = {name: tuple(Saved.from_json(storage) for storage in entry.get(name, ())) for name in STORAGES}
     return LayerProfile(**(dict(entry) | pairs | storages))

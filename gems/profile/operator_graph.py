@@ -38,7 +38,7 @@ class Op:
 class OpGraph:
     """Operators and their edges (reader's feeder, reader), by their numbers; no circles.
 
-    `feeders[v]` and `users[v]` are ascending, and `order` is a topological order: by depth first come, lowest number first.
+    `predecessors[v]` and `successors[v]` are ascending, and `order` is a topological order: by depth first come, lowest number first.
 
     Raises:
         ConfigError: an edge to nowhere, twice or in a circle, or a time or size that is negative or not finite.
@@ -46,8 +46,8 @@ class OpGraph:
 
     ops: tuple[Op, ...]
     edges: tuple[tuple[int, int], ...]
-    feeders: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     order: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,17 +56,17 @@ class OpGraph:
             raise ConfigError("operators", "none", "a graph has at least one operator")
         for op in self.ops:
             _check_op(op)
-        feeders: list[list[int]] = [[] for _ in self.ops]
-        users: list[list[int]] = [[] for _ in self.ops]
+        predecessors: list[list[int]] = [[] for _ in self.ops]
+        successors: list[list[int]] = [[] for _ in self.ops]
         for source, target in self.edges:
             if not (0 <= source < num and 0 <= target < num):
                 raise ConfigError("edges", (source, target), f"operators run from 0 to {num - 1}")
-            if target in users[source]:
+            if target in successors[source]:
                 raise ConfigError("edges", (source, target), "stands in the graph twice")
-            users[source].append(target)
-            feeders[target].append(source)
-        object.__setattr__(self, "feeders", tuple(tuple(sorted(some)) for some in feeders))
-        object.__setattr__(self, "users", tuple(tuple(sorted(some)) for some in users))
+            successors[source].append(target)
+            predecessors[target].append(source)
+        object.__setattr__(self, "predecessors", tuple(tuple(sorted(some)) for some in predecessors))
+        object.__setattr__(self, "successors", tuple(tuple(sorted(some)) for some in successors))
         object.__setattr__(self, "order", self._sorted())
 
     @property
@@ -114,19 +114,19 @@ class OpGraph:
     def _longest(self, what: str) -> float:
         ends = [0.0] * self.num_ops
         for v in self.order:
-            begin = max((ends[u] for u in self.feeders[v]), default=0.0)
+            begin = max((ends[u] for u in self.predecessors[v]), default=0.0)
             ends[v] = begin + float(getattr(self.ops[v], what))
         return max(ends)
 
     def _sorted(self) -> tuple[int, ...]:
-        missing = [len(some) for some in self.feeders]
+        missing = [len(some) for some in self.predecessors]
         ready = [v for v, count in enumerate(missing) if not count]
         found: list[int] = []
         while ready:
             v = min(ready)
             ready.remove(v)
             found.append(v)
-            for user in self.users[v]:
+            for user in self.successors[v]:
                 missing[user] -= 1
                 if not missing[user]:
                     ready.append(user)

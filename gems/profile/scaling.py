@@ -6,17 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gems.errors import ConfigError
-from gems.profile.model_profile import LayerProfile, ModelProfile
+from gems.profile.model_profile import PAIRS, SIZES, STORAGES, TIMES, LayerProfile, ModelProfile
 from gems.profile.saved_storages import product_bytes_of, stash_of
-
-TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "cheap_s")
-SIZES = (
-    "param_bytes", "buffer_bytes", "stash_bytes", "output_bytes", "output_grad_bytes", "unsaved_input_bytes",
-    "workspace_bytes", "forward_peak_bytes", "backward_peak_bytes", "held_for_weights_bytes", "held_input_bytes", "held_output_grad_bytes",
-    "plain_peak_bytes", "cheap_bytes", "cheap_first_peak_bytes", "cheap_peak_bytes",
-)  # fmt: skip
-STORAGES = ("saved", "passing")
-PAIRS = ("saved_later", "unsaved_from", "backward_peak_at", "passed_at")
 
 
 def extrapolate(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:

@@ -15,7 +15,7 @@ from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.registry import plan_of
 from gems.models import layers_of
-from gems.partition.methods import case_of, cut, profile_used
+from gems.partition.methods import partition_case, partition_model, profile_used
 from gems.profile import ModelProfile
 from gems.schedule import CAPPED
 from gems.schedule.costs import Network, StageCosts
@@ -102,7 +102,7 @@ def plan_run(spec: RunSpec) -> RunPlan:
     check_batch(spec)
     if spec.machine.kind != "real" or schedule.placement.feeders is not None:
         return RunPlan(spec, run.cost, schedule)
-    boundaries = cut(run, schedule).boundaries
+    boundaries = partition_model(run, schedule).boundaries
     if spec.memory.name == "keep":
         return RunPlan(spec, run.cost, schedule, boundaries, profile_used(run, schedule))
     case = memory_case(run, compute_only(schedule), boundaries)
@@ -133,7 +133,7 @@ def plan_policies(spec: RunSpec) -> MemoryCase:
     run = with_profiled_costs(_within_layers(spec))
     compute = compute_schedule(run)
     unlimited = replace(run, machine=replace(run.machine, device_bytes=None))
-    return memory_case(run, compute, cut(unlimited, lower(compute)).boundaries)
+    return memory_case(run, compute, partition_model(unlimited, lower(compute)).boundaries)
 
 
 def simulate(spec: RunSpec) -> Prediction:
@@ -163,7 +163,7 @@ def predict_peak(plan: RunPlan) -> Peak | None:
         return Peak(rank, plan.memory.peak_bytes[rank], node_host_bytes(plan.spec, on_host))
     if plan.profile is None:
         return None
-    peaks = case_of(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
+    peaks = partition_case(plan.spec, plan.schedule, plan.profile).peak_bytes(plan.boundaries)
     rank = peaks.index(max(peaks))
     return Peak(rank, peaks[rank], 0)
 

@@ -9,7 +9,7 @@ from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.stage_storages import profile_storages
-from gems.partition.methods import optimizer_of
+from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule.schedule import Schedule
@@ -30,7 +30,7 @@ def memory_case(
     """
     machine = spec.machine
     return MemoryCase(
-        profile or profile_of(spec), schedule, boundaries, optimizer_of(spec), spec.memory.limit_bytes or machine.device_bytes,
+        profile or profile_of(spec), schedule, boundaries, optimizer_name(spec), spec.memory.limit_bytes or machine.device_bytes,
         machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.min_offload_bytes,
         spec.parallel.replicas,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.memory.case import PlanOutcome
 from gems.models import layers_of
-from gems.partition.methods import cut
+from gems.partition.methods import partition_model
 from gems.schedule import CAPPED
 from gems.schedule.action import Kind
 from gems.schedule.bounds import memory_time_bound
@@ -167,7 +167,7 @@ def _kept_memory(run: RunSpec, schedule: Schedule, costs: StageCosts, step: Simu
     has_profile = run.cost.name == PROFILE and schedule.placement.feeders is None
     if not has_profile or schedule.num_stages > len(layers_of(run.model, run.data)):
         return memory_over_time(schedule, costs, step, run.cost.activation_bytes, run.cost.param_bytes)
-    kept = memory_case(run, compute_only(schedule), cut(run, schedule).boundaries).kept
+    kept = memory_case(run, compute_only(schedule), partition_model(run, schedule).boundaries).kept
     return tuple(_memory_over_time(kept, step, rank) for rank in range(schedule.num_ranks))
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gems.config.schema import CostConfig, RunSpec
-from gems.partition.methods import case_of, cut
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED

@@ -22,9 +22,9 @@ from gems.config.overrides import CONF
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.partition.compare import PLAIN, compare
-from gems.partition.max_model_size import largest
+from gems.partition.max_model_size import max_model_sizes
 from gems.partition.methods import METHODS as ALL_METHODS
-from gems.partition.methods import case_of, cut_by
+from gems.partition.methods import case_of, partition_by
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import network_in_seconds
 from scripts.bench.spread import spread
@@ -84,7 +84,7 @@ def rows(only: str) -> list[dict[str, Any]]:
                 }  # fmt: skip
                 if schedule == "gems_master":
                     pipeline = spec_of(model, "1f1b", ranks)
-                    found_for = cut_by("exact", case_of(pipeline, lowered_schedule(pipeline), case.profile))
+                    found_for = partition_by("exact", case_of(pipeline, lowered_schedule(pipeline), case.profile))
                     cost = case.problem("peak_bytes").cost(found_for.boundaries)
                     row["peak_ratio"][PIPELINE] = cost / max(ours.peak_bytes)
                 print_row(row)
@@ -126,7 +126,9 @@ def largest_models() -> list[dict[str, Any]]:
             spec = spec_of(model, "1f1b", ranks, f"machine.device_bytes={DEVICE}")
             schedule = lowered_schedule(spec)
             methods = ("exact", "mcap", "torchgpipe_size", "torchgpipe_time", "pipedream", "even")
-            entries = largest(spec, "depth", methods, lambda changed, schedule=schedule: case_of(changed, schedule))  # type: ignore[misc]
+            entries = max_model_sizes(
+                spec, "depth", methods, lambda changed, schedule=schedule: partition_case(changed, schedule)
+            )  # type: ignore[misc]
             ours = entries[0]
             for each in entries:
                 print(

@@ -7,7 +7,7 @@ import pytest
 
 from gems.partition.problem import Problem
 from gems.partition.solvers import chain
-from gems.partition.solvers.chain import Chain, cut_chain, least_cost
+from gems.partition.solvers.chain import Chain, least_cost, partition_chain
 from tests.partition.problems import least, memory_problem, random_problem
 
 
@@ -16,7 +16,7 @@ def filled_and_not(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[tu
     found = []
     for small in (0, 10**6):
         monkeypatch.setattr(chain, "SMALL", small)
-        boundaries = cut_chain(problem)
+        boundaries = partition_chain(problem)
         assert boundaries is not None
         found.append((problem.cost(boundaries), problem.crossing_bytes(boundaries)))
     return found
@@ -38,7 +38,7 @@ class TestMonotone:
 
         problem = memory_problem("chain", 8, 200, inputs=False)
         monkeypatch.setattr(chain, "_least_highest", refuse)
-        assert cut_chain(problem) is not None
+        assert partition_chain(problem) is not None
 
     def test_a_stage_that_filling_leaves_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of whole stages none may be skipped: where filling skips a dear one, the dynamic program decides."""
@@ -52,7 +52,7 @@ class TestMonotone:
                 tables.append(total[None, :] - total[:-1, None])
             problem = chain_of(tables)
             monkeypatch.setattr(chain, "SMALL", 0)
-            boundaries = cut_chain(problem)
+            boundaries = partition_chain(problem)
             assert boundaries is not None
             assert (problem.cost(boundaries), problem.crossing_bytes(boundaries)) == least(problem)
             filled = chain._least_filled(Chain(problem))
@@ -83,12 +83,12 @@ class TestAny:
             for (table,) in rank.moments:
                 made = table()
                 made[np.tri(*made.shape, dtype=bool)] = -1e9
-        boundaries = cut_chain(problem)
+        boundaries = partition_chain(problem)
         assert boundaries is not None
         assert (problem.cost(boundaries), problem.crossing_bytes(boundaries)) == cost
 
     def test_no_cut(self) -> None:
         problem = memory_problem("chain", 4, 10)
         limited = Problem(10, 4, problem.ranks, problem.boundary_bytes, problem.ranks, 1.0)
-        assert cut_chain(limited) is None
+        assert partition_chain(limited) is None
         assert least_cost(limited) == float("inf")

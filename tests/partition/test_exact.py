@@ -14,7 +14,7 @@ from gems.partition.even import even
 from gems.partition.exact import solve
 from gems.partition.mcap import mcap
 from gems.partition.pipedream import pipedream
-from gems.partition.problem import NoCut, Problem
+from gems.partition.problem import InfeasibleError, Problem
 from gems.partition.solvers import paired, relaxed, several
 from gems.partition.torchgpipe import block_partition
 from gems.profile.spans import Spans, Table
@@ -28,7 +28,7 @@ def check(problem: Problem, budget_s: float = 30.0) -> bool:
     """Solve a problem and compares with every cut; gives whether there was one."""
     cost, crossing = least(problem)
     if cost == float("inf"):
-        with pytest.raises(NoCut) as refused:
+        with pytest.raises(InfeasibleError) as refused:
             solve(problem, budget_s)
         needed = min(largest(problem.limits, cut) for cut in every_cut(problem.num_layers, problem.num_stages))
         assert refused.value.least == pytest.approx(needed, rel=EXACT)
@@ -99,14 +99,14 @@ class TestEdges:
     def test_the_least_limit_is_just_enough(self, placement: str) -> None:
         problem = memory_problem(placement, 2, 9)
         limited = replace(problem, limits=problem.ranks, limit=0.0)
-        with pytest.raises(NoCut) as refused:
+        with pytest.raises(InfeasibleError) as refused:
             solve(limited)
         assert solve(replace(limited, limit=refused.value.least)).cost == refused.value.least
-        with pytest.raises(NoCut):
+        with pytest.raises(InfeasibleError):
             solve(replace(limited, limit=refused.value.least * (1 - 1e-6)))
 
     def test_a_refusal_travels(self) -> None:
-        refused = pickle.loads(pickle.dumps(NoCut(12.0, 10.0, 11.0)))
+        refused = pickle.loads(pickle.dumps(InfeasibleError(12.0, 10.0, 11.0)))
         assert (refused.least, refused.limit, refused.bound) == (12.0, 10.0, 11.0)
         assert "no cut within 10: the best one needs 12, and none less than 11" in str(refused)
 

@@ -10,8 +10,8 @@ from gems.config.resolve import resolve
 from gems.config.schema import MachineConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
-from gems.partition.max_model_size import largest, least_bytes, with_value
-from gems.partition.methods import Case, cut_by
+from gems.partition.max_model_size import least_bytes, max_model_sizes, with_value
+from gems.partition.methods import PartitionCase, partition_by
 from gems.profile import LayerProfile
 from gems.schedule import generate
 from gems.schedule.lower import lower
@@ -30,7 +30,7 @@ def spec_of(device_bytes: int | None, depth: int = 20) -> RunSpec:
     )  # fmt: skip
 
 
-def case_of(spec: RunSpec) -> Case:
+def case_of(spec: RunSpec) -> PartitionCase:
     """A model whose bytes follow depth, resolution and micro-batch, and halve along its layers."""
     layers = layers_of(spec.model, spec.data)
     size = spec.data.height_px * spec.data.width_px * spec.parallel.micro_batch_size
@@ -41,12 +41,12 @@ def case_of(spec: RunSpec) -> Case:
         )
         for i, layer in enumerate(layers)
     ]  # fmt: skip
-    return Case(profile(made, size * 3), SCHEDULE, limit_bytes=spec.machine.device_bytes)
+    return PartitionCase(profile(made, size * 3), SCHEDULE, limit_bytes=spec.machine.device_bytes)
 
 
 def fits(spec: RunSpec, method: str) -> bool:
     case = case_of(spec)
-    return max(case.peak_bytes(cut_by(method, case).boundaries)) <= (spec.machine.device_bytes or 0)
+    return max(case.peak_bytes(partition_by(method, case).boundaries)) <= (spec.machine.device_bytes or 0)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def fits(spec: RunSpec, method: str) -> bool:
 )
 def test_the_search_finds_what_a_scan_finds(axis: str, limit: int, values: list[int]) -> None:
     spec = spec_of(limit)
-    found = largest(spec, axis, TRIED, case_of)
+    found = max_model_sizes(spec, axis, TRIED, case_of)
     assert [each.method for each in found] == list(TRIED)
     for each in found:
         expected = max(value for value in values if fits(with_value(spec, axis, value), each.method))
@@ -71,13 +71,13 @@ def test_the_search_finds_what_a_scan_finds(axis: str, limit: int, values: list[
 
 
 def test_nothing_trains() -> None:
-    (found,) = largest(spec_of(1000), "resolution", ("exact",), case_of)
+    (found,) = max_model_sizes(spec_of(1000), "resolution", ("exact",), case_of)
     assert (found.value, found.num_parameters, found.peak_bytes) == (0, 0, 0)
 
 
 def test_a_limit_is_needed() -> None:
     with pytest.raises(ConfigError, match=r"machine\.device_bytes=null: must be given for --largest"):
-        largest(spec_of(None), "depth", ("exact",), case_of)
+        max_model_sizes(spec_of(None), "depth", ("exact",), case_of)
 
 
 def test_a_value_is_put_in_its_place() -> None:
@@ -94,4 +94,4 @@ def test_a_value_is_put_in_its_place() -> None:
 @pytest.mark.parametrize("depth", [20, 56])
 def test_the_least_is_below_every_peak(method: str, depth: int) -> None:
     case = case_of(spec_of(None, depth))
-    assert 0 < least_bytes(case) <= max(case.peak_bytes(cut_by(method, case).boundaries))
+    assert 0 < least_bytes(case) <= max(case.peak_bytes(partition_by(method, case).boundaries))

@@ -19,9 +19,9 @@ from gems.config.schema import (
 )
 from gems.errors import ConfigError, DoesNotFitError
 from gems.models import layers_of
-from gems.partition.compare import PLAIN, at_most, compare, judge, plain_cut
-from gems.partition.methods import METHODS, Case, case_of, check_fits, cut, cut_by
-from gems.partition.problem import Cut
+from gems.partition.compare import PLAIN, at_most, compare, evaluate, plain_pipeline
+from gems.partition.methods import METHODS, PartitionCase, check_fits, partition_by, partition_case, partition_model
+from gems.partition.problem import Partition
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule import generate
 from gems.schedule.lower import lower
@@ -61,8 +61,8 @@ class TestMethods:
     @pytest.mark.parametrize("method", ALL)
     @pytest.mark.parametrize("schedule", ["1f1b", "gems_master", "zb_v"])
     def test_every_method_cuts_every_placement(self, method: str, schedule: str) -> None:
-        case = Case(decaying(), lowered(schedule))
-        found = cut_by(method, case)
+        case = PartitionCase(decaying(), lowered(schedule))
+        found = partition_by(method, case)
         assert found.method == method
         assert (found.boundaries[0], found.boundaries[-1]) == (0, 18)
         assert sorted(set(found.boundaries)) == list(found.boundaries)
@@ -73,71 +73,74 @@ class TestMethods:
     @pytest.mark.parametrize("objective", ["peak_bytes", "time"])
     def test_exact_is_never_above_another(self, schedule: str, objective: str) -> None:
         for seed in range(3):
-            case = Case(decaying(seed=seed), lowered(schedule))
-            ours = cut_by("exact", case, objective)
+            case = PartitionCase(decaying(seed=seed), lowered(schedule))
+            ours = partition_by("exact", case, objective)
             for method in METHODS:
-                assert ours.cost <= cut_by(method, case, objective).cost * (1 + 1e-12), (method, seed)
+                assert ours.cost <= partition_by(method, case, objective).cost * (1 + 1e-12), (method, seed)
             assert ours.bound <= ours.cost
 
     def test_time_under_a_limit(self) -> None:
-        case = Case(decaying(), lowered("1f1b"))
-        least = max(case.peak_bytes(cut_by("exact", case).boundaries))
-        free = cut_by("exact", case, "time")
+        case = PartitionCase(decaying(), lowered("1f1b"))
+        least = max(case.peak_bytes(partition_by("exact", case).boundaries))
+        free = partition_by("exact", case, "time")
         limit = (least + max(case.peak_bytes(free.boundaries))) // 2
-        limited = cut_by("exact", replace(case, limit_bytes=limit), "time")
+        limited = partition_by("exact", replace(case, limit_bytes=limit), "time")
         assert least <= max(case.peak_bytes(limited.boundaries)) <= limit
         assert limited.cost > free.cost, "the fastest cut does not fit"
 
     def test_mcap_measures_what_a_schedule_holds(self) -> None:
         """It profiles the runs that it will recommend for: more in flight, more to balance."""
         made = decaying(12, seed=2)
-        few = cut_by("mcap", Case(made, lowered("gpipe", 4, 1))).boundaries
-        many = cut_by("mcap", Case(made, lowered("1f1b", 4, 16))).boundaries
+        few = partition_by("mcap", PartitionCase(made, lowered("gpipe", 4, 1))).boundaries
+        many = partition_by("mcap", PartitionCase(made, lowered("1f1b", 4, 16))).boundaries
         assert few != many
 
 
 class TestRuns:
     def test_boundaries_as_given(self, given: ModelProfile) -> None:
         spec = spec_of(parallel=ParallelConfig(partitions=2, micro_batches=4, boundaries=[0, 1, 11]))
-        assert cut(spec, lowered("1f1b", 2, 4)).boundaries == (0, 1, 11)
+        assert partition_model(spec, lowered("1f1b", 2, 4)).boundaries == (0, 1, 11)
 
     def test_the_method_of_the_run(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
         for method in ALL:
             spec = spec_of(partition=PartitionConfig(method))
-            assert cut(spec, schedule).boundaries == cut_by(method, case_of(spec, schedule), "time").boundaries
+            assert (
+                partition_model(spec, schedule).boundaries
+                == partition_by(method, partition_case(spec, schedule), "time").boundaries
+            )
 
     def test_a_run_wants_time_unless_it_says_peak(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
-        case = case_of(spec_of(), schedule)
+        case = partition_case(spec_of(), schedule)
         for objective, made in (("auto", "time"), ("time", "time"), ("peak_bytes", "peak_bytes")):
             spec = spec_of(partition=PartitionConfig(objective=objective))
-            assert cut(spec, schedule).boundaries == cut_by("exact", case, made).boundaries
-        assert cut_by("exact", case, "time").boundaries != cut_by("exact", case, "peak_bytes").boundaries
+            assert partition_model(spec, schedule).boundaries == partition_by("exact", case, made).boundaries
+        assert partition_by("exact", case, "time").boundaries != partition_by("exact", case, "peak_bytes").boundaries
 
     def test_one_rank_and_even_cuts_need_no_profile(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(spec: RunSpec) -> ModelProfile:
             raise AssertionError("nobody needs it")
 
         monkeypatch.setattr(gems.partition.methods, "profile_of", refuse)
-        assert cut(spec_of(partitions=1), lowered("1f1b", 1)).boundaries == (0, 11)
-        assert len(cut(spec_of(partition=PartitionConfig("even")), lowered("1f1b")).boundaries) == 5
+        assert partition_model(spec_of(partitions=1), lowered("1f1b", 1)).boundaries == (0, 11)
+        assert len(partition_model(spec_of(partition=PartitionConfig("even")), lowered("1f1b")).boundaries) == 5
 
     def test_more_stages_than_layers(self, given: ModelProfile) -> None:
         num_layers = len(layers_of(ModelConfig(), spec_of().data))
         with pytest.raises(ConfigError, match=rf"parallel\.partitions=8: makes 16 stages .* at most {num_layers}"):
-            cut(spec_of("zb_v", 8), lowered("zb_v", 8))
+            partition_model(spec_of("zb_v", 8), lowered("zb_v", 8))
 
     def test_a_cut_is_kept(self, given: ModelProfile, monkeypatch: pytest.MonkeyPatch) -> None:
         spec, schedule = spec_of(), lowered("1f1b")
-        first = cut(spec, schedule)
-        monkeypatch.setattr(gems.partition.methods, "cut_by", None)
-        assert cut(spec, schedule) == first
+        first = partition_model(spec, schedule)
+        monkeypatch.setattr(gems.partition.methods, "partition_by", None)
+        assert partition_model(spec, schedule) == first
 
     def test_the_optimizer_is_the_runs(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
         optimizers = [
-            case_of(spec_of(train=train), schedule).optimizer
+            partition_case(spec_of(train=train), schedule).optimizer
             for train in (TrainConfig(), TrainConfig(momentum=0.0), TrainConfig(optimizer="adam"))
         ]
         assert optimizers == ["sgd", "sgd_plain", "adam"]
@@ -146,8 +149,8 @@ class TestRuns:
 class TestWhatDoesNotFit:
     def test_a_rank_above_the_limit(self, given: ModelProfile) -> None:
         schedule = lowered("1f1b")
-        case = case_of(spec_of(), schedule)
-        found = cut_by("exact", case)
+        case = partition_case(spec_of(), schedule)
+        found = partition_by("exact", case)
         most = max(case.peak_bytes(found.boundaries))
         check_fits(replace(case, limit_bytes=most), found)
         with pytest.raises(DoesNotFitError, match=rf"rank \d of 4 with the exact cut needs {most} bytes .*"
@@ -159,42 +162,42 @@ class TestWhatDoesNotFit:
         for objective in ("peak_bytes", "time"):
             spec = spec_of(machine=MachineConfig(device_bytes=1000), partition=PartitionConfig(objective=objective))
             with pytest.raises(DoesNotFitError):
-                cut(spec, lowered("1f1b"))
+                partition_model(spec, lowered("1f1b"))
 
     @pytest.mark.parametrize("objective", ["peak_bytes", "time"])
     def test_a_layer_larger_than_a_device_is_named(self, objective: str) -> None:
         layers = [LayerProfile(f"small{i}", "x", 1.0, stash_bytes=10) for i in range(5)]
         layers[2] = LayerProfile("giant", "x", 1.0, stash_bytes=10, forward_peak_bytes=10**6)
-        case = Case(profile(layers, 0), lowered("1f1b", 2, 2), limit_bytes=10_000)
+        case = PartitionCase(profile(layers, 0), lowered("1f1b", 2, 2), limit_bytes=10_000)
         with pytest.raises(
             DoesNotFitError, match=r"layer giant alone on a rank needs 1000\d\d\d bytes .*recompute or offload"
         ):
-            check_fits(case, cut_by("exact", case, objective))
+            check_fits(case, partition_by("exact", case, objective))
 
 
 class TestComparison:
     def test_ours_first_and_least(self) -> None:
-        judged = compare(Case(decaying(), lowered("1f1b")), "peak_bytes", 5.0)
-        assert [each.cut.method for each in judged] == list(ALL)
-        assert all(max(judged[0].peak_bytes) <= max(each.peak_bytes) for each in judged)
-        assert all(sum(each.layers_per_stage) == 18 for each in judged)
-        assert all(each.step_s > 0 for each in judged)
+        evaluated = compare(PartitionCase(decaying(), lowered("1f1b")), "peak_bytes", 5.0)
+        assert [each.cut.method for each in evaluated] == list(ALL)
+        assert all(max(evaluated[0].peak_bytes) <= max(each.peak_bytes) for each in evaluated)
+        assert all(sum(each.layers_per_stage) == 18 for each in evaluated)
+        assert all(each.step_s > 0 for each in evaluated)
 
     def test_pairs_stand_beside_the_plain_cut(self) -> None:
-        case = Case(decaying(), lowered("gems_master"))
-        judged = {each.cut.method: each for each in compare(case, "peak_bytes", 5.0)}
-        assert set(judged) == {*ALL, PLAIN}
-        chain = Case(case.profile, lowered("gpipe", 4, 1))
-        assert plain_cut(case, 5.0).boundaries == cut_by("exact", chain).boundaries
+        case = PartitionCase(decaying(), lowered("gems_master"))
+        evaluated = {each.cut.method: each for each in compare(case, "peak_bytes", 5.0)}
+        assert set(evaluated) == {*ALL, PLAIN}
+        chain = PartitionCase(case.profile, lowered("gpipe", 4, 1))
+        assert plain_pipeline(case, 5.0).boundaries == partition_by("exact", chain).boundaries
 
     def test_step_time_is_that_of_the_schedule(self) -> None:
         layers = [LayerProfile(f"l{i}", "x", 1.0, 1.0, 1.0, output_bytes=4) for i in range(4)]
-        case = Case(profile(layers), lowered("1f1b", 2, 4))
-        assert judge(case, Cut("x", (0, 2, 4), 0.0, 0.0, False)).step_s == (4 + 1) * 6.0
-        assert judge(case, Cut("x", (0, 1, 4), 0.0, 0.0, False)).step_s > 30.0
+        case = PartitionCase(profile(layers), lowered("1f1b", 2, 4))
+        assert evaluate(case, Partition("x", (0, 2, 4), 0.0, 0.0, False)).step_s == (4 + 1) * 6.0
+        assert evaluate(case, Partition("x", (0, 1, 4), 0.0, 0.0, False)).step_s > 30.0
 
     def test_another_methods_better_cut_is_taken(self) -> None:
-        ours, better = Cut("exact", (0, 1, 4), 5.0, 3.0, False), Cut("mcap", (0, 2, 4), 4.0, 0.0, False)
+        ours, better = Partition("exact", (0, 1, 4), 5.0, 3.0, False), Partition("mcap", (0, 2, 4), 4.0, 0.0, False)
         taken = at_most(ours, [better])
         assert (taken.method, taken.boundaries, taken.cost, taken.bound) == ("exact", (0, 2, 4), 4.0, 3.0)
         assert taken.facts["from"] == "mcap"

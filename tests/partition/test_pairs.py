@@ -9,7 +9,7 @@ import pytest
 
 from gems.partition.even import even
 from gems.partition.solvers import paired
-from gems.partition.solvers.paired import Pairs, cut_pairs, expand, furthest, nearest
+from gems.partition.solvers.paired import Pairs, expand, furthest, nearest, partition_pairs
 from gems.partition.solvers.tables import minorant
 from tests.partition.problems import every_cut, least, memory_problem, random_problem, random_table
 
@@ -60,8 +60,8 @@ def test_out_of_time_says_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None
     """Without any time the even cut stands, with a bound that holds; the first threshold's bound is a near one."""
     monkeypatch.setattr(paired, "SMALL", 0)
     problem = memory_problem("v", 3, 60, seed=1, decay=0.95)
-    answer = cut_pairs(problem, time.perf_counter())
-    cost = cut_pairs(problem, time.perf_counter() + 20).cost
+    answer = partition_pairs(problem, time.perf_counter())
+    cost = partition_pairs(problem, time.perf_counter() + 20).cost
     assert not answer.is_proven
     assert answer.boundaries == even(60, 6)
     assert 0 < answer.bound <= cost < answer.cost < np.inf
@@ -72,6 +72,6 @@ def test_out_of_time_says_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_enough_is_enough() -> None:
     problem = memory_problem("v", 4, 40)
-    answer = cut_pairs(problem, time.perf_counter() + 10, enough=float("inf"))
+    answer = partition_pairs(problem, time.perf_counter() + 10, enough=float("inf"))
     assert answer.boundaries is not None
     assert not answer.is_proven

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from gems.partition.methods import case_of
+from gems.partition.methods import partition_case
 from gems.planner.evaluate import Planner
 from gems.planner.search.best_first import TooLarge, search
 from gems.planner.search.bounds import held_at_once, least_step_s, min_in_flight
@@ -93,7 +93,7 @@ def test_what_a_choice_holds_is_what_the_cut_says(monkeypatch: pytest.MonkeyPatc
     choice = judge.evaluate(one)
     assert isinstance(choice, Choice)
     made = judge._scheduled_at(one, choice.boundaries)
-    case = case_of(made.run, lower(made.compute), judge.profile(1))
+    case = partition_case(made.run, lower(made.compute), judge.profile(1))
     assert choice.peak_bytes == case.peak_bytes(choice.boundaries)
     assert min_in_flight(one) == [4, 3, 2, 1]
     assert all(held >= count for held, count in zip(held_at_once(made.compute), min_in_flight(one), strict=True))

@@ -12,10 +12,11 @@ import pytest
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
-from gems.profile.hdf5 import COLUMNS, PAIRS, read_profile, write_profile
+from gems.profile.hdf5 import read_profile, write_profile
+from gems.profile.model_profile import PAIRS, SIZES, STORAGES, TIMES
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.saved_storages import stash_of
-from gems.profile.scaling import SIZES, STORAGES, TIMES, extrapolate
+from gems.profile.scaling import extrapolate
 from tests.profile.profiled import fake_chain, skipping
 
 MODEL = ModelConfig(depth=8, version=2, block="basic")
@@ -125,5 +126,5 @@ class TestHdf5:
                 read_profile(file["profile"])
 
     def test_the_columns_are_the_fields(self) -> None:
-        columns = {name for name, *_ in COLUMNS} | {name for name, _ in PAIRS} | set(STORAGES)
+        columns = {*TIMES, *SIZES, *PAIRS, *STORAGES}
         assert columns | {"name", "kind"} == set(LayerProfile.__dataclass_fields__)

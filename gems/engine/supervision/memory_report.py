@@ -10,7 +10,7 @@ from gems.engine.pipeline import Pipeline
 from gems.memory.model import OPTIMIZERS
 from gems.memory.plan import MemoryPlan
 from gems.memory.timeline import rank_timeline
-from gems.partition.methods import optimizer_of
+from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import read_document
@@ -69,7 +69,7 @@ def _bytes_from_profile(pipeline: Pipeline, path: Path | None) -> tuple[int, ...
         whole = MemoryPlan.keeping(pipeline.stage_modules.boundaries)
         plan = pipeline.plan or replace(whole, least_bytes=spec.memory.min_offload_bytes)
         profile = _profile_of(pipeline, path)
-        optimizer = OPTIMIZERS[optimizer_of(spec)]
+        optimizer = OPTIMIZERS[optimizer_name(spec)]
         walked = (rank_timeline(profile, plan, schedule, rank, optimizer) for rank in range(schedule.num_ranks))
         found = tuple(rank.peak_activation_bytes for rank in walked)
     of_pipeline: tuple[int, ...] = pipeline.comm.bcast(found)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
-from gems.partition.dlplacer.devices import Devices, Item, Message, Timed, play, with_messages
+from gems.partition.dlplacer.devices import Devices, Item, Message, TimedPlacement, simulate, with_messages
 from gems.profile.operator_graph import OpGraph
 
 IS_INSTALLED = find_spec("ortools") is not None
@@ -20,7 +20,7 @@ GRAINS = (
 class Found:
     """What a solver has: a placement in time, None where it found none, and a time in seconds that none is below."""
 
-    timed: Timed | None
+    timed: TimedPlacement | None
     bound_s: float
 
 
@@ -33,7 +33,7 @@ class _Phase:
     span: Any
 
 
-def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float, seed: int = 0) -> Found:
+def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float, seed: int = 0) -> Found:
     """Check for the placement of the shortest step, from a known one.
 
     Each operator lies on one device; its forward and its backward are intervals there, no two at once. What crosses takes the
@@ -75,7 +75,7 @@ def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float, seed: i
         _sequence(graph, devices, places, phase, solver, is_forward)
         for phase, is_forward in zip(phases, (True, False), strict=True)
     ]
-    return Found(play(graph, devices, places, *orders), bound_s)
+    return Found(simulate(graph, devices, places, *orders), bound_s)
 
 
 def _break_symmetry(model: Any, graph: OpGraph, on: list[list[Any]]) -> None:
@@ -134,15 +134,15 @@ def _outputs(
     ports = _Ports(model)
     found = {}
     for u, place in product(range(graph.num_ops), range(devices.num)):
-        if not graph.users[u]:
+        if not graph.successors[u]:
             continue
         length, delay = _lengths(graph, devices, u, unit_s)
         start = found[u, place] = model.new_int_var(0, GRAINS, "")
         goes = model.new_bool_var("")
         model.add_implication(goes, ~on[u][place])
-        model.add_bool_or([~goes, *(on[v][place] for v in graph.users[u])])
+        model.add_bool_or([~goes, *(on[v][place] for v in graph.successors[u])])
         model.add(start >= starts[u] + ticks[u]).only_enforce_if(goes)
-        for v in graph.users[u]:
+        for v in graph.successors[u]:
             model.add_bool_or([~on[v][place], on[u][place], goes])
             model.add(starts[v] >= start + delay).only_enforce_if(goes, on[v][place])
         ports.add((place, "in"), start, length, goes)
@@ -207,7 +207,7 @@ class _Ports:
             self._model.add_no_overlap(passing)
 
 
-def _hint(model: Any, graph: OpGraph, devices: Devices, on: list[list[Any]], hint: Timed) -> None:
+def _hint(model: Any, graph: OpGraph, devices: Devices, on: list[list[Any]], hint: TimedPlacement) -> None:
     """Return the known placement with its devices renamed by first use, as the symmetry breaking wants them."""
     names: dict[int, int] = {}
     for v in graph.order:

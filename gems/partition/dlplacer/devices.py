@@ -46,7 +46,7 @@ class Devices:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedPlacement:
     """A placement in time: the device of each operator, and when its forward and its backward start.
 
     Backward starts at `forward_span_s`, when all of forward has ended, as the loss wants it; `span_s` is the whole step.
@@ -63,11 +63,11 @@ Message = tuple[int, int]  # forward (operator, device): its output to there; ba
 Item = int | Message
 
 
-def needs_of(graph: OpGraph, places: Sequence[int], is_forward: bool) -> list[list[Item]]:
+def needs(graph: OpGraph, places: Sequence[int], is_forward: bool) -> list[list[Item]]:
     """Return what each operator waits for: operators on its device, and messages."""
     found: list[list[Item]] = []
     for v, here in enumerate(places):
-        others = graph.feeders[v] if is_forward else graph.users[v]
+        others = graph.predecessors[v] if is_forward else graph.successors[v]
         local: list[Item] = [u for u in others if places[u] == here]
         messages = [(u, here) if is_forward else (u, v) for u in others if places[u] != here]
         found.append([*local, *messages])
@@ -80,15 +80,15 @@ def with_messages(graph: OpGraph, places: Sequence[int], order: Iterable[int], i
     for v in order:
         sequence.append(v)
         if is_forward:
-            sequence += [(v, place) for place in sorted({places[w] for w in graph.users[v]} - {places[v]})]
+            sequence += [(v, place) for place in sorted({places[w] for w in graph.successors[v]} - {places[v]})]
         else:
-            sequence += [(v, u) for u in graph.feeders[v] if places[u] != places[v]]
+            sequence += [(v, u) for u in graph.predecessors[v] if places[u] != places[v]]
     return sequence
 
 
-def play(
+def simulate(
     graph: OpGraph, devices: Devices, places: Sequence[int], forward: Sequence[Item], backward: Sequence[Item]
-) -> Timed:
+) -> TimedPlacement:
     """Start each operator and message as early as the order allows.
 
     Args:
@@ -102,7 +102,7 @@ def play(
     back = _starts(graph, devices, places, backward, False)
     span = max(start + op.forward_s for start, op in zip(given, graph.ops, strict=True))
     last = max(start + op.backward_s for start, op in zip(back, graph.ops, strict=True))
-    return Timed(tuple(places), tuple(given), tuple(start + span for start in back), span, span + last)
+    return TimedPlacement(tuple(places), tuple(given), tuple(start + span for start in back), span, span + last)
 
 
 def _starts(
@@ -112,11 +112,11 @@ def _starts(
     done: dict[Item, float] = {}
     free = [0.0] * devices.num
     sends, receives = [0.0] * devices.num, [0.0] * devices.num
-    needs = needs_of(graph, places, is_forward)
+    needed = needs(graph, places, is_forward)
     for item in sequence:
         if isinstance(item, int):
             here, op = places[item], graph.ops[item]
-            start[item] = max(free[here], *(done[need] for need in needs[item]), 0.0)
+            start[item] = max(free[here], *(done[need] for need in needed[item]), 0.0)
             free[here] = done[item] = start[item] + (op.forward_s if is_forward else op.backward_s)
             continue
         maker, other = item

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from gems.partition.dlplacer.devices import Devices, Timed, play, with_messages
+from gems.partition.dlplacer.devices import Devices, TimedPlacement, simulate, with_messages
 from gems.profile.operator_graph import OpGraph
 
 MAX_ROUNDS = 20
 MAX_MOVES = 4000
 
 
-def heft(graph: OpGraph, devices: Devices) -> Timed | None:
+def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
     """Place forward by earliest end, backward follows; then moves operators one by one as long as the step gets shorter.
 
     The result is never above all operators on one device, where that fits. None where not even a packing by size keeps
@@ -23,11 +23,11 @@ def heft(graph: OpGraph, devices: Devices) -> Timed | None:
     return _moved(graph, devices, min(fitting, key=_span)) if fitting else None
 
 
-def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> Timed:
+def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> TimedPlacement:
     """Time a placement: of the operators that are ready the one goes first with the longest way left."""
     forward = _by_rank(graph, devices, places, True)
     backward = _by_rank(graph, devices, places, False)
-    return play(
+    return simulate(
         graph,
         devices,
         places,
@@ -36,16 +36,16 @@ def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> Ti
     )
 
 
-def _span(timed: Timed) -> float:
+def _span(timed: TimedPlacement) -> float:
     return timed.span_s
 
 
-def ranks_of(graph: OpGraph, devices: Devices, places: Sequence[int] | None, is_forward: bool) -> list[float]:
+def upward_ranks(graph: OpGraph, devices: Devices, places: Sequence[int] | None, is_forward: bool) -> list[float]:
     """Return the longest way from the start of an operator to the end, with transfers where they cross, or half of each."""
     found = [0.0] * graph.num_ops
     for v in reversed(graph.order) if is_forward else graph.order:
         left = 0.0
-        for w in graph.users[v] if is_forward else graph.feeders[v]:
+        for w in graph.successors[v] if is_forward else graph.predecessors[v]:
             source = v if is_forward else w
             share = 0.5 if places is None else float(places[v] != places[w])
             left = max(left, found[w] + share * devices.delay_s(graph.ops[source].output_bytes))
@@ -56,9 +56,9 @@ def ranks_of(graph: OpGraph, devices: Devices, places: Sequence[int] | None, is_
 
 def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward: bool) -> list[int]:
     """Order the operators; each waits for those before it, whatever their ranks (which may be 0)."""
-    ranks = ranks_of(graph, devices, places, is_forward)
-    others = graph.feeders if is_forward else graph.users
-    behind = graph.users if is_forward else graph.feeders
+    ranks = upward_ranks(graph, devices, places, is_forward)
+    others = graph.predecessors if is_forward else graph.successors
+    behind = graph.successors if is_forward else graph.predecessors
     missing = [len(some) for some in others]
     end = [0.0] * graph.num_ops
     free = [0.0] * devices.num
@@ -86,7 +86,7 @@ def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward
 
 def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
     """Place operators by falling rank on the device where their forward ends first, among those with room."""
-    ranks = ranks_of(graph, devices, None, True)
+    ranks = upward_ranks(graph, devices, None, True)
     position = {v: at for at, v in enumerate(graph.order)}
     places = [0] * graph.num_ops
     end = [0.0] * graph.num_ops
@@ -96,7 +96,7 @@ def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
         best = None
         for place in range(devices.num):
             begin = free[place]
-            for u in graph.feeders[v]:
+            for u in graph.predecessors[v]:
                 delay = 0.0 if places[u] == place else devices.delay_s(graph.ops[u].output_bytes)
                 begin = max(begin, end[u] + delay)
             is_full = devices.limit_bytes is not None and held[place] + op.held_bytes > devices.limit_bytes
@@ -118,7 +118,7 @@ def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _moved(graph: OpGraph, devices: Devices, best: Timed) -> Timed:
+def _moved(graph: OpGraph, devices: Devices, best: TimedPlacement) -> TimedPlacement:
     tries = 0
     for _ in range(MAX_ROUNDS):
         before = best.span_s

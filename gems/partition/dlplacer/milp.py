@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from gems.partition.dlplacer.cp_sat import Found
-from gems.partition.dlplacer.devices import Devices, Timed, play, with_messages
+from gems.partition.dlplacer.devices import Devices, TimedPlacement, simulate, with_messages
 from gems.profile.operator_graph import OpGraph
 from gems.utils.stdio import stdout_to_stderr
 
@@ -17,7 +17,7 @@ IS_INSTALLED = find_spec("scipy") is not None
 MAX_OPS = 40  # more pairs than theirs are no matter of a minute
 
 
-def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float) -> Found:
+def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float) -> Found:
     """Check for a placement of a shorter step than that of a known one.
 
     Variables: the device of each operator, the start of its forward and its backward, for each edge whether it crosses, and
@@ -54,12 +54,12 @@ def solve(graph: OpGraph, devices: Devices, hint: Timed, limit_s: float) -> Foun
         at = [round(float(answer.x[column]), 7) for column in starts]
         order = _topological(graph, sorted(range(graph.num_ops), key=lambda v: (at[v], rank[v])), is_forward)
         orders.append(with_messages(graph, places, order, is_forward))
-    return Found(play(graph, devices, places, *orders), bound_s)
+    return Found(simulate(graph, devices, places, *orders), bound_s)
 
 
 def _topological(graph: OpGraph, wished: Sequence[int], is_forward: bool) -> list[int]:
     """Keep to a wished order as far as the graph allows: a solver's starts are only as exact as its tolerance."""
-    others = graph.feeders if is_forward else graph.users
+    others = graph.predecessors if is_forward else graph.successors
     left, done, found = list(wished), set[int](), list[int]()
     while left:
         v = next(v for v in left if done.issuperset(others[v]))
@@ -166,6 +166,6 @@ def _reach(graph: OpGraph) -> list[set[int]]:
     """Return what lies behind each operator."""
     found: list[set[int]] = [set() for _ in graph.ops]
     for v in reversed(graph.order):
-        for w in graph.users[v]:
+        for w in graph.successors[v]:
             found[v] |= {w} | found[w]
     return found

@@ -1,4 +1,4 @@
-"""Placing a model's operators on devices: piece by piece, and as a whole where a limit on bytes couples the pieces."""
+"""Placing a model's operators on devices: subgraph by subgraph, and as a whole where a limit on bytes couples the subgraphs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, DoesNotFitError
 from gems.partition.dlplacer import cp_sat, milp
-from gems.partition.dlplacer.devices import Devices, Timed
+from gems.partition.dlplacer.devices import Devices, TimedPlacement
 from gems.partition.dlplacer.heft import heft
-from gems.partition.dlplacer.subgraphs import Piece, joined, pieces_of, span_bound_s
+from gems.partition.dlplacer.subgraphs import Subgraph, joined, span_bound_s, split_at_cut_vertices
 from gems.profile.operator_graph import OpGraph
 
 METHODS = ("auto", "cp_sat", "milp", "heft")
@@ -24,7 +24,7 @@ class Placement:
 
     graph: OpGraph
     devices: Devices
-    timed: Timed
+    timed: TimedPlacement
     bound_s: float
     method: str
     num_pieces: int
@@ -50,7 +50,7 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
     """Place operators on equal devices for the shortest step, forward and backward of one micro-batch.
 
     Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out of it. Where the joined answer
-    keeps the limit nothing was lost; otherwise the whole graph is solved at once, with the pieces' bound.
+    keeps the limit nothing was lost; otherwise the whole graph is solved at once, with the subgraphs' bound.
 
     Args:
         graph: the operators.
@@ -67,21 +67,21 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
     solver = _solver_of(method, devices, seed)
     check_memory(graph, devices)
     free = replace(devices, limit_bytes=None)
-    pieces = pieces_of(graph)
-    known: dict[OpGraph, tuple[Timed, float]] = {}
-    different = {_shape(piece) for piece in pieces}
+    subgraphs = split_at_cut_vertices(graph)
+    known: dict[OpGraph, tuple[TimedPlacement, float]] = {}
+    different = {_shape(subgraph) for subgraph in subgraphs}
     for at, shape in enumerate(sorted(different, key=lambda shape: shape.num_ops)):
         left_s = budget_s - (time.perf_counter() - begin)
         known[shape] = _solved(shape, free, solver[1], left_s / (len(different) - at))
-    solved = [known[_shape(piece)] for piece in pieces]
+    solved = [known[_shape(subgraph)] for subgraph in subgraphs]
     bound_s = sum(bound for _, bound in solved)
-    timed = joined(graph, pieces, [timed for timed, _ in solved], devices.num)
+    timed = joined(graph, subgraphs, [timed for timed, _ in solved], devices.num)
     if not devices.fit(graph, timed.places):
         left_s = budget_s - (time.perf_counter() - begin)
         timed, whole_s = _under_limit(graph, devices, solver[1], left_s)
         bound_s = max(bound_s, whole_s)
     return Placement(
-        graph, devices, timed, min(bound_s, timed.span_s), solver[0], len(pieces), time.perf_counter() - begin
+        graph, devices, timed, min(bound_s, timed.span_s), solver[0], len(subgraphs), time.perf_counter() - begin
     )
 
 
@@ -102,7 +102,7 @@ def check_memory(graph: OpGraph, devices: Devices) -> None:
         raise DoesNotFitError(f"an equal share of {devices.num} devices", share, limit, HELP)
 
 
-Solver = Callable[[OpGraph, Devices, Timed, float], cp_sat.Found]
+Solver = Callable[[OpGraph, Devices, TimedPlacement, float], cp_sat.Found]
 
 
 def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | None]:
@@ -121,15 +121,15 @@ def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | 
     return "heft", None
 
 
-def _shape(piece: Piece) -> OpGraph:
-    """Return a piece without its names, so that equal ones are equal."""
-    graph = piece.graph
+def _shape(subgraph: Subgraph) -> OpGraph:
+    """Return a subgraph without its names, so that equal ones are equal."""
+    graph = subgraph.graph
     ops = tuple(replace(op, name=str(number)) for number, op in enumerate(graph.ops))
     return OpGraph(ops, graph.edges)
 
 
-def _solved(graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float) -> tuple[Timed, float]:
-    """Return the best placement of a piece, and a bound."""
+def _solved(graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float) -> tuple[TimedPlacement, float]:
+    """Return the best placement of a subgraph, and a bound."""
     timed = heft(graph, devices)
     assert timed is not None
     bound_s = span_bound_s(graph, devices.num)
@@ -141,7 +141,9 @@ def _solved(graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: fl
     return timed, max(bound_s, found.bound_s)
 
 
-def _under_limit(graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float) -> tuple[Timed, float]:
+def _under_limit(
+    graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float
+) -> tuple[TimedPlacement, float]:
     timed = heft(graph, devices)
     found = None
     if solver is not None and limit_s > 0:
@@ -160,7 +162,7 @@ def _under_limit(graph: OpGraph, devices: Devices, solver: Solver | None, limit_
     return min(better, key=lambda one: one.span_s), found.bound_s if found else 0.0
 
 
-def _anywhere(graph: OpGraph, devices: Devices) -> Timed:
+def _anywhere(graph: OpGraph, devices: Devices) -> TimedPlacement:
     """Return a time that any placement is within, where none is known that fits."""
     timed = heft(graph, replace(devices, limit_bytes=None))
     assert timed is not None

@@ -66,7 +66,7 @@ class Chain:
         return first
 
 
-def cut_chain(problem: Problem) -> tuple[int, ...] | None:
+def partition_chain(problem: Problem) -> tuple[int, ...] | None:
     """Return boundaries of the least cost and, among those, the fewest bytes that cross; None where limits allow none.
 
     Of monotone tables the least cost comes from a search over floats, each judged by filling one stage after the other

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.partition.even import even
-from gems.partition.problem import Answer, Problem
+from gems.partition.problem import Problem, Solution
 from gems.partition.solvers.tables import Low, minorant
 from gems.profile.spans import RankCosts, Table
 
@@ -22,7 +22,9 @@ RESOLUTION = 1e-4
 SMALL = 40  # layers up to which all states are cheaper than a search for the threshold
 
 
-def cut_pairs(problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf) -> Answer:
+def partition_pairs(
+    problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
+) -> Solution:
     """Return the cut whose dearest pair costs least, exact for any tables unless the deadline comes first.
 
     States are the places of the left and the right cut, from outside to inside. A frontier of what can still be
@@ -38,7 +40,7 @@ def cut_pairs(problem: Problem, deadline: float, start: Sequence[int] | None = N
     cost = problem.cost(best)
     low, most = (pairs.lowest, cost) if problem.num_layers <= SMALL else _bracket(pairs, cost, deadline)
     if most == np.inf and low == np.inf:
-        return Answer(None, np.inf, np.inf, True)
+        return Solution(None, np.inf, np.inf, True)
     step = FIRST_STEP
     try:
         while cost > enough:
@@ -50,17 +52,17 @@ def cut_pairs(problem: Problem, deadline: float, start: Sequence[int] | None = N
                     if found is not None and problem.cost(found) < cost:
                         best, cost = found, problem.cost(found)
                 if cost == np.inf == most:
-                    return Answer(None, np.inf, np.inf, True)
+                    return Solution(None, np.inf, np.inf, True)
                 if cost <= most:
                     fewest = _with_fewest_bytes(pairs, problem, cost, deadline)
-                    return Answer(fewest or best, cost, cost, True, fewest is not None)
+                    return Solution(fewest or best, cost, cost, True, fewest is not None)
             low, most = most, most * (1 + step) if most > 0 else np.inf
             step *= STEP_GROWTH
             if time.perf_counter() > deadline:
                 break
     except TimeoutError:
         pass
-    return Answer(best if cost < np.inf else None, cost, low, False)
+    return Solution(best if cost < np.inf else None, cost, low, False)
 
 
 def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.partition.problem import Problem
-from gems.partition.solvers.chain import cut_chain
+from gems.partition.solvers.chain import partition_chain
 from gems.partition.solvers.tables import valid
 from gems.profile.spans import RankCosts, Table
 
@@ -273,7 +273,7 @@ def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) 
         _raised(problem, problem.ranks, boundaries, first, end), problem.boundary_bytes[low : high - 1],
         _raised(problem, problem.limits, boundaries, first, end), problem.limit,
     )  # fmt: skip
-    inside = cut_chain(chain)
+    inside = partition_chain(chain)
     if inside is None:
         return None
     return (*boundaries[:first], *(low + cut for cut in inside), *boundaries[end + 1 :])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gems.partition.even import even
-from gems.partition.problem import Answer, Problem
+from gems.partition.problem import Problem, Solution
 from gems.partition.solvers.paired import expand
 from gems.partition.solvers.relaxed import Bound, Relaxation, Shaker
 from gems.partition.solvers.tables import valid
@@ -23,9 +23,9 @@ FIRST_WIDTH, WIDENING = 32, 4
 CHUNK = 2_000_000  # numbers at a time
 
 
-def cut_several(
+def partition_several(
     problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
-) -> Answer:
+) -> Solution:
     """Return the cut whose dearest rank costs least, proven (to rounding) unless the deadline comes first.
 
     Cuts are searched stage by stage by a beam: of all first stages, then all first two and so on, those are kept whose
@@ -56,13 +56,13 @@ def cut_several(
     best = shaker.best
     cost = problem.cost(best)
     if cost == np.inf:
-        return Answer(None, np.inf, np.inf if is_whole else low, is_whole)
+        return Solution(None, np.inf, np.inf if is_whole else low, is_whole)
     if not is_whole:
-        return Answer(best, cost, min(low, cost), False)
+        return Solution(best, cost, min(low, cost), False)
     return _with_fewest_bytes(problem, beam, best)
 
 
-def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> Answer:
+def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> Solution:
     cost, width, is_whole = problem.cost(best), FIRST_WIDTH, False
     try:
         while not is_whole:
@@ -71,7 +71,7 @@ def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> 
             width *= WIDENING
     except TimeoutError:
         pass
-    return Answer(best, cost, cost, True, is_whole)
+    return Solution(best, cost, cost, True, is_whole)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from gems.partition.dlplacer.devices import Devices, play, with_messages
+from gems.partition.dlplacer.devices import Devices, simulate, with_messages
 from gems.profile.operator_graph import Op, OpGraph
 
 
@@ -42,8 +42,8 @@ def branches(*lengths: int, blocks: int = 1, seed: int = 0) -> OpGraph:
 def best_span_s(graph: OpGraph, devices: Devices) -> float:
     """Return the shortest step over all devices of all operators, and all orders; messages pass each other."""
     best = float("inf")
-    forwards = list(orders(graph.num_ops, graph.feeders))
-    backwards = list(orders(graph.num_ops, graph.users))
+    forwards = list(orders(graph.num_ops, graph.predecessors))
+    backwards = list(orders(graph.num_ops, graph.successors))
     for rest in product(range(devices.num), repeat=graph.num_ops - 1):
         places = (0, *rest)
         if not devices.fit(graph, places):
@@ -77,7 +77,7 @@ def phase_s(
     free = [0.0] * devices.num
     for v in order:
         begin = free[places[v]]
-        for u in graph.feeders[v] if is_forward else graph.users[v]:
+        for u in graph.predecessors[v] if is_forward else graph.successors[v]:
             size = graph.ops[u if is_forward else v].output_bytes
             begin = max(begin, end[u] + (devices.delay_s(size) if places[u] != places[v] else 0.0))
         op = graph.ops[v]
@@ -87,7 +87,7 @@ def phase_s(
 
 def played(graph: OpGraph, devices: Devices, places: tuple[int, ...]) -> float:
     """Return the step of a placement with operators in the graph's own order."""
-    return play(
+    return simulate(
         graph, devices, places,
         with_messages(graph, places, graph.order, True), with_messages(graph, places, graph.order[::-1], False),
     ).span_s  # fmt: skip

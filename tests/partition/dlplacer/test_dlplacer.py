@@ -7,10 +7,10 @@ import pytest
 
 from gems.errors import ConfigError, DoesNotFitError
 from gems.partition.dlplacer import cp_sat, milp
-from gems.partition.dlplacer.devices import Devices, Timed
+from gems.partition.dlplacer.devices import Devices, TimedPlacement
 from gems.partition.dlplacer.heft import heft, timed_by_rank
 from gems.partition.dlplacer.place import TOLERANCE, place
-from gems.partition.dlplacer.subgraphs import closed_form_s, cut_vertices, pieces_of, span_bound_s
+from gems.partition.dlplacer.subgraphs import closed_form_s, cut_vertices, span_bound_s, split_at_cut_vertices
 from gems.profile.operator_graph import Op, OpGraph
 from tests.partition.dlplacer.op_graphs import best_span_s, branches, played, random_graph
 
@@ -19,7 +19,7 @@ needs_solver = pytest.mark.skipif(not cp_sat.IS_INSTALLED, reason="needs OR-tool
 METHODS = [pytest.param("cp_sat", marks=needs_solver), "milp"]
 
 
-def check(graph: OpGraph, devices: Devices, timed: Timed) -> None:
+def check(graph: OpGraph, devices: Devices, timed: TimedPlacement) -> None:
     """Holds that a placement can be: data before use, one thing at a time, and the limit."""
     end = [start + op.forward_s for start, op in zip(timed.forward_start_s, graph.ops, strict=True)]
     back = [start + op.backward_s for start, op in zip(timed.backward_start_s, graph.ops, strict=True)]
@@ -66,7 +66,7 @@ def test_pieces_keep_the_optimum(method: str) -> None:
     """Blocks of branches, cut at their ends, and random graphs tied one behind the other."""
     for seed in range(3):
         graph = branches(1, 1, blocks=2, seed=seed)
-        assert len(pieces_of(graph)) == 3
+        assert len(split_at_cut_vertices(graph)) == 3
         answer = place(graph, TWO, method=method)
         assert answer.timed.span_s == pytest.approx(best_span_s(graph, TWO), rel=TOLERANCE)
 
@@ -85,16 +85,16 @@ def test_cut_vertices_are_those_that_all_ways_pass(seed: int) -> None:
     ways: list[tuple[int, ...]] = []
 
     def walk(way: tuple[int, ...]) -> None:
-        if not graph.users[way[-1]]:
+        if not graph.successors[way[-1]]:
             ways.append(way)
-        for w in graph.users[way[-1]]:
+        for w in graph.successors[way[-1]]:
             walk((*way, w))
 
     for v in range(graph.num_ops):
-        if not graph.feeders[v]:
+        if not graph.predecessors[v]:
             walk((v,))
     assert set(cut_vertices(graph)) == set.intersection(*map(set, ways))
-    covered = [v for piece in pieces_of(graph) for v in piece.numbers[piece.has_entry :]]
+    covered = [v for subgraph in split_at_cut_vertices(graph) for v in subgraph.numbers[subgraph.has_entry :]]
     assert covered == list(graph.order)
 
 

@@ -17,7 +17,7 @@ A, B = Op("a", 1.0), Op("b", 2.0, 3.0)
 def test_a_graph_knows_its_order_and_its_critical_path() -> None:
     graph = OpGraph((B, A, B), ((1, 0), (1, 2)))
     assert graph.order == (1, 0, 2)
-    assert graph.users == ((), (0, 2), ())
+    assert graph.successors == ((), (0, 2), ())
     assert graph.critical_s == 3.0 + 3.0
     assert graph.time_s == 11.0
 
