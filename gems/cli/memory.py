@@ -129,7 +129,7 @@ def _curve(outcome: PlanOutcome) -> dict[str, Any]:
     worst = outcome.fullest_rank
     points, host = [], []
     for point, start, end in zip(
-        outcome.ranks[worst].points, outcome.played.start[worst], outcome.played.end[worst], strict=True
+        outcome.ranks[worst].points, outcome.simulation.start[worst], outcome.simulation.end[worst], strict=True
     ):
         if point.action.kind in _POSTED:
             continue

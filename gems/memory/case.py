@@ -1,4 +1,4 @@
-"""A case for a memory policy: a model, its cut and its schedule, and what a plan makes of them."""
+"""The case of a memory policy: a model, its partition and schedule, and what a plan makes of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gems.schedule.simulate import Simulation, simulate
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """What a policy plans for: `schedule` is the compute-only one, in whole stages; rates are bytes per second.
+    """What a policy plans for: `schedule` is the compute-only one, in whole stages. Rates are bytes per second.
 
     `limit_bytes` is what a rank may hold; `network` has times in seconds.
     """
@@ -41,15 +41,15 @@ class MemoryCase:
 
     @cached_property
     def kept(self) -> PlanOutcome:
-        """What the step is without any policy."""
+        """The step without any policy."""
         return self.outcome(MemoryPlan.keeping(self.boundaries))
 
     def lowered(self, plan: MemoryPlan) -> Schedule:
-        """Return the list that ranks run under a plan."""
+        """Return the schedule that ranks run under a plan."""
         return lower(add_memory(self.schedule, plan))
 
     def peak_bytes(self, plan: MemoryPlan, ranks: Sequence[int] | None = None) -> Iterator[int]:
-        """Yield the most that each of the ranks, by default of all, holds on its device under a plan."""
+        """Yield the peak bytes on the device of each of the ranks (default: all) under a plan."""
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule, optimizer = self.lowered(plan), OPTIMIZERS[self.optimizer]
         for rank in range(schedule.num_ranks) if ranks is None else ranks:
@@ -60,7 +60,7 @@ class MemoryCase:
         return static_blocks(self.profile, self.schedule, rank, self.boundaries, OPTIMIZERS[self.optimizer])
 
     def outcome(self, plan: MemoryPlan) -> PlanOutcome:
-        """Simulate a plan: bytes by the order of the list, time by simulation."""
+        """Simulate a plan: bytes by the order of the schedule, time by simulation."""
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule = self.lowered(plan)
         costs = segment_costs(self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s)
@@ -73,36 +73,36 @@ class MemoryCase:
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """A plan with what it does: the lowered list and its costs in seconds and bytes, each rank's bytes along it, and the simulated step in seconds."""
+    """A plan with the lowered schedule, its costs in seconds and bytes, each rank's bytes, and the simulated step."""
 
     plan: MemoryPlan
     schedule: Schedule
     costs: StageCosts
     ranks: tuple[RankTimeline, ...]
-    played: Simulation
+    simulation: Simulation
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most that each rank holds on its device."""
+        """Peak bytes on the device, by rank."""
         return tuple(rank.peak_bytes for rank in self.ranks)
 
     @property
     def fullest_rank(self) -> int:
-        """The rank that holds most on its device, the first of several."""
+        """The rank with the highest peak, the first of several."""
         return self.peak_bytes.index(max(self.peak_bytes))
 
     @cached_property
     def host_bytes(self) -> tuple[int, ...]:
-        """The most that each rank holds in host memory."""
+        """Peak bytes in host memory, by rank."""
         return tuple(rank.peak_host_bytes for rank in self.ranks)
 
     @property
     def step_s(self) -> float:
         """Seconds of one step."""
-        return self.played.span
+        return self.simulation.span
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is predicted, an entry a rank, to be set beside what a run measures."""
+        """Return the predictions, an entry per rank, for comparison with what a run measures."""
         return {
             "step_s": self.step_s,
             "peak_bytes": list(self.peak_bytes),
@@ -116,11 +116,11 @@ Place = tuple[int, int]  # (stage, segment)
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """What one segment costs in a step, over all its micro-batches and directions, in seconds.
+    """The cost of a segment in a step, over all its micro-batches and directions, in seconds.
 
-    `copy_s` is the time of its copies both ways, `exposed_s` what ranks wait for them, `again_s` that of its second runs.
-    `out_s` and `back_s` are when the copy out of its first micro-batch begins and its copy back ends, `moved_bytes` what
-    its copies out carry; None where nothing is copied.
+    `copy_s` is the time of its copies both ways, `exposed_s` what ranks wait for them, `again_s` that of its
+    recomputes. `out_s` and `back_s` are when the copy out of its first micro-batch begins and its copy back ends,
+    `moved_bytes` what its copies out carry; None if nothing is copied.
     """
 
     copy_s: float = 0.0
@@ -132,10 +132,10 @@ class Exposure:
 
 
 def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
-    """Return what each segment of a plan costs in the simulated step."""
+    """Return the cost of each segment of a plan in the simulated step."""
     found: dict[Place, Exposure] = {}
     for rank, row in enumerate(outcome.schedule.rows):
-        starts, ends = outcome.played.start[rank], outcome.played.end[rank]
+        starts, ends = outcome.simulation.start[rank], outcome.simulation.end[rank]
         moved = {point.action: point.moved_bytes for point in outcome.ranks[rank].points}
         arrival: dict[Action, float] = {}
         free = 0.0
@@ -163,7 +163,7 @@ def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
 
 
 def _waited(action: Action, free: float, start: float, outcome: PlanOutcome, arrival: dict[Action, float]) -> float:
-    """Return how long a rank stood still for a copy before an action, from `free` on."""
+    """Return how long a rank waited for a copy before an action, from `free` on."""
     if action.kind is Kind.FREE:
         return max(0.0, start - free)
     copies = [arrival[need] for need in dependencies(action, outcome.schedule) if need in arrival]

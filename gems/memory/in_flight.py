@@ -65,7 +65,7 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
 
 
 class BoundaryTensors:
-    """Counts the tensors between stages, and the images, along a rank's schedule; `counts` has the fields of `HeldCounts`.
+    """Counts the tensors between stages, and the images, along a rank's schedule, in the fields of `HeldCounts`.
 
     Call `begin` before a compute action, `end` after it, and `post` for transfers. Of a stage in segments the first one
     reads the stage's inputs and makes their gradients, the last one makes the outputs and reads their gradients.

@@ -1,4 +1,4 @@
-"""What the layers of a stage make that a plan may decide about, storage by storage, as policies and planner see it."""
+"""The storages that the layers of a stage make and that a plan may decide about."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Storage:
 
 
 def made_storages(profile: ModelProfile, first: int, end: int, least_bytes: int) -> tuple[Storage, ...]:
-    """Return what the layers `first` up to `end` make and save, keep for a cheap second run or hand on, in that order.
+    """Return what layers `first` up to `end` make that is saved, kept for a recompute or passed on.
 
     What a stage is given by another is in its receive buffer whatever the plan, and not among them. Storages below
     `least_bytes` stay.

@@ -14,12 +14,12 @@ _BACKWARD = (Kind.B, Kind.I)
 
 
 def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
-    """Cut the compute actions of a compute-only schedule into segments, and adds what the plan asks of each.
+    """Cut the compute actions of a compute-only schedule into segments, and add what the plan asks of each.
 
-    An offloaded segment gets OFFLOAD behind its forward, FREE and PREFETCH at the plan's distances, and AWAIT where the
-    plan says so; one that is run again gets R before its backward. Copies that are posted at one place come back in the
-    order in which they are needed. Where a copy would have to come back before it has left, the segment is kept for that
-    micro-batch: so are the last ones before the turn.
+    An offloaded segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT where the
+    plan says so; one that is recomputed gets R before its backward. Copies that are posted at one place come back in
+    the order in which they are needed. Where a copy would have to come back before it has left, the segment is kept for
+    that micro-batch: so are the last ones before the turn.
     """
     rows = tuple(tuple(_Row(row, plan).lines()) for row in schedule.rows)
     return replace(schedule, rows=rows, passes=(*schedule.passes, PASS))

@@ -1,4 +1,4 @@
-"""The memory model: the most bytes that each rank holds, for every cut at once, from the schedule's own list."""
+"""The memory model: the most bytes that each rank holds, for every partition at once, from the schedule's own list."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class MemoryModel:
     """Predicts the peak of each rank in bytes allocated, as the list itself orders what comes and goes.
 
     Counted are parameters, gradients and optimizer state, buffers, activations in flight, boundary tensors, the largest
-    transient and what waits to be sent. The images of a step are on the device from its beginning to its end; what torch's
-    allocator reserves beyond is another prediction (`gems.memory.reserved`).
+    transient and what waits to be sent. The images of a step are on the device from its beginning to its end; what
+    torch's allocator reserves beyond is another prediction (`gems.memory.reserved`).
     """
 
     def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
@@ -77,7 +77,7 @@ class MemoryModel:
         return tuple(listed)
 
     def peak_bytes(self, schedule: Schedule, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Return each rank's peak under one cut, in bytes, without a table over all the others."""
+        """Return each rank's peak under one partition, in bytes, without a table over all the others."""
         spans = tuple(pairwise(boundaries))
         found = []
         for rank in range(schedule.num_ranks):
@@ -145,7 +145,7 @@ def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
 
 
 def _kept(make: Callable[[], Table]) -> Callable[[], Table]:
-    """Make a table at the first call and keeps it."""
+    """Make a table at the first call and keep it."""
     found: list[Table] = []
 
     def table() -> Table:

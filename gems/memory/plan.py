@@ -17,8 +17,8 @@ class Choice(StrEnum):
     """The policy of a segment.
 
     `KEEP` leaves what forward saved on the device. `OFFLOAD` copies it to host memory and back. `RECOMPUTE` keeps the
-    segment's inputs only and runs its forward again; `SELECTIVE` also keeps what convolutions and matrix products gave, so
-    that only normalisation, activation and pooling are run again.
+    segment's inputs only and runs its forward again; `SELECTIVE` also keeps what convolutions and matrix products gave,
+    so that only normalisation, activation and pooling are recomputed.
     """
 
     KEEP = "keep"
@@ -41,9 +41,9 @@ class Segment:
     """Neighbouring layers of a stage under one policy: `first` up to `end`, counted over the whole model.
 
     Of an offloaded one, distances are counted in compute actions of the rank's list: `free_after` is how many may run
-    between the posting of the copy out and the waiting for its end, behind which the device memory is free (0: the
+    between the posting of the copy out and the waiting for its end, after which the device memory is free (0: the
     rank waits at once); `ahead` how many run between the posting of the copy back and the backward that needs it (0:
-    on demand). With `is_awaited` the rank waits for the end of the copy back behind the action that was posted next.
+    on demand). With `is_awaited` the rank waits for the end of the copy back after the action that was posted next.
     """
 
     first: int
@@ -83,7 +83,7 @@ class MemoryPlan:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """The cut that the plan stands on."""
+        """The partition that the plan stands on."""
         return (*(stage[0].first for stage in self.stages), self.stages[-1][-1].end)
 
     def joined(self) -> MemoryPlan:

@@ -67,7 +67,7 @@ def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 
 
 def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Return the plan of the configured policy; where that runs segments again, no work is put in one that misses the limit.
+    """Return the plan of the configured policy, stopping early if recomputed segments miss the limit.
 
     Raises:
         ConfigError: as `plan_of`.
@@ -138,7 +138,7 @@ def _recompute(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 
 @memory_policy("plan", needs_limit=True, takes_target=True)
 def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Return the optimal plan under the limit, or under that of the saving, whichever is less."""
+    """Return the optimal plan under the limit, or under that of memory.target_reduction if it is less."""
     limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
     if memory.target_reduction is not None:
         limit = min(limit, target_limit_bytes(case, memory.target_reduction))

@@ -105,7 +105,7 @@ class _Play:
 
 
 def _backward_requests(layer: LayerProfile) -> tuple[int, int]:
-    """Return the gradient that a layer hands back and the rest of what its backward needs, in bytes."""
+    """Return the gradient that a layer returns and the rest of what its backward needs, in bytes."""
     made = max(0, layer.backward_peak_bytes - layer.output_grad_bytes)
     given_back = min(made, layer.output_grad_bytes)
     return max(1, given_back), made - given_back

@@ -37,9 +37,9 @@ class StorageState:
 class Residency:
     """The saved storages of one micro-batch, in one stage and direction.
 
-    A storage belongs to the last segment that saves it (vDNN's reference count, Rhu et al. 2016, section III): it leaves
-    with that segment's copy, is back for that segment's backward, and stays until the backward of the first segment that
-    saved it. So no storage is copied twice in one direction.
+    A storage belongs to the last segment that saves it (vDNN's reference count, Rhu et al. 2016, section III): it
+    leaves with that segment's copy, is back for that segment's backward, and stays until the backward of the first
+    segment that saved it. So no storage is copied twice in one direction.
     """
 
     def __init__(self, offloaded: Collection[int] = ()) -> None:

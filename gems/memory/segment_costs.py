@@ -19,7 +19,7 @@ _LEAVING = (Kind.OFFLOAD, Kind.R)
 
 
 def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
-    """Return the costs of the stages of a cut, in seconds and bytes.
+    """Return the costs of the stages of a partition, in seconds and bytes.
 
     An input of a stage counts among its activations: it is held as long.
     """
@@ -70,7 +70,7 @@ def segment_costs(
 
 @dataclass(slots=True)
 class _Amounts:
-    """Bytes of one segment: newly saved by its forward and by its second run, and moved out and back."""
+    """Bytes of one segment: newly saved by its forward and by its recompute, and moved out and back."""
 
     forward: int = 0
     again: int = 0

@@ -1,4 +1,4 @@
-"""The storages of a stage by its segments: who makes, saves and hands on what, and what each segment needs at most."""
+"""The storages of a stage by its segments: who makes, saves and passes them on, and peaks of each segment."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_STAGES = 256  # whose storages are kept
 class Group:
     """Storages of a stage that share one fate: made in segment `maker`, saved by `savers`, last given to `last_use`.
 
-    What the stage hands on is given last to the segment behind its last one. `readers` are the later segments whose weight
-    gradients read them.
+    What the stage passes on is given last to the segment after its last one. `readers` are the later segments whose
+    weight gradients read them.
     """
 
     maker: int
@@ -36,7 +36,7 @@ class Group:
 
 
 class Layers:
-    """The layers of a profile as the walk needs them; made once a profile."""
+    """The layers of a profile with their storages and tables, made once per profile."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
@@ -46,11 +46,11 @@ class Layers:
         self._stages = lru_cache(MAX_STAGES)(partial(StageStorages, self))
 
     def stage(self, segments: tuple[Segment, ...], least_bytes: int) -> StageStorages:
-        """Return the storages of a stage by its segments; the last ones asked for are kept, for plans differ in few stages."""
+        """Return the storages of a stage by its segments, from a cache: plans differ in few stages."""
         return self._stages(segments, least_bytes)
 
     def first_forward_peak_bytes(self, first: int, end: int, is_selective: bool) -> int:
-        """Return the most bytes in use during a forward of layers first up to end that will be run again, without its inputs.
+        """Return the peak bytes of a forward of layers first up to end that will be recomputed, without its inputs.
 
         Nothing is kept of it, or with `is_selective` what convolutions and matrix products gave.
         """
@@ -60,9 +60,9 @@ class Layers:
         return self._first_runs[key]
 
     def selective_recompute_peak_bytes(self, first: int, end: int) -> int:
-        """Return the most bytes that a cheap second run makes at once, beyond its inputs and what the first one kept.
+        """Return the peak bytes that a selective recompute makes, beyond its inputs and what the forward kept.
 
-        What products gave is let go where it is used, unless it is saved or handed on.
+        What products gave is freed where it is used, unless it is saved or passed on.
         """
         stash, layers = self.spans.stash[first], self.profile.layers
         kept = most = 0
@@ -99,7 +99,7 @@ class Layers:
 
 
 class StageStorages:
-    """The storages of one stage, in groups, by the segments of a plan; what lies outside the stage is not among them."""
+    """The storages that a stage makes, in groups, by the segments of a plan."""
 
     def __init__(self, layers: Layers, segments: Sequence[Segment], least_bytes: int) -> None:
         self.layers = layers
@@ -134,7 +134,7 @@ class StageStorages:
         return len(self.spans_of)
 
     def held_for_weights_bytes(self, segment: int) -> int:
-        """Return what a segment keeps between I and W but its inputs; the gradient of the stage's output is not among it."""
+        """Return the bytes that a segment keeps from I to W, except its inputs and the stage's output gradient."""
         first, end = self.spans_of[segment]
         held = as_bytes(self.layers.spans.held_for_weights[first, end]) - self._inputs_further_on[segment]
         if segment == self.num_segments - 1:
@@ -200,7 +200,7 @@ def _layers(same: _Same) -> Layers:
 
 
 def _told_apart(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
-    """Return what a layer makes that is saved or handed on.
+    """Return the storages that a layer makes and that are saved or passed on.
 
     A profile that only knows sums does not say what of its output a layer saves itself, nor what nobody saves: the sums
     of the next layer tell, for tensors that are not carried further.

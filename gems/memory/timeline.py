@@ -64,9 +64,9 @@ def rank_timeline(
 ) -> RankTimeline:
     """Return the bytes along a rank's lowered schedule, by the rules that the engine's store follows (`Residency`).
 
-    Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors between stages, saved
-    storages, values and gradients between segments, and the transients of each action. If the schedule does not wait for
-    a copy to host memory (no FREE), what it moves counts as freed when the copy is posted.
+    Counted are parameters, gradients and optimizer state, buffers, the images of the step, tensors between stages,
+    saved storages, values and gradients between segments, and the transients of each action. If the schedule does not
+    wait for a copy to host memory (no FREE), what it moves counts as freed when the copy is posted.
     """
     replay = _Replay(profile, plan, schedule, rank, optimizer)
     return RankTimeline(tuple(replay.run(action) for action in schedule.rows[rank]))

@@ -21,7 +21,7 @@ PLAIN = "exact_plain"
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedPartition:
-    """A cut and what it means: the peak of each rank in bytes, and the predicted time of a step in seconds."""
+    """A partition and what it means: the peak of each rank in bytes, and the predicted time of a step in seconds."""
 
     cut: Partition
     peak_bytes: tuple[int, ...]
@@ -34,7 +34,7 @@ class EvaluatedPartition:
 
 
 def evaluate(case: PartitionCase, cut: Partition, network: Network = FREE) -> EvaluatedPartition:
-    """Predict the peaks and the step time of a cut, with links as the network says, in seconds."""
+    """Predict the peaks and the step time of a partition, with links as the network says, in seconds."""
     played = simulate(case.schedule, case.stage_costs(cut.boundaries), network)
     return EvaluatedPartition(cut, case.peak_bytes(cut.boundaries), played.span)
 
@@ -42,7 +42,7 @@ def evaluate(case: PartitionCase, cut: Partition, network: Network = FREE) -> Ev
 def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
     """Return the least peak of a plain pipeline, which knows of no other stage on its rank.
 
-    It stands beside the cut for ranks that hold several stages: what is lost without looking at them together.
+    It stands beside the partition for ranks that hold several stages: what is lost without looking at them together.
     """
     begin = time.perf_counter()
     plain = PartitionCase(case.profile, lower(gpipe(Request(case.num_stages, 1))), case.optimizer)
@@ -52,9 +52,9 @@ def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
 
 
 def compare(case: PartitionCase, objective: str, budget_s: float, network: Network = FREE) -> list[EvaluatedPartition]:
-    """Partition by every method and judges each; the exact one first.
+    """Partition by every method and evaluate each; the exact one first.
 
-    The exact one also takes the others' cuts for candidates, so that it is never above any, proven or not.
+    The exact one also takes the others' partitions for candidates, so that it is never above any, proven or not.
     """
     others = [partition_by(name, case, objective) for name in METHODS if name != "exact"]
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):
@@ -64,7 +64,7 @@ def compare(case: PartitionCase, objective: str, budget_s: float, network: Netwo
 
 
 def at_most(ours: Partition, others: Sequence[Partition]) -> Partition:
-    """Return our cut, or the boundaries of another one that costs less."""
+    """Return our partition, or the boundaries of another one that costs less."""
     best = min(others, key=lambda cut: cut.cost, default=ours)
     if best.cost >= ours.cost:
         return ours

@@ -1,4 +1,4 @@
-"""Cuts by the number of layers."""
+"""Partitions by the number of layers."""
 
 from __future__ import annotations
 

@@ -17,15 +17,16 @@ METHOD = "exact"
 
 
 def solve(problem: Problem, budget_s: float = 10.0) -> Partition:
-    """Return the cut of the least cost and, among those, of the fewest bytes that cross.
+    """Return the partition of the least cost and, among those, of the fewest bytes that cross.
 
-    Chains are always solved to the end. Of pairs and other placements the answer is the best cut found in `budget_s`
-    seconds; `bound`, `gap` and `is_optimal` say how far from the least it may be. Tables are built once, whatever time
-    that takes. facts: `solver` is chain, pairs or several; `has_fewest_bytes` says whether ties are settled for sure.
+    Chains are always solved to the end. Of pairs and other placements the answer is the best partition found in
+    `budget_s` seconds; `bound`, `gap` and `is_optimal` say how far from the least it may be. Tables are built once,
+    whatever time that takes. facts: `solver` is chain, pairs or several; `has_fewest_bytes` says whether ties are
+    settled for sure.
 
     Raises:
-        InfeasibleError: no cut keeps the limits; of pairs and other placements also when none was found in the time.
-        ValueError: more stages than layers.
+        InfeasibleError: no partition keeps the limits; of pairs and other placements also when none was found in the
+        time. ValueError: more stages than layers.
     """
     begin = time.perf_counter()
     if not 1 <= problem.num_stages <= problem.num_layers:
@@ -73,7 +74,7 @@ def _of_limits(problem: Problem) -> Problem:
 
 
 def _within_limits(problem: Problem, deadline: float) -> tuple[int, ...]:
-    """Return a cut that keeps the limits, in half the time that is left."""
+    """Return a partition that keeps the limits, in half the time that is left."""
     now = time.perf_counter()
     answer = _search(_of_limits(problem), now + (deadline - now) / 2, enough=problem.limit)
     if answer.boundaries is None or answer.cost > problem.limit:

@@ -1,4 +1,4 @@
-"""The largest model that trains under a device's memory, by depth, resolution or micro-batch, for each method."""
+"""The largest model that fits a device's memory, by depth, resolution or micro-batch, for each method."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class MaxModelSize:
 def max_model_sizes(
     spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], PartitionCase]
 ) -> list[MaxModelSize]:
-    """Search for each method the largest `axis` whose cut keeps every rank within machine.device_bytes.
+    """Return for each method the largest `axis` whose partition keeps every rank within machine.device_bytes.
 
     Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the next values above
-    the answer are tried as well. Value 0 where not even the smallest one trains.
+    the answer are tried as well. Value 0 if not even the smallest one trains.
 
     Args:
         spec: the resolved run; its own depth, resolution or micro-batch is where the search begins.
@@ -78,9 +78,9 @@ def max_model_sizes(
 
 
 def least_bytes(case: PartitionCase) -> int:
-    """Return what some rank holds at least, wherever the cuts are: an equal share of all states and one stash of each layer.
+    """Return a lower bound of the peak: an equal share of all states and one stash of each layer.
 
-    It needs no table, so that a model far too large is told at once.
+    It needs no table, so that a model that is far too large is refused at once.
     """
     copies = OPTIMIZERS[case.optimizer].copies
     total = sum(copies * layer.param_bytes + layer.stash_bytes for layer in case.profile.layers)
@@ -143,7 +143,7 @@ def _start(spec: RunSpec, axis: str) -> int:
 
 
 def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
-    """Return the smallest value from `value` on that the model can have; None where there is none near."""
+    """Return the smallest value from `value` on that the model can have, or None."""
     if axis == "resolution":
         stride = stride_of(spec.model)
         return -(-value // stride) * stride

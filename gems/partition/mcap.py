@@ -25,8 +25,8 @@ def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
     """Return the boundaries that mCAP recommends; `measure` gives the peak bytes of each stage of a run with some.
 
     (Dreuning, Bal and van Nieuwpoort 2022, "mCAP: Memory-Centric Partitioning for Large-Scale Pipeline-Parallel DNN
-    Training", Euro-Par.) Brute force where there are not too many cuts, else the search of CAPSlog (Dreuning, Verstoep,
-    Bal and van Nieuwpoort 2024, PDP).
+    Training", Euro-Par.) Brute force where there are not too many partitions, else the search of CAPSlog (Dreuning,
+    Verstoep, Bal and van Nieuwpoort 2024, PDP).
     """
     isolated, added = profile(measure, num_layers, num_stages)
     if math.comb(num_layers - 1, num_stages - 1) <= MAX_CUTS:
@@ -42,7 +42,7 @@ def predict(isolated: Sequence[float], added: Sequence[float], boundaries: Seque
 
 
 def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[float], list[float]]:
-    """Return for each layer the bytes of a stage that holds it alone, and those that it adds behind others.
+    """Return for each layer the bytes of a stage that holds it alone, and those that it adds after others.
 
     Both are means over the runs of `profiling_runs`: `isolated` of stages of one layer, `added` of the differences
     between stages that begin alike and end one layer apart. With two stages an inner layer is never alone, and with
@@ -77,10 +77,10 @@ def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[fl
 
 
 def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
-    """Return the cuts to run: for every layer one in which it is alone, with growing stages before it.
+    """Return the partitions to run: for every layer one in which it is alone, with growing stages before it.
 
     The stages before the layer are filled with q = (L - 2) div (S - 2) + 1 layers each, so that neighbouring runs
-    differ by one layer in a stage; the layers behind it are spread evenly. Where too few are left for that, and where
+    differ by one layer in a stage; the layers after it are spread evenly. Where too few are left for that, and where
     a layer is never the last of two stages that begin alike, a run with the stage that is missing takes the place.
     About L runs.
     """
@@ -103,7 +103,7 @@ def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
 
 
 def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundaries | None:
-    """Return a cut with a stage of layers `first` up to `end` and the others even; None where there is none."""
+    """Return a partition with a stage of layers `first` up to `end` and the others even; None if there is none."""
     others, behind = num_stages - 1, num_layers - end
     least, most = max(min(1, first), others - behind), min(first, others - min(1, behind))
     if least > most:
@@ -113,9 +113,9 @@ def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundarie
 
 
 def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
-    """Return the best of all cuts: the one whose predicted peaks, highest first, are lexicographically least.
+    """Return the best of all partitions: the one whose predicted peaks, highest first, are lexicographically least.
 
-    Cuts with a stage above the least highest peak are left out as soon as it is placed, which changes no answer.
+    Partitions with a stage above the least highest peak are left out as soon as it is placed, which changes no answer.
     """
     table = _table(isolated, added)
     num_layers = len(table)
@@ -140,9 +140,9 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
 
 
 def recommend(isolated: Sequence[float], added: Sequence[float], num_stages: int) -> Boundaries:
-    """Return the cut of CAPSlog: the least peak for which filling stage after stage comes to the end.
+    """Return the partition of CAPSlog: the least peak for which filling stage after stage comes to the end.
 
-    The stage of the highest peak stays; what is left and right of it is cut in the same way again. The peak is found
+    The stage of the highest peak stays; what is left and right of it is split in the same way again. The peak is found
     by halves, to a byte.
     """
     return (0, *_recommend(_table(isolated, added), 0, len(isolated), num_stages))

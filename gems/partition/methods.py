@@ -93,7 +93,7 @@ class PartitionCase:
         return MemoryModel(self.spans, OPTIMIZERS[self.optimizer]).rank_costs(self.schedule)
 
     def problem(self, objective: str) -> Problem:
-        """Return what is to be made least: peak_bytes, or time among the cuts that fit the device."""
+        """Return what is to be made least: peak_bytes, or time among the partitions that fit the device."""
         num_layers, crossing = self.profile.num_layers, self.spans.boundary_bytes()
         memory = tuple({id(costs): costs for costs in self.memory}.values())
         if objective == "peak_bytes":
@@ -105,11 +105,11 @@ class PartitionCase:
         )  # fmt: skip
 
     def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Return each rank's peak under a cut."""
+        """Return each rank's peak under a partition."""
         return tuple(round(costs.under(boundaries)) for costs in self.memory)
 
     def reserved_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Return what torch's allocator would reserve on each rank's GPU under a cut."""
+        """Return what torch's allocator would reserve on each rank's GPU under a partition."""
         optimizer = OPTIMIZERS[self.optimizer]
         return tuple(
             reserved_bytes(self.profile, self.schedule, rank, boundaries, optimizer)
@@ -117,7 +117,7 @@ class PartitionCase:
         )
 
     def stage_costs(self, boundaries: Sequence[int]) -> StageCosts:
-        """Return the costs of the stages of a cut, in seconds and bytes."""
+        """Return the costs of the stages of a partition, in seconds and bytes."""
         return stage_costs(self.spans, boundaries)
 
 
@@ -129,7 +129,7 @@ def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | No
     """
     profile = profile or profile_of(spec)
     check_depth(spec, schedule.num_stages, profile.num_layers)
-    # a policy makes room behind the cut
+    # a policy makes room after the partition
     limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
     return PartitionCase(profile, schedule, optimizer_name(spec), limit_bytes, spec.machine.link_bytes_per_s)
 
@@ -141,7 +141,7 @@ def optimizer_name(spec: RunSpec) -> str:
 
 
 def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:
-    """Return the profile that the cut of a run stands on, or None where it needs none.
+    """Return the profile that the partition of a run stands on, or None if it needs none.
 
     Raises:
         ConfigError: a profile that cannot be had.
@@ -157,7 +157,7 @@ def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
 
 
 def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
-    """Return the cut of a resolved run: as given in parallel.boundaries, or by the configured method.
+    """Return the partition of a resolved run: as given in parallel.boundaries, or by the configured method.
 
     Raises:
         ConfigError: more stages than layers, boundaries that do not make the schedule's stages, or a profile that
@@ -198,7 +198,7 @@ def partition_by(method: str, case: PartitionCase, objective: str = "peak_bytes"
     """Partition by the name of a method; `cost` and `bound` are of the objective, in seconds or bytes.
 
     Raises:
-        DoesNotFitError: no cut keeps every rank within the limit (exact method, objective time).
+        DoesNotFitError: no partition keeps every rank within the limit (exact method, objective time).
     """
     begin = time.perf_counter()
     found = METHODS[method].cut(case, objective, budget_s)
@@ -206,7 +206,7 @@ def partition_by(method: str, case: PartitionCase, objective: str = "peak_bytes"
 
 
 def check_fits(case: PartitionCase, found: Partition) -> None:
-    """Check the peaks of a cut against the device.
+    """Check the peaks of a partition against the device.
 
     Raises:
         DoesNotFitError: a rank, or a single layer, is larger.
@@ -247,7 +247,7 @@ def _num_layers(spec: RunSpec) -> int:
 
 
 def _check_layers(case: PartitionCase) -> None:
-    """Refuse a layer that no cut can make fit: alone on its stage it is above the limit already."""
+    """Refuse a layer that no partition can make fit: alone on its stage it is above the limit already."""
     limit = case.limit_bytes
     assert limit is not None
     for index, layer in enumerate(case.profile.layers):

@@ -1,4 +1,4 @@
-"""Placing: a run's operators on devices, and on the ranks of a schedule, from its profile and its machine."""
+"""The placement of a run's operators on devices, and on the ranks of schedule=placed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
 
 
 def stage_costs_of(spec: RunSpec) -> StageCosts:
-    """Return the costs of the stages of schedule=placed, in units: the operators' times, bytes kept for backward and handed on."""
+    """Return the costs of the stages of schedule=placed, in units of cost.unit_s and bytes."""
     graph, unit_s = graph_of(spec), spec.cost.unit_s
     backward = tuple(op.backward_s / unit_s for op in graph.ops)
     return StageCosts(

@@ -1,4 +1,4 @@
-"""The problem of cutting: which tables a cut is judged by, and what an answer carries."""
+"""The problem of cutting: which tables a partition is judged by, and what an answer carries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gems.profile.spans import RankCosts
 
 
 class InfeasibleError(ValueError):
-    """No cut keeps the limits, as far as was found.
+    """No partition keeps the limits, as far as was found.
 
-    `least` is the cost of the best cut by the limits alone: what the limit must be for that one. `bound` is below or
-    at what it must be for any; where `bound` is not above the limit, the search ended before it was proven.
+    `least` is the cost of the best partition by the limits alone: what the limit must be for that one. `bound` is below
+    or at what it must be for any; where `bound` is not above the limit, the search ended before it was proven.
     """
 
     def __init__(self, least: float, limit: float, bound: float) -> None:
@@ -32,8 +32,8 @@ class Problem:
     """Where to cut `num_layers` layers into `num_stages` stages so that the most expensive rank costs least.
 
     `ranks` holds one entry for each group of stages that is judged together; several ranks of the same stages are one
-    entry. With `limits` a cut is allowed only when no rank's cost there is above `limit`. `boundary_bytes[b]` is the
-    size of the tensors between layers b and b + 1, which settles ties.
+    entry. With `limits` a partition is allowed only when no rank's cost there is above `limit`. `boundary_bytes[b]` is
+    the size of the tensors between layers b and b + 1, which settles ties.
     """
 
     num_layers: int
@@ -44,7 +44,7 @@ class Problem:
     limit: float = float("inf")
 
     def cost(self, boundaries: Sequence[int]) -> float:
-        """Return the cost of the most expensive rank; infinite where a limit is broken."""
+        """Return the cost of the most expensive rank; infinite if a limit is broken."""
         if any(rank.under(boundaries) > self.limit for rank in self.limits):
             return float("inf")
         return max(rank.under(boundaries) for rank in self.ranks)
@@ -71,10 +71,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a search found: boundaries, None where no cut keeps the limits, and their cost.
+    """What a search found: boundaries, None if no partition keeps the limits, and their cost.
 
-    `bound` is below or at every cut's cost; `is_proven` says that nothing better exists, and `has_fewest_bytes` that
-    no cut of this cost has fewer bytes that cross.
+    `bound` is below or at every partition's cost; `is_proven` says that nothing better exists, and `has_fewest_bytes`
+    that no partition of this cost has fewer bytes that cross.
     """
 
     boundaries: tuple[int, ...] | None
@@ -88,7 +88,7 @@ class Solution:
 class Partition:
     """An answer: stage s holds layers boundaries[s] up to boundaries[s + 1].
 
-    `bound` is below or at the cost of every cut; `is_optimal` says that `cost` is the least there is. `facts` are
+    `bound` is below or at the cost of every partition; `is_optimal` says that `cost` is the least there is. `facts` are
     what the method has to say beside that.
     """
 

@@ -23,19 +23,19 @@ def _value(default: Any, long_name: str) -> Any:
 class LayerProfile:
     """One layer on one micro-batch. Times are seconds, sizes bytes; pairs are (how many layers away, bytes).
 
-    Each storage that backward needs is counted once, at the layer that makes it: in `stash_bytes` if that layer saves it,
-    in `saved_later` if a later layer is the first to save it. So a stage of layers i..j keeps the stashes of its layers,
-    and of `saved_later` what is first saved up to j. `saved` lists these storages one by one with all that save them; by
-    default it is made from the two. `passing` has those that nobody saves but a recomputed segment keeps: outputs, and
-    results of convolutions and matrix products.
+    Each storage that backward needs is counted once, at the layer that makes it: in `stash_bytes` if that layer saves
+    it, in `saved_later` if a later layer is the first to save it. So a stage of layers i..j keeps the stashes of its
+    layers, and of `saved_later` what is first saved up to j. `saved` lists these storages one by one with all that save
+    them; by default it is made from the two. `passing` has those that nobody saves but a recomputed segment keeps:
+    outputs, and results of convolutions and matrix products.
 
-    Peaks of forward count what the layer makes, its stash and outputs included, besides its inputs. `backward_peak_bytes`
-    counts gradients of outputs and inputs, beyond all that is saved when it begins; gradients of parameters always stay
-    and are not in it. `backward_peak_at` has the stage ends at which the peak is another one, beyond the output gradients
-    that the stage holds throughout, and `passed_at` what of those a stage that begins here passes on in a copy.
-    `held_for_weights_bytes` includes `held_input_bytes` and `held_output_grad_bytes`, which the stage counts itself where
-    they are its own. Values named `cheap` are those of selective recomputation, which keeps the results of convolutions
-    and matrix products from the first forward.
+    Peaks of forward count what the layer makes, its stash and outputs included, besides its inputs.
+    `backward_peak_bytes` counts gradients of outputs and inputs, beyond all that is saved when it begins; gradients of
+    parameters always stay and are not in it. `backward_peak_at` has the stage ends at which the peak is another one,
+    beyond the output gradients that the stage holds throughout, and `passed_at` what of those a stage that begins here
+    passes on in a copy. `held_for_weights_bytes` includes `held_input_bytes` and `held_output_grad_bytes`, which the
+    stage counts itself where they are its own. Values named `cheap` are those of selective recomputation, which keeps
+    the results of convolutions and matrix products from the first forward.
 
     Raises:
         ValueError: `saved` and `passing` do not add up to `stash_bytes`, `saved_later` and `cheap_bytes`.

@@ -18,7 +18,8 @@ class Op:
 
     `backward_s` is its whole backward, which runs on the device of its forward. `output_bytes` go once to each other
     device that reads the output, and as many come back from each reader there as its gradient. `held_bytes` stay on its
-    device from forward to backward; of them `state_bytes` all the time, parameters with gradients and optimizer's state.
+    device from forward to backward; of them `state_bytes` all the time, parameters with gradients and optimizer's
+    state.
     """
 
     name: str
@@ -38,7 +39,8 @@ class Op:
 class OpGraph:
     """Operators and their edges (reader's feeder, reader), by their numbers; no circles.
 
-    `predecessors[v]` and `successors[v]` are ascending, and `order` is a topological order: by depth first come, lowest number first.
+    `predecessors[v]` and `successors[v]` are ascending, and `order` is a topological order: by depth first come, lowest
+    number first.
 
     Raises:
         ConfigError: an edge to nowhere, twice or in a circle, or a time or size that is negative or not finite.

@@ -13,10 +13,10 @@ class Saved:
     """`count` equal storages that a layer makes, each of `num_bytes`.
 
     Layers are counted from the one that makes them, which is 0: `savers` are those that save it for backward, in order,
-    `weight_readers` those behind the maker whose weight gradient reads it, `last_use` the last one that is given it, to
+    `weight_readers` those after the maker whose weight gradient reads it, `last_use` the last one that is given it, to
     read it or to carry it on. `is_product` says that a convolution or a
-    matrix product gave it, so that a cheap second run keeps it from the first. With no savers it is memory that backward
-    never reads.
+    matrix product gave it, so that a selective recompute keeps it from the first. With no savers it is memory that
+    backward never reads.
     """
 
     num_bytes: int
@@ -58,7 +58,7 @@ def counted(storages: Iterable[Saved]) -> tuple[Saved, ...]:
 
 
 def stash_of(saved: Iterable[Saved]) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return `stash_bytes` and `saved_later` of a layer: its saved storages, by the layer that is the first to save them."""
+    """Return `stash_bytes` and `saved_later` of a layer from its saved storages."""
     by_first: dict[int, int] = {}
     for storage in saved:
         if storage.savers:
@@ -68,12 +68,12 @@ def stash_of(saved: Iterable[Saved]) -> tuple[int, tuple[tuple[int, int], ...]]:
 
 
 def product_bytes_of(storages: Iterable[Saved]) -> int:
-    """Return the bytes that a cheap second run keeps."""
+    """Return the bytes that a selective recompute keeps."""
     return sum(storage.total_bytes for storage in storages if storage.is_product)
 
 
 def saved_from(stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0) -> tuple[Saved, ...]:
-    """Return storages that a stash may be made of, for a profile that does not tell them apart: one for each first saver."""
+    """Return storages that a stash may be made of, one per first saver, for a profile that has only sums."""
     cheap = min(cheap_bytes, stash_bytes)
     own = (Saved(cheap, is_product=True), Saved(stash_bytes - cheap))
     later = (Saved(num_bytes, (ahead,), ahead) for ahead, num_bytes in saved_later)

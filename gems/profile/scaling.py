@@ -13,7 +13,7 @@ from gems.profile.saved_storages import product_bytes_of, stash_of
 def extrapolate(points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int) -> ModelProfile:
     """Return the profile at another shape: every time and size as a + b x pixels of the micro-batch, by least squares.
 
-    Of a convolutional network that is what times and sizes are, but for rounding where a side is no multiple of the
+    Of a convolutional network that is what times and sizes are, except for rounding where a side is no multiple of the
     network's stride. `facts["error"]` has the largest relative error of the whole's time and stash when one point
     after the other is left out and predicted from the rest; None with fewer than three points.
 

@@ -147,7 +147,7 @@ class Spans:
 
     @cached_property
     def handed_on(self) -> Table:
-        """Bytes that the last layer hands on; the same in a column."""
+        """Bytes that the last layer passes on; the same in a column."""
         row = [0.0] + [float(layer.output_bytes) for layer in self.profile.layers]
         return np.repeat(np.array(row)[None, :], self.num_layers, axis=0)
 
@@ -159,7 +159,7 @@ class Spans:
 
     @cached_property
     def handed_back(self) -> Table:
-        """Bytes of the gradient that the first layer hands back; the same in a row, 0 in the first."""
+        """Bytes of the gradient that the first layer returns; the same in a row, 0 in the first."""
         column = [0.0] + [float(layer.output_grad_bytes) for layer in self.profile.layers[:-1]]
         return np.repeat(np.array(column)[:, None], self.num_layers + 1, axis=1)
 
@@ -179,7 +179,8 @@ class RankCosts:
 
     `stages` names them. `moments[m][k]` gives, when called, the table of stage `stages[k]` at moment m of the
     step: an array (L, L + 1) whose entry [i, e] is the cost of that stage when it holds layers i up to e (e > i; the
-    rest is not read). Where a rank has one stage, all its moments may be folded into one table, the largest of each entry.
+    rest is not read). Where a rank has one stage, all its moments may be folded into one table, the largest of each
+    entry.
     """
 
     stages: tuple[int, ...]
@@ -196,5 +197,5 @@ class RankCosts:
         return [(boundaries[stage], boundaries[stage + 1]) for stage in self.stages]
 
     def under(self, boundaries: Sequence[int]) -> float:
-        """Return the cost under a cut."""
+        """Return the cost under a partition."""
         return self.at(self.spans(boundaries))

@@ -1,4 +1,4 @@
-"""Where profiles come from: a file, the cache, or a child process that takes a missing one. No torch here."""
+"""Where profiles come from: a file, the cache, or a child process that takes a missing one."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
 
 
 def taken_in_child(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
-    """Take the profile (by TAKER unless told) in a child process, which loads torch, and gives its document with `wanted`.
+    """Take the profile in a child process, which loads torch, and return its document.
 
     Raises:
         ConfigError: what the child refused, or how it failed.

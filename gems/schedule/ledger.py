@@ -21,9 +21,9 @@ BRINGING_KINDS = frozenset({Kind.F, Kind.R, Kind.PREFETCH})
 class Ledger:
     """Counts the activations that a rank holds, in the unit of `StageCosts.activation`, and their peak.
 
-    F allocates the activations of a stage or segment (only its boundary if R follows), R the rest of them, PREFETCH what
-    OFFLOAD moved out. I frees all but what W needs, B and W free everything. What OFFLOAD moved is freed by FREE if the
-    schedule has one, otherwise when the copy ends.
+    F allocates the activations of a stage or segment (only its boundary if R follows), R the rest of them, PREFETCH
+    what OFFLOAD moved out. I frees all but what W needs, B and W free everything. What OFFLOAD moved is freed by FREE
+    if the schedule has one, otherwise when the copy ends.
     """
 
     __slots__ = ("_cap", "_costs", "_granted", "_has_recompute", "_leaving", "_schedule", "held", "peak")

@@ -13,7 +13,7 @@ from gems.memory.case import MemoryCase
 from gems.memory.layer_storages import saved_storages
 from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.policies.lms.distance import RankGraph, lms
-from gems.memory.policies.lms.graph import Parameters, play
+from gems.memory.policies.lms.graph import Parameters, simulate
 from gems.memory.policies.lms.limit import lms_limit
 from gems.memory.policies.vdnn import vdnn_all
 from gems.profile import ModelProfile
@@ -152,7 +152,7 @@ def test_the_graph_holds_what_the_layers_save() -> None:
     graph = RankGraph(case, 0).graph
     assert graph.num_levels == 2 * case.profile.num_layers
     saved = sum(one.total_bytes for one in saved_storages(case.profile, 0, case.profile.num_layers))
-    peak = play(graph, Parameters(graph.num_levels), float("inf")).peak_bytes
+    peak = simulate(graph, Parameters(graph.num_levels), float("inf")).peak_bytes
     assert saved <= peak <= saved + 2 * max(layer.output_grad_bytes for layer in case.profile.layers)
 
 
@@ -172,7 +172,7 @@ def test_the_graph_follows_the_list(name: str, ranks: int, micro_batches: int, o
     num = sum(spans[stage][1] - spans[stage][0] for stage, _ in runs)
     assert graph.graph.levels == tuple(range(num))
     saved = [saved_storages(case.profile, *spans[stage]) for stage, kind in runs if kind == "F"]
-    peaks = play(graph.graph, Parameters(num), float("inf")).peak_bytes
+    peaks = simulate(graph.graph, Parameters(num), float("inf")).peak_bytes
     together = [sum(one.total_bytes for one in each) for each in saved]
     nested = order.endswith("0B")
     assert peaks >= (sum(together) if nested else max(together))

@@ -9,7 +9,7 @@ from math import inf
 
 import pytest
 
-from gems.memory.policies.lms.graph import Graph, Parameters, Tensor, Tuned, play, tune
+from gems.memory.policies.lms.graph import Graph, Parameters, Tensor, Tuned, simulate, tune
 
 GRAPHS = range(20)
 
@@ -165,8 +165,8 @@ class Reading:
 
 def limits_of(graph: Graph) -> list[int]:
     """Limits from too small to large enough, with those between that bring in each mode."""
-    most = play(graph, Parameters(graph.num_levels), inf).peak_bytes
-    least = min(play(graph, Parameters(1, sync_mode=mode), inf).peak_bytes for mode in (0, 1, 2, 3))
+    most = simulate(graph, Parameters(graph.num_levels), inf).peak_bytes
+    least = min(simulate(graph, Parameters(1, sync_mode=mode), inf).peak_bytes for mode in (0, 1, 2, 3))
     return sorted({least, least + 1, *(least + (most - least) * part // 8 for part in range(1, 8)), most + 1})
 
 
@@ -201,9 +201,9 @@ def test_what_is_found_fits_and_a_larger_threshold_does_not(seed: int) -> None:
     for limit in limits_of(graph):
         tuned = tune(graph, limit)
         if tuned is None:
-            assert not any(play(graph, Parameters(1, sync_mode=mode), limit).fits for mode in (0, 1, 2, 3))
+            assert not any(simulate(graph, Parameters(1, sync_mode=mode), limit).fits for mode in (0, 1, 2, 3))
             continue
-        played = play(graph, tuned.parameters, limit)
+        played = simulate(graph, tuned.parameters, limit)
         assert played.fits
         assert played.peak_bytes < limit
         assert tuned.is_needed == (played.host_bytes > 0)
@@ -227,8 +227,8 @@ def test_a_chain_by_hand() -> None:
     """
     graph = chain((10, 10, 10, 10))
     assert graph.levels == (0, 1, 2, 3, 4, 5, 6, 7)
-    assert play(graph, Parameters(8), inf).peak_bytes == 40
-    off = play(graph, Parameters(5, sync_mode=3), inf)
+    assert simulate(graph, Parameters(8), inf).peak_bytes == 40
+    off = simulate(graph, Parameters(5, sync_mode=3), inf)
     assert (off.peak_bytes, off.host_bytes) == (30, 10)
     tuned = tune(graph, 41)
     assert tuned is not None and not tuned.is_needed and tuned.num_plays == 1
@@ -240,7 +240,7 @@ def test_a_chain_by_hand() -> None:
 def test_a_copy_out_that_nobody_waits_for_is_free_one_operation_later() -> None:
     tensors = (Tensor(10, 0, (1, 4)), Tensor(10, 1, (2,)), Tensor(10, 2, (3,)), Tensor(0, 3, (4,)))
     graph = Graph(5, tensors)
-    peaks = {mode: play(graph, Parameters(2, 1, 0, mode), inf).peak_bytes for mode in (0, 1)}
+    peaks = {mode: simulate(graph, Parameters(2, 1, 0, mode), inf).peak_bytes for mode in (0, 1)}
     assert peaks == {0: 30, 1: 20}
 
 
@@ -248,7 +248,7 @@ def test_a_copy_back_that_is_waited_for_comes_with_its_reader() -> None:
     """Else it is there one level earlier, beside what is largest."""
     sizes = {1: 3, 2: 3, 3: 12, 4: 3}
     graph = Graph(6, (Tensor(10, 0, (1, 5)), *(Tensor(size, op, (op + 1,)) for op, size in sizes.items())))
-    peaks = {mode: play(graph, Parameters(2, 1, 0, mode), inf).peak_bytes for mode in (0, 2)}
+    peaks = {mode: simulate(graph, Parameters(2, 1, 0, mode), inf).peak_bytes for mode in (0, 2)}
     assert peaks == {0: 25, 2: 16}
 
 

@@ -14,7 +14,7 @@ from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.optimizer.formulation import PlanModel
 from gems.memory.optimizer.milp import Program, Solution
 from gems.memory.optimizer.optimal import NODES, plan, target_limit_bytes
-from gems.memory.optimizer.windows import Way, with_windows
+from gems.memory.optimizer.windows import WindowOrder, with_windows
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.recompute import recompute
 from gems.memory.policies.vdnn import vdnn_all
@@ -120,11 +120,11 @@ def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(see
         outcome = case.outcome(MemoryPlan("random", (stage,)))
         model = PlanModel(case, max(outcome.peak_bytes), is_whole_copies=is_whole_copies)
         chosen = {(each.first, each.end, each.choice) for each in settled(outcome)}
-        arcs = {(arc.first, arc.end, arc.choice): at for arc, at in model.blocks[0].at.items()}
-        if not chosen <= arcs.keys():
+        options = {(option.first, option.end, option.choice): at for option, at in model.blocks[0].at.items()}
+        if not chosen <= options.keys():
             continue
-        for arc, at in arcs.items():
-            model.program.row({at: 1.0}, low=float(arc in chosen), high=float(arc in chosen))
+        for option, at in options.items():
+            model.program.row({at: 1.0}, low=float(option in chosen), high=float(option in chosen))
         found = model.solve(is_whole=True, node_limit=50)
         assert found is not None, "a plan that is there fits"
         assert found.bound_s <= outcome.step_s * (1 + 1e-6)
@@ -132,8 +132,8 @@ def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(see
     assert compared > 2
 
 
-@pytest.mark.parametrize("way", Way)
-def test_windows_keep_the_limit_and_take_no_time(way: Way) -> None:
+@pytest.mark.parametrize("way", WindowOrder)
+def test_windows_keep_the_limit_and_take_no_time(way: WindowOrder) -> None:
     case = case_of(network("ccccccccl"), rate=4e9)
     layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
     bare = MemoryPlan.by_layer("test", case.boundaries, layers)

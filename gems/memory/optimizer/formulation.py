@@ -1,4 +1,4 @@
-"""The plan as a linear programme: choices of all stages, the bytes of all ranks, their links and the step's time."""
+"""The plan as a linear program: choices of all stages, bytes of all ranks, their links and the step's time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from gems.memory.case import MemoryCase
 from gems.memory.optimizer.milp import Program, Solution, Terms
-from gems.memory.optimizer.stage import Arc, StageBlock, stage_layers
+from gems.memory.optimizer.stage import SegmentOption, StageBlock, stage_layers
 from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.stage_storages import profile_storages
 from gems.memory.timeline import Point
@@ -21,22 +21,22 @@ BACKWARD = (Kind.B, Kind.I)
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """A solution: the weight of each arc of each stage, and a proven bound below every plan's step, seconds."""
+    """A solution: the weight of each option of each stage, and a proven bound below every plan's step, seconds."""
 
-    weights: tuple[dict[Arc, float], ...]
+    weights: tuple[dict[SegmentOption, float], ...]
     bound_s: float
     is_whole: bool
 
 
 class PlanModel:
-    """Minimises the step's time under a limit of bytes for every rank.
+    """The linear program that minimises the step's time under a limit of bytes for every rank.
 
-    Copies are a fluid: of a micro-batch's moved bytes any part may leave once the layer that saves it has run, and come back
-    before it is needed, and what leaves or comes during an action is at most the rate times the action's length (the
-    prefix-bandwidth constraints). So real copies, which move one segment after the other, can do no better, and the least
-    time of the programme bounds that of every plan of these segments. With `is_whole_copies` a segment takes its bytes on
-    the device until all of it has left and from when its copy back is posted, which is as it is where a rank has one
-    micro-batch. Arrival times of data from other ranks are constraints too.
+    Copies are a fluid: of a micro-batch's moved bytes any part may leave once the layer that saves it has run, and come
+    back before it is needed, and what leaves or comes during an action is at most the rate times the action's length
+    (the prefix-bandwidth constraints). So real copies, which move one segment after the other, can do no better, and
+    the least time of the MILP bounds that of every plan of these segments. With `is_whole_copies` a segment takes its
+    bytes on the device until all of it has left and from when its copy back is posted, which is as it is where a rank
+    has one micro-batch. Arrival times of data from other ranks are constraints too.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class PlanModel:
         self._write_dependencies()
 
     def solve(self, is_whole: bool, node_limit: int = 0, gap: float = 0.0, copy_share: float = 0.0) -> Relaxed | None:
-        """Solve it; None where no plan can keep the limit.
+        """Solve it; None if no plan can keep the limit.
 
         With `copy_share` a part of each copy's time counts as if it were exposed, more for what is needed sooner: of
-        plans that take the same time, those with fewer copies and the farthest next use come first. The bound is then none.
+        plans that take the same time, those with fewer copies and the farthest next use come first. The bound is then
+        none.
         """
         self.program.minimise({self.span: 1.0} | (self._copies(copy_share) if copy_share else {}))
         found = self.program.solve(is_whole, node_limit, gap)
@@ -73,20 +74,21 @@ class PlanModel:
         costs: Terms = {}
         for block in self.blocks:
             stage = block.stage
-            for arc, at in block.at.items():
-                if arc.choice is Choice.OFFLOAD:
-                    moved = sum(each.total_bytes for each in stage.storages if arc.first in each.savers[-1:])
-                    nearness = (arc.first - stage.first) / (stage.end - stage.first)
+            for option, at in block.at.items():
+                if option.choice is Choice.OFFLOAD:
+                    moved = sum(each.total_bytes for each in stage.storages if option.first in each.savers[-1:])
+                    nearness = (option.first - stage.first) / (stage.end - stage.first)
                     copy_s = moved / self.case.d2h_bytes_per_s + moved / self.case.h2d_bytes_per_s
                     costs[at] = share * (1.0 + nearness) * self.program.scaled_s(copy_s)
         return costs
 
     def _read(self, found: Solution, is_whole: bool) -> Relaxed:
         values = found.values
-        weights: tuple[dict[Arc, float], ...] = ()
+        weights: tuple[dict[SegmentOption, float], ...] = ()
         if values is not None:
             weights = tuple(
-                {arc: float(values[at]) for arc, at in block.at.items() if values[at] > 1e-6} for block in self.blocks
+                {option: float(values[at]) for option, at in block.at.items() if values[at] > 1e-6}
+                for block in self.blocks
             )
         return Relaxed(weights, max(0.0, self.program.seconds(found.bound)), is_whole)
 
@@ -106,7 +108,7 @@ class PlanModel:
 
 
 class _RankRows:
-    """The rows of one rank: along its list, layer by layer."""
+    """The constraints of one rank: along its schedule, layer by layer."""
 
     def __init__(self, model: PlanModel, rank: int, points: Sequence[Point]) -> None:
         self.model, self.program, self.case = model, model.program, model.case
@@ -127,7 +129,7 @@ class _RankRows:
         self.program.row({self.model.span: 1.0} | _minus(self.clock), low=0.0)
 
     def _act(self, action: Action) -> None:
-        """Write one whole-stage action: its layers, the copies of its own micro-batch, and those of the others."""
+        """Add the constraints of a whole-stage action: layers, its micro-batch's copies, and those of others."""
         program, block = self.program, self.model.blocks[action.stage]
         mine = (action.stage, action.micro_batch, action.direction)
         others = {key: host for key, host in self.on_host.items() if key != mine}
@@ -174,7 +176,7 @@ class _RankRows:
         self.model.ended[action] = next(iter(self.clock))
 
     def _advance(self, more: Terms, time: float, lasts: Terms) -> tuple[int, Terms]:
-        """Let the clock go on by a wait and the length of an action, and adds both to the time for copies."""
+        """Advance the clock by a wait and the length of an action, and add both to the time for copies."""
         wait, ended = self.program.variable(), self.program.variable()
         self.program.row({ended: 1.0, wait: -1.0} | _minus(self.clock) | _minus(more), low=time, high=time)
         self.clock = {ended: 1.0}
@@ -184,7 +186,7 @@ class _RankRows:
     def _layer(
         self, action: Action, layer: int, host: Terms, resident: Terms, out: Terms, back: Terms, lasts: Terms
     ) -> Terms:
-        """Write the rows of one layer of an action, and gives what of its micro-batch is on the host behind it."""
+        """Add the constraints of a layer of an action, and return what its micro-batch has on the host after it."""
         program, block = self.program, self.model.blocks[action.stage]
         is_forward = action.kind is Kind.F
         profile = self.case.profile.layers[layer]
@@ -230,7 +232,7 @@ class _RankRows:
         return {after: 1.0}
 
     def _again(self, action: Action, layer: int, under_way: Terms, resident: Terms) -> None:
-        """Hold what a second run needs that ends with a layer, before the layer's backward."""
+        """Limit what a recompute needs that ends with a layer, before the layer's backward."""
         block = self.model.blocks[action.stage]
         held = block.again_bytes(layer)
         kept = sum(each.worth_kept(terms) for each, terms in self._kept_terms(action, held))
@@ -241,7 +243,7 @@ class _RankRows:
         self.program.row(terms, high=self.limit - self.program.scaled_bytes(before) + kept)
 
     def _kept_terms(self, action: Action, held: Terms) -> list[tuple[StageBlock, Terms]]:
-        """Return what was counted in the walk of kept layers, so that only the difference to it counts here."""
+        """Return what was counted in the timeline of kept layers, so that only the difference to it counts here."""
         found = [(self.model.blocks[action.stage], held)]
         mine = (action.stage, action.micro_batch, action.direction)
         for key in self.on_host:
@@ -279,7 +281,10 @@ def _times(terms: Terms, factor: float) -> Terms:
 
 
 def with_whole_backward(schedule: Schedule) -> Schedule:
-    """Return a schedule without the split of the backward: what is kept from I to W depends on segments, and is not counted."""
+    """Return a schedule with whole backwards.
+
+    What a split backward keeps from I to W depends on segments and is not counted.
+    """
     if all(action.kind is not Kind.W for row in schedule.rows for action in row):
         return schedule
     rows = tuple(
@@ -294,7 +299,7 @@ def with_whole_backward(schedule: Schedule) -> Schedule:
 
 
 def spared_messages(points: Sequence[Point]) -> dict[Action, int]:
-    """Return for each action the bytes of messages that would not be there if a segment were run again before a backward.
+    """Return for each action the bytes of messages that a recompute before a backward would spare.
 
     Then a receive of that backward is posted an action later, and what was sent before it is gone by then.
     """
@@ -321,7 +326,9 @@ def spared_messages(points: Sequence[Point]) -> dict[Action, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes that leave together: made by layer `maker`, needed last by layer `saver`; `moved` is the variable of their leaving.
+    """Bytes that leave together, made by layer `maker` and needed last by layer `saver`.
+
+    `moved` is the variable of their leaving.
 
     Where an earlier layer saved them too, they leave with that one if `saver` itself is not offloaded.
     """
@@ -346,7 +353,7 @@ class WholeCopies:
         stage = block.stage
         for layer in range(stage.first, stage.end):
             self._offloaded[layer] = next(
-                block.at[arc] for arc in block.covering[layer] if arc.choice is Choice.OFFLOAD
+                block.at[option] for option in block.covering[layer] if option.choice is Choice.OFFLOAD
             )
             size = stage.own_movable_bytes[layer]
             self._parts[layer] = [_Part(size, self._offloaded[layer], layer, layer, False)] if size else []
@@ -380,7 +387,7 @@ class WholeCopies:
         return found
 
     def _tie(self, part: _Part, there: int, is_there: int, is_posted: bool) -> None:
-        """Holds that a part is there as its segment is, if it leaves at all and with that segment."""
+        """Constrain a part to be on the device as its segment is, if it leaves at all and with that segment."""
         program = self.program
         program.row({there: 1.0, part.moved: -1.0}, high=0.0)
         if not is_posted:

@@ -19,7 +19,7 @@ UNITS = 1000.0
 class Solution:
     """The values of all variables, the objective and a proven bound below the least one, both in scaled units.
 
-    `values` is None where no whole solution was found.
+    `values` is None if no whole solution was found.
     """
 
     values: NDArray[np.float64] | None
@@ -45,11 +45,11 @@ class Program:
         return len(self._low)
 
     def scaled_bytes(self, num_bytes: float) -> float:
-        """Return bytes in units of the programme."""
+        """Return bytes in units of the MILP."""
         return num_bytes * self._per_byte
 
     def scaled_s(self, seconds: float) -> float:
-        """Return seconds in units of the programme."""
+        """Return seconds in units of the MILP."""
         return seconds * self._per_s
 
     def seconds(self, scaled: float) -> float:
@@ -61,7 +61,7 @@ class Program:
         return bytes_per_s * self._per_byte / self._per_s
 
     def variable(self, low: float = 0.0, high: float = np.inf, is_whole: bool = False) -> int:
-        """Make a variable and gives its number."""
+        """Make a variable and return its number."""
         self._low.append(low)
         self._high.append(high)
         self._whole.append(int(is_whole))
@@ -76,8 +76,8 @@ class Program:
         self._cost = dict(terms)
 
     def solve(self, is_whole: bool, node_limit: int = 0, gap: float = 0.0) -> Solution | None:
-        """Solve the programme, or its relaxation; None where it has no solution. Work is bounded in nodes, not seconds."""
-        # here, because a login node plans without it where the policy asks for no programme
+        """Solve the MILP, or its relaxation; None if it has no solution. Work is bounded in nodes, not seconds."""
+        # here, because a login node plans without it where the policy asks for no MILP
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 

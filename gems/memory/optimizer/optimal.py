@@ -1,4 +1,4 @@
-"""The plan: per layer keep, offload or run again, so that every rank's peak fits and the step takes the least time."""
+"""The optimal plan: per layer keep, offload or recompute, so that every rank fits and the step is fastest."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.optimizer.formulation import PlanModel, Relaxed
 from gems.memory.optimizer.search import Candidate, Cut, PlanSimulator, Search
-from gems.memory.optimizer.windows import trimmed
+from gems.memory.optimizer.windows import shortened
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.stage_storages import profile_storages
 
 POLICY = "plan"
-# For which limits and prices of copies the programme is solved beside: the share of the largest layer's saved bytes that is
+# For which limits and prices of copies the MILP is solved beside: the share of the largest layer's saved bytes that is
 # left for copies under way, and what of a hidden copy's time counts as if it were exposed, where plans are alike.
 VARIANTS = ((0.0, 0.01), (0.25, 0.01))
 FLUID_VARIANTS = ((0.5, 0.1), (1.0, 0.1))
-# how far the mixed-integer programme is followed, and its looser end where only a plan is asked for; a budget above the
+# how far the mixed-integer program is followed, and its looser end where only a plan is asked for; a budget above the
 # usual one follows the bound further, by so many nodes a second over the number of variables
 NODES, GAP, LOOSE_GAP = 10, 0.01, 0.02
 USUAL_BUDGET_S, NODES_PER_S = 10.0, 60_000
 GOOD = 0.001  # a plan this near to the bound is not improved further
-VARIABLES_PER_S = 600  # of a programme that HiGHS follows so far in a second
-SEARCH_SHARE = 0.5  # of the budget; the programmes have the rest
-PARTS = (0, 1, 2, 3, 4, 6, 8)  # in how many segments all of a stage is run again; 0: each layer by itself
+VARIABLES_PER_S = 600  # of a MILP that HiGHS follows so far in a second
+SEARCH_SHARE = 0.5  # of the budget; the MILPs have the rest
+PARTS = (0, 1, 2, 3, 4, 6, 8)  # in how many segments all of a stage is recomputed; 0: each layer by itself
 ADVICE = "give more memory, use more partitions or fewer micro-batches in flight, or a smaller image or micro-batch"
 
 
@@ -34,11 +34,11 @@ ADVICE = "give more memory, use more partitions or fewer micro-batches in flight
 class Planned:
     """A plan that fits, what it does, and how far it is from the least time, in seconds.
 
-    No plan under the limit takes less than `bound_s`: whatever each layer's choice, the cut into segments (those that are
-    run again have at most `longest_arc` layers, 24 where a stage has 25, or all of the stage) and the distances of the
-    copies; for this cut and order of the schedule, these links' rates, and bytes as the walk counts them. Where a rank has
-    more than one micro-batch, or the programme is too large for the budget, it counts copies as a fluid, so that part of a
-    tensor can leave. `gap` is the step over it, less 1. `method` says where the plan came from.
+    No plan under the limit takes less than `bound_s`: whatever each layer's choice, the split into segments (those that
+    are run again have at most `max_option_layers` layers, 24 where a stage has 25, or all of the stage) and the distances of
+    the copies; for this partition and order of the schedule, these links' rates, and bytes as the timeline counts them.
+    Where a rank has more than one micro-batch, or the MILP is too large for the budget, it counts copies as a fluid, so
+    that part of a tensor can leave. `gap` is the step over it, less 1. `method` says where the plan came from.
     """
 
     plan: MemoryPlan
@@ -63,23 +63,23 @@ def target_limit_bytes(case: MemoryCase, saving: float) -> int:
 def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[MemoryPlan] = ()) -> Planned:
     """Find a plan under which each rank holds at most `limit_bytes` and the simulated step takes the least time.
 
-    A mixed-integer programme (HiGHS) chooses for each layer under the prefix-bandwidth constraints; copies then get the
-    widest windows that the bytes allow, the plan is played, and a search changes single layers while `budget_s` lasts,
-    counted in actions and not in seconds, so that the same plan comes out everywhere. It is never worse than the best of
-    `rivals` that fit.
+    A mixed-integer program (HiGHS) chooses for each layer under the prefix-bandwidth constraints; copies then get the
+    widest windows that the bytes allow, the plan is simulated, and a search changes single layers while `budget_s`
+    lasts, counted in actions and not in seconds, so that the same plan comes out everywhere. It is never worse than the
+    best of `rivals` that fit.
 
     Raises:
         DoesNotFitError: no plan fits that is known; names the layer that needs the most by itself, and the least bytes
             that a plan reached.
     """
-    plays = PlanSimulator(case, SEARCH_SHARE * budget_s)
-    search = Search(case, limit_bytes, plays)
+    simulator = PlanSimulator(case, SEARCH_SHARE * budget_s)
+    search = Search(case, limit_bytes, simulator)
     kept = Candidate(case.kept, limit_bytes)
     if not kept.excess_bytes:
         return _planned(case.kept, case.kept.step_s, "keep")
     tried = [("all layers alike", search.judge(cut)) for cut in _simple(case)]
     for rival in rivals:
-        tried.append((rival.policy, Candidate(plays(rival), limit_bytes)))
+        tried.append((rival.policy, Candidate(simulator(rival), limit_bytes)))
         tried.append((rival.policy, search.judge(rival.stages)))
     bound_s = 0.0
     for bound_s, cut in _by_programme(case, limit_bytes, budget_s):
@@ -89,12 +89,12 @@ def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[M
         if any(search.is_good(each) for _, each in tried):
             break
     method, best = min(tried, key=lambda each: each[1].cost)
-    found = search.improve([kept, *search.choose_way([each for _, each in tried])])
+    found = search.improve([kept, *search.choose_order([each for _, each in tried])])
     if found.excess_bytes:
         raise _too_small(case, found.outcome, limit_bytes)
     if found is not best:
         method += ", improved by search"
-    return _planned(trimmed(search.joined(found).outcome, limit_bytes, plays), bound_s, method)
+    return _planned(shortened(search.joined(found).outcome, limit_bytes, simulator), bound_s, method)
 
 
 def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
@@ -106,9 +106,9 @@ def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
 
 
 def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterator[tuple[float, Cut | None]]:
-    """Yield choices of the programme at the limit and below it, each with the bound so far below every plan's step, seconds.
+    """Yield solutions of the MILP at the limit and below it, each with a lower bound of every plan's step, in seconds.
 
-    Where the programme is too large for the budget its relaxation is rounded. Without any solution no plan can keep the
+    Where the MILP is too large for the budget its relaxation is rounded. Without any solution no plan can keep the
     limit, and there is nothing to give.
     """
     is_chain = case.schedule.num_ranks == 1 and len({action.micro_batch for action in case.schedule.rows[0]}) == 1
@@ -137,21 +137,24 @@ def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterat
 
 
 def _rounded(case: MemoryCase, relaxed: Relaxed) -> Cut:
-    """Return the segments of a solution: of a relaxed one the way through each stage that has the most weight."""
+    """Return the segments of a solution; of a relaxed one the path through each stage with the most weight."""
     stages = []
     for (first, end), weights in zip(pairwise(case.boundaries), relaxed.weights, strict=True):
         best: dict[int, tuple[float, tuple[Segment, ...]]] = {first: (0.0, ())}
-        for arc in sorted(weights, key=lambda arc: (arc.first, arc.end, arc.choice)):
-            if arc.first in best:
-                value = best[arc.first][0] + weights[arc] * (arc.end - arc.first)
-                if arc.end not in best or value > best[arc.end][0]:
-                    best[arc.end] = (value, (*best[arc.first][1], Segment(arc.first, arc.end, arc.choice)))
+        for option in sorted(weights, key=lambda option: (option.first, option.end, option.choice)):
+            if option.first in best:
+                value = best[option.first][0] + weights[option] * (option.end - option.first)
+                if option.end not in best or value > best[option.end][0]:
+                    best[option.end] = (
+                        value,
+                        (*best[option.first][1], Segment(option.first, option.end, option.choice)),
+                    )
         stages.append(best[end][1])
     return tuple(stages)
 
 
 def _simple(case: MemoryCase) -> Iterator[Cut]:
-    """Yield the plans from which a search under a small limit may begin: all offloaded, or run again in equal parts."""
+    """Yield plans to start a search from: everything offloaded, or recomputed in equal parts."""
     layers = range(case.boundaries[0], case.boundaries[-1])
     offloaded = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in layers}
     yield MemoryPlan.by_layer(POLICY, case.boundaries, offloaded).stages
@@ -165,7 +168,7 @@ def _simple(case: MemoryCase) -> Iterator[Cut]:
 
 
 def _too_small(case: MemoryCase, least: PlanOutcome, limit_bytes: int) -> DoesNotFitError:
-    """Describe what stands in the way: the layer with which the best plan is above the limit, and what it holds by itself."""
+    """Return the error: the layer with which the best plan exceeds the limit, and what it needs by itself."""
     spans = profile_storages(case.profile).spans
     rank = least.fullest_rank
     stages = {stage for _, stage in case.schedule.placement.stages_on(rank)}

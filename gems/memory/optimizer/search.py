@@ -1,4 +1,4 @@
-"""The search around a plan: one layer's choice changed, or the ends of a segment that is run again moved, and played."""
+"""Local search around a plan: change a layer's choice or move the ends of a recomputed segment, and simulate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.optimizer.windows import Way, with_windows
+from gems.memory.optimizer.windows import WindowOrder, with_windows
 from gems.memory.plan import Choice, MemoryPlan, Segment
 
 ACTIONS_PER_S = 60_000  # actions of a list that a common core walks and simulates in a second
@@ -17,14 +17,14 @@ ACTIONS_OF_A_LAYER = 10  # what finding out a layer's storages costs beside
 HOTTEST = 0.02  # the share of a step that annealing first gives away lightly
 STARTS = 3  # plans from which a descent begins
 MAX_ROUNDS = 20_000  # a case so small that all its plans are known soon must end too
-RUNS = (2, 3, 4, 6)  # lengths of segments that are run again as one change
+RUNS = (2, 3, 4, 6)  # lengths of segments that are recomputed as one change
 CHOICES = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE, Choice.SELECTIVE)
 Cut = tuple[tuple[Segment, ...], ...]
 Move = Callable[[tuple[Segment, ...]], tuple[Segment, ...] | None]
 
 
 class PlanSimulator:
-    """Simulates plans on a case and counts actions against a budget, so that a search is the same on every machine."""
+    """Simulates plans on a case, and counts actions against a budget so that a search is the same on every machine."""
 
     def __init__(self, case: MemoryCase, budget_s: float) -> None:
         self.case = case
@@ -44,7 +44,7 @@ class PlanSimulator:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan played; the better one has the lower `cost`: bytes above the limit first, seconds then."""
+    """A simulated plan; the better one has the lower `cost`: bytes above the limit first, seconds then."""
 
     outcome: PlanOutcome
     limit_bytes: int
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """What is to be made least."""
+        """The objective, to be minimised."""
         return (float(self.excess_bytes), self.outcome.step_s)
 
 
@@ -66,29 +66,29 @@ class Search:
     It ends where a plan takes no more than `good_s`, seconds. Copies get their windows in one `way`.
     """
 
-    def __init__(self, case: MemoryCase, limit_bytes: int, plays: PlanSimulator) -> None:
-        self.case, self.limit_bytes, self.plays = case, limit_bytes, plays
+    def __init__(self, case: MemoryCase, limit_bytes: int, simulator: PlanSimulator) -> None:
+        self.case, self.limit_bytes, self.simulator = case, limit_bytes, simulator
         self.good_s = 0.0
-        self.way = Way.OUT_FIRST
-        self._tried: dict[tuple[Cut, Way], Candidate] = {}
+        self.way = WindowOrder.OUT_FIRST
+        self._tried: dict[tuple[Cut, WindowOrder], Candidate] = {}
         self._random = random.Random(0)
 
     def judge(self, stages: Cut) -> Candidate:
-        """Return windows to the copies of a plan, and plays it; kept layers one by one, so that windows may end between them."""
+        """Set the windows of a plan's copies and simulate it, with kept layers as segments of their own."""
         key = (_bare(_by_layer(stages)), self.way)
         if key not in self._tried:
-            outcome = with_windows(self.case, MemoryPlan("plan", key[0]), self.limit_bytes, self.plays, (self.way,))
+            outcome = with_windows(self.case, MemoryPlan("plan", key[0]), self.limit_bytes, self.simulator, (self.way,))
             self._tried[key] = Candidate(outcome, self.limit_bytes)
         return self._tried[key]
 
-    def choose_way(self, starts: Sequence[Candidate]) -> list[Candidate]:
-        """Take the way in which the best of the starts come out best, and gives all that was tried."""
-        found = {way: list(starts) for way in Way}
+    def choose_order(self, starts: Sequence[Candidate]) -> list[Candidate]:
+        """Choose the window order under which the best starts do best, and return all candidates."""
+        found = {way: list(starts) for way in WindowOrder}
         for start in sorted(starts, key=lambda each: each.cost)[:STARTS]:
-            for self.way in Way:
-                if not self.plays.is_spent:
+            for self.way in WindowOrder:
+                if not self.simulator.is_spent:
                     found[self.way].append(self.judge(start.outcome.plan.stages))
-        self.way = min(Way, key=lambda way: min(each.cost for each in found[way]))
+        self.way = min(WindowOrder, key=lambda way: min(each.cost for each in found[way]))
         return list(dict.fromkeys(each for tried in found.values() for each in tried))
 
     def is_good(self, tried: Candidate) -> bool:
@@ -96,7 +96,7 @@ class Search:
         return not tried.excess_bytes and tried.outcome.step_s <= self.good_s
 
     def improve(self, starts: Sequence[Candidate]) -> Candidate:
-        """Return the best plan found: each stage from any of the starts, single changes while one helps, then annealing."""
+        """Return the best plan found: mix stages of the starts, descend by single changes, then anneal."""
         starts = sorted(starts, key=lambda each: each.cost)
         best = starts[0] if self.is_good(starts[0]) else self._mix(starts[0], starts[1:])
         for start in (best, *starts[1:STARTS]):
@@ -112,7 +112,7 @@ class Search:
         """Return the plan with kept neighbours in one segment where that costs nothing: a shorter list."""
         stages = MemoryPlan("plan", _bare(best.outcome.plan.stages)).joined().stages
         found = Candidate(
-            with_windows(self.case, MemoryPlan("plan", stages), self.limit_bytes, self.plays, tuple(Way)),
+            with_windows(self.case, MemoryPlan("plan", stages), self.limit_bytes, self.simulator, tuple(WindowOrder)),
             self.limit_bytes,
         )
         return found if found.cost <= (best.excess_bytes, best.outcome.step_s * (1 + 1e-9)) else best
@@ -123,14 +123,14 @@ class Search:
             for other in others:
                 stages = list(_bare(best.outcome.plan.stages))
                 stages[stage] = _bare(other.outcome.plan.stages)[stage]
-                if self.plays.is_spent:
+                if self.simulator.is_spent:
                     return best
                 found = self.judge(tuple(stages))
                 best = found if found.cost < best.cost else best
         return best
 
     def _descend(self, best: Candidate) -> Candidate:
-        """Try every change once, in an order drawn anew, and takes those that help."""
+        """Try every change once, in an order drawn anew, and take those that help."""
         stages = _by_layer(best.outcome.plan.stages)
         moves = [(stage, move) for stage, cut in enumerate(stages) for move in _moves(cut)]
         self._random.shuffle(moves)
@@ -142,8 +142,8 @@ class Search:
 
     def _anneal(self, best: Candidate) -> Candidate:
         """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
-        now, whole, rounds = best, max(self.plays.left, 1.0), 0
-        while not self.plays.is_spent and not self.is_good(best) and rounds < MAX_ROUNDS:
+        now, whole, rounds = best, max(self.simulator.left, 1.0), 0
+        while not self.simulator.is_spent and not self.is_good(best) and rounds < MAX_ROUNDS:
             rounds += 1
             stages = _by_layer(now.outcome.plan.stages)
             stage = self._random.randrange(len(stages))
@@ -151,7 +151,7 @@ class Search:
             found = self._after(stages, stage, move)
             if found is None or found.excess_bytes > now.excess_bytes:
                 continue
-            warmth = HOTTEST * best.outcome.step_s * self.plays.left / whole
+            warmth = HOTTEST * best.outcome.step_s * self.simulator.left / whole
             worse_s = found.outcome.step_s - now.outcome.step_s
             if worse_s <= 0 or (warmth > 0 and self._random.random() < math.exp(-worse_s / warmth)):
                 now = found
@@ -159,9 +159,9 @@ class Search:
         return best
 
     def _after(self, stages: Cut, stage: int, move: Move) -> Candidate | None:
-        """Return what a change of one stage comes to; None where it changes nothing or the budget is spent."""
+        """Return the candidate with one stage changed, or None if nothing changes or the budget is spent."""
         changed = move(stages[stage])
-        if changed is None or self.plays.is_spent:
+        if changed is None or self.simulator.is_spent:
             return None
         return self.judge((*stages[:stage], changed, *stages[stage + 1 :]))
 
@@ -204,7 +204,7 @@ def _swapped(now: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment,
 
 
 def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None:
-    """Parts a segment that is run again before a layer, or joins the two that meet there."""
+    """Split a recomputed segment before a layer, or join the two that meet there."""
     for index, segment in enumerate(now):
         if not segment.choice.is_recomputed:
             continue

@@ -1,4 +1,4 @@
-"""One stage in the plan's MILP: its storages, the segments it may be split into, and the bytes each layer then holds."""
+"""One stage in the MILP: its storages, possible segments, and the bytes each layer then holds."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class StageLayers:
 
     @cached_property
     def own_product_bytes(self) -> dict[int, int]:
-        """What only the layer itself sees and a cheap second run keeps, by layer."""
+        """What only the layer itself sees and a selective recompute keeps, by layer."""
         return self._own(lambda each: each.is_product)
 
     @cached_property
     def own_cheap_bytes(self) -> dict[int, int]:
-        """What only the layer itself sees and saves and a cheap second run brings back, by layer."""
+        """What only the layer itself sees and saves and a selective recompute brings back, by layer."""
         return self._own(lambda each: bool(each.savers) and not each.is_product)
 
     @cached_property
     def own_let_go_bytes(self) -> dict[int, int]:
-        """The part of `own_product_bytes` that nobody has saved: the second run lets it go where it uses it."""
+        """The part of `own_product_bytes` that nobody has saved: the recompute lets it go where it uses it."""
         return self._own(lambda each: each.is_product and not each.savers)
 
     def layer(self, layer: int) -> LayerProfile:
@@ -81,11 +81,11 @@ def stage_layers(profile: ModelProfile, first: int, end: int, least_bytes: int) 
 
 
 # how many possible segments a stage may have, about; longer ones are left out where it has more
-MAX_ARCS = 1200
+MAX_OPTIONS = 1200
 
 
 @dataclass(frozen=True, slots=True)
-class Arc:
+class SegmentOption:
     """A possible segment: the layers `first` up to `end`, under one choice."""
 
     first: int
@@ -93,46 +93,48 @@ class Arc:
     choice: Choice
 
 
-def longest_arc(num_layers: int) -> int:
-    """Return how many layers of a stage may be run again together, in the programme; the stage as a whole may in any case."""
-    return max(2, MAX_ARCS // (2 * num_layers))
+def max_option_layers(num_layers: int) -> int:
+    """Return how many layers the MILP may recompute together, except the whole stage."""
+    return max(2, MAX_OPTIONS // (2 * num_layers))
 
 
-def arcs_of(stage: StageLayers) -> list[Arc]:
-    """Return the segments that a stage may be cut into: kept and offloaded ones of a layer, others of several.
+def segment_options(stage: StageLayers) -> list[SegmentOption]:
+    """Return the possible segments of a stage: kept and offloaded ones of a layer, others of several.
 
     Of long stages only those up to some length, and the stage as a whole.
     """
     first, end = stage.first, stage.end
-    longest = longest_arc(end - first)
-    arcs = []
+    longest = max_option_layers(end - first)
+    options = []
     for begin in range(first, end):
-        arcs += [Arc(begin, begin + 1, choice) for choice in (Choice.KEEP, Choice.OFFLOAD)]
+        options += [SegmentOption(begin, begin + 1, choice) for choice in (Choice.KEEP, Choice.OFFLOAD)]
         ends = [stop for stop in range(begin + 1, end + 1) if stop - begin <= longest]
         if begin == first and end - first > longest:
             ends.append(end)
         for stop in ends:
-            arcs.append(Arc(begin, stop, Choice.RECOMPUTE))
+            options.append(SegmentOption(begin, stop, Choice.RECOMPUTE))
             if any(layer.cheap_s < layer.recompute_s for layer in stage.layers[begin - first : stop - first]):
-                arcs.append(Arc(begin, stop, Choice.SELECTIVE))
-    return arcs
+                options.append(SegmentOption(begin, stop, Choice.SELECTIVE))
+    return options
 
 
 class StageBlock:
-    """The variables of a stage: one for each arc, and bytes on the device and moved, in cumulative sums over its layers.
+    """The variables of a stage: one per possible segment, and cumulative sums of bytes on the device and moved.
 
-    All expressions are bytes of one micro-batch, scaled by the programme.
+    All expressions are bytes of one micro-batch, scaled by the MILP.
     """
 
     def __init__(self, program: Program, stage: StageLayers) -> None:
         self.program, self.stage = program, stage
-        self.arcs = arcs_of(stage)
-        self.at = {arc: program.variable(0.0, 1.0, is_whole=True) for arc in self.arcs}
-        self.covering: dict[int, list[Arc]] = {layer: [] for layer in range(stage.first, stage.end)}
-        for arc in self.arcs:
-            for layer in range(arc.first, arc.end):
-                self.covering[layer].append(arc)
-        self.value_kept: dict[int, float] = {self.at[arc]: float(arc.choice is Choice.KEEP) for arc in self.arcs}
+        self.options = segment_options(stage)
+        self.at = {option: program.variable(0.0, 1.0, is_whole=True) for option in self.options}
+        self.covering: dict[int, list[SegmentOption]] = {layer: [] for layer in range(stage.first, stage.end)}
+        for option in self.options:
+            for layer in range(option.first, option.end):
+                self.covering[layer].append(option)
+        self.value_kept: dict[int, float] = {
+            self.at[option]: float(option.choice is Choice.KEEP) for option in self.options
+        }
         self._path()
         self.held = {each: self._held(each) for each in stage.shared}
         self.moved = {each: self._moved(each) for each in stage.shared if each.savers}
@@ -143,27 +145,27 @@ class StageBlock:
     def backward_bytes(self, layer: int) -> Terms:
         """Return what is on the device during a layer's backward beyond what the layer itself has saved.
 
-        That is what earlier layers keep, and what a segment run again has brought for layers before this one.
+        That is what earlier layers keep, and what a recomputed segment has brought for layers before this one.
         """
         found = dict(self._earlier(layer))
-        for arc in self.covering[layer]:
-            if arc.choice.is_recomputed and arc.first < layer:
-                size = self.program.scaled_bytes(self._brought_bytes(arc, layer))
-                found[self.at[arc]] = found.get(self.at[arc], 0.0) + size
+        for option in self.covering[layer]:
+            if option.choice.is_recomputed and option.first < layer:
+                size = self.program.scaled_bytes(self._brought_bytes(option, layer))
+                found[self.at[option]] = found.get(self.at[option], 0.0) + size
         return found
 
     def again_bytes(self, layer: int) -> Terms:
-        """Return what is on the device while a segment is run again right before the backward of its last layer."""
+        """Return what is on the device while a segment is recomputed right before the backward of its last layer."""
         layer_storages, found = self.stage.layer_storages, dict(self._earlier(layer))
-        for arc in self.covering[layer]:
-            if arc.choice.is_recomputed and arc.end == layer + 1:
-                is_selective = arc.choice is Choice.SELECTIVE
+        for option in self.covering[layer]:
+            if option.choice.is_recomputed and option.end == layer + 1:
+                is_selective = option.choice is Choice.SELECTIVE
                 size = (
-                    layer_storages.selective_recompute_peak_bytes(arc.first, arc.end)
+                    layer_storages.selective_recompute_peak_bytes(option.first, option.end)
                     if is_selective
-                    else float(layer_storages.spans.forward_peak[arc.first, arc.end])
+                    else float(layer_storages.spans.forward_peak[option.first, option.end])
                 )
-                found[self.at[arc]] = found.get(self.at[arc], 0.0) + self.program.scaled_bytes(size)
+                found[self.at[option]] = found.get(self.at[option], 0.0) + self.program.scaled_bytes(size)
         return found
 
     def _earlier(self, layer: int) -> Terms:
@@ -186,7 +188,7 @@ class StageBlock:
         return _joined(self._before(self.moved_own, layer), self._before(shared, layer))
 
     def posted_before(self, layer: int) -> Terms:
-        """Return the bytes whose copies may have been posted when the forward of a layer begins: saved by earlier ones."""
+        """Return the bytes whose copies may be posted when a layer's forward begins: saved by earlier ones."""
         return _joined(self._before(self.moved_own, layer), self._before(self.moved_saved, layer))
 
     def kept_all(self) -> Terms:
@@ -198,44 +200,44 @@ class StageBlock:
         return self.moved_before(self.stage.end, is_forward=True)
 
     def again_s(self, layer: int) -> Terms:
-        """Return the time of the forward that is run again right before the backward of a layer, seconds scaled."""
+        """Return the time of the forward that is recomputed right before the backward of a layer, seconds scaled."""
         return {
-            self.at[arc]: self.program.scaled_s(self.again_time_s(arc))
-            for arc in self.covering[layer]
-            if arc.choice.is_recomputed and arc.end == layer + 1
+            self.at[option]: self.program.scaled_s(self.again_time_s(option))
+            for option in self.covering[layer]
+            if option.choice.is_recomputed and option.end == layer + 1
         }
 
-    def again_time_s(self, arc: Arc) -> float:
-        """Return the seconds that it takes to run an arc's forward again."""
-        layers = [self.stage.layer(layer) for layer in range(arc.first, arc.end)]
-        return sum(layer.cheap_s if arc.choice is Choice.SELECTIVE else layer.recompute_s for layer in layers)
+    def again_time_s(self, option: SegmentOption) -> float:
+        """Return the seconds that it takes to recompute an option's forward."""
+        layers = [self.stage.layer(layer) for layer in range(option.first, option.end)]
+        return sum(layer.cheap_s if option.choice is Choice.SELECTIVE else layer.recompute_s for layer in layers)
 
     def worth_kept(self, terms: Terms) -> float:
         """Return the value of an expression where every layer is kept."""
         return sum(factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items())
 
     def _path(self) -> None:
-        """Holds that the chosen arcs are one way from the first layer to the last."""
+        """Holds that the chosen options are one way from the first layer to the last."""
         for layer in range(self.stage.first, self.stage.end):
-            self.program.row({self.at[arc]: 1.0 for arc in self.covering[layer]}, low=1.0, high=1.0)
+            self.program.row({self.at[option]: 1.0 for option in self.covering[layer]}, low=1.0, high=1.0)
             if layer > self.stage.first:
-                ending = {self.at[arc]: 1.0 for arc in self.covering[layer - 1] if arc.end == layer}
-                starting = {self.at[arc]: -1.0 for arc in self.covering[layer] if arc.first == layer}
+                ending = {self.at[option]: 1.0 for option in self.covering[layer - 1] if option.end == layer}
+                starting = {self.at[option]: -1.0 for option in self.covering[layer] if option.first == layer}
                 self.program.row(ending | starting, low=0.0, high=0.0)
 
-    def _needs(self, each: Storage, arc: Arc, layer: int) -> bool:
-        """Whether an arc over a layer holds that a storage stays on the device between forward and backward."""
-        if arc.choice.is_recomputed:
-            is_product = arc.choice is Choice.SELECTIVE and each.is_product and layer == each.maker
-            return is_product or each.is_input_of(arc.first)
+    def _needs(self, each: Storage, option: SegmentOption, layer: int) -> bool:
+        """Whether an option over a layer holds that a storage stays on the device between forward and backward."""
+        if option.choice.is_recomputed:
+            is_product = option.choice is Choice.SELECTIVE and each.is_product and layer == each.maker
+            return is_product or each.is_input_of(option.first)
         if layer not in each.savers:
             return False
-        return arc.choice is Choice.KEEP or not each.is_movable
+        return option.choice is Choice.KEEP or not each.is_movable
 
     def _held(self, each: Storage) -> int:
-        """Make the variable of whether a storage stays: who needs it last decides, and takes it along if offloaded.
+        """Make the variable of whether a storage stays: who needs it last decides, and take it along if offloaded.
 
-        The arcs over one layer exclude each other, so their sum counts.
+        The options over one layer exclude each other, so their sum counts.
         """
         variable = self.program.variable(0.0, 1.0)
         self.value_kept[variable] = float(bool(each.savers))
@@ -261,7 +263,7 @@ class StageBlock:
         return variable
 
     def _needing(self, each: Storage, layer: int) -> Terms:
-        return {self.at[arc]: 1.0 for arc in self.covering[layer] if self._needs(each, arc, layer)}
+        return {self.at[option]: 1.0 for option in self.covering[layer] if self._needs(each, option, layer)}
 
     def _taking(self, each: Storage, layer: int) -> Terms:
         is_taken = each.is_movable and layer in each.savers
@@ -275,15 +277,17 @@ class StageBlock:
         for saver in earlier:
             is_there = (Choice.KEEP, Choice.OFFLOAD) if each.savers[-1] > layer else (Choice.KEEP,)
             self.program.row({variable: 1.0} | _negative(self._chosen(saver, *is_there)), low=0.0)
-        taking = [arc for arc in self.covering[layer] if arc.choice.is_recomputed and each.is_input_of(arc.first)]
-        self.program.row({variable: 1.0} | {self.at[arc]: -1.0 for arc in taking}, low=0.0)
+        taking = [
+            option for option in self.covering[layer] if option.choice.is_recomputed and each.is_input_of(option.first)
+        ]
+        self.program.row({variable: 1.0} | {self.at[option]: -1.0 for option in taking}, low=0.0)
         return variable
 
     def _chosen(self, layer: int, *choices: Choice) -> Terms:
-        return {self.at[arc]: 1.0 for arc in self.covering[layer] if arc.choice in choices}
+        return {self.at[option]: 1.0 for option in self.covering[layer] if option.choice in choices}
 
     def _sums(self) -> None:
-        """Make the cumulative sums: of what one layer sees, and of shared storages by who makes and who sees them last."""
+        """Make the cumulative sums of what one layer uses, and of shared storages by their first and last users."""
         stage, own, moved = self.stage, {}, {}
         for layer in range(stage.first, stage.end):
             stays = stage.own_bytes[layer] - stage.own_movable_bytes[layer]
@@ -291,7 +295,9 @@ class StageBlock:
                 Choice.KEEP: stage.own_bytes[layer], Choice.OFFLOAD: stays, Choice.RECOMPUTE: 0,
                 Choice.SELECTIVE: stage.own_product_bytes[layer],
             }  # fmt: skip
-            own[layer] = {self.at[arc]: self.program.scaled_bytes(size[arc.choice]) for arc in self.covering[layer]}
+            own[layer] = {
+                self.at[option]: self.program.scaled_bytes(size[option.choice]) for option in self.covering[layer]
+            }
             moves = self.program.scaled_bytes(stage.own_movable_bytes[layer])
             moved[layer] = {at: moves for at in self._chosen(layer, Choice.OFFLOAD)}
         self.kept_own, self.moved_own = self._cumulated(own), self._cumulated(moved)
@@ -323,14 +329,14 @@ class StageBlock:
     def _before(self, sums: dict[int, int], layer: int) -> Terms:
         return {sums[layer - 1]: 1.0} if layer - 1 in sums else {}
 
-    def _brought_bytes(self, arc: Arc, layer: int) -> int:
-        """Return what the second run of an arc has brought for its layers before `layer` and still stands at its backward.
+    def _brought_bytes(self, option: SegmentOption, layer: int) -> int:
+        """Return the bytes that a segment's recompute has made for layers before `layer` and holds at its backward.
 
-        Of a cheap one without what the first run kept and the second has let go.
+        Of a cheap one without what the first run kept and the second has freed.
         """
-        found = self._brought.get((layer, arc.choice))
+        found = self._brought.get((layer, option.choice))
         if found is None:
-            stage, is_selective = self.stage, arc.choice is Choice.SELECTIVE
+            stage, is_selective = self.stage, option.choice is Choice.SELECTIVE
             at = dict.fromkeys(range(stage.first, layer), 0)
             for each in stage.shared:
                 if each.last_use < layer:
@@ -342,8 +348,8 @@ class StageBlock:
                     own = stage.own_cheap_bytes[before] - stage.own_let_go_bytes[before]
                 total += own + at[before]
                 found[before] = total
-            self._brought[layer, arc.choice] = found
-        return found[arc.first]
+            self._brought[layer, option.choice] = found
+        return found[option.first]
 
     def _is_brought(self, each: Storage, is_selective: bool) -> int:
         if is_selective and each.is_product:

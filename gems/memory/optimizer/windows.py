@@ -1,4 +1,4 @@
-"""When copies leave and come back: the distances of a plan's offloaded segments, as wide as the bytes allow."""
+"""When copies leave and come back: windows as wide as the bytes allow, then shortened to what copies used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 
 Place = tuple[int, int]  # stage and segment
 Widths = dict[Place, int]
-TRIALS = 4  # how often windows are made anew with less room, where the walk finds more than was counted
+TRIALS = 4  # how often windows are made anew with less room, where the timeline finds more than was counted
 
 
-class Way(Enum):
+class WindowOrder(Enum):
     """Who has the first choice of bytes: copies out, copies back, or each as long as its window is the shortest."""
 
     OUT_FIRST = "out first"
@@ -30,36 +30,40 @@ def with_windows(
     case: MemoryCase,
     plan: MemoryPlan,
     limit_bytes: int,
-    play: Callable[[MemoryPlan], PlanOutcome],
-    ways: Sequence[Way] = (Way.OUT_FIRST,),
+    simulate: Callable[[MemoryPlan], PlanOutcome],
+    ways: Sequence[WindowOrder] = (WindowOrder.OUT_FIRST,),
 ) -> PlanOutcome:
-    """Return a plan its distances and plays it; of several ways the fastest.
+    """Return a plan its distances and simulate it; of several ways the fastest.
 
     With the first two ways copies out are waited for only where an action would lack bytes, the one posted first before
-    the others, and copies back posted as early as the bytes allow, in the order in which they are needed. With the third
-    each window grows by one action at a time, the shortest in seconds first. Where the walk finds more than was counted,
-    that action gets less room.
+    the others, and copies back posted as early as the bytes allow, in the order in which they are needed. With the
+    third each window grows by one action at a time, the shortest in seconds first. Where the timeline finds more than
+    was counted, that action gets less room.
     """
-    tight = play(set_distances(plan, {}, {}))
+    tight = simulate(set_distances(plan, {}, {}))
     has_copies = any(segment.choice is Choice.OFFLOAD for stage in plan.stages for segment in stage)
     if not has_copies or max(tight.peak_bytes) > limit_bytes:
         return tight
     best = tight
     for way in ways:
-        lanes = [lane_of(tight, rank, limit_bytes) for rank in range(len(tight.ranks))]
+        ranks = [rank_windows(tight, rank, limit_bytes) for rank in range(len(tight.ranks))]
         for _ in range(TRIALS):
-            widths = _even(plan, lanes) if way is Way.SHORTEST_FIRST else _widest(lanes, way is Way.BACK_FIRST)
-            found = play(set_distances(plan, *widths))
+            widths = (
+                _even(plan, ranks)
+                if way is WindowOrder.SHORTEST_FIRST
+                else _widest(ranks, way is WindowOrder.BACK_FIRST)
+            )
+            found = simulate(set_distances(plan, *widths))
             if max(found.peak_bytes) <= limit_bytes:
                 best = found if found.step_s < best.step_s else best
                 break
-            for lane, excess in zip(lanes, excess_bytes(found, limit_bytes), strict=True):
-                lane.room = [room - over for room, over in zip(lane.room, excess, strict=True)]
+            for windows, excess in zip(ranks, excess_bytes(found, limit_bytes), strict=True):
+                windows.room = [room - over for room, over in zip(windows.room, excess, strict=True)]
     return best
 
 
 def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -> MemoryPlan:
-    """Return a plan with distances for its offloaded segments, 0 where they are not among those given, or as they are."""
+    """Return a plan with these distances for its offloaded segments: 0 if not given, as they are if None."""
     stages = []
     for stage, segments in enumerate(plan.stages):
         made = []
@@ -77,23 +81,23 @@ def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -
     return replace(plan, stages=tuple(stages))
 
 
-def _widest(lanes: Sequence[Lane], back_first: bool) -> tuple[Widths, Widths]:
+def _widest(ranks: Sequence[RankWindows], back_first: bool) -> tuple[Widths, Widths]:
     """Return the distances out and back; a segment's are those of the micro-batch and rank with the least."""
     free: Widths = {}
     ahead: Widths = {}
-    for lane in lanes:
-        room = list(lane.room)
-        first = (_back if back_first else _out)(lane.spans, room, {})
-        second = (_out if back_first else _back)(lane.spans, room, first)
+    for windows in ranks:
+        room = list(windows.room)
+        first = (_back if back_first else _out)(windows.spans, room, {})
+        second = (_out if back_first else _back)(windows.spans, room, first)
         for widths, found in ((free, second if back_first else first), (ahead, first if back_first else second)):
             for index, width in found.items():
-                place = lane.spans[index].place
+                place = windows.spans[index].place
                 widths[place] = min(widths.get(place, width), width)
     return free, ahead
 
 
-def _out(spans: Sequence[Span], room: list[int], ahead: dict[int, int]) -> dict[int, int]:
-    """Return each copy's window out in compute actions, and takes its bytes from the room.
+def _out(spans: Sequence[CopyWindow], room: list[int], ahead: dict[int, int]) -> dict[int, int]:
+    """Return each copy's window out in compute actions, and take its bytes from the room.
 
     At an action that lacks bytes the copies are waited for that were posted first: they have ended first.
     """
@@ -115,7 +119,7 @@ def _out(spans: Sequence[Span], room: list[int], ahead: dict[int, int]) -> dict[
     return {each: max(0, width) for each, width in widths.items()}
 
 
-def _back(spans: Sequence[Span], room: list[int], free: dict[int, int]) -> dict[int, int]:
+def _back(spans: Sequence[CopyWindow], room: list[int], free: dict[int, int]) -> dict[int, int]:
     """Return each copy's window back: `_out` with time the other way, so what is needed last is posted last."""
     mirrored = room[::-1]
     widths = _out([span.mirrored(len(room)) for span in spans], mirrored, free)
@@ -123,9 +127,9 @@ def _back(spans: Sequence[Span], room: list[int], free: dict[int, int]) -> dict[
     return widths
 
 
-def _even(plan: MemoryPlan, lanes: Sequence[Lane]) -> tuple[Widths, Widths]:
+def _even(plan: MemoryPlan, ranks: Sequence[RankWindows]) -> tuple[Widths, Widths]:
     """Return the distances out and back, grown from none."""
-    rooms = [list(lane.room) for lane in lanes]
+    rooms = [list(windows.room) for windows in ranks]
     free: Widths = {}
     ahead: Widths = {}
     queue: list[tuple[float, int, Place, bool]] = []
@@ -138,22 +142,22 @@ def _even(plan: MemoryPlan, lanes: Sequence[Lane]) -> tuple[Widths, Widths]:
         _, order, place, is_back = heapq.heappop(queue)
         widths = ahead if is_back else free
         width = widths.get(place, 0) + 1
-        if _take(lanes, rooms, place, width, is_back):
+        if _take(ranks, rooms, place, width, is_back):
             widths[place] = width
-            length_s = min(_length_s(lane, span, width, is_back) for lane, span in _spans(lanes, place))
+            length_s = min(_length_s(windows, span, width, is_back) for windows, span in _spans(ranks, place))
             heapq.heappush(queue, (length_s, order, place, is_back))
     return free, ahead
 
 
-def _spans(lanes: Sequence[Lane], place: Place) -> list[tuple[Lane, Span]]:
-    return [(lane, span) for lane in lanes for span in lane.spans if span.place == place]
+def _spans(ranks: Sequence[RankWindows], place: Place) -> list[tuple[RankWindows, CopyWindow]]:
+    return [(windows, span) for windows in ranks for span in windows.spans if span.place == place]
 
 
-def _take(lanes: Sequence[Lane], rooms: list[list[int]], place: Place, width: int, is_back: bool) -> bool:
+def _take(ranks: Sequence[RankWindows], rooms: list[list[int]], place: Place, width: int, is_back: bool) -> bool:
     """Take the bytes of one more action in a window, of every micro-batch, where there are bytes for all."""
     taken: list[tuple[list[int], int, int]] = []
-    for lane, room in zip(lanes, rooms, strict=True):
-        for _, span in _spans([lane], place):
+    for windows, room in zip(ranks, rooms, strict=True):
+        for _, span in _spans([windows], place):
             at = span.needed - width if is_back else span.made + width
             if span.made < at < span.needed:
                 num_bytes = span.back_bytes if is_back else span.out_bytes_at(at)
@@ -166,19 +170,19 @@ def _take(lanes: Sequence[Lane], rooms: list[list[int]], place: Place, width: in
     return False
 
 
-def _length_s(lane: Lane, span: Span, width: int, is_back: bool) -> float:
+def _length_s(windows: RankWindows, span: CopyWindow, width: int, is_back: bool) -> float:
     if is_back:
         last = max(span.made, span.needed - width)
-        return lane.ends[span.needed - 1] - (lane.ends[last - 1] if last else 0.0)
-    return lane.ends[min(span.needed - 1, span.made + width)] - lane.ends[span.made]
+        return windows.ends[span.needed - 1] - (windows.ends[last - 1] if last else 0.0)
+    return windows.ends[min(span.needed - 1, span.made + width)] - windows.ends[span.made]
 
 
 @dataclass(slots=True)
-class Span:
+class CopyWindow:
     """One copy of one micro-batch on a rank: made at place `made`, needed at place `needed` of its compute actions.
 
-    During the next action `next_bytes` more are held when the copy is not waited for, `out_bytes` during later ones: the
-    next segment holds what it was given anyway. `back_bytes` are held from the posting of the copy back.
+    During the next action `next_bytes` more are held when the copy is not waited for, `out_bytes` during later ones:
+    the next segment holds what it was given anyway. `back_bytes` are held from the posting of the copy back.
     """
 
     place: Place
@@ -192,29 +196,29 @@ class Span:
         """Return what is held at a compute action where the copy is not waited for before it."""
         return self.next_bytes if index == self.made + 1 else self.out_bytes
 
-    def mirrored(self, num_actions: int) -> Span:
+    def mirrored(self, num_actions: int) -> CopyWindow:
         """Return the copy back as a copy out, on a rank whose compute actions run the other way."""
         last = num_actions - 1
-        return Span(self.place, last - self.needed, last - self.made, self.back_bytes, self.back_bytes)
+        return CopyWindow(self.place, last - self.needed, last - self.made, self.back_bytes, self.back_bytes)
 
 
 @dataclass(slots=True)
-class Lane:
-    """A rank: its copies in the order in which they are made, and of each compute action the bytes that are free during it.
+class RankWindows:
+    """The copies of a rank in the order in which they are made, and the bytes that are free during each compute action.
 
     `ends` are the seconds at which each would end without a wait.
     """
 
     room: list[int] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[CopyWindow] = field(default_factory=list)
 
 
-def lane_of(tight: PlanOutcome, rank: int, limit_bytes: int) -> Lane:
-    """Read a rank's played list, in which copies are waited for at once and fetched on demand."""
+def rank_windows(tight: PlanOutcome, rank: int, limit_bytes: int) -> RankWindows:
+    """Read a rank's simulated schedule, in which copies are waited for at once and fetched on demand."""
     points = tight.ranks[rank].points
-    lane = Lane([limit_bytes - during for during in _during_bytes(points)])
-    made: dict[Action, Span] = {}
+    windows = RankWindows([limit_bytes - during for during in _during_bytes(points)])
+    made: dict[Action, CopyWindow] = {}
     places: dict[Action, int] = {}
     before = points[0].device_bytes if points else 0
     for point in points:
@@ -222,18 +226,18 @@ def lane_of(tight: PlanOutcome, rank: int, limit_bytes: int) -> Lane:
         forward = action._replace(kind=Kind.F)
         if is_compute(action):
             if action.kind is Kind.F:
-                places[action] = len(lane.ends)
-            lane.ends.append((lane.ends[-1] if lane.ends else 0.0) + tight.costs.time(action))
+                places[action] = len(windows.ends)
+            windows.ends.append((windows.ends[-1] if windows.ends else 0.0) + tight.costs.time(action))
         elif action.kind is Kind.OFFLOAD and action.segment is not None:
             place = (action.stage, action.segment)
-            made[forward] = Span(place, places[forward], 0, 0, point.moved_bytes)
-            lane.spans.append(made[forward])
+            made[forward] = CopyWindow(place, places[forward], 0, 0, point.moved_bytes)
+            windows.spans.append(made[forward])
         elif action.kind is Kind.FREE:
             made[forward].next_bytes = before - point.device_bytes
         elif action.kind is Kind.PREFETCH:
-            made[forward].needed, made[forward].back_bytes = len(lane.ends), point.device_bytes - before
+            made[forward].needed, made[forward].back_bytes = len(windows.ends), point.device_bytes - before
         before = point.device_bytes
-    return lane
+    return windows
 
 
 def excess_bytes(outcome: PlanOutcome, limit_bytes: int) -> list[list[int]]:
@@ -256,23 +260,23 @@ def _during_bytes(points: Sequence[Point]) -> list[int]:
 
 
 def is_compute(action: Action) -> bool:
-    """Whether an action counts among a rank's compute actions; a second run belongs to the backward behind it."""
+    """Whether an action counts among a rank's compute actions; a recompute belongs to the backward after it."""
     return action.kind in COMPUTE_KINDS and action.kind is not Kind.R
 
 
 BACKWARD = (Kind.B, Kind.I)
 
 
-def trimmed(outcome: PlanOutcome, limit_bytes: int, play: Callable[[MemoryPlan], PlanOutcome]) -> PlanOutcome:
-    """Cut the windows of a played plan to what their copies used: the same time, and no byte is held for nothing.
+def shortened(outcome: PlanOutcome, limit_bytes: int, simulate: Callable[[MemoryPlan], PlanOutcome]) -> PlanOutcome:
+    """Shorten the windows of a simulated plan to what its copies used, at the same step time.
 
     What no copy ever takes is kept, and said to be.
     """
-    outcome = _if_as_good(outcome, play(_without_idle(outcome)), limit_bytes)
-    ordered = _if_as_good(outcome, play(set_distances(outcome.plan, None, _in_order(outcome))), limit_bytes)
+    outcome = _if_as_good(outcome, simulate(_without_idle(outcome)), limit_bytes)
+    ordered = _if_as_good(outcome, simulate(set_distances(outcome.plan, None, _in_order(outcome))), limit_bytes)
     free, ahead = _used(ordered)
     for widths in ((free, ahead), (free, None), (None, ahead)):
-        found = _if_as_good(ordered, play(set_distances(ordered.plan, *widths)), limit_bytes)
+        found = _if_as_good(ordered, simulate(set_distances(ordered.plan, *widths)), limit_bytes)
         if found is not ordered:
             return found
     return ordered
@@ -301,7 +305,7 @@ def _without_idle(outcome: PlanOutcome) -> MemoryPlan:
 
 
 def _in_order(outcome: PlanOutcome) -> Widths:
-    """Return windows in which no copy back is posted before one that is needed sooner, and so carries what that one would."""
+    """Return windows in which no copy back is posted before one that is needed sooner."""
     ahead: Widths = {}
     for row in outcome.schedule.rows:
         place_of = _places(row)
@@ -324,15 +328,15 @@ def _places(row: Sequence[Action]) -> dict[Action, int]:
 
 
 def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
-    """Return what the played copies used of their windows, out and back.
+    """Return what the simulated copies used of their windows, out and back.
 
     A copy out is waited for where it has ended by then anyway, a copy back posted at the last action from which it and
-    those behind it still come in time.
+    those after it still come in time.
     """
     free: Widths = {}
     ahead: Widths = {}
     for rank, row in enumerate(outcome.schedule.rows):
-        start, end = outcome.played.start[rank], outcome.played.end[rank]
+        start, end = outcome.simulation.start[rank], outcome.simulation.end[rank]
         place_of = _places(row)
         compute = [index for index, action in enumerate(row) if action in place_of]
         latest: list[tuple[int, float, Action]] = []

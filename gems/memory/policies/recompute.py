@@ -1,7 +1,7 @@
-"""Recompute: what forward saves is let go, and forward is run again before backward.
+"""Recompute: what forward saves is freed, and forward runs again before backward.
 
-Chen et al. 2016 (arXiv 1604.06174, section 4.1): a chain of L layers in about the root of L segments holds the inputs of
-all segments, and all else of one at a time.
+Chen et al. 2016 (arXiv 1604.06174, section 4.1): a chain of L layers in about the root of L segments holds the inputs
+of all segments, and all else of one at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLICY = "recompute"
 
 
 def recompute(case: MemoryCase, how: str = "segment", segments: int | None = None) -> MemoryPlan:
-    """Return the plan by what is run again: the whole stage, each of its segments, or what is cheap in each layer.
+    """Return the plan that recomputes whole stages, segments, or all but products.
 
     Args:
         case: the run.
@@ -41,12 +41,12 @@ def recompute(case: MemoryCase, how: str = "segment", segments: int | None = Non
 
 
 def recompute_stages(case: MemoryCase) -> MemoryPlan:
-    """Run every stage again as a whole; it keeps its inputs only."""
+    """Recompute every stage as a whole; it keeps its inputs only."""
     return _plan(case, [[(first, end)] for first, end in pairwise(case.boundaries)], Choice.RECOMPUTE)
 
 
 def recompute_segments(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Run every segment of a stage again, and keeps the last ones where that is for nothing."""
+    """Recompute every segment of a stage, except last ones that can be kept for free."""
     plan = run_again(case, segments)
     return keep_last(case, plan, tuple(case.peak_bytes(plan)))
 
@@ -64,8 +64,8 @@ def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
 def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
     """Keep the last segment of a stage, whose backward comes first, where no rank's peak grows and no time is lost.
 
-    On a stage whose backward follows its forward it would be run again at once. To do less is never slower but where
-    messages compete for a link, so that only there the plan is played. `peak_bytes` are the plan's, by rank.
+    On a stage whose backward follows its forward it would be recomputed at once. To do less is never slower but where
+    messages compete for a link, so that only there the plan is simulated. `peak_bytes` are the plan's, by rank.
     """
     peaks = dict(enumerate(peak_bytes))
     step_s = case.outcome(plan).step_s if case.network.has_contention else 0.0
@@ -86,10 +86,10 @@ def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> 
 
 
 def recompute_selective(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Run norms, activations and poolings again; what convolutions and matrix products gave is kept.
+    """Recompute norms, activations and poolings; keep the results of convolutions and matrix products.
 
-    Each layer is a segment, and one that would let nothing go is kept. With `segments` a stage has that many, within which
-    what layers hand to each other is let go too.
+    Each layer is a segment, and one that would let nothing go is kept. With `segments` a stage has that many, within
+    which what layers hand to each other is freed too.
     """
     if segments is not None:
         plan = recompute_segments(case, segments)
@@ -107,7 +107,7 @@ def recompute_selective(case: MemoryCase, segments: int | None = None) -> Memory
 
 
 def lets_go(layer: LayerProfile) -> bool:
-    """Whether a cheap second run of a layer by itself frees anything: saved, not a product, and nobody else's input."""
+    """Whether selective recomputation of a layer frees anything: saved, not a product, and no other layer's input."""
     return any(
         storage.savers and not storage.is_product and storage.last_use == 0 and storage.num_bytes
         for storage in layer.saved

@@ -1,9 +1,9 @@
-"""vDNN: the layers' inputs leave for host memory behind forward and come back before backward (Rhu et al. 2016).
+"""vDNN: layers' inputs are offloaded after forward and prefetched before backward (Rhu et al. 2016).
 
 arXiv 1602.08124, section III. vDNN offloads the input X of each feature extraction layer while the layer's forward
 runs, and brings it back while a later layer's backward runs. Here a layer's saved tensors are its X: each layer is a
 segment of its own, and a tensor that several layers save leaves with the last of them, as the paper's reference count
-has it. A copy is posted behind its layer's forward. It takes the layer's output too where the next layer is offloaded
+has it. A copy is posted after its layer's forward. It takes the layer's output too where the next layer is offloaded
 as well, which is then that layer's X, on its way while that layer runs.
 
 What counts as a convolution: a layer whose kind says so, and a composite with weights (a residual block, an inception
@@ -53,7 +53,9 @@ def vdnn_conv(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 
 
 def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Take the first that fits of the paper's trials (section III.C): none, conv, all; then conv and all with less workspace.
+    """Take the first that fits of the paper's trials (section III.C).
+
+    These are none, conv and all, then conv and all with less workspace.
 
     The paper tries its policies with the fastest convolution algorithms first, and then gives up speed for workspace,
     convolution by convolution, down to the algorithm that needs none. torch lets nobody choose an algorithm: cuDNN's
@@ -89,7 +91,7 @@ def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 def without_workspace(profile: ModelProfile) -> ModelProfile:
     """Return a profile as with convolutions that need no workspace; one not measured on a GPU as it is.
 
-    This is a lower bound: of a composite, what its other kernels let go goes too.
+    This is a lower bound: of a composite, what its other kernels free goes too.
     """
     if profile.source != "measured" or profile.device == "cpu":
         return profile
@@ -110,7 +112,7 @@ def is_classifier(layer: LayerProfile) -> bool:
 
 
 def _saving(case: MemoryCase) -> list[bool]:
-    """Report of each layer whether it is one of feature extraction, and saves anything large enough to be moved."""
+    """Return for each layer whether it extracts features and saves anything large enough to be moved."""
     saving: set[int] = set()
     for first, end in pairwise(case.boundaries):
         for storage in saved_storages(case.profile, first, end, case.least_bytes):

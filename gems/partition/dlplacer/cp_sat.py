@@ -18,7 +18,7 @@ GRAINS = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a solver has: a placement in time, None where it found none, and a time in seconds that none is below."""
+    """What a solver has: a placement in time, None if it found none, and a time in seconds that none is below."""
 
     timed: TimedPlacement | None
     bound_s: float
@@ -36,9 +36,9 @@ class _Phase:
 def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float, seed: int = 0) -> Found:
     """Check for the placement of the shortest step, from a known one.
 
-    Each operator lies on one device; its forward and its backward are intervals there, no two at once. What crosses takes the
-    link's time; under contention a message is an interval of the ports that it passes. Devices are equal, so the first operator
-    lies on the first, and a device is used only when the one before is.
+    Each operator lies on one device; its forward and its backward are intervals there, no two at once. What crosses
+    takes the link's time; under contention a message is an interval of the ports that it passes. Devices are equal, so
+    the first operator lies on the first, and a device is used only when the one before is.
     """
     from ortools.sat.python import cp_model
 

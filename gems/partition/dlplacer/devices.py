@@ -49,7 +49,8 @@ class Devices:
 class TimedPlacement:
     """A placement in time: the device of each operator, and when its forward and its backward start.
 
-    Backward starts at `forward_span_s`, when all of forward has ended, as the loss wants it; `span_s` is the whole step.
+    Backward starts at `forward_span_s`, when all of forward has ended, as the loss wants it; `span_s` is the whole
+    step.
     """
 
     places: tuple[int, ...]
@@ -75,7 +76,7 @@ def needs(graph: OpGraph, places: Sequence[int], is_forward: bool) -> list[list[
 
 
 def with_messages(graph: OpGraph, places: Sequence[int], order: Iterable[int], is_forward: bool) -> list[Item]:
-    """Put each message right behind the operator that makes it."""
+    """Put each message right after the operator that makes it."""
     sequence: list[Item] = []
     for v in order:
         sequence.append(v)

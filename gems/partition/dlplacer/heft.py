@@ -1,4 +1,7 @@
-"""The list schedule: operators by what is left behind them, each where it ends first (HEFT: Topcuoglu et al. 2002, section 4)."""
+"""List scheduling: operators by the longest path after them, each where it ends first.
+
+HEFT: Topcuoglu et al. 2002, section 4.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ MAX_MOVES = 4000
 
 
 def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
-    """Place forward by earliest end, backward follows; then moves operators one by one as long as the step gets shorter.
+    """Place forward by earliest end, then move operators one by one as long as the step gets shorter.
 
-    The result is never above all operators on one device, where that fits. None where not even a packing by size keeps
+    The result is never above all operators on one device, where that fits. None if not even a packing by size keeps
     the devices' limit.
     """
     starts = [_earliest(graph, devices), (0,) * graph.num_ops, _packed(graph, devices)]
@@ -41,7 +44,7 @@ def _span(timed: TimedPlacement) -> float:
 
 
 def upward_ranks(graph: OpGraph, devices: Devices, places: Sequence[int] | None, is_forward: bool) -> list[float]:
-    """Return the longest way from the start of an operator to the end, with transfers where they cross, or half of each."""
+    """Return the longest path from each operator to the end, with transfers that cross, or half of each if unplaced."""
     found = [0.0] * graph.num_ops
     for v in reversed(graph.order) if is_forward else graph.order:
         left = 0.0
@@ -55,7 +58,7 @@ def upward_ranks(graph: OpGraph, devices: Devices, places: Sequence[int] | None,
 
 
 def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward: bool) -> list[int]:
-    """Order the operators; each waits for those before it, whatever their ranks (which may be 0)."""
+    """Order the operators by rank, each after those that it depends on."""
     ranks = upward_ranks(graph, devices, places, is_forward)
     others = graph.predecessors if is_forward else graph.successors
     behind = graph.successors if is_forward else graph.predecessors

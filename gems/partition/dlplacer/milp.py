@@ -1,4 +1,4 @@
-"""The placement of one graph as a mixed-integer programme, for HiGHS: what is left where OR-tools is missing."""
+"""The placement of one graph as a mixed-integer program, for HiGHS: what is left where OR-tools is missing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MAX_OPS = 40  # more pairs than theirs are no matter of a minute
 def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float) -> Found:
     """Check for a placement of a shorter step than that of a known one.
 
-    Variables: the device of each operator, the start of its forward and its backward, for each edge whether it crosses, and
-    for each pair that may overlap which is first, which counts where both lie on one device (disjunctions by the length
-    of the known step). Messages pass each other freely.
+    Variables: the device of each operator, the start of its forward and its backward, for each edge whether it crosses,
+    and for each pair that may overlap which is first, which counts where both lie on one device (disjunctions by the
+    length of the known step). Messages pass each other freely.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
@@ -70,7 +70,7 @@ def _topological(graph: OpGraph, wished: Sequence[int], is_forward: bool) -> lis
 
 
 class _Table:
-    """The programme's rows, all of the form sum <= upper, with times in units of the known step."""
+    """The MILP's rows, all of the form sum <= upper, with times in units of the known step."""
 
     def __init__(self, graph: OpGraph, devices: Devices, span_s: float) -> None:
         self.rows: list[int] = []
@@ -127,7 +127,7 @@ class _Table:
                     continue
                 u_first = self._variable(1)
                 for place in range(devices.num):
-                    # 1 is the length of the known step, and no start lies behind it
+                    # 1 is the length of the known step, and no start follows it
                     self._disjoint(start, u, v, time[u], place, [(u_first, 1.0)], 1.0)
                     self._disjoint(start, v, u, time[v], place, [(u_first, -1.0)], 0.0)
 
@@ -163,7 +163,7 @@ class _Table:
 
 
 def _reach(graph: OpGraph) -> list[set[int]]:
-    """Return what lies behind each operator."""
+    """Return what follows each operator."""
     found: list[set[int]] = [set() for _ in graph.ops]
     for v in reversed(graph.order):
         for w in graph.successors[v]:

@@ -1,4 +1,4 @@
-"""Placing a model's operators on devices: subgraph by subgraph, and as a whole where a limit on bytes couples the subgraphs."""
+"""Placement of operators on devices: each subgraph alone, or the whole graph if a limit on bytes couples them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Placement:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no placement is shorter, but for rounding (2e-5 of the step)."""
+        """Whether no placement is shorter, up to rounding (2e-5 of the step)."""
         return self.gap <= TOLERANCE
 
     @property
@@ -49,8 +49,9 @@ class Placement:
 def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str = "auto", seed: int = 0) -> Placement:
     """Place operators on equal devices for the shortest step, forward and backward of one micro-batch.
 
-    Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out of it. Where the joined answer
-    keeps the limit nothing was lost; otherwise the whole graph is solved at once, with the subgraphs' bound.
+    Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out of it. Where the
+    joined answer keeps the limit nothing was lost; otherwise the whole graph is solved at once, with the subgraphs'
+    bound.
 
     Args:
         graph: the operators.

@@ -1,10 +1,11 @@
 """Pieces: a graph cut at the operators that everything passes through, and put together again.
 
-An operator is a cut vertex when each other one is before or behind it and no edge leads past it. Behind it nothing starts
-before it has ended, and nothing before it is left to do; so forward of the whole is forward of the subgraphs one after the
-other, backward likewise, and only the cut vertex ties them: it, and its backward with it, lies on one device. Devices are
-equal, so a subgraph's may be renamed until its cut vertex lies where the subgraph before has put it. Hence the best placement of the
-whole is made of best placements of the subgraphs, as long as no limit on bytes couples them. A chain falls into single operators.
+An operator is a cut vertex when each other one is before or after it and no edge leads past it. After it nothing starts
+before it has ended, and nothing before it is left to do; so forward of the whole is forward of the subgraphs one after
+the other, backward likewise, and only the cut vertex ties them: it, and its backward with it, lies on one device.
+Devices are equal, so a subgraph's may be renamed until its cut vertex lies where the subgraph before has put it. Hence
+the best placement of the whole is made of best placements of the subgraphs, as long as no limit on bytes couples them.
+A chain falls into single operators.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from gems.profile.operator_graph import OpGraph
 class Subgraph:
     """Part of a graph, with the number of each of its operators in the whole.
 
-    Where `has_entry`, the first is the cut vertex that the subgraph before ends with; here it takes no time and holds nothing.
+    Where `has_entry`, the first is the cut vertex that the subgraph before ends with; here it takes no time and holds
+    nothing.
     """
 
     graph: OpGraph
@@ -30,7 +32,7 @@ class Subgraph:
 
 
 def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
-    """Return the operators that all ways through the graph pass, first to last."""
+    """Return the operators that all paths through the graph pass, first to last."""
     position = {v: at for at, v in enumerate(graph.order)}
     first = {position[u] for u in range(graph.num_ops) if not graph.predecessors[u]}
     ends = [v for v in range(graph.num_ops) if not graph.successors[v]]
@@ -99,14 +101,14 @@ def _piece(graph: OpGraph, entry: int | None, inside: Sequence[int]) -> Subgraph
 
 
 def closed_form_s(graph: OpGraph, num_devices: int) -> float:
-    """Return total / min(M, total / critical path) in seconds: the speed-up is at most that minimum (Pal et al. 2019)."""
+    """Return total / min(M, total / critical path) in seconds, a bound of the speed-up (Pal et al. 2019)."""
     return max(graph.critical_s, graph.time_s / num_devices)
 
 
 def span_bound_s(graph: OpGraph, num_devices: int, subgraphs: Sequence[Subgraph] | None = None) -> float:
     """Return the sum of the subgraphs' bounds, forward and backward apart, in seconds; never below the closed form.
 
-    A subgraph takes at least its longest way, and, of each set of operators with so much before and so much behind them,
+    A subgraph takes at least its longest way, and, of each set of operators with so much before and so much after them,
     both and their work over the devices between (Carlier and Pinson 1989, section 3, for one machine).
     """
     return math.fsum(
@@ -134,7 +136,7 @@ def _windows(heads: Sequence[float], tails: Sequence[float]) -> list[list[int]]:
 
 
 def _longest(graph: OpGraph, times: Sequence[float], is_head: bool) -> list[float]:
-    """Return the longest way up to an operator, or behind it, without the operator itself."""
+    """Return the longest way up to an operator, or after it, without the operator itself."""
     found = [0.0] * graph.num_ops
     for v in graph.order if is_head else reversed(graph.order):
         others = graph.predecessors[v] if is_head else graph.successors[v]

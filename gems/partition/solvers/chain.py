@@ -1,4 +1,4 @@
-"""A chain: every rank holds one stage. The cut of the least highest cost, exact for any tables."""
+"""A chain: every rank holds one stage. The partition of the least highest cost, exact for any tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Chain:
         self.widest[0], self.widest[-1] = (0, 0), (self.num_layers, self.num_layers)
 
     def block(self, stage: int, windows: Windows) -> Table:
-        """Return the cost of a stage that begins and ends within its windows; infinite where it may not."""
+        """Return the cost of a stage that begins and ends within its windows; infinite if it may not."""
         (first, last), (low, high) = windows[stage], windows[stage + 1]
         part = (slice(first, last + 1), slice(low, high + 1))
         found = np.where(np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None], -np.inf, np.inf)
@@ -49,7 +49,7 @@ class Chain:
         return all(map(is_monotone, tables.values()))
 
     def furthest(self, stage: int, first: int, most: float) -> int:
-        """Return how far a stage from `first` on may go for `most`, of monotone tables; `first` where nowhere."""
+        """Return how far a stage from `first` on may go for `most`, of monotone tables; `first` if nowhere."""
         end = self.num_layers
         for tables, cap in ((self._costs[stage], most), (self._limits[stage], self._limit)):
             for table in tables:
@@ -57,7 +57,7 @@ class Chain:
         return end
 
     def nearest(self, stage: int, end: int, most: float) -> int:
-        """Return how early a stage up to `end` may begin for `most`, of monotone tables; `end` where nowhere."""
+        """Return how early a stage up to `end` may begin for `most`, of monotone tables; `end` if nowhere."""
         first = 0
         for tables, cap in ((self._costs[stage], most), (self._limits[stage], self._limit)):
             for table in tables:
@@ -67,10 +67,10 @@ class Chain:
 
 
 def partition_chain(problem: Problem) -> tuple[int, ...] | None:
-    """Return boundaries of the least cost and, among those, the fewest bytes that cross; None where limits allow none.
+    """Return boundaries of the least cost and, among those, the fewest bytes that cross; None if limits allow none.
 
     Of monotone tables the least cost comes from a search over floats, each judged by filling one stage after the other
-    (stages without layers being allowed, which makes it a lower bound; it is the answer when a cut into whole stages
+    (stages without layers being allowed, which makes it a lower bound; it is the answer when a split into whole stages
     attains it). Of any tables it comes from a dynamic program over stages and ends, S L^2 entries in all. A second
     such program, over the entries that are not dearer, settles ties; both are exact.
     """
@@ -88,7 +88,7 @@ def partition_chain(problem: Problem) -> tuple[int, ...] | None:
 
 
 def least_cost(problem: Problem) -> float:
-    """Return the least cost of a chain by the dynamic program; infinite where limits allow no cut."""
+    """Return the least cost of a chain by the dynamic program; infinite if limits allow no partition."""
     return _least_highest(Chain(problem))
 
 
@@ -145,7 +145,7 @@ def _windows(chain: Chain, most: float) -> Windows:
 
 
 def _fewest_bytes(chain: Chain, boundary_bytes: Sequence[int], most: float, windows: Windows) -> tuple[int, ...] | None:
-    """Return the cut of the fewest crossing bytes whose stages cost `most` at most each."""
+    """Return the partition of the fewest crossing bytes whose stages cost `most` at most each."""
     if any(low > high for low, high in windows):
         return None
     crossing = np.concatenate(([0.0], boundary_bytes, [0.0]))

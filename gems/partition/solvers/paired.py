@@ -1,4 +1,4 @@
-"""Stages in pairs: GEMS's two directions or a V. The cut of the least highest cost of a pair."""
+"""Stages in pairs: GEMS's two directions or a V. The partition of the least highest cost of a pair."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gems.partition.solvers.tables import Low, minorant
 from gems.profile.spans import RankCosts, Table
 
 CHUNK = 1_000_000
-NARROW = 6  # states kept of one left cut in a search that only looks for a good cut
+NARROW = 6  # states kept of one left boundary in a search that only looks for a good cut
 FIRST_STEP, STEP_GROWTH = 2e-4, 3.0
 RESOLUTION = 1e-4
 SMALL = 40  # layers up to which all states are cheaper than a search for the threshold
@@ -25,12 +25,12 @@ SMALL = 40  # layers up to which all states are cheaper than a search for the th
 def partition_pairs(
     problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
 ) -> Solution:
-    """Return the cut whose dearest pair costs least, exact for any tables unless the deadline comes first.
+    """Return the partition whose dearest pair costs least, exact for any tables unless the deadline comes first.
 
-    States are the places of the left and the right cut, from outside to inside. A frontier of what can still be
+    States are the places of the left and the right boundary, from outside to inside. A frontier of what can still be
     completed, by minorants of the tables, gives a first bound and leaves a thin band of states; within it the dynamic
     program reads the true tables. It is run at rising thresholds: one at which nothing is found is a bound, and what
-    is found at another is the least there is. `deadline` is a time.perf_counter(); `start` a cut that keeps the
+    is found at another is the least there is. `deadline` is a time.perf_counter(); `start` a partition that keeps the
     limits; at a cost of `enough` the search ends.
     """
     pairs = Pairs(problem)
@@ -66,7 +66,7 @@ def partition_pairs(
 
 
 def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:
-    """Return a cost below every cut's and one at which the minorants allow a cut, near it if the deadline allows."""
+    """Return a lower bound of every partition's cost, and a cost at which the minorants allow a partition."""
     low, high = pairs.lowest, cost
     if high == np.inf:
         if pairs.completable(np.inf) is None:
@@ -96,7 +96,7 @@ def _with_fewest_bytes(pairs: Pairs, problem: Problem, cost: float, deadline: fl
 
 @dataclass(slots=True)
 class _States:
-    """What is reached at one depth: places of the two cuts, the value, and which state before led there."""
+    """What is reached at one depth: places of the two boundaries, the value, and which state before led there."""
 
     left: Ints
     right: Ints
@@ -105,9 +105,9 @@ class _States:
 
 
 class _Search:
-    """The dynamic program over (left cut, right cut) among the stages that cost `most` at most.
+    """The dynamic program over (left boundary, right boundary) among the stages that cost `most` at most.
 
-    The value is the highest cost so far, or with `boundary_bytes` the bytes that cross the cuts so far.
+    The value is the highest cost so far, or with `boundary_bytes` the bytes that cross the partitions so far.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class _Search:
         return None if value[last] == np.inf else _read(trail, last, self._pairs.has_middle)
 
     def _close(self, states: _States) -> Floats:
-        """Return the values with the middle stage, infinite where it is too dear."""
+        """Return the values with the middle stage, infinite if it is too dear."""
         value = states.value.copy()
         if self._pairs.has_middle:
             for term in self._pairs.terms[-1]:
@@ -242,7 +242,7 @@ def _read(trail: Sequence[_States], last: int, has_middle: bool) -> tuple[int, .
         right.append(int(states.right[last]))
         last = int(states.parent[last])
     boundaries = left[::-1] + right
-    if not has_middle:  # the innermost two cuts are one
+    if not has_middle:  # the innermost two boundaries are one
         del boundaries[len(left)]
     return tuple(boundaries)
 
@@ -283,7 +283,7 @@ class Term:
 class Pairs:
     """The terms of every pair from outside to inside, and of the middle stage where there is one.
 
-    A state is (left cut, right cut): all layers outside are placed, `left` and `num_layers - right` of them.
+    A state is (left boundary, right boundary): all layers outside are placed, `left` and `num_layers - right` of them.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -329,7 +329,7 @@ class Pairs:
 
     @cached_property
     def lowest(self) -> float:
-        """A cost below every cut's: the dearest pair's least."""
+        """A cost below every partition's: the dearest pair's least."""
         return max(
             (
                 float(term.low_left[0, 0]) + float(term.low_right[0, 0])
@@ -341,9 +341,9 @@ class Pairs:
         )
 
     def completable(self, most: float) -> list[Ints] | None:
-        """Return by depth, for every left cut, the rightmost right cut whose inside may be done for `most` at most.
+        """Return by depth, for every left boundary, the rightmost right boundary that can be completed for `most`.
 
-        It is -1 where there is none, and the whole None where the search from outside cannot be done at all. The
+        It is -1 if there is none, and the whole None if the search from outside cannot be done at all. The
         tables are the minorants and stages may be without layers, so that nothing that can be done is left out: of two
         states the one with more layers placed is never the worse then, and the frontier says all.
         """
@@ -361,7 +361,7 @@ class Pairs:
         return found[::-1] if inner[0] == self.num_layers else None
 
     def reach(self, terms: list[Term], most: float) -> Ints:
-        """Return how far a left stage may go from each layer on; one less than the layer where nowhere."""
+        """Return how far a left stage may go from each layer on; one less than the layer if nowhere."""
         cuts = np.arange(self.num_layers + 1)
         reach = np.full(len(cuts), self.num_layers)
         for term in terms:
@@ -425,7 +425,7 @@ Order = tuple[tuple[float, ...], int]
 
 
 def improve(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Return a cut that no move of one boundary by one layer betters, or the best one when the deadline comes first.
+    """Return a partition that no move of one boundary by one layer improves, or the best at the deadline.
 
     Better is less at the highest cost, then at the next one below and so on, then fewer bytes that cross; so that a
     rank which is not the dearest may make room for the one that is. `deadline` is a time.perf_counter().
@@ -445,7 +445,7 @@ def improve(problem: Problem, boundaries: Sequence[int], deadline: float) -> tup
 
 
 class _Judge:
-    """A cut with the costs of its ranks, of which a move changes a few."""
+    """A partition with the costs of its ranks, of which a move changes a few."""
 
     def __init__(self, problem: Problem, boundaries: Sequence[int]) -> None:
         self.boundaries = list(boundaries)
@@ -459,7 +459,7 @@ class _Judge:
         self._order = self._rate(self._costs, self.boundaries)
 
     def move(self, cut: int, shift: int) -> bool:
-        """Move a boundary if that betters the cut, and tells whether it did."""
+        """Move a boundary if that betters the partition, and return whether it did."""
         place = self.boundaries[cut] + shift
         if not self.boundaries[cut - 1] < place < self.boundaries[cut + 1]:
             return False

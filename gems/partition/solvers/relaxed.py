@@ -1,4 +1,4 @@
-"""A relaxation: the highest of several costs replaced by a weighted mean, whose best cut is a shortest path."""
+"""A relaxation: the highest of several costs replaced by a weighted mean, whose best partition is a shortest path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gems.profile.spans import RankCosts, Table
 
 Floats = NDArray[np.float64]
 ROUNDS = 400
-CUTS_OF_A_ROUND = 20  # a round of the relaxation is worth looking at so many cuts
+CUTS_OF_A_ROUND = 20  # a round of the relaxation is worth looking at so many partitions
 PATIENCE = 15  # rounds without a better bound, after which the steps are halved
 
 
@@ -31,7 +31,7 @@ class Term:
     limit: float | None
 
     def at(self, boundaries: Sequence[int]) -> float:
-        """Return the sum under a cut."""
+        """Return the sum under a partition."""
         return sum(float(table[boundaries[s], boundaries[s + 1]]) for s, table in self.tables)
 
 
@@ -48,10 +48,10 @@ def terms_of(problem: Problem) -> list[Term]:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A bound below every cut's cost, and the weights of the terms that prove it.
+    """A bound below every partition's cost, and the weights of the terms that prove it.
 
     `to_go[s][i]` is the least weighted cost of stages s to the last when stage s begins at layer i; the weighted cost
-    of a whole cut, less `offset`, is at most its cost.
+    of a whole partition, less `offset`, is at most its cost.
     """
 
     value: float
@@ -63,8 +63,8 @@ class Bound:
 class Relaxation:
     """Lagrangian bounds of a problem: for any weights of sum 1, the highest term is at least their weighted mean.
 
-    The best cut by a weighted mean is a shortest path over stages and boundaries, S L^2 entries in all, whatever the
-    tables. Limits enter by multipliers. The weights are raised by a subgradient with Polyak's step (Held, Wolfe and
+    The best partition by a weighted mean is a shortest path over stages and boundaries, S L^2 entries in all, whatever
+    the tables. Limits enter by multipliers. The weights are raised by a subgradient with Polyak's step (Held, Wolfe and
     Crowder 1974, "Validation of subgradient optimization", section 3).
     """
 
@@ -77,7 +77,7 @@ class Relaxation:
         self._windows[0], self._windows[-1] = (0, 0), (num_layers, num_layers)
 
     def raise_bound(self, shaker: Shaker, deadline: float) -> Bound:
-        """Return the best bound found by the deadline (a time.perf_counter()); offers the cuts on the way."""
+        """Return the best bound found by the deadline (a time.perf_counter()); offers the partitions on the way."""
         problem = self._problem
         weights = self._first_weights(shaker.best)
         bound, path = self.bound(weights)
@@ -102,7 +102,7 @@ class Relaxation:
         return bound
 
     def bound(self, weights: Floats) -> tuple[Bound, tuple[int, ...]]:
-        """Return the bound of some weights, and the cut that attains it."""
+        """Return the bound of some weights, and the partition that attains it."""
         num_layers, num_stages = self._problem.num_layers, self._problem.num_stages
         to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
         to_go[num_stages, num_layers] = 0.0
@@ -124,7 +124,7 @@ class Relaxation:
         return Bound(float(to_go[0, 0]) - offset, weights, to_go, offset), tuple(boundaries)
 
     def bottleneck(self) -> float:
-        """Return a bound below every cut's cost: as if each stage's companions on its rank cost the least they can."""
+        """Return a lower bound of the cost: as if each stage's companions on its rank cost their least."""
         read = valid(self._problem.num_layers)
         raised: list[list[tuple[Table, float]]] = [[] for _ in range(self._problem.num_stages)]
         for term in itertools.compress(self.terms, ~self.is_limit):
@@ -149,13 +149,13 @@ class Relaxation:
         return total
 
     def _block(self, stage: int, value: float) -> tuple[tuple[slice, slice], Table]:
-        """Return where a stage lies in the tables by its windows, and such a table of one value; infinite where none."""
+        """Return where a stage lies in the tables by its windows, and such a table of one value; infinite if none."""
         (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
         is_run = np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None]
         return (slice(first, last + 1), slice(low, high + 1)), np.where(is_run, value, np.inf)
 
     def _first_weights(self, start: Sequence[int]) -> Floats:
-        """Return each rank's dearest moment under a cut the same weight, and limits none."""
+        """Return each rank's dearest moment under a partition the same weight, and limits none."""
         weights = np.zeros(len(self.terms))
         index = 0
         for rank in self._problem.ranks:
@@ -192,7 +192,7 @@ SHAKEN = 0.5  # share of the boundaries
 
 
 class Shaker:
-    """The best cut so far, and ways to better ones: every cut offered is settled, and the best one shaken and settled.
+    """The best partition so far; every one offered is settled, and the best one shaken and settled.
 
     What is shaken is drawn from a fixed seed; how often depends on the time given.
     """
@@ -205,13 +205,13 @@ class Shaker:
         self.offer(start, deadline)
 
     def offer(self, boundaries: Sequence[int], deadline: float) -> None:
-        """Take a cut, settled until the deadline, if it is better than the best."""
+        """Take a partition, settled until the deadline, if it is better than the best."""
         for each in (tuple(boundaries), resettle(self._problem, boundaries, deadline)):
             if self._problem.cost(each) < self.cost:
                 self.best, self.cost = each, self._problem.cost(each)
 
     def shake(self, deadline: float) -> None:
-        """Move half of the boundaries a little and settles the cut, again and again until the deadline."""
+        """Move half of the boundaries a little and settle the partition, again and again until the deadline."""
         problem, draw = self._problem, self._random
         reach = max(1, problem.num_layers // (2 * problem.num_stages))
         while time.perf_counter() < deadline:
@@ -224,7 +224,7 @@ class Shaker:
 
 
 def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
-    """Return a cut that no such move betters, or the best one at the deadline (a time.perf_counter()).
+    """Return a partition that no such move improves, or the best one at the deadline (a time.perf_counter()).
 
     Stages of a run are all on different ranks, so that with the other stages fixed they are a chain, whose tables are
     raised by what their ranks hold elsewhere: the move is the best one there is.
@@ -259,14 +259,14 @@ def runs_of(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _rank(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
-    """Return what cuts are ordered by: the costs of all ranks, dearest first."""
+    """Return what partitions are ordered by: the costs of all ranks, dearest first."""
     if problem.cost(boundaries) == np.inf:
         return (np.inf,)
     return tuple(sorted((rank.under(boundaries) for rank in problem.ranks), reverse=True))
 
 
 def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) -> tuple[int, ...] | None:
-    """Return the cut with the boundaries inside stages `first` up to `end` settled again."""
+    """Return the partition with the boundaries inside stages `first` up to `end` settled again."""
     low, high = boundaries[first], boundaries[end]
     chain = Problem(
         high - low, end - first,

@@ -26,12 +26,13 @@ CHUNK = 2_000_000  # numbers at a time
 def partition_several(
     problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = -np.inf
 ) -> Solution:
-    """Return the cut whose dearest rank costs least, proven (to rounding) unless the deadline comes first.
+    """Return the partition whose dearest rank costs least, proven (to rounding) unless the deadline comes first.
 
-    Cuts are searched stage by stage by a beam: of all first stages, then all first two and so on, those are kept whose
-    whole cuts may cost least, by what a rank has come to and by a Lagrangian relaxation. What cannot be better than the
-    best cut known is left out; a beam wide enough to leave out nothing else is a proof, and so it is widened until the
-    deadline, a time.perf_counter(). `start` is a cut that keeps the limits; at a cost of `enough` the search ends.
+    Partitions are searched stage by stage by a beam: of all first stages, then all first two and so on, those are kept
+    whose whole partitions may cost least, by what a rank has come to and by a Lagrangian relaxation. What cannot be
+    better than the best partition known is left out; a beam wide enough to leave out nothing else is a proof, and so it
+    is widened until the deadline, a time.perf_counter(). `start` is a partition that keeps the limits; at a cost of
+    `enough` the search ends.
     """
     begin = time.perf_counter()
     first = tuple(start or even(problem.num_layers, problem.num_stages))
@@ -76,7 +77,7 @@ def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> 
 
 @dataclass(slots=True)
 class _Level:
-    """Cuts of the first stages: where the last one ends, what each term has come to, which cut before led there."""
+    """Partial partitions: where the last stage ends, the sums of all terms, and which one each comes from."""
 
     end: Ints
     sums: Floats
@@ -90,7 +91,7 @@ class _Level:
 
 
 class _Beam:
-    """Partial cuts, a stage a level, with the least that each term can still come to."""
+    """Partial partitions, a stage a level, with the least that each term can still come to."""
 
     def __init__(self, problem: Problem, relaxation: Relaxation, bound: Bound, deadline: float) -> None:
         self._problem = problem
@@ -109,9 +110,9 @@ class _Beam:
         self._bytes_to_go = self._fewest_to_go()
 
     def run(self, cost: float, width: int, most_bytes: float | None = None) -> tuple[tuple[int, ...] | None, bool]:
-        """Return the best cut of a beam that costs less than `cost`, and whether nothing was left out that may.
+        """Return the best partition of a beam that costs less than `cost`, and whether nothing was left out that may.
 
-        With `most_bytes` it is the cut of cost `cost` with fewer crossing bytes than that, and the fewest.
+        With `most_bytes` it is the partition of cost `cost` with fewer crossing bytes than that, and the fewest.
 
         Raises:
             TimeoutError: the deadline came first.
@@ -157,7 +158,7 @@ class _Beam:
         return _first_rated(made, width) if made else level, num_made <= width
 
     def _grow(self, stage: int, level: _Level, which: Ints, end: Ints, cost: float, most_bytes: float | None) -> _Level:
-        """Return the cuts `which` with one more stage up to `end`, but for those that cannot be better."""
+        """Return the partitions `which` with one more stage up to `end`, except those that cannot be better."""
         most = cost * (1 - ROUNDING) if most_bytes is None else cost * (1 + ROUNDING)
         caps = np.where(self._is_limit, self._caps, most)
         rest = self._rest[stage + 1]
@@ -200,7 +201,7 @@ class _Beam:
         return rest[::-1]
 
     def _fewest_to_go(self) -> Floats:
-        """Return by stage and begin the fewest bytes that cross the boundaries behind it."""
+        """Return by stage and begin the fewest bytes that cross the boundaries after it."""
         num_layers, num_stages = self._problem.num_layers, self._problem.num_stages
         to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
         to_go[num_stages, num_layers] = 0.0

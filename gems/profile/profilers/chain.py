@@ -1,4 +1,4 @@
-"""A chain: layers metered one by one, each on what the one before hands on, and joined by the memory they share.
+"""A chain: layers metered one by one, each on what the one before passes on, and joined by the memory they share.
 
 Memory is followed by name, not by address: a tensor that is carried through layers, or seen by a view, is one storage
 from where it is made to its last use, and so is a gradient on its way back. So it is known which layer is the first to
@@ -155,7 +155,7 @@ class _Joined:
         self.unsaved: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def add(self, index: int, slots: Sequence[_Slot], meter: LayerMeter) -> list[_Slot]:
-        """Put a layer behind those before, and gives what it hands on."""
+        """Put a layer after those before, and return what it passes on."""
         for storage in _unique(slot.storage for slot in slots):
             storage.last_use = index
             if not storage.savers and storage.maker != _DATA:
@@ -194,7 +194,7 @@ class _Joined:
 
 @dataclass(slots=True)
 class _Backward:
-    """By the end of a stage: the peak of a layer's backward, and what a stage that begins with it passes on as it is."""
+    """A layer's backward, by the end of its stage: its peak, and what a stage that begins with it passes on."""
 
     peaks: dict[int, int] = field(default_factory=dict)
     passed: dict[int, int] = field(default_factory=dict)
@@ -276,7 +276,7 @@ def _unique(storages: Iterable[_Storage]) -> list[_Storage]:
 
 
 def _pattern(slots: Sequence[_Slot]) -> object:
-    """Return what is alike for inputs that a layer cannot tell apart: layout, and which are one tensor or one memory."""
+    """Return a key that is equal for inputs that a layer cannot distinguish: layout and shared memory."""
     storages: dict[int, int] = {}
     names: dict[int, int] = {}
     return tuple(

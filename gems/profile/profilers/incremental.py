@@ -3,7 +3,8 @@
 A device is given one layer, then one more, and so on, and each time its peak in training is taken: `isolated[l]` is the
 peak of a device that holds layer l alone, `added[l]` how much layer l raised the peak of the device that it was added
 to. A device is full when it has its share of the layers, or when the next one would exceed its memory; then the next
-device begins. mCAP's predictor adds these up, a transient peak for each layer among them: it is no upper or lower bound.
+device begins. mCAP's predictor adds these up, a transient peak for each layer among them: it is no upper or lower
+bound.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def incremental_profile(
 
 
 class Devices:
-    """Trains runs of layers alone, each on a device of its own, and gives their peaks.
+    """Trains runs of layers alone, each on a device of its own, and return their peaks.
 
     A peak is that of one micro-batch in flight: parameters, gradients and `optimizer_states` more copies, buffers,
     inputs, activations, gradients and what kernels need.
@@ -140,7 +141,8 @@ def trained_peak_bytes(
 ) -> int:
     """Return the most that a forward and backward of a stage hold at once, counted.
 
-    Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are, and held throughout.
+    Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are, and held
+    throughout.
     """
     give_gradients(stage)
     live = LiveBytes([*inputs, *static_tensors(stage)], workspace)
@@ -158,14 +160,14 @@ def trained_peak_bytes(
 
 
 class _Layers(nn.Module):
-    """Layers one behind the other, with all the tensors between them."""
+    """Layers one after the other, with all the tensors between them."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return what the last layer hands on."""
+        """Return what the last layer passes on."""
         for layer in self.layers:
             values = as_tuple(layer(*values))
         return values

@@ -25,7 +25,7 @@ _PLAIN_CHANNELS = 4  # images of fewer channels are read as they lie
 
 
 def workspace_of(device: torch.device) -> Workspace | None:
-    """Return the function that tells an operation's workspace in bytes on a device, None where it is not known."""
+    """Return the function that tells an operation's workspace in bytes on a device, None if it is not known."""
     return processor_workspace_bytes if device.type == "cpu" else None
 
 

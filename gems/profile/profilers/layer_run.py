@@ -81,7 +81,7 @@ class Run:
         gradients: Sequence[Gradient | None] | None = None,
         memory: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
-        """Put the second end behind the outputs, to make their gradients in backward; None where there are none.
+        """Put the second end after the outputs, to make their gradients in backward; None if there are none.
 
         Without `gradients` each is a tensor of its own; `memory` is that of storages that are there already.
         """
@@ -100,11 +100,11 @@ class Run:
         gradients: Sequence[Gradient | None] | None = None,
         memory: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
-        """Run the layer and puts the second end behind it; its outputs are not kept."""
+        """Run the layer and put the second end after it; its outputs are not kept."""
         return self.take(self.forward(loss), gradients, memory)
 
     def backward(self, end: Tensor | None) -> None:
-        """Make the outputs' gradients and runs backward."""
+        """Make the outputs' gradients and run backward."""
         if end is not None:
             torch.autograd.backward([end], [torch.empty_like(end)])
 

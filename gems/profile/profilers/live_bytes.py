@@ -1,6 +1,6 @@
 """Live bytes: the memory that tensors made since a moment hold, now and at most.
 
-`torch.distributed._tools.mem_tracker.MemTracker` counts the same storages and gives a whole model's peak (`fake.py`
+`torch.distributed._tools.mem_tracker.MemTracker` counts the same storages and return a whole model's peak (`fake.py`
 prints it). For one layer's forward and backward it is too coarse: it has one peak for its lifetime, hooks itself onto
 the parameters, and counts a gradient that autograd adds in place as a second tensor. The last is so because autograd's
 engine adds two gradients of one tensor out of place as soon as any dispatch mode is on, and for fake tensors always.
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
 
     def restart(self) -> int:
-        """Start a new peak from what is live, and gives that."""
+        """Start a new peak from what is live, and return that."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 

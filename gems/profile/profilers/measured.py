@@ -2,7 +2,7 @@
 
 Times are those of a forward, of a whole backward, and of a backward in which no parameter needs a gradient: the last
 is the input gradient's, and what the whole takes beyond it the weight gradient's. To recompute is to run forward
-again; a cheap second run is timed as the engine runs it. On a processor bytes are counted as for fake tensors; on a
+again; a selective recompute is timed as the engine runs it. On a processor bytes are counted as for fake tensors; on a
 GPU the allocator's own peaks are taken.
 """
 
@@ -146,7 +146,7 @@ def medians_s(run: Callable[[], tuple[float, ...]], repetitions: int) -> tuple[f
 
 
 def clock_of(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Return what runs a function and tells its seconds on a device: by events in a GPU's stream, else by the clock."""
+    """Return a function that times another one on a device: by events of the GPU's stream, or by the clock."""
 
     def by_clock(run: Callable[[], object]) -> float:
         begin = time.perf_counter()
@@ -225,7 +225,8 @@ def _allocated_backward(
 def allocated_peak_bytes(stage: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None = None) -> int:
     """Return the most that the GPU's allocator gave out during a forward and backward of a stage.
 
-    Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are, and held throughout.
+    Inputs, parameters, their gradients and buffers are not in it; the gradients of the outputs are, and held
+    throughout.
     """
     give_gradients(stage)
     before = _restart()

@@ -23,10 +23,11 @@ from gems.profile.saved_storages import Saved, counted
 
 @dataclass(frozen=True, slots=True)
 class LayerMeter:
-    """What a layer costs in bytes whatever stands before and behind it; fields as in `LayerProfile`.
+    """What a layer costs in bytes whatever stands before and after it; fields as in `LayerProfile`.
 
-    `saved_inputs` are the inputs whose memory it saves, `held_inputs` those that its weight gradients read. `left_bytes` is what its forward leaves: stash and outputs.
-    `inner` is the memory that it makes and does not hand on: what it saves, and what products gave.
+    `saved_inputs` are the inputs whose memory it saves, `held_inputs` those that its weight gradients read.
+    `left_bytes` is what its forward leaves: stash and outputs. `inner` is the memory that it makes and does not pass
+    on: what it saves, and what products gave.
     """
 
     param_bytes: int
@@ -50,7 +51,7 @@ class LayerMeter:
 class BackwardMeter:
     """What a layer's backward needs at most, beyond what is saved and what its stage was given, and what it gives.
 
-    `input_gradients` has an entry an input, None where none comes.
+    `input_gradients` has an entry an input, None if none comes.
     """
 
     peak_bytes: int
@@ -64,7 +65,7 @@ def meter(
     loss: Loss | None = None,
     workspace: Workspace | None = None,
 ) -> LayerMeter:
-    """Run a layer forward on tensors, real or fake, and gives its bytes.
+    """Run a layer forward on tensors, real or fake, and return its bytes.
 
     Args:
         module: the layer; its running statistics move.
@@ -128,12 +129,12 @@ def meter_backward(
     loss: Loss | None = None,
     workspace: Workspace | None = None,
 ) -> BackwardMeter:
-    """Run a layer forward and backward, and gives the bytes of its backward.
+    """Run a layer forward and backward, and return the bytes of its backward.
 
     Args:
         module: as in `meter`; weight gradients are added to what is there.
         inputs: as in `meter`.
-        gradients: how the gradient of each output lies, None for an output that nothing behind it reads.
+        gradients: how the gradient of each output lies, None for an output that nothing after it reads.
         is_first: as in `meter`.
         loss: as in `meter`.
         workspace: as in `meter`.
@@ -187,7 +188,7 @@ def _describe(outputs: Sequence[Tensor], inputs: Sequence[Tensor], saved: dict[i
 def _inner(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None
 ) -> tuple[tuple[Saved, ...], set[int | None]]:
-    """Return the memory that a layer makes and keeps to itself, and which memory that it hands on products gave."""
+    """Return the memory that a layer makes and keep to itself, and which memory that it passes on products gave."""
     static = {storage_of(tensor) for tensor in (*inputs, *static_tensors(module))}
     run = Run(module, inputs, is_first)
     saved: dict[int, int] = {}
@@ -215,7 +216,7 @@ def _first_run_peak_bytes(
     workspace: Workspace | None,
     keeping: AbstractContextManager[object],
 ) -> int:
-    """Return the most that a forward makes at once of which nothing is kept but by `keeping`: it will be run again."""
+    """Return the most that a forward makes at once of which nothing is kept but by `keeping`: it will be recomputed."""
 
     def drop(_: Tensor) -> Any:
         return None
@@ -230,7 +231,7 @@ def _first_run_peak_bytes(
 def _cheap_peak_bytes(
     module: nn.Module, inputs: Sequence[Tensor], is_first: bool, loss: Loss | None, workspace: Workspace | None
 ) -> int:
-    """Return the most that a cheap second run makes at once, beside what the first one kept for it."""
+    """Return the most that a selective recompute makes at once, beside what the first one kept for it."""
     run = Run(module, inputs, is_first)
     products, random = MatmulOutputs(), RandomState(module, inputs[0].device)
     with RecordMatmuls(products, random):

@@ -1,4 +1,4 @@
-"""`python -m gems.profile.profilers.operators`: reads a resolved run as JSON on stdin, prints its operators' graph with times and bytes.
+"""Child process: reads a resolved run as JSON on stdin, prints its operators' graph with times and bytes.
 
 As in the fake profile: fake tensors give the bytes, the roofline of `machine=` the times, of each operator alone.
 """

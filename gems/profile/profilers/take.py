@@ -1,4 +1,4 @@
-"""`python -m gems.profile.profilers.take`: reads a resolved run as JSON on stdin, takes its profile, prints it as JSON."""
+"""Child process: reads a resolved run as JSON on stdin, and prints its profile as JSON."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One tensor that a layer hands on, by its shape, strides and dtype.
+    """One tensor that a layer passes on, by its shape, strides and dtype.
 
-    `number` tells its tensors apart: a tensor that it hands on twice has one. `same_as` is the input that it is itself,
-    `given` the input whose memory it lies in; with None the layer made that memory, which `made` numbers.
+    `number` tells its tensors apart: a tensor that it passes on twice has one. `same_as` is the input that it is
+    itself, `given` the input whose memory it lies in; with None the layer made that memory, which `made` numbers.
     `storage_bytes` is the size of that memory, and the tensor begins `offset` elements into it. `is_saved` says that
     the layer itself saves it, `is_product` that a convolution or a matrix product gave it.
     """
@@ -47,7 +47,7 @@ class Output:
 class Gradient:
     """How a gradient lies: in which memory, and where in it. Gradients of the same `storage` share it.
 
-    `is_given` says that the stage was given that memory and holds it until its backward ends; other memory is let go
+    `is_given` says that the stage was given that memory and hold it until its backward ends; other memory is freed
     when it was read. `is_untouched` says that it is the very tensor that was given.
     """
 

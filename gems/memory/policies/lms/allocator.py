@@ -1,4 +1,4 @@
-"""The allocator of large model support by need: a caching allocator that pages out what is not in use.
+"""The allocator of LMS by need: a caching allocator that pages out what is not in use.
 
 It plays the rules of IBM's large model support for PyTorch 1.5, whose counters it keeps under the same names.
 """
@@ -30,8 +30,8 @@ class OutOfMemoryError(Exception):
 class Paged:
     """A storage that may be paged out while nothing has it pinned.
 
-    `block` is its memory on the device, None while it is in host memory only. `is_leaving` says that its copy out has been
-    started ahead, because it was reclaimed at this place in the last iteration.
+    `block` is its memory on the device, None while it is in host memory only. `is_leaving` says that its copy out has
+    been started ahead, because it was reclaimed at this place in the last iteration.
     """
 
     num_bytes: int
@@ -42,7 +42,7 @@ class Paged:
 
 @dataclass(slots=True)
 class _History:
-    """What became of a storage each time it was not in use: a bit for each, 1 where it was reclaimed; and the iteration before's."""
+    """The history of a storage while not in use: a bit per time, 1 if it was reclaimed, also for the last iteration."""
 
     bits: int = 0
     count: int = 0
@@ -67,7 +67,7 @@ class _History:
 
 @dataclass(slots=True)
 class Counts:
-    """What an allocator did in one iteration, under the original's names; `pinned` are peaks of what is no candidate to leave."""
+    """Counters of one iteration, under the original's names; `pinned` are peaks of what cannot be reclaimed."""
 
     reclaimed: int = 0
     reclaimed_bytes: int = 0
@@ -91,8 +91,8 @@ class LmsAllocator(CachingAllocator):
     """Serves requests from free blocks, then from the device below the limit, then from what nobody has in use.
 
     Unpinned storages queue up, the least recently used first. To reclaim: one of them that makes room with its free
-    neighbours (`reclaim` "first": the first in the queue; "size": the one that fits best); or all that lie in segments as
-    large as the request; or all. At last free segments are given back and the device is asked again.
+    neighbours (`reclaim` "first": the first in the queue; "size": the one that fits best); or all that lie in segments
+    as large as the request; or all. At last free segments are given back and the device is asked again.
     """
 
     def __init__(self, limit_bytes: int, reclaim: str = "first") -> None:
@@ -109,7 +109,7 @@ class LmsAllocator(CachingAllocator):
         self._source = ""
 
     def restart(self) -> Counts:
-        """End an iteration and gives its counts."""
+        """End an iteration and return its counts."""
         counts, self.counts = self.counts, Counts()
         return counts
 
@@ -133,12 +133,12 @@ class LmsAllocator(CachingAllocator):
         self._num_blocks -= 1
 
     def make(self, storage: Paged) -> list[Paged]:
-        """Allocate a new storage, pinned; gives what had to leave for it."""
+        """Allocate a new storage, pinned, and return what had to leave for it."""
         storage.block = self.take(storage.num_bytes)
         return self.reclaimed
 
     def pin(self, storage: Paged) -> list[Paged]:
-        """Bring a storage to the device where it is not there, and holds it; gives what had to leave for it."""
+        """Pin a storage, bringing it to the device if needed, and return what had to leave for it."""
         if storage in self._inactive:
             self._withdraw(storage, is_reclaimed=False)
             self.counts.speculative_missed += storage.is_leaving
@@ -151,7 +151,7 @@ class LmsAllocator(CachingAllocator):
         return self.make(storage)
 
     def unpin(self, storage: Paged) -> None:
-        """Queue a storage up; starts its copy out at once where the last iteration says that it will be reclaimed."""
+        """Queue a storage up, and start its copy out if the last iteration says it will be reclaimed."""
         assert storage.block is not None
         self._inactive[storage] = None
         self._inactive_bytes += storage.block.num_bytes

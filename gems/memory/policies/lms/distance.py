@@ -17,7 +17,7 @@ from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.layer_storages import Storage, saved_storages
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.policies.lms.graph import Graph, Parameters, Return, Tensor, Tuned, play, tune
+from gems.memory.policies.lms.graph import Graph, Parameters, Return, Tensor, Tuned, simulate, tune
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 
@@ -30,7 +30,7 @@ _HELP = "lms swaps saved tensors only: use memory=plan, more partitions, or a sm
 
 @dataclass(slots=True)
 class _Holder:
-    """Ranks that hold the same stages: what never leaves them, and the room that their graph is tuned under, in bytes."""
+    """Ranks that hold the same stages, with their static bytes and the bytes that their graph is tuned under."""
 
     ranks: list[int]
     layers: RankGraph
@@ -40,7 +40,7 @@ class _Holder:
     is_least: bool = False
 
     def tune(self, given: tuple[int | None, ...], is_last: bool) -> bool:
-        """Find parameters, at last those that swap everything and wait for it; says whether any are left to try."""
+        """Find parameters, in the end those that swap and wait for everything; return whether any were left."""
         self.tuned = None if is_last else tune(self.layers.graph, self.room_bytes, *given)
         if self.tuned is None and not self.is_least:
             _, ahead, groupby, _ = given
@@ -48,9 +48,9 @@ class _Holder:
         return self.tuned is not None
 
     def tighten(self, limit_bytes: int, held_bytes: int) -> None:
-        """Ask for other parameters, whose memory is less in the proportion in which the ranks hold too much."""
+        """Lower the room in the proportion in which the ranks hold too much, for other parameters."""
         assert self.tuned is not None
-        played = play(self.layers.graph, self.tuned.parameters, inf).peak_bytes
+        played = simulate(self.layers.graph, self.tuned.parameters, inf).peak_bytes
         share = (limit_bytes - self.static_bytes) / max(1, held_bytes - self.static_bytes)
         self.room_bytes = min(self.room_bytes, played) * max(0.0, min(_SHARE, share))
         self.tuned = None
@@ -64,17 +64,17 @@ def lms(
     sync_mode: int | None = None,
     ratio: float | None = None,
 ) -> MemoryPlan:
-    """Return the plan of the parameters, of which those that are None are found by the tuner (`gems.memory.policies.lms.graph`).
+    """Return the plan of the given parameters; those that are None are tuned (`gems.memory.policies.lms.graph`).
 
-    Each rank is tuned under M = (limit - what never leaves it) x ratio, by default 0.9, and 0.8 with replicas. That sees
-    one micro-batch and no workspace; where a rank then holds more than its limit, it is tuned again under less, and where
-    the tuner finds nothing, everything is swapped and waited for. With a threshold that is given, or without a limit,
-    nothing is tuned again.
+    Each rank is tuned under M = (limit - what never leaves it) x ratio, by default 0.9, and 0.8 with replicas. That
+    sees one micro-batch and no workspace; where a rank then holds more than its limit, it is tuned again under less,
+    and where the tuner finds nothing, everything is swapped and waited for. With a threshold that is given, or without
+    a limit, nothing is tuned again.
 
-    A layer is offloaded where most of the bytes that leave with it are swapped. Its memory is free one action behind the
-    one that the copy is posted behind, or at once where copies out are waited for; it comes back as many actions ahead as
-    the operation lies that sets it off. As in the original, one whose maker is nearer than the distance ahead comes back
-    on demand.
+    A layer is offloaded where most of the bytes that leave with it are swapped. Its memory is free one action after the
+    one that the copy is posted after, or at once where copies out are waited for; it comes back as many actions ahead
+    as the operation lies that sets it off. As in the original, one whose maker is nearer than the distance ahead comes
+    back on demand.
 
     Raises:
         DoesNotFitError: no parameters fit one of the ranks.
@@ -138,7 +138,7 @@ def _held(holder: _Holder, outcome: PlanOutcome | None) -> int:
 
 
 def _too_large(case: MemoryCase, holder: _Holder, outcome: PlanOutcome | None) -> DoesNotFitError:
-    """Report what a rank needs with everything swapped at once."""
+    """Return the error: what a rank needs with everything swapped at once."""
     assert outcome is not None and case.limit_bytes is not None
     rank = max(holder.ranks, key=lambda rank: outcome.peak_bytes[rank])
     return DoesNotFitError(f"rank {rank} under lms", outcome.peak_bytes[rank], case.limit_bytes, _HELP)
@@ -151,9 +151,9 @@ _Layer = tuple[_Held, int]
 class RankGraph:
     """One micro-batch of each stage of a rank, in the order in which the rank's list first runs them.
 
-    Operations are a stage's layers, forward from the first and backward from the last. Tensors are the storages that they
-    save, of which a copy may take those that are large enough; what a layer hands to the next that nobody saves; the
-    gradients on their way back; and what a stage is given, forward and backward.
+    Operations are a stage's layers, forward from the first and backward from the last. Tensors are the storages that
+    they save, of which a copy may take those that are large enough; what a layer hands to the next that nobody saves;
+    the gradients on their way back; and what a stage is given, forward and backward.
     """
 
     def __init__(self, case: MemoryCase, rank: int) -> None:
@@ -176,9 +176,9 @@ class RankGraph:
         self.graph = Graph(num_ops, tuple(self._tensors))
 
     def segments(self, parameters: Parameters) -> dict[int, Segment]:
-        """Return the segments of the layers of which most of the bytes that leave with them are swapped for their backward.
+        """Return the segments of layers most of whose bytes are swapped for their backward.
 
-        A copy back is posted right behind the operation that sets it off: so many actions ahead as run in between.
+        A copy back is posted right after the operation that sets it off: so many actions ahead as run in between.
         """
         swaps = {swap.tensor: swap for swap in parameters.swaps(self.graph)}
         movable: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""A graph of operations and tensors, as large model support sees it: levels, what to swap, and what sets off its return.
+"""A graph of operations and tensors as LMS sees it, and the tuner of LMS's four parameters.
 
 TFLMSv2 (Le et al. 2019, "Automatic GPU memory management for large neural models in TensorFlow") measures distance in
 levels of the graph: an operation's level is the length of the longest way to it from any source.
@@ -49,7 +49,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Graph:
-    """A DAG of `num_ops` operations, numbered so that makers come before readers; they run level by level, by number."""
+    """A DAG of `num_ops` operations, makers numbered before readers; they run level by level, by number."""
 
     num_ops: int
     tensors: tuple[Tensor, ...]
@@ -133,9 +133,9 @@ class Graph:
         return tuple(map(tuple, found))
 
     def control(self, maker: int, consumer: int, ahead: int) -> int | None:
-        """Return the operation behind which a tensor is to come back for `consumer`, None where there is none.
+        """Return the operation after which a tensor is to come back for `consumer`, or None.
 
-        It is the latest that leads to the consumer, lies more than `ahead` levels before it and behind the maker;
+        It is the latest that leads to the consumer, lies more than `ahead` levels before it and after the maker;
         at most 10 levels are searched, and of one level the first is taken.
         """
         above = self.levels[consumer] - ahead
@@ -172,9 +172,9 @@ SYNC_MODES = (0, 1, 2, 3)
 class Parameters:
     """What large model support swaps, and when.
 
-    A tensor is swapped for readers more than `swapout_threshold` levels from its maker, comes back `swapin_ahead` levels
-    before them, and once for readers within `swapin_groupby` levels of each other. `sync_mode` 1 waits for copies out,
-    2 for copies back, 3 for both, 0 for none.
+    A tensor is swapped for readers more than `swapout_threshold` levels from its maker, comes back `swapin_ahead`
+    levels before them, and once for readers within `swapin_groupby` levels of each other. `sync_mode` 1 waits for
+    copies out, 2 for copies back, 3 for both, 0 for none.
     """
 
     swapout_threshold: int
@@ -198,7 +198,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class GraphMemory:
     """What a graph holds under some parameters, in bytes; `fits` says whether it stays below the limit."""
 
     fits: bool
@@ -218,11 +218,11 @@ class Tuned:
     num_plays: int
 
 
-def play(graph: Graph, parameters: Parameters, limit_bytes: float) -> Played:
+def simulate(graph: Graph, parameters: Parameters, limit_bytes: float) -> GraphMemory:
     """Simulate the memory of a graph, operation by operation in the order of its levels.
 
-    An operation allocates what comes back for it on demand, and its outputs; behind it what nobody reads any more is
-    freed, then the copies that it sets off are allocated. A tensor that leaves is free behind its last near reader where
+    An operation allocates what comes back for it on demand, and its outputs; after it what nobody reads any more is
+    freed, then the copies that it sets off are allocated. A tensor that leaves is free after its last near reader where
     copies out are waited for, and one operation later where they are not. As in the original, an allocation must be
     smaller than what is free, an output that nobody reads is never there, and host memory only counts.
     """
@@ -270,7 +270,7 @@ def play(graph: Graph, parameters: Parameters, limit_bytes: float) -> Played:
     for change in host:
         held += change
         host_peak = max(host_peak, held)
-    return Played(fits, peak, host_peak)
+    return GraphMemory(fits, peak, host_peak)
 
 
 def tune(
@@ -281,23 +281,23 @@ def tune(
     swapin_groupby: int | None = None,
     sync_mode: int | None = None,
 ) -> Tuned | None:
-    """Return the parameters by the original's search; those that are given stay. None where even the least does not fit.
+    """Return the parameters by the original's search; those that are given stay. None if even the least does not fit.
 
-    Nothing is swapped where the graph fits so (and none of the first three is given). Otherwise the synchronisation mode
-    is the first, from `sync_mode` (or 0) on, under which threshold 1 fits with 1 ahead and no grouping. Then, each by a
-    binary search over the levels: the largest threshold that fits; unless copies back are waited for, the largest
+    Nothing is swapped where the graph fits so (and none of the first three is given). Otherwise the synchronisation
+    mode is the first, from `sync_mode` (or 0) on, under which threshold 1 fits with 1 ahead and no grouping. Then, each
+    by a binary search over the levels: the largest threshold that fits; unless copies back are waited for, the largest
     distance ahead; and all readers in one group where that fits, else the first grouping that a binary search meets.
     Where fitting is not monotone in a parameter, a binary search's answer is what it is: one that fits.
     """
-    num_levels, plays = graph.num_levels, 0
+    num_levels, num_plays = graph.num_levels, 0
 
     def fits(parameters: Parameters) -> bool:
-        nonlocal plays
-        plays += 1
-        return play(graph, parameters, limit_bytes).fits
+        nonlocal num_plays
+        num_plays += 1
+        return simulate(graph, parameters, limit_bytes).fits
 
     def found(parameters: Parameters, is_needed: bool = True) -> Tuned:
-        return Tuned(parameters, is_needed, plays)
+        return Tuned(parameters, is_needed, num_plays)
 
     start = Parameters(
         swapout_threshold if swapout_threshold is not None else 1,

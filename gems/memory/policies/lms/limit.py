@@ -1,9 +1,9 @@
-"""LMS by need: which saved tensors an allocator with a limit pages out in a step, and the plan that does so beforehand.
+"""LMS by need: the plan of what an allocator with a limit pages out in a step.
 
 IBM's large model support for PyTorch 1.5 pages out from within the allocator, the least recently used first, when a
 request meets the limit, and pages in when an operation reads. A step repeats itself, and the allocator learns it: what
-was reclaimed at a place in the last step is copied out there as soon as it is not in use. Here each rank's list is played
-with those rules until a step is like the one before. What is then reclaimed is the plan.
+was reclaimed at a place in the last step is copied out there as soon as it is not in use. Here each rank's list is
+simulated with those rules until a step is like the one before. What is then reclaimed is the plan.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def lms_limit(case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "
 
     A layer is offloaded where, over its micro-batches, most of the bytes that leave with it are reclaimed before its
     backward; its memory is free where the first of them is needed by another, and it comes back on demand. What is not
-    saved for backward (parameters, gradients, messages, workspace) stays, where the original pages that out as well. The
-    limit is on what the allocator reserves, in its segments; where the plan, which treats all micro-batches alike,
-    holds more than the limit, the step is played again under less. `counters` has the original's for the first and for
-    the repeated step, rank by rank.
+    saved for backward (parameters, gradients, messages, workspace) stays, where the original pages that out as well.
+    The limit is on what the allocator reserves, in its segments; where the plan, which treats all micro-batches alike,
+    holds more than the limit, the step is simulated again under less. `counters` has the original's for the first and
+    for the repeated step, rank by rank.
 
     Args:
         case: the run; its `limit_bytes` is what a rank may hold.
-        limit_bytes: of the allocator; None or 0 for 0.95 of what the rank may hold. Without either nothing is reclaimed.
-        reclaim: "first" takes the least recently used that is large enough, "size" the one that fits best.
+        limit_bytes: of the allocator; None or 0 for 0.95 of what the rank may hold. Without either nothing is
+        reclaimed. reclaim: "first" takes the least recently used that is large enough, "size" the one that fits best.
 
     Raises:
         DoesNotFitError: a request that does not fit although everything that may leave has left.
@@ -115,8 +115,8 @@ MAX_STEPS = 8
 class Use:
     """What becomes of the bytes that leave with one layer, over a step.
 
-    `soonest` is the fewest actions that run between the layer's forward and the one that needs their memory, or the stage's
-    backward if that is sooner: there another layer may bring back what left with this one.
+    `soonest` is the fewest actions that run between the layer's forward and the one that needs their memory, or the
+    stage's backward if that is sooner: there another layer may bring back what left with this one.
     """
 
     movable_bytes: int = 0
@@ -159,7 +159,7 @@ class _Flight:
 
 
 class RankPaging:
-    """Simulates the list of one rank step by step; `uses` is of the last step, by layer, `steps` has the counts of all."""
+    """Simulates the steps of a rank; `uses` is of the last step, by layer, `steps` has the counts of all."""
 
     def __init__(self, case: MemoryCase, rank: int, limit_bytes: int, reclaim: str) -> None:
         self.allocator = LmsAllocator(limit_bytes, reclaim)
@@ -216,7 +216,7 @@ class RankPaging:
             self._give(self._flights.pop(key).others)
 
     def _forward(self, flight: _Flight, layer: int, passing: Sequence[Any]) -> list[Any]:
-        """Run a layer's forward; gives what it hands on that nobody saves."""
+        """Run a layer's forward; return what it passes on that nobody saves."""
         stage = flight.stage
         read = [paged for number in stage.reads[layer] for paged in flight.paged[number]]
         self._pin(read)
@@ -239,7 +239,7 @@ class RankPaging:
         return handed
 
     def _backward(self, flight: _Flight, layer: int, passing: Sequence[Any], is_split: bool) -> list[Any]:
-        """Run a layer's backward; gives the gradient that it hands back."""
+        """Run a layer's backward, and return the gradient of its input."""
         stage, profile = flight.stage, self._case.profile.layers[layer]
         flight.back.add(layer)
         self._pin([paged for number in stage.saves[layer] for paged in flight.paged[number]])
@@ -275,7 +275,7 @@ class RankPaging:
                 self.allocator.unpin(storage)
 
     def _note(self, reclaimed: Sequence[Paged]) -> None:
-        """Record what is reclaimed between forward and backward of the layer that it leaves with, once each, and how soon."""
+        """Record what is reclaimed between a layer's forward and backward, once each, and how soon."""
         for paged in reclaimed:
             flight, storage = self._of[paged]
             layer = storage.owner
