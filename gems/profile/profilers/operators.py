@@ -5,17 +5,14 @@ As in the fake profile: fake tensors give the bytes, the roofline of `machine=` 
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gems.config.schema import RunSpec
-from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.blocks.operator import operator_module
 from gems.models.build import as_tuple
@@ -26,6 +23,7 @@ from gems.profile.profilers.kernel_workspaces import Workspace, workspace_of
 from gems.profile.profilers.layer_run import Loss, training_loss
 from gems.profile.profilers.meter import meter
 from gems.profile.profilers.roofline import Rates, rates_of, roofline_times
+from gems.profile.profilers.take import OPTIMIZER_STATES, answer
 from gems.profile.profilers.whole_model import given_tensors
 from gems.profile.store import REFUSED
 from gems.utils.registry import load_plugins
@@ -83,7 +81,7 @@ def op_graph(spec: RunSpec) -> OpGraph:
             readers[feeder] += 1
     given = given_tensors(spec.data, spec.parallel.micro_batch_size, kind, torch.device("cpu"))
     mode = FakeTensorMode()
-    states = STATES[spec.train.optimizer] if spec.train.optimizer != "sgd" or spec.train.momentum else 0
+    states = OPTIMIZER_STATES[spec.train.optimizer] if spec.train.optimizer != "sgd" or spec.train.momentum else 0
     known: dict[object, _Known] = {}
     ops: list[Op] = []
     outputs: list[tuple[Tensor, ...]] = []
@@ -125,4 +123,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer(op_graph))

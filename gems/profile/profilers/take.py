@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -11,13 +12,14 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.profile.model_profile import ModelProfile
+from gems.profile.operator_graph import OpGraph
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.incremental import Devices, incremental_profile
 from gems.profile.profilers.measured import measured_profile
 from gems.profile.store import REFUSED
 from gems.utils.registry import load_plugins
 
-OPTIMIZER_STATES = {"sgd": 1, "adam": 2}
+OPTIMIZER_STATES = {"sgd": 1, "adam": 2}  # copies of the parameters that an optimizer keeps
 
 
 def take(spec: RunSpec) -> ModelProfile:
@@ -42,19 +44,19 @@ def layers_per_device(spec: RunSpec) -> int | None:
     return None if num_devices < 3 else (num_layers - 2) // (num_devices - 2) + 1
 
 
-def main() -> int:
-    """Run the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
+def answer(make: Callable[[RunSpec], ModelProfile | OpGraph]) -> int:
+    """Print as JSON what is made of the resolved run on stdin; a ConfigError as {"refused": [key, value, allowed, advice]}."""
     spec = RunSpec.from_dict(json.load(sys.stdin))
     load_plugins(spec.plugins, spec.plugins_dir)
     torch.set_num_threads(spec.machine.threads_per_rank)
     try:
-        profile = take(spec)
+        document, code = make(spec).to_json(), 0
     except ConfigError as error:
-        json.dump({REFUSED: [error.key, str(error.value), error.allowed, error.advice]}, sys.stdout)
-        return error.exit_code
-    json.dump(profile.to_json(), sys.stdout)
-    return 0
+        document = {REFUSED: [error.key, str(error.value), error.allowed, error.advice]}
+        code = error.exit_code
+    json.dump(document, sys.stdout)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer(take))
