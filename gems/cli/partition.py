@@ -1,4 +1,4 @@
-"""`gems partition`: where the configured model is cut, and what each rank then holds, for one method or for all."""
+"""`gems partition`: how the configured model is partitioned, and what each rank then holds, for one method or for all."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _entry(
 
     `peak_bytes` are those allocated, `reserved_bytes` what torch's allocator would take from a GPU to serve them.
     """
-    found = evaluated.cut
+    found = evaluated.partition
     is_exact = found.method == "exact"
     return {
         "method": found.method,

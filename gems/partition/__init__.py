@@ -1,1 +1,1 @@
-"""Where to cut a model into stages: an exact method, and the published ones by their names (no torch here)."""
+"""Partition methods: an exact method, and the published ones by their names (no torch here)."""

@@ -23,20 +23,20 @@ PLAIN = "exact_plain"
 class EvaluatedPartition:
     """A partition and what it means: the peak of each rank in bytes, and the predicted time of a step in seconds."""
 
-    cut: Partition
+    partition: Partition
     peak_bytes: tuple[int, ...]
     step_s: float
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
         """Number of layers of each stage."""
-        return tuple(end - first for first, end in pairwise(self.cut.boundaries))
+        return tuple(end - first for first, end in pairwise(self.partition.boundaries))
 
 
-def evaluate(case: PartitionCase, cut: Partition, network: Network = FREE) -> EvaluatedPartition:
+def evaluate(case: PartitionCase, partition: Partition, network: Network = FREE) -> EvaluatedPartition:
     """Predict the peaks and the step time of a partition, with links as the network says, in seconds."""
-    played = simulate(case.schedule, case.stage_costs(cut.boundaries), network)
-    return EvaluatedPartition(cut, case.peak_bytes(cut.boundaries), played.span)
+    played = simulate(case.schedule, case.stage_costs(partition.boundaries), network)
+    return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), played.span)
 
 
 def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
@@ -60,12 +60,12 @@ def compare(case: PartitionCase, objective: str, budget_s: float, network: Netwo
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):
         others.append(plain_pipeline(case, budget_s))
     ours = at_most(partition_by("exact", case, objective, budget_s), others)
-    return [evaluate(case, cut, network) for cut in (ours, *others)]
+    return [evaluate(case, each, network) for each in (ours, *others)]
 
 
 def at_most(ours: Partition, others: Sequence[Partition]) -> Partition:
     """Return our partition, or the boundaries of another one that costs less."""
-    best = min(others, key=lambda cut: cut.cost, default=ours)
+    best = min(others, key=lambda each: each.cost, default=ours)
     if best.cost >= ours.cost:
         return ours
     return replace(ours, boundaries=best.boundaries, cost=best.cost, facts={**ours.facts, "from": best.method})

@@ -42,7 +42,7 @@ def solve(problem: Problem, budget_s: float = 10.0) -> Partition:
         start = _within_limits(problem, deadline) if problem.limits else None
         answer = _search(problem, deadline, start)
     if answer.boundaries is None:
-        raise _no_cut(problem, deadline)
+        raise _infeasible(problem, deadline)
     return Partition(
         METHOD, answer.boundaries, answer.cost, answer.bound, answer.is_proven, time.perf_counter() - begin,
         {"solver": solver, "has_fewest_bytes": answer.has_fewest_bytes},
@@ -69,21 +69,21 @@ def _chain(problem: Problem) -> Solution:
     return Solution(boundaries, cost, cost, True, True)
 
 
-def _of_limits(problem: Problem) -> Problem:
+def _limits_only(problem: Problem) -> Problem:
     return replace(problem, ranks=problem.limits, limits=(), limit=float("inf"))
 
 
 def _within_limits(problem: Problem, deadline: float) -> tuple[int, ...]:
     """Return a partition that keeps the limits, in half the time that is left."""
     now = time.perf_counter()
-    answer = _search(_of_limits(problem), now + (deadline - now) / 2, enough=problem.limit)
+    answer = _search(_limits_only(problem), now + (deadline - now) / 2, enough=problem.limit)
     if answer.boundaries is None or answer.cost > problem.limit:
         raise InfeasibleError(answer.cost, problem.limit, answer.bound)
     return answer.boundaries
 
 
-def _no_cut(problem: Problem, deadline: float) -> InfeasibleError:
-    alone = _of_limits(problem)
+def _infeasible(problem: Problem, deadline: float) -> InfeasibleError:
+    alone = _limits_only(problem)
     if problem.num_stages in (1, problem.num_layers):
         answer = _only(alone)
     else:

@@ -1,4 +1,4 @@
-"""Cutting: where a run's layers lie, by the configured method, and what its ranks then hold and take."""
+"""Partitioning: where a run's layers lie, by the configured method, and what its ranks then hold and take."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def partition_method(name: str) -> Callable[[Boundaries], Boundaries]:
 
 @dataclass(frozen=True)
 class PartitionCase:
-    """A model to cut: its profile, the lowered schedule that will run it, and the device's limit in bytes, if any."""
+    """A model to partition: its profile, the lowered schedule that will run it, and the device's limit in bytes, if any."""
 
     profile: ModelProfile
     schedule: Schedule
@@ -79,7 +79,7 @@ class PartitionCase:
 
     @property
     def num_stages(self) -> int:
-        """Stages to cut the model into."""
+        """Number of stages."""
         return self.schedule.num_stages
 
     @cached_property
@@ -129,7 +129,7 @@ def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | No
     """
     profile = profile or profile_of(spec)
     check_depth(spec, schedule.num_stages, profile.num_layers)
-    # a policy makes room after the partition
+    # other policies make room after the partition is made
     limit_bytes = spec.machine.device_bytes if spec.memory.name == "keep" else None
     return PartitionCase(profile, schedule, optimizer_name(spec), limit_bytes, spec.machine.link_bytes_per_s)
 
@@ -174,14 +174,14 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     elif case is None or not _needs_profile(spec, schedule):
         found = Partition("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
     else:
-        found = _kept_cut(spec, case)
+        found = _cached_partition(spec, case)
     if case is not None:
         check_fits(case, found)
     return found
 
 
-def _kept_cut(spec: RunSpec, case: PartitionCase) -> Partition:
-    """Return the configured method's cut, from the cache where it has been made for the same profile and schedule."""
+def _cached_partition(spec: RunSpec, case: PartitionCase) -> Partition:
+    """Return the configured method's partition, from the cache if it was made for the same profile and schedule."""
     method = spec.partition.name
     objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
     facts = (method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, spec.partition.budget_s)
@@ -220,7 +220,7 @@ def check_fits(case: PartitionCase, found: Partition) -> None:
         return
     _check_layers(case)
     raise DoesNotFitError(
-        f"rank {worst} of {len(peaks)} with the {found.method} cut", peaks[worst], limit,
+        f"rank {worst} of {len(peaks)} with the {found.method} partition", peaks[worst], limit,
         SMALLER,
     )  # fmt: skip
 
@@ -263,11 +263,11 @@ def _alone(costs: RankCosts, layer: int) -> float:
     )
 
 
-def _too_large(case: PartitionCase, least: int) -> DoesNotFitError:
+def _infeasible_error(case: PartitionCase, least: int) -> DoesNotFitError:
     _check_layers(case)
     assert case.limit_bytes is not None
     return DoesNotFitError(
-        f"the best cut into {case.num_stages} stages", least, case.limit_bytes,
+        f"the best partition into {case.num_stages} stages", least, case.limit_bytes,
         SMALLER,
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:
     try:
         return solve(case.problem(objective), budget_s)
     except InfeasibleError as error:
-        raise _too_large(case, round(error.least)) from error
+        raise _infeasible_error(case, round(error.least)) from error
 
 
 METHODS.register("exact", PartitionMethod(_exact))

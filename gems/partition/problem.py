@@ -1,4 +1,4 @@
-"""The problem of cutting: which tables a partition is judged by, and what an answer carries."""
+"""The partition problem: tables by which a partition is judged, and the solution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class InfeasibleError(ValueError):
         self.least = least
         self.limit = limit
         self.bound = bound
-        super().__init__(f"no cut within {limit:g}: the best one needs {least:g}, and none less than {bound:g}")
+        super().__init__(f"no partition within {limit:g}: the best one needs {least:g}, and none less than {bound:g}")
 
     def __reduce__(self) -> tuple[type[InfeasibleError], tuple[float, float, float]]:
         return type(self), (self.least, self.limit, self.bound)
@@ -29,7 +29,7 @@ class InfeasibleError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """Where to cut `num_layers` layers into `num_stages` stages so that the most expensive rank costs least.
+    """How to partition `num_layers` layers into `num_stages` stages so that the most expensive rank costs least.
 
     `ranks` holds one entry for each group of stages that is judged together; several ranks of the same stages are one
     entry. With `limits` a partition is allowed only when no rank's cost there is above `limit`. `boundary_bytes[b]` is

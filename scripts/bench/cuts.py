@@ -77,10 +77,10 @@ def rows(only: str) -> list[dict[str, Any]]:
                 ours = judged[0]
                 row = {
                     "model": model, "ranks": ranks, "schedule": schedule, "peak_bytes": max(ours.peak_bytes),
-                    "step_s": ours.step_s, "gap": ours.cut.gap, "optimal": ours.cut.is_optimal,
-                    "solve_s": ours.cut.solve_s,
-                    "peak_ratio": {each.cut.method: max(each.peak_bytes) / max(ours.peak_bytes) for each in judged[1:]},
-                    "time_ratio": {each.cut.method: each.step_s / ours.step_s for each in judged[1:]},
+                    "step_s": ours.step_s, "gap": ours.partition.gap, "optimal": ours.partition.is_optimal,
+                    "solve_s": ours.partition.solve_s,
+                    "peak_ratio": {each.partition.method: max(each.peak_bytes) / max(ours.peak_bytes) for each in judged[1:]},
+                    "time_ratio": {each.partition.method: each.step_s / ours.step_s for each in judged[1:]},
                 }  # fmt: skip
                 if schedule == "gems_master":
                     pipeline = spec_of(model, "1f1b", ranks)

@@ -108,7 +108,7 @@ class TestEdges:
     def test_a_refusal_travels(self) -> None:
         refused = pickle.loads(pickle.dumps(InfeasibleError(12.0, 10.0, 11.0)))
         assert (refused.least, refused.limit, refused.bound) == (12.0, 10.0, 11.0)
-        assert "no cut within 10: the best one needs 12, and none less than 11" in str(refused)
+        assert "no partition within 10: the best one needs 12, and none less than 11" in str(refused)
 
     def test_tables_are_built_once(self) -> None:
         problem = memory_problem("bidirectional", 5, 12)

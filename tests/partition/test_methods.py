@@ -178,14 +178,14 @@ class TestWhatDoesNotFit:
 class TestComparison:
     def test_ours_first_and_least(self) -> None:
         evaluated = compare(PartitionCase(decaying(), lowered("1f1b")), "peak_bytes", 5.0)
-        assert [each.cut.method for each in evaluated] == list(ALL)
+        assert [each.partition.method for each in evaluated] == list(ALL)
         assert all(max(evaluated[0].peak_bytes) <= max(each.peak_bytes) for each in evaluated)
         assert all(sum(each.layers_per_stage) == 18 for each in evaluated)
         assert all(each.step_s > 0 for each in evaluated)
 
     def test_pairs_stand_beside_the_plain_cut(self) -> None:
         case = PartitionCase(decaying(), lowered("gems_master"))
-        evaluated = {each.cut.method: each for each in compare(case, "peak_bytes", 5.0)}
+        evaluated = {each.partition.method: each for each in compare(case, "peak_bytes", 5.0)}
         assert set(evaluated) == {*ALL, PLAIN}
         chain = PartitionCase(case.profile, lowered("gpipe", 4, 1))
         assert plain_pipeline(case, 5.0).boundaries == partition_by("exact", chain).boundaries
