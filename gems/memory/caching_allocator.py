@@ -1,4 +1,4 @@
-"""A caching allocator on paper: how much a GPU's allocator takes from the device to serve a row of requests."""
+"""A model of torch's caching allocator: how much it takes from the device to serve requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN_SEGMENT_STEP_BYTES = 2 << 20  # a larger one has its own segment, rounded up
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment; `before` and `behind` are its neighbours there."""
+    """A piece of a segment, with its neighbours `before` and `behind`."""
 
     num_bytes: int
     is_small: bool
@@ -38,7 +38,7 @@ class CachingAllocator:
         self._number = 0
 
     def take(self, num_bytes: int) -> Block:
-        """Serve a request; the block is given back with `give`."""
+        """Serve a request; free the block with `give`."""
         size = max(BLOCK_BYTES, _rounded(num_bytes, BLOCK_BYTES))
         is_small = size <= SMALL_BYTES
         block = self._best(size, is_small) or self._segment(size, is_small)

@@ -14,7 +14,7 @@ _BACKWARD = (Kind.B, Kind.I)
 
 
 def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
-    """Cut the compute actions of a compute-only schedule into segments, and add what the plan asks of each.
+    """Split the compute actions of a compute-only schedule into segments, and add the plan's memory actions.
 
     An offloaded segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT where the
     plan says so; one that is recomputed gets R before its backward. Copies that are posted at one place come back in
@@ -26,7 +26,7 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
 
 
 class _Row:
-    """One rank's list in segments, and what is to stand before and behind each of its actions."""
+    """A rank's schedule in segments, and the actions before and after each."""
 
     def __init__(self, row: tuple[Action, ...], plan: MemoryPlan) -> None:
         self.plan = plan

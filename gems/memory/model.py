@@ -1,4 +1,4 @@
-"""The memory model: the most bytes that each rank holds, for every partition at once, from the schedule's own list."""
+"""The memory model: the peak bytes of each rank, for every partition at once, from the schedule's own order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESSAGE_COPIES = 2  # a buffer such as a running mean stands in the layer, and i
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What training keeps for each byte of parameters: itself, its gradient, and `states` of the optimizer."""
+    """What training keeps per byte of parameters: itself, its gradient, and `states` of the optimizer."""
 
     states: int
 
@@ -65,7 +65,7 @@ class MemoryModel:
         self._static = optimizer.copies * spans.params + MESSAGE_COPIES * spans.buffers
 
     def rank_costs(self, schedule: Schedule) -> tuple[RankCosts, ...]:
-        """Return the costs in bytes of each rank of a lowered schedule, as tables over where its stages lie."""
+        """Return the costs in bytes of each rank of a lowered schedule, as tables over the layers of its stages."""
         made: dict[object, RankCosts] = {}
         listed = []
         for rank in range(schedule.num_ranks):
@@ -97,7 +97,7 @@ class MemoryModel:
         return RankCosts(stages, tables)
 
     def _table(self, snapshot: Snapshot, stage: int) -> Table:
-        """Return what one stage of the rank holds at a snapshot, wherever it lies."""
+        """Return what a stage of the rank holds at a snapshot, for any of its layers."""
         return np.asarray(self._of_stage(snapshot, stage, ...))
 
     def _of_stage(self, snapshot: Snapshot, stage: int, where: Where) -> Any:
@@ -131,7 +131,7 @@ class MemoryModel:
 
 
 def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
-    """Return each rank's costs in seconds of compute of one step: forward and backward of all its micro-batches."""
+    """Return each rank's compute seconds of a step: forward and backward of all its micro-batches."""
     directions = list(schedule.directions().values())
     listed: dict[tuple[tuple[int, int], ...], RankCosts] = {}
     for rank in range(schedule.num_ranks):
@@ -145,7 +145,7 @@ def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
 
 
 def _kept(make: Callable[[], Table]) -> Callable[[], Table]:
-    """Make a table at the first call and keep it."""
+    """Return a function that builds a table at its first call and keeps it."""
     found: list[Table] = []
 
     def table() -> Table:
@@ -157,7 +157,7 @@ def _kept(make: Callable[[], Table]) -> Callable[[], Table]:
 
 
 def _largest(tables: Sequence[Sequence[Callable[[], Table]]]) -> Table:
-    """Fold the snapshots of a rank of one stage into one."""
+    """Fold the snapshots of a rank with one stage into one table."""
     largest = tables[0][0]()
     for (table,) in tables[1:]:
         largest = np.maximum(largest, table())

@@ -1,4 +1,4 @@
-"""A memory plan: what becomes of each layer's saved tensors between forward and backward."""
+"""A memory plan: what happens to each layer's saved tensors between forward and backward."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class MemoryPlan:
 
     @classmethod
     def keeping(cls, boundaries: tuple[int, ...]) -> MemoryPlan:
-        """Return the plan that keeps everything, each stage one segment."""
+        """Return the plan that keeps everything, with one segment per stage."""
         return cls.by_layer("keep", boundaries, {}).joined()
 
     @classmethod
     def by_layer(cls, policy: str, boundaries: tuple[int, ...], layers: Mapping[int, Segment]) -> MemoryPlan:
-        """Return the plan in which each layer is a segment of its own, kept unless `layers` says otherwise."""
+        """Return the plan with a segment per layer, kept unless `layers` has another."""
         stages = tuple(
             tuple(layers.get(layer, Segment(layer, layer + 1)) for layer in range(first, end))
             for first, end in pairwise(boundaries)
@@ -83,7 +83,7 @@ class MemoryPlan:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """The partition that the plan stands on."""
+        """The boundaries of the partition that the plan is for."""
         return (*(stage[0].first for stage in self.stages), self.stages[-1][-1].end)
 
     def joined(self) -> MemoryPlan:
@@ -99,12 +99,12 @@ class MemoryPlan:
         return replace(self, stages=tuple(stages))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that the run folder keeps."""
+        """Return the JSON document for the run folder."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> MemoryPlan:
-        """Read what `to_json` gave.
+        """Read a document of `to_json`.
 
         Raises:
             ConfigError: another schema, or no whole plan.

@@ -1,4 +1,4 @@
-"""What torch's allocator reserves on a GPU for a rank: its requests along the list, played on a caching allocator."""
+"""What torch's allocator reserves on a rank's GPU: its requests, served by a model of the allocator."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class StageStorages:
 
 
 def segments_of(plan: MemoryPlan, schedule: Schedule, stage: int) -> tuple[Segment, ...]:
-    """Return the segments in which a stage runs: one where the schedule has it whole."""
+    """Return the segments in which a stage runs: one if the schedule has it whole."""
     segments = plan.stages[stage]
     if schedule.num_segments[stage] is None and len(segments) > 1:
         return (replace(segments[0], end=segments[-1].end),)

@@ -34,7 +34,7 @@ class EvaluatedPartition:
 
 
 def evaluate(case: PartitionCase, partition: Partition, network: Network = FREE) -> EvaluatedPartition:
-    """Predict the peaks and the step time of a partition, with links as the network says, in seconds."""
+    """Predict the peaks and the step time of a partition on a network, in seconds."""
     played = simulate(case.schedule, case.stage_costs(partition.boundaries), network)
     return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), played.span)
 

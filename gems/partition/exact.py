@@ -1,4 +1,4 @@
-"""The exact method: the least cost there is, by the solver that suits where the stages live, and its proof."""
+"""The exact method: the partition of least cost with its proof, by the solver that suits the placement."""
 
 from __future__ import annotations
 

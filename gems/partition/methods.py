@@ -1,4 +1,4 @@
-"""Partitioning: where a run's layers lie, by the configured method, and what its ranks then hold and take."""
+"""The partition of a run by the configured method, and what its ranks then hold and take."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def partition_method(name: str) -> Callable[[Boundaries], Boundaries]:
 
 @dataclass(frozen=True)
 class PartitionCase:
-    """A model to partition: its profile, the lowered schedule that will run it, and the device's limit in bytes, if any."""
+    """A model to partition: its profile, the lowered schedule that will run it, and the limit in bytes, if any."""
 
     profile: ModelProfile
     schedule: Schedule
@@ -122,7 +122,7 @@ class PartitionCase:
 
 
 def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None) -> PartitionCase:
-    """Return the case of a resolved run and its lowered schedule; its profile comes from where the run says.
+    """Return the case of a resolved run and its lowered schedule.
 
     Raises:
         ConfigError: more stages than layers, or a profile that cannot be had.
@@ -141,7 +141,7 @@ def optimizer_name(spec: RunSpec) -> str:
 
 
 def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:
-    """Return the profile that the partition of a run stands on, or None if it needs none.
+    """Return the profile that a run's partition is based on, or None if it needs none.
 
     Raises:
         ConfigError: a profile that cannot be had.
@@ -292,7 +292,7 @@ METHODS.register("even", PartitionMethod(_even, needs_profile=False))
 
 @partition_method("mcap")
 def _mcap(case: PartitionCase) -> tuple[int, ...]:
-    """mCAP measures runs of the framework as it is: here with the schedule's own peaks where a rank holds one stage.
+    """Partition by mCAP, whose measured runs are predicted with the schedule's own peaks.
 
     Where a rank holds several, its method knows of no such pairing, so that its runs are plain ones of one micro-batch.
     """

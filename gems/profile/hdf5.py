@@ -96,7 +96,8 @@ def _write_storages(group: h5py.Group, name: str, layers: Sequence[Sequence[Save
         f"{name}_by",
         _table(savers, 3),
         "1, 1, 1",
-        f"{LONG_NAMES[name]}, by whom: row of the storage, layers away, 0 for who saves it and 1 for whose weight gradient reads it",
+        f"{LONG_NAMES[name]}, by whom: row of the storage, layers away, "
+        "0 for who saves it and 1 for whose weight gradient reads it",
     )
 
 

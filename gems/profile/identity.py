@@ -47,7 +47,7 @@ def subject_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def key_of(spec: RunSpec) -> dict[str, Any]:
-    """Return all that the profile of a resolved run depends on: its subject, how and where it is taken, versions."""
+    """Return everything that the profile of a resolved run depends on: subject, profiler, machine, versions."""
     machine, profile = spec.machine, spec.profile
     if profile.name == "fake" or (profile.name == "incremental" and profile.on == "fake"):
         where: dict[str, Any] = {
@@ -78,7 +78,7 @@ def key_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Yield, for each key in both whose values differ, what stands where, as words."""
+    """Yield a text for each key in both whose values differ."""
     for key in wanted:
         if key in found and found[key] != wanted[key]:
             yield f"{key}={found[key]} instead of {wanted[key]}"

@@ -83,7 +83,8 @@ class LayerProfile:
         found = (*stash_of(self.saved), product_bytes_of((*self.saved, *self.passing)))
         if stated != found:
             raise ValueError(
-                f"layer {self.name}: stash_bytes, saved_later and cheap_bytes are {stated}, and its storages add up to {found}"
+                f"layer {self.name}: stash_bytes, saved_later and cheap_bytes are {stated}, "
+                f"but its storages add up to {found}"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""The operator graph of a model: what each operator costs, and who reads what it gives."""
+"""The operator graph of a model: the cost of each operator, and who reads its output."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ class _RankRows:
         return found
 
     def _spared(self, action: Action, layer: int) -> int:
-        """Return by how much an action may need less than where each layer is kept and a segment by itself."""
+        """Return by how much an action may need less than if each layer is kept as a segment of its own."""
         messages = self.messages[self._part(action, layer)]
         if action.kind is not Kind.B:
             return messages

@@ -12,7 +12,7 @@ from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.optimizer.windows import WindowOrder, with_windows
 from gems.memory.plan import Choice, MemoryPlan, Segment
 
-ACTIONS_PER_S = 60_000  # actions of a list that a common core walks and simulates in a second
+ACTIONS_PER_S = 60_000  # actions of a schedule that a common core simulates in a second
 ACTIONS_OF_A_LAYER = 10  # what finding out a layer's storages costs beside
 HOTTEST = 0.02  # the share of a step that annealing first gives away lightly
 STARTS = 3  # plans from which a descent begins
@@ -92,7 +92,7 @@ class Search:
         return list(dict.fromkeys(each for tried in found.values() for each in tried))
 
     def is_good(self, tried: Candidate) -> bool:
-        """Whether a plan fits and is as fast as asked for."""
+        """Whether a plan fits and is fast enough."""
         return not tried.excess_bytes and tried.outcome.step_s <= self.good_s
 
     def improve(self, starts: Sequence[Candidate]) -> Candidate:
@@ -109,7 +109,7 @@ class Search:
         return self._anneal(best)
 
     def joined(self, best: Candidate) -> Candidate:
-        """Return the plan with kept neighbours in one segment where that costs nothing: a shorter list."""
+        """Return the plan with neighbouring kept segments joined if that costs nothing, for a shorter schedule."""
         stages = MemoryPlan("plan", _bare(best.outcome.plan.stages)).joined().stages
         found = Candidate(
             with_windows(self.case, MemoryPlan("plan", stages), self.limit_bytes, self.simulator, tuple(WindowOrder)),
@@ -118,7 +118,7 @@ class Search:
         return found if found.cost <= (best.excess_bytes, best.outcome.step_s * (1 + 1e-9)) else best
 
     def _mix(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
-        """Take single stages from other plans where that helps: what one rank needs is not what all need."""
+        """Take single stages from other plans if that helps: not all ranks need the same."""
         for stage in range(len(self.case.boundaries) - 1):
             for other in others:
                 stages = list(_bare(best.outcome.plan.stages))

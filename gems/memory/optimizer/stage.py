@@ -59,7 +59,7 @@ class StageLayers:
 
     @cached_property
     def own_let_go_bytes(self) -> dict[int, int]:
-        """The part of `own_product_bytes` that nobody has saved: the recompute lets it go where it uses it."""
+        """The part of `own_product_bytes` that no layer saves: a recompute frees it after its use."""
         return self._own(lambda each: each.is_product and not each.savers)
 
     def layer(self, layer: int) -> LayerProfile:
@@ -213,7 +213,7 @@ class StageBlock:
         return sum(layer.cheap_s if option.choice is Choice.SELECTIVE else layer.recompute_s for layer in layers)
 
     def worth_kept(self, terms: Terms) -> float:
-        """Return the value of an expression where every layer is kept."""
+        """Return the value of an expression if every layer is kept."""
         return sum(factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items())
 
     def _path(self) -> None:

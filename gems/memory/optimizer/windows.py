@@ -154,7 +154,7 @@ def _spans(ranks: Sequence[RankWindows], place: Place) -> list[tuple[RankWindows
 
 
 def _take(ranks: Sequence[RankWindows], rooms: list[list[int]], place: Place, width: int, is_back: bool) -> bool:
-    """Take the bytes of one more action in a window, of every micro-batch, where there are bytes for all."""
+    """Take the bytes of one more action in a window, of every micro-batch, if there are bytes for all."""
     taken: list[tuple[list[int], int, int]] = []
     for windows, room in zip(ranks, rooms, strict=True):
         for _, span in _spans([windows], place):
@@ -193,7 +193,7 @@ class CopyWindow:
     back_bytes: int = 0
 
     def out_bytes_at(self, index: int) -> int:
-        """Return what is held at a compute action where the copy is not waited for before it."""
+        """Return the bytes held at a compute action if the copy is not waited for before it."""
         return self.next_bytes if index == self.made + 1 else self.out_bytes
 
     def mirrored(self, num_actions: int) -> CopyWindow:
@@ -246,7 +246,7 @@ def excess_bytes(outcome: PlanOutcome, limit_bytes: int) -> list[list[int]]:
 
 
 def _during_bytes(points: Sequence[Point]) -> list[int]:
-    """Return the most that a rank holds during each compute action, with what stands between it and the one before."""
+    """Return the peak of a rank during each compute action and what is posted before it."""
     found: list[int] = []
     during = 0
     for point in points:

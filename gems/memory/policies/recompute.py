@@ -52,7 +52,7 @@ def recompute_segments(case: MemoryCase, segments: int | None = None) -> MemoryP
 
 
 def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Run every segment of a stage again, cut so that the one that saves most saves least."""
+    """Recompute every segment of a stage, split so that the largest segment is smallest."""
     spans = []
     for first, end in pairwise(case.boundaries):
         sizes = [layer.kept_bytes for layer in case.profile.layers[first:end]]
@@ -62,7 +62,7 @@ def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
 
 
 def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
-    """Keep the last segment of a stage, whose backward comes first, where no rank's peak grows and no time is lost.
+    """Keep the last segments of stages if no rank's peak grows and no time is lost.
 
     On a stage whose backward follows its forward it would be recomputed at once. To do less is never slower but where
     messages compete for a link, so that only there the plan is simulated. `peak_bytes` are the plan's, by rank.

@@ -130,7 +130,7 @@ def _outputs(
     ticks: list[int],
     unit_s: float,
 ) -> dict[Message, Any]:
-    """Make each output to another device an interval of the two ports that it passes, where the placement has it."""
+    """Make each output to another device an interval of the two ports that it passes."""
     ports = _Ports(model)
     found = {}
     for u, place in product(range(graph.num_ops), range(devices.num)):
@@ -191,7 +191,7 @@ class _Ports:
         self._passing: dict[tuple[int, str], list[Any]] = {}
 
     def add(self, port: tuple[int, str], start: Any, length: int, *where: Any) -> None:
-        """Let a message pass a port where all of some booleans hold."""
+        """Let a message pass a port if all of some booleans hold."""
         model, goes = self._model, where[0]
         if len(where) > 1:
             goes = model.new_bool_var("")

@@ -88,7 +88,7 @@ def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward
 
 
 def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
-    """Place operators by falling rank on the device where their forward ends first, among those with room."""
+    """Place operators by falling rank on the device on which they end first, among those with room."""
     ranks = upward_ranks(graph, devices, None, True)
     position = {v: at for at, v in enumerate(graph.order)}
     places = [0] * graph.num_ops
@@ -113,7 +113,7 @@ def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
 
 
 def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
-    """Place the largest operators first, each where least is held."""
+    """Place the largest operators first, each on the device that holds least."""
     places, held = [0] * graph.num_ops, [0] * devices.num
     for v in sorted(range(graph.num_ops), key=lambda v: (-graph.ops[v].held_bytes, v)):
         places[v] = held.index(min(held))

@@ -1,4 +1,4 @@
-"""The placement of one graph as a mixed-integer program, for HiGHS: what is left where OR-tools is missing."""
+"""The placement of a graph as a mixed-integer program for HiGHS, used if OR-tools is missing."""
 
 from __future__ import annotations
 

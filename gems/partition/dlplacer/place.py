@@ -164,7 +164,7 @@ def _under_limit(
 
 
 def _anywhere(graph: OpGraph, devices: Devices) -> TimedPlacement:
-    """Return a time that any placement is within, where none is known that fits."""
+    """Return a placement whose time is an upper bound, if none is known that fits."""
     timed = heft(graph, replace(devices, limit_bytes=None))
     assert timed is not None
     crossing_s = sum(2 * devices.delay_s(op.output_bytes) * devices.num for op in graph.ops)

@@ -1,4 +1,4 @@
-"""Pieces: a graph cut at the operators that everything passes through, and put together again.
+"""Subgraphs: a graph split at its cut vertices, and the joined answer.
 
 An operator is a cut vertex when each other one is before or after it and no edge leads past it. After it nothing starts
 before it has ended, and nothing before it is left to do; so forward of the whole is forward of the subgraphs one after
@@ -48,7 +48,7 @@ def cut_vertices(graph: OpGraph) -> tuple[int, ...]:
 
 
 def split_at_cut_vertices(graph: OpGraph) -> tuple[Subgraph, ...]:
-    """Partition a graph at all its cut vertices, each of which ends a subgraph."""
+    """Split a graph at all its cut vertices, each of which ends a subgraph."""
     cuts = cut_vertices(graph)
     position = {v: at for at, v in enumerate(graph.order)}
     subgraphs = []

@@ -16,7 +16,7 @@ from gems.partition.solvers.tables import Low, minorant
 from gems.profile.spans import RankCosts, Table
 
 CHUNK = 1_000_000
-NARROW = 6  # states kept of one left boundary in a search that only looks for a good cut
+NARROW = 6  # states kept of one left boundary in a search that only looks for a good partition
 FIRST_STEP, STEP_GROWTH = 2e-4, 3.0
 RESOLUTION = 1e-4
 SMALL = 40  # layers up to which all states are cheaper than a search for the threshold
@@ -266,7 +266,7 @@ class Term:
     limit: float | None
 
     def cap(self, most: float) -> float:
-        """Return what the term may be where the cost may be `most`."""
+        """Return the largest allowed value of the term if the cost may be `most`."""
         return most if self.limit is None else self.limit
 
     def room(self, most: float) -> float:
@@ -281,7 +281,7 @@ class Term:
 
 
 class Pairs:
-    """The terms of every pair from outside to inside, and of the middle stage where there is one.
+    """The terms of every pair from outside to inside, and of the middle stage if there is one.
 
     A state is (left boundary, right boundary): all layers outside are placed, `left` and `num_layers - right` of them.
     """
@@ -395,7 +395,7 @@ def expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
 
 
 def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints:
-    """Return the largest column from `first` to `last` in which each row is `room` at most; first - 1 where none.
+    """Return the largest column from `first` to `last` at which each row is at most `room`, or first - 1.
 
     Rows of a minorant rise, so that it is a search by halves, all rows at once.
     """
@@ -410,7 +410,7 @@ def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints
 
 
 def nearest(low: Low, column: Ints, first: Ints, last: Ints, room: Floats) -> Ints:
-    """Return the least row from `first` to `last` in which each column is `room` at most; last + 1 where none."""
+    """Return the least row from `first` to `last` at which each column is at most `room`, or last + 1."""
     flat, width = low.ravel(), low.shape[1]
     below, above = first, last + 1
     while np.any(below < above):

@@ -149,7 +149,7 @@ class Relaxation:
         return total
 
     def _block(self, stage: int, value: float) -> tuple[tuple[slice, slice], Table]:
-        """Return where a stage lies in the tables by its windows, and such a table of one value; infinite if none."""
+        """Return the slices of a stage's windows in the tables, and a table of one value, infinite where no run is."""
         (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
         is_run = np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None]
         return (slice(first, last + 1), slice(low, high + 1)), np.where(is_run, value, np.inf)

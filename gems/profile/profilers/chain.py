@@ -40,7 +40,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One layer to be measured: its module is built, and its inputs made, when asked for."""
+    """One layer to be measured; its module and inputs are made when they are needed."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], list[Tensor]]
@@ -50,7 +50,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """What measures one layer: its bytes and times, and the bytes of its backward for gradients that lie so."""
+    """Functions that measure a layer: bytes and times, and the bytes of its backward for given gradients."""
 
     forward: Callable[[Probe], tuple[LayerMeter, Times]]
     backward: Callable[[Probe, Gradients], BackwardMeter]
@@ -289,7 +289,7 @@ def _pattern(slots: Sequence[_Slot]) -> object:
 
 
 def _tensors(slots: Sequence[_Slot], device: torch.device) -> list[Tensor]:
-    """Make tensors that lie to each other as the slots do: random numbers, and zeros for integers."""
+    """Make tensors that share memory as the slots do: random numbers, or zeros for integers."""
     memory: dict[int, Tensor] = {}
     made: dict[int, Tensor] = {}
     for slot in slots:

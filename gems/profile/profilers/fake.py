@@ -91,7 +91,7 @@ def _whole_peak_bytes(
 
 
 def device_of(machine: MachineConfig) -> torch.device:
-    """Return the device that a rank of the machine will use; for `auto` the GPU where torch sees one."""
+    """Return the device that a rank of the machine will use; for `auto` the GPU if torch sees one."""
     is_cuda = machine.device == "cuda" or (machine.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if is_cuda else "cpu")
 
@@ -102,7 +102,7 @@ def on_meta(layer: Layer, dtype: torch.dtype) -> nn.Module:
 
 
 def made_fake(module: nn.Module) -> nn.Module:
-    """Put fake parameters and buffers into a module of torch's meta device, inside a FakeTensorMode; gives it back.
+    """Put fake parameters and buffers into a module of torch's meta device, and return it.
 
     What the module shares within itself stays shared.
     """

@@ -21,11 +21,11 @@ _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _BLOCKED = (torch.float32, torch.bfloat16)
-_PLAIN_CHANNELS = 4  # images of fewer channels are read as they lie
+_PLAIN_CHANNELS = 4  # images of fewer channels are read as they are
 
 
 def workspace_of(device: torch.device) -> Workspace | None:
-    """Return the function that tells an operation's workspace in bytes on a device, None if it is not known."""
+    """Return the function for an operation's workspace in bytes on a device, or None if it is not known."""
     return processor_workspace_bytes if device.type == "cpu" else None
 
 

@@ -1,4 +1,4 @@
-"""One run of a layer as inside a stage: between an end that hands its inputs in and one that takes its outputs.
+"""One run of a layer as inside a stage, between a node that feeds its inputs and one that takes its outputs.
 
 In a chain a gradient dies when it has been consumed, and a layer's output when the next layer is done. So the first end
 drops the gradients of the inputs, and the second makes those of the outputs within backward. Parameters have their
@@ -36,7 +36,7 @@ def training_loss(logits: Tensor) -> Tensor:
 
 
 def give_gradients(module: nn.Module) -> None:
-    """Return parameters gradients of zeros where they have none."""
+    """Give parameters without a gradient one of zeros."""
     for parameter in module.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -129,7 +129,7 @@ class Run:
 
 
 class _Start(Function):
-    """Hands tensors in; their gradients end here, and how they lie is noted."""
+    """Feeds tensors; their gradients end here, and their layout is recorded."""
 
     @staticmethod
     def forward(ctx: Any, arrived: list[tuple[int, Gradient] | None], untouched: list[Tensor], *tensors: Tensor) -> Any:

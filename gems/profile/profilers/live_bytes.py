@@ -25,7 +25,7 @@ Uses = tuple[int, int]
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Name the memory that a tensor lies in, fake or real; the name holds as long as the memory is in use."""
+    """Return an ID of a tensor's memory, fake or real, valid while the memory is in use."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -140,7 +140,7 @@ class _UsesInSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _uses_of_engine() -> Uses:
-    """Return how often a gradient is held that the engine alone holds, as seen in a mode: asked of a sum of two."""
+    """Return the reference counts of a gradient that the engine alone holds, as seen in a mode."""
     with _disable_current_modes(), torch.enable_grad():
         x = torch.zeros(1, requires_grad=True).view(1)
         y = torch.sin(x) + torch.cos(x)

@@ -99,7 +99,7 @@ def measured_profile(
 
 
 def open_device(machine: MachineConfig) -> torch.device:
-    """Return the device to measure on, the first GPU where there is one.
+    """Return the device to measure on: the first GPU if there is one.
 
     Raises:
         ConfigError: machine.device=cuda where torch sees no GPU.

@@ -23,7 +23,7 @@ from gems.profile.saved_storages import Saved, counted
 
 @dataclass(frozen=True, slots=True)
 class LayerMeter:
-    """What a layer costs in bytes whatever stands before and after it; fields as in `LayerProfile`.
+    """The bytes of a layer, whatever its neighbours; fields as in `LayerProfile`.
 
     `saved_inputs` are the inputs whose memory it saves, `held_inputs` those that its weight gradients read.
     `left_bytes` is what its forward leaves: stash and outputs. `inner` is the memory that it makes and does not pass
@@ -49,7 +49,7 @@ class LayerMeter:
 
 @dataclass(frozen=True, slots=True)
 class BackwardMeter:
-    """What a layer's backward needs at most, beyond what is saved and what its stage was given, and what it gives.
+    """The peak of a layer's backward beyond what is saved and what its stage was given, and its gradients.
 
     `input_gradients` has an entry an input, None if none comes.
     """

@@ -23,7 +23,7 @@ OPTIMIZER_STATES = {"sgd": 1, "adam": 2}  # copies of the parameters that an opt
 
 
 def take(spec: RunSpec) -> ModelProfile:
-    """Take the profile that a resolved run asks for.
+    """Take the profile of a resolved run.
 
     Raises:
         ConfigError: a device or rate that the machine does not have.
@@ -45,7 +45,10 @@ def layers_per_device(spec: RunSpec) -> int | None:
 
 
 def answer(make: Callable[[RunSpec], ModelProfile | OpGraph]) -> int:
-    """Print as JSON what is made of the resolved run on stdin; a ConfigError as {"refused": [key, value, allowed, advice]}."""
+    """Print what `make` returns for the resolved run on stdin, as JSON; return the exit code.
+
+    A ConfigError is printed as {"refused": [key, value, allowed, advice]}.
+    """
     spec = RunSpec.from_dict(json.load(sys.stdin))
     load_plugins(spec.plugins, spec.plugins_dir)
     torch.set_num_threads(spec.machine.threads_per_rank)

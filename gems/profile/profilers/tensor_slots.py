@@ -1,4 +1,4 @@
-"""How tensors lie between layers: which memory each is in, and which of them share it."""
+"""Tensors between layers: the memory of each, and which of them share it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """How a gradient lies: in which memory, and where in it. Gradients of the same `storage` share it.
+    """The layout of a gradient in its memory; gradients of the same `storage` share it.
 
     `is_given` says that the stage was given that memory and hold it until its backward ends; other memory is freed
     when it was read. `is_untouched` says that it is the very tensor that was given.

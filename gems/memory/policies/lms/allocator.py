@@ -88,7 +88,7 @@ class Counts:
 
 
 class LmsAllocator(CachingAllocator):
-    """Serves requests from free blocks, then from the device below the limit, then from what nobody has in use.
+    """Serves requests from free blocks, then from the device up to the limit, then from storages not in use.
 
     Unpinned storages queue up, the least recently used first. To reclaim: one of them that makes room with its free
     neighbours (`reclaim` "first": the first in the queue; "size": the one that fits best); or all that lie in segments
@@ -163,7 +163,7 @@ class LmsAllocator(CachingAllocator):
         self.counts.speculative += storage.is_leaving
 
     def drop(self, storage: Paged) -> None:
-        """Free a storage that nobody needs any more, wherever it is."""
+        """Free a storage for good, wherever it is."""
         if storage in self._inactive:
             self._withdraw(storage, is_reclaimed=False)
         if storage.identity is not None:
@@ -266,7 +266,7 @@ def _room_around(block: Block) -> int:
 
 
 def _segment_bytes(storage: Paged) -> int:
-    """Return the size of the segment that a storage lies in."""
+    """Return the size of a storage's segment."""
     block = storage.block
     assert block is not None
     while block.before is not None:

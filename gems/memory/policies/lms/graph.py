@@ -40,7 +40,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A tensor that leaves the device behind `last_near`, the last operation that reads it there, and its returns."""
+    """A tensor that leaves the device after `last_near`, its last reader there, and its returns."""
 
     tensor: int
     last_near: int
@@ -123,7 +123,7 @@ class Graph:
         return self._by_level(far)
 
     def groups(self, ops: Sequence[int], groupby: int) -> tuple[tuple[int, ...], ...]:
-        """Join operations, nearest first, whose levels lie at most `groupby` from the one before; with 0 none."""
+        """Join operations, nearest first, within `groupby` levels of the one before; with 0 none."""
         found: list[list[int]] = []
         for op in ops:
             if groupby > 0 and found and self.levels[op] - self.levels[found[-1][-1]] <= groupby:
@@ -199,7 +199,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class GraphMemory:
-    """What a graph holds under some parameters, in bytes; `fits` says whether it stays below the limit."""
+    """What a graph holds under some parameters, in bytes; `fits` tells if it stays below the limit."""
 
     fits: bool
     peak_bytes: int
@@ -208,7 +208,7 @@ class GraphMemory:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The parameters that were found; `is_needed` is False where the graph fits without swapping.
+    """The parameters found; `is_needed` is False if the graph fits without swapping.
 
     `num_plays` counts how often the memory was played.
     """

@@ -216,7 +216,7 @@ class RankPaging:
             self._give(self._flights.pop(key).others)
 
     def _forward(self, flight: _Flight, layer: int, passing: Sequence[Any]) -> list[Any]:
-        """Run a layer's forward; return what it passes on that nobody saves."""
+        """Run a layer's forward, and return its outputs that no layer saves."""
         stage = flight.stage
         read = [paged for number in stage.reads[layer] for paged in flight.paged[number]]
         self._pin(read)
