@@ -153,7 +153,7 @@ class TestWhatDoesNotFit:
         found = partition_by("exact", case)
         most = max(case.peak_bytes(found.boundaries))
         check_fits(replace(case, limit_bytes=most), found)
-        with pytest.raises(DoesNotFitError, match=rf"rank \d of 4 with the exact cut needs {most} bytes .*"
+        with pytest.raises(DoesNotFitError, match=rf"rank \d of 4 with the exact partition needs {most} bytes .*"
                            rf"machine\.device_bytes={most - 1} .*; use more partitions") as refused:  # fmt: skip
             check_fits(replace(case, limit_bytes=most - 1), found)
         assert refused.value.exit_code == 3
