@@ -41,7 +41,7 @@ def with_replicas(run: RunSpec, case: MemoryCase, outcome: PlanOutcome) -> PlanO
     schedule, spans = outcome.schedule, profile_storages(case.profile).spans
     costs = with_all_reduce(run, outcome.costs, schedule.placement, case.boundaries, spans)
     _, step = slowest_replica(schedule, costs, network_in_seconds(run), even_paces(run))
-    return replace(outcome, costs=costs, played=step)
+    return replace(outcome, costs=costs, simulation=step)
 
 
 def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:

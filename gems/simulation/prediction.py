@@ -137,7 +137,7 @@ def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
     """Simulate a run under its memory policy, in seconds and bytes; the bytes on the device are those of its walk."""
     schedule, costs = outcome.schedule, outcome.costs
     network, _ = slowest_replica(schedule, costs, network_in_seconds(run), even_paces(run))
-    step, interval = _with_jitter(run, schedule, costs, network, None, outcome.played)
+    step, interval = _with_jitter(run, schedule, costs, network, None, outcome.simulation)
     return Prediction(
         run, schedule, costs, network, None, step,
         rank_times(schedule, costs, step, network),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from gems.config.schema import CostConfig, RunSpec
+from gems.partition.methods import partition_case, partition_model
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
@@ -37,8 +38,8 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
     if spec.schedule.name == CAPPED:
         return by_layer
     schedule = lower(compute_schedule(by_layer))
-    boundaries = cut(spec, schedule).boundaries
-    case = case_of(spec, schedule, profile)
+    boundaries = partition_model(spec, schedule).boundaries
+    case = partition_case(spec, schedule, profile)
     return replace(spec, cost=profiled_costs(spec, profile, boundaries, list(case.stage_costs(boundaries).activation)))
 
 

@@ -24,7 +24,7 @@ from gems.errors import ConfigError
 from gems.partition.compare import PLAIN, compare
 from gems.partition.max_model_size import max_model_sizes
 from gems.partition.methods import METHODS as ALL_METHODS
-from gems.partition.methods import case_of, partition_by
+from gems.partition.methods import partition_by, partition_case
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import network_in_seconds
 from scripts.bench.spread import spread
@@ -68,7 +68,7 @@ def rows(only: str) -> list[dict[str, Any]]:
             for schedule in SCHEDULES:
                 spec = spec_of(model, schedule, ranks)
                 try:
-                    case = case_of(spec, lowered_schedule(spec))
+                    case = partition_case(spec, lowered_schedule(spec))
                 except ConfigError as error:
                     if error.key != "parallel.partitions":
                         raise
@@ -84,7 +84,9 @@ def rows(only: str) -> list[dict[str, Any]]:
                 }  # fmt: skip
                 if schedule == "gems_master":
                     pipeline = spec_of(model, "1f1b", ranks)
-                    found_for = partition_by("exact", case_of(pipeline, lowered_schedule(pipeline), case.profile))
+                    found_for = partition_by(
+                        "exact", partition_case(pipeline, lowered_schedule(pipeline), case.profile)
+                    )
                     cost = case.problem("peak_bytes").cost(found_for.boundaries)
                     row["peak_ratio"][PIPELINE] = cost / max(ours.peak_bytes)
                 print_row(row)

@@ -25,10 +25,6 @@ from gems.profile.profilers.meter import meter
 from gems.profile.profilers.roofline import Rates, rates_of, roofline_times
 from gems.profile.profilers.take import OPTIMIZER_STATES, answer
 from gems.profile.profilers.whole_model import given_tensors
-from gems.profile.store import REFUSED
-from gems.utils.registry import load_plugins
-
-STATES = {"sgd": 1, "adam": 2}  # copies of the parameters that an optimizer keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +102,6 @@ def op_graph(spec: RunSpec) -> OpGraph:
         ops.append(replace(found.op, name=operator.name, backward_s=found.op.backward_s + sums_s))
     edges = tuple((feeder, at) for at, operator in enumerate(operators) for feeder in operator.feeders)
     return OpGraph(tuple(ops), edges)
-
-
-def main() -> int:
-    """Run the command; a refusal is one object {"refused": [key, value, allowed, advice]} and exit code 2."""
-    spec = RunSpec.from_dict(json.load(sys.stdin))
-    load_plugins(spec.plugins, spec.plugins_dir)
-    answer: dict[str, Any]
-    try:
-        answer, code = op_graph(spec).to_json(), 0
-    except ConfigError as error:
-        answer = {REFUSED: [error.key, str(error.value), error.allowed, error.advice]}
-        code = error.exit_code
-    json.dump(answer, sys.stdout)
-    return code
 
 
 if __name__ == "__main__":
