@@ -131,7 +131,7 @@ def build_pipeline(
     replica, rank = divmod(comm.rank, parallel.partitions)
     dtype = DTYPES[spec.train.dtype]
     if placement.feeders is None:
-        boundaries = boundaries or cut(spec, schedule).boundaries
+        boundaries = boundaries or partition_model(spec, schedule).boundaries
     stage_modules = StageModules.from_spec(spec, placement, boundaries or ())
     output_specs = stage_modules.output_specs(spec, dtype)
     num_sharers = ranks_here(comm)
