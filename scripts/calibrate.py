@@ -1,10 +1,10 @@
-"""Calibrates a machine: short probes of its messages, sums and computes become a machine's file with the fits' errors.
+"""Calibrate a machine: short probes of its messages, sums and computes become a machine's file with the fits' errors.
 
 `python -m scripts.calibrate --out DIR/machine/NAME.yaml` starts two ranks here (`--ranks`); the file then serves as
 `--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N 2 -n 2 python -m gems.engine.transport.speed_probe
 probe.json`, and `--probe probe.json` reads it. `--kind emulated` calibrates emulated devices, whose messages wait for ranks
 to wake up. `--base NAME` takes the rest from a machine of conf/. `--runs RUN ...` takes the noise from finished runs.
-Where there is a GPU its copy engines are timed too. `--held-out ANSWER.json` notes the error that
+The copy engines of a GPU are timed too. `--held-out ANSWER.json` records the error that
 `scripts.bench.fidelity` found with such a calibration.
 """
 
@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,12 +32,17 @@ from gems.simulation.calibration import Calibration, calibration_of, machine_yam
 from gems.trace import KINDS, read_trace
 from gems.utils.atomic_io import read_json
 
+if TYPE_CHECKING:
+    import torch
+
 LIMIT_S = 300.0
-LARGE_COPY = 256 * 2**20
+LARGE_COPY_BYTES = 256 * 2**20
+ROUND_BYTES = 2**30  # the least that one timing moves
+ROUNDS = 7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Calibrate and writes the file; one line on stderr and exit code 2 for bad input."""
+    """Calibrate and write the file: one line on stderr and exit code 2 for bad input."""
     parser = argparse.ArgumentParser(prog="scripts.calibrate", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.yaml")
     parser.add_argument("--kind", choices=("real", "emulated"), default="real")
@@ -50,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         probe = read_probe(options.probe) if options.probe else take_probe(options.kind, options.ranks)
         copies = copy_rates() if options.device != "cpu" and options.kind == "real" else None
         found = calibration_of({**probe, "copies": copies})
-        found = merged(found, [noise_of(computes_of(run)) for run in options.runs])
+        found = merged(found, [noise_of(compute_seconds(run)) for run in options.runs])
         error = float(read_json(options.held_out)["median_error"]) if options.held_out else None
         write(options.out, found, probe, options.base, options.device, error)
     except GemsError as refused:
@@ -73,7 +80,7 @@ def read_probe(path: Path) -> dict[str, Any]:
 
 
 def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
-    """Run the probe on this machine and gives its timings.
+    """Run the probe on this machine and return its timings.
 
     Raises:
         ConfigError: the ranks did not start, or failed.
@@ -88,7 +95,7 @@ def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
         return read_probe(result)
 
 
-def computes_of(run: Path) -> np.ndarray:
+def compute_seconds(run: Path) -> np.ndarray:
     """Return the compute seconds of each counted step and rank of a finished run.
 
     Raises:
@@ -105,17 +112,60 @@ def computes_of(run: Path) -> np.ndarray:
 
 
 def copy_rates() -> dict[str, float] | None:
-    """Time pinned copies each way on this process's GPU; None where there is none."""
+    """Time pinned copies each way on this process's GPU; None without one."""
     try:
         import torch
     except ImportError:
         return None
     if not torch.cuda.is_available():
         return None
-    from scripts.bench.copy_bandwidth import bandwidth
-
-    found = bandwidth(torch.device("cuda", 0), LARGE_COPY)
+    found = bandwidth(torch.device("cuda", 0), LARGE_COPY_BYTES)
     return {"d2h_bytes_per_s": found.d2h_bytes_per_s, "h2d_bytes_per_s": found.h2d_bytes_per_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes per second by the size of a copy, as medians; `duplex` ones while the other way is busy too."""
+
+    copy_bytes: int
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    duplex_d2h_bytes_per_s: float
+    duplex_h2d_bytes_per_s: float
+
+
+def bandwidth(device: torch.device, copy_bytes: int) -> Bandwidth:
+    """Measure copies between a GPU and pinned host memory: each way alone, and both at once on streams of their own."""
+    import torch
+
+    count = max(1, ROUND_BYTES // copy_bytes)
+    on_device = [torch.zeros(copy_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.zeros(copy_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    # target, source and stream of each way
+    lanes = {
+        "d2h": (on_host[0], on_device[0], torch.cuda.Stream(device)),
+        "h2d": (on_device[1], on_host[1], torch.cuda.Stream(device)),
+    }
+
+    def rates(*ways: str, copies: int = count) -> list[float]:
+        """Return the bytes per second of each way while all of them copy; copies are posted in turn."""
+        torch.cuda.synchronize(device)
+        spans = {way: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for way in ways}
+        for way in ways:
+            spans[way][0].record(lanes[way][2])
+        for _ in range(copies):
+            for way in ways:
+                target, source, stream = lanes[way]
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+        for way in ways:
+            spans[way][1].record(lanes[way][2])
+        torch.cuda.synchronize(device)
+        return [copies * copy_bytes / (start.elapsed_time(end) * 1e-3) for start, end in spans.values()]
+
+    rates("d2h", "h2d", copies=1)  # warms up
+    rounds = [(*rates("d2h"), *rates("h2d"), *rates("d2h", "h2d")) for _ in range(ROUNDS)]
+    return Bandwidth(copy_bytes, *(statistics.median(found) for found in zip(*rounds, strict=True)))
 
 
 def write(

@@ -2,10 +2,10 @@
 
 `--part bandwidth`: pinned copies each way and both at once, of 1, 16 and 256 MiB. `--part overhead`: a step of our plan
 with half of the activations' peak saved over a step that keeps all, beside torch's save_on_cpu with pinned memory,
-torchtune's OffloadActivations where it is installed, and torch.utils.checkpoint around each layer; the ways take turns in
-one process, medians. `--part largest`: the largest square image that ResNet-110-v2 trains at under each policy. `--part
-peaks`: allocated, reserved and NVML's peaks beside the prediction. Each case runs in a process of its own, and what does
-not fit is named. `--only WORD`, `--sizes PX,PX`, `--policies A,B`, `--rounds N` and `--json` do what they say.
+torchtune's OffloadActivations if it is installed, and torch.utils.checkpoint around each layer; all take turns in one
+process, medians. `--part largest`: the largest square image that ResNet-110-v2 trains at under each policy. `--part peaks`:
+allocated, reserved and NVML's peaks beside the prediction. Each case runs in a process of its own, and cases that do not
+fit are named.
 """
 
 from __future__ import annotations
@@ -13,82 +13,92 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from scripts.bench.copy_bandwidth import SIZES_BYTES, bandwidth
+from gems.engine.supervision.monitor import _open_gpu
+from gems.errors import DoesNotFitError
+from gems.models import layers_of
+from gems.models.build import build_layers, input_spec
+from scripts.bench.memory_rig import PEERS, PlainLoop, engine_under, memory_case_of, one_rank, planned_outcome
+from scripts.bench.rig import GIB, MIB, Table, child, in_turns, log, parser, seconds
+from scripts.calibrate import bandwidth
 
 MODELS = ("vgg16", "resnet152", "unet")
 LARGEST_OF = "resnet110_v2"
 SIZES_PX = (1024, 4096)
-STEP_PX = 128
-FIRST_PX = 512
-MAX_PX = 16384
+STEP_PX, FIRST_PX, MAX_PX = 128, 512, 16384
 PARTS = ("bandwidth", "overhead", "largest", "peaks")
-GIB = 2**30
+COPY_BYTES = (MIB, 16 * MIB, 256 * MIB)
 CHILD_LIMIT_S = 560.0
 
+OURS = {"keep": ["memory=keep"], "plan": ["memory=plan", "memory.target_reduction=0.5"]}
+THEIRS = ("plain", "save_on_cpu", "torchtune", "checkpoint")
+POLICIES = ("keep", "vdnn_all", "vdnn_conv", "lms", "recompute", "plan")
+DEVICE = "cuda"
+PROFILE = "profile=measured"
+BATCH = 1
+SHEETS = ("v100", "a100", "h100", "h200")
+DEVICE_SHARE = 0.92  # of the device, for a plan: the rest is CUDA's own and fragmentation
+HOST_SHARE = 0.7
 
-def machine_facts() -> dict[str, Any]:
+
+class Steps(Protocol):
+    """Something that runs training steps."""
+
+    def step(self) -> None:
+        """Run one."""
+
+
+def gpu_facts() -> dict[str, Any]:
     """Return hardware and versions."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "gpu": device.name,
-        "gpu_gib": device.total_memory / GIB,
-        "host": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "gpu": device.name, "gpu_gib": device.total_memory / GIB, "host": platform.processor() or platform.machine(),
+        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-    }
+    }  # fmt: skip
 
 
 def measure_bandwidth() -> list[dict[str, Any]]:
-    """Print and gives bytes per second of copies."""
+    """Print and return bytes per second of copies."""
     rows = []
-    print(f"{'copy MiB':>10s}{'d2h':>9s}{'h2d':>9s}{'both: d2h':>11s}{'h2d':>9s}   GB/s", file=sys.stderr)
-    for copy_bytes in SIZES_BYTES:
+    table = Table("copy MiB:10.0f", "d2h GB/s:10.1f", "h2d:9.1f", "both, d2h:11.1f", "h2d:9.1f")
+    for copy_bytes in COPY_BYTES:
         row = asdict(bandwidth(torch.device("cuda"), copy_bytes))
         rows.append(row)
-        rates = [value / 1e9 for name, value in row.items() if name != "copy_bytes"]
-        print(
-            f"{copy_bytes / 2**20:10.0f}{rates[0]:9.1f}{rates[1]:9.1f}{rates[2]:11.1f}{rates[3]:9.1f}", file=sys.stderr
-        )
+        table.row(copy_bytes / MIB, *(value / 1e9 for name, value in row.items() if name != "copy_bytes"))
     return rows
 
 
 def measure_overhead(models: Sequence[str], sizes: Sequence[int], words: Sequence[str]) -> list[dict[str, Any]]:
-    """Print and gives a row for each model and size."""
-    print(f"{'step over keep; of its memory saved':38s}", file=sys.stderr)
+    """Print and return a row for each model and size."""
+    table = Table("step over keep:<24", "step ms:10.1f", "held GiB:10.2f", "overhead %:+12.1f", "saved %:9.1f")
     rows = []
     for model in models:
         for side_px in sizes:
             row = _child("overhead", model, str(side_px), *words)
             rows.append({"model": model, "side_px": side_px, **row})
-            print(f"{model}, {side_px} px", file=sys.stderr)
+            table.row(f"{model}, {side_px} px", note=f"failed: {row['failed']}" if "failed" in row else "")
             for way, found in row.get("ways", {}).items():
-                print(f"  {way:14s}{_way_text(found)}", file=sys.stderr, flush=True)
-            if "failed" in row:
-                print(f"  failed: {row['failed']}", file=sys.stderr)
+                if "refused" in found:
+                    table.row(f"  {way}", note=f"does not run: {found['refused']}")
+                    continue
+                shares = (None if name not in found else 100 * found[name] for name in ("overhead", "saved"))
+                table.row(f"  {way}", 1e3 * found["step_s"], found["held_bytes"] / GIB, *shares)
     return rows
 
 
-def _way_text(found: dict[str, Any]) -> str:
-    if "refused" in found:
-        return f"does not run: {found['refused']}"
-    held = f"{found['step_s'] * 1e3:10.1f} ms{found['held_bytes'] / GIB:8.2f} GiB"
-    if "overhead" not in found:
-        return held
-    return f"{held}{100 * found['overhead']:+8.1f} %{100 * found['saved']:8.1f} % saved"
-
-
 def measure_largest(policies: Sequence[str], words: Sequence[str]) -> list[dict[str, Any]]:
-    """Print and gives the largest side in px that trains under each policy: doubled while it fits, then halved in."""
+    """Print and return the largest side in px that trains under each policy: doubled while it fits, then bisected."""
     rows = []
     for policy in policies:
         tried: dict[int, dict[str, Any]] = {}
@@ -106,15 +116,15 @@ def measure_largest(policies: Sequence[str], words: Sequence[str]) -> list[dict[
         rows.append({"model": LARGEST_OF, "policy": policy, "side_px": good, **tried.get(good, {})})
         why = tried.get(bad, {})
         end = f", not at {bad}: {why.get('refused') or why.get('failed')}" if why else ", the largest tried"
-        print(f"{LARGEST_OF} under {policy:12s} trains at {good} px{end}", file=sys.stderr, flush=True)
+        log(f"{LARGEST_OF} under {policy:12s} trains at {good} px{end}")
     return rows
 
 
 def measure_peaks(
     models: Sequence[str], sizes: Sequence[int], policies: Sequence[str], words: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Print and gives allocated, reserved and NVML's peaks beside the prediction."""
-    print(f"{'GiB':30s}{'predicted':>11s}{'allocated':>11s}{'error':>9s}{'reserved':>10s}{'NVML':>8s}", file=sys.stderr)
+    """Print and return allocated, reserved and NVML's peaks beside the prediction."""
+    table = Table("GiB:<30", "predicted:11.2f", "allocated:11.2f", "error %:9.2f", "reserved:10.2f", "NVML:8.2f")
     rows = []
     for model in models:
         for side_px in sizes:
@@ -124,64 +134,154 @@ def measure_peaks(
                 rows.append(row)
                 what = f"{model}, {side_px} px, {policy}"
                 if "step_s" not in row:
-                    print(f"{what:30s}  does not run: {row.get('refused') or row.get('failed')}", file=sys.stderr)
+                    table.row(what, note=f"does not run: {row.get('refused') or row.get('failed')}")
                     continue
                 row["error"] = row["predicted_bytes"] / row["allocated_bytes"] - 1
-                print(
-                    f"{what:30s}{row['predicted_bytes'] / GIB:11.2f}{row['allocated_bytes'] / GIB:11.2f}"
-                    f"{100 * row['error']:8.2f}%{row['reserved_bytes'] / GIB:10.2f}{row['nvml_bytes'] / GIB:8.2f}",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                sizes_gib = [row[f"{name}_bytes"] / GIB for name in ("predicted", "allocated", "reserved", "nvml")]
+                table.row(what, *sizes_gib[:2], 100 * row["error"], *sizes_gib[2:])
     return rows
 
 
 def _child(*words: str) -> dict[str, Any]:
-    """Run one case in a process of its own, for a broken allocator or a fault must not reach the next one."""
-    command = [sys.executable, "-m", "scripts.bench.memory_gpu", "--child", *words]
+    """Run one case in a process of its own, so that a fault or a full allocator does not reach the next one."""
+    return child("scripts.bench.memory_gpu", "--child", *words, limit_s=CHILD_LIMIT_S)
+
+
+def compare_ways(model: str, side_px: int, rounds: int, rates: dict[str, float]) -> dict[str, Any]:
+    """Time a step in every way, in turn and in one process, and return medians beside what each holds in a step.
+
+    A way that does not fit, or cannot be imported, is named with the reason. `held_bytes` is the most beyond parameters,
+    gradients and optimizer state.
+    """
+    row: dict[str, Any] = {"model": model, "side_px": side_px, "ways": {}}
+    running: dict[str, Steps] = {}
+    for way in (*OURS, *THEIRS):
+        try:
+            running[way] = _build(way, model, side_px, rates)
+            running[way].step()
+            row["ways"][way] = {"held_bytes": _held_bytes(running[way])}
+        except (torch.OutOfMemoryError, DoesNotFitError, ImportError) as error:
+            running.pop(way, None)
+            row["ways"][way] = {"refused": _line(error)}
+            torch.cuda.empty_cache()
+    times = in_turns({way: partial(_step_s, made) for way, made in running.items()}, rounds)
+    for way, all_s in times.items():
+        row["ways"][way]["step_s"] = statistics.median(all_s)
+    kept = row["ways"]["keep"]
+    for way in times if "step_s" in kept else ():
+        found = row["ways"][way]
+        found["overhead"] = found["step_s"] / kept["step_s"] - 1
+        found["saved"] = 1 - found["held_bytes"] / kept["held_bytes"]
+    return row
+
+
+def run_alone(model: str, side_px: int, policy: str, rates: dict[str, float]) -> dict[str, Any]:
+    """Run two steps under one policy, and return the peaks of the second beside the prediction."""
+    before = _device_used_bytes()
+    limits = [
+        f"machine.device_bytes={round(DEVICE_SHARE * torch.cuda.mem_get_info()[1])}",
+        f"machine.host_bytes={round(HOST_SHARE * _free_host_bytes())}",
+    ]
+    spec = one_rank(model, side_px, *_machine(rates), *limits, *_two_micro_batches(), f"memory={policy}")
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no end after {CHILD_LIMIT_S:.0f} s"}
-    if ended.returncode:
-        return {"failed": " ".join(ended.stderr.splitlines()[-1:])[:300] or f"exit code {ended.returncode}"}
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+        outcome = planned_outcome(spec, memory_case_of(spec))
+        made = engine_under(spec, outcome)
+        found = made.peaks()
+    except (torch.OutOfMemoryError, DoesNotFitError) as error:
+        return {"refused": _line(error)}
+    return {
+        "predicted_bytes": max(outcome.peak_bytes), "nvml_bytes": _device_used_bytes() - before,
+        "step_s": statistics.median(_step_s(made) for _ in range(3)), **asdict(found),
+    }  # fmt: skip
 
 
-def _run_child(words: Sequence[str]) -> dict[str, Any]:
-    from scripts.bench.memory_gpu_case import alone, overhead_of
+def _build(way: str, model: str, side_px: int, rates: dict[str, float]) -> Steps:
+    """Build a step: our engine's under a policy, or another's hooks in a plain loop."""
+    if way in OURS:
+        spec = one_rank(model, side_px, *_machine(rates), PROFILE, *_two_micro_batches(), *OURS[way])
+        return engine_under(spec, planned_outcome(spec, memory_case_of(spec)))
+    if way == "torchtune":
+        try:
+            PEERS[way]()
+        except Exception as error:
+            raise ImportError("torchtune is not installed here") from error
+    spec = one_rank(model, side_px, *_machine(rates))
+    layers = layers_of(spec.model, spec.data)
+    modules = nn.ModuleList(build_layers(layers, 0, len(layers), spec.seed, device=DEVICE))
+    images = [torch.randn(input_spec(spec.data, BATCH).shape, device=DEVICE) for _ in range(2)]
+    return PlainLoop(modules, images, way)
 
-    what, model, side_px, *more = words
-    if what == "overhead":
-        return overhead_of(model, int(side_px), int(more[0]), json.loads(more[1]))
-    return alone(model, int(side_px), more[0], json.loads(more[1]))
+
+def _two_micro_batches() -> list[str]:
+    return ["schedule=1f1b", "parallel.micro_batches=2", f"parallel.micro_batch_size={BATCH}"]
+
+
+def _machine(rates: dict[str, float]) -> list[str]:
+    """Return the machine with the copy rates measured; its other rates are those of its data sheet if we have one."""
+    name = torch.cuda.get_device_name().lower()
+    known = next((machine for machine in SHEETS if machine in name), "cuda")
+    return [f"machine={known}", *(f"machine.{name}={rate}" for name, rate in rates.items())]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _free_host_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def _held_bytes(made: Steps) -> int:
+    """Return the most that a step holds beyond what is there before it."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    made.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _step_s(made: Steps) -> float:
+    torch.cuda.synchronize()
+    return seconds(lambda: (made.step(), torch.cuda.synchronize()))  # type: ignore[func-returns-value]
+
+
+def _device_used_bytes() -> int:
+    """Return the bytes in use on the device by the driver's count, by whomever; 0 if it does not tell."""
+    gpu = _open_gpu(torch.device(DEVICE))
+    return 0 if gpu is None else gpu.read()[0]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the tables, or with --json one object; refuses where there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--part", default="all", choices=("all", *PARTS))
-    parser.add_argument("--only", default="")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES_PX)))
-    parser.add_argument("--policies", default="keep,vdnn_all,vdnn_conv,lms,recompute,plan")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
+    """Print the tables, or with --json one object; refuse without a GPU."""
+    options = parser(__doc__, "json", "only")
+    options.add_argument("--part", default="all", choices=("all", *PARTS))
+    options.add_argument("--sizes", default=",".join(map(str, SIZES_PX)), help="sides of the images in px")
+    options.add_argument("--policies", default=",".join(POLICIES))
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    given = options.parse_args(argv)
     if not torch.cuda.is_available():
-        print("bench-memory-gpu: torch sees no CUDA GPU here: nothing was measured", file=sys.stderr)
+        log("bench-memory-gpu: torch sees no CUDA GPU here: nothing was measured")
         return 2
     if given.child:
-        print(json.dumps(_run_child(given.child)))
+        what, model, side_px, word, rates = given.child
+        found = (
+            compare_ways(model, int(side_px), int(word), json.loads(rates))
+            if what == "overhead"
+            else run_alone(model, int(side_px), word, json.loads(rates))
+        )
+        print(json.dumps(found))
         return 0
     models = [model for model in MODELS if given.only in model]
     sizes, policies = [int(word) for word in given.sizes.split(",")], given.policies.split(",")
-    answer: dict[str, Any] = machine_facts()
-    print(", ".join(f"{name} {value}" for name, value in answer.items()), file=sys.stderr)
+    answer: dict[str, Any] = gpu_facts()
+    log(", ".join(f"{name} {value}" for name, value in answer.items()))
     parts = PARTS if given.part == "all" else (given.part,)
-    answer["bandwidth"] = copies = measure_bandwidth()  # the plans stand on it
-    best = copies[-1]
-    rates = json.dumps({name: best[f"duplex_{name}"] for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")})
+    answer["bandwidth"] = copies = measure_bandwidth()  # the plans are based on it
+    rates = json.dumps({name: copies[-1][f"duplex_{name}"] for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")})
     if "overhead" in parts:
         answer["overhead"] = measure_overhead(models, sizes, [str(given.rounds), rates])
     if "largest" in parts:

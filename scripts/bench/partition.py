@@ -1,14 +1,12 @@
-"""How long the exact cut of made-up models takes, and how far it is proven: one line for each case.
+"""How long the exact partition of synthetic models takes, and how far it is proven: one line for each case.
 
 Costs are those of real stages: 4 times the parameters, in flight times (the stash and the input of the first layer), and
 the largest transient. Inputs vary so much that a stage may hold more without its first layer; the monotone cases are
-without inputs. Tables are made before the clock starts. `--only WORD` runs the cases whose name has it, `--budget-s`
-is that of the solver, `--json` prints one object.
+without inputs. Tables are made before the clock starts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -20,7 +18,9 @@ import numpy as np
 
 from gems.partition.exact import solve
 from gems.partition.problem import Problem
-from gems.profile.spans import RankCosts, Table
+from gems.profile.spans import RankCosts
+from gems.profile.spans import Table as CostTable
+from scripts.bench.rig import Table, machine, parser
 
 MAX_IN_FLIGHT = 8
 
@@ -43,7 +43,7 @@ class Model:
         for first in range(num_layers):
             self.transient[first, first + 1 :] = np.maximum.accumulate(transient[first:])
 
-    def table(self, in_flight: int, is_active: bool) -> Callable[[], Table]:
+    def table(self, in_flight: int, is_active: bool) -> Callable[[], CostTable]:
         """Return the table of a stage."""
         made = 4 * self.params + in_flight * self.kept + (self.transient if is_active else 0.0)
         return lambda: made
@@ -61,7 +61,7 @@ class Case:
     decay: float = 1.0
 
     def problem(self) -> Problem:
-        """Make the tables: at each moment another stage of a rank is at work, and others are in flight."""
+        """Make the tables: at each moment another stage of a rank is active, and others are in flight."""
         model = Model(self.num_layers, self.decay, self.has_inputs)
         num_stages = 1 + max(stage for group in self.groups for stage in group)
         ranks = []
@@ -107,7 +107,7 @@ CASES = (
 
 
 def run_case(case: Case, budget_s: float) -> dict[str, Any]:
-    """Solve one case and gives its row."""
+    """Solve one case and return its row."""
     problem = case.problem()
     begin = time.perf_counter()
     found = solve(problem, budget_s)
@@ -120,34 +120,26 @@ def run_case(case: Case, budget_s: float) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Print a line for each case, or with --json one object."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--budget-s", type=float, default=60.0)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(argv)
+    options = parser(__doc__, "json", "only")
+    options.add_argument("--budget-s", type=float, default=60.0, help="of the solver")
+    given = options.parse_args(argv)
+    machine()
+    table = Table("case:<36", "L:6d", "S:5d", "s:8.2f", "GB:10.2f", "gap %:8.2f")
     rows = []
-    print(f"{'case':36s}{'L':>6s}{'S':>5s}{'s':>8s}{'GB':>10s}{'gap %':>8s}", file=sys.stderr)
     for case in CASES:
         if given.only in case.name:
             row = run_case(case, given.budget_s)
             rows.append(row)
-            print(_text(row), file=sys.stderr, flush=True)
+            proof = "proven" if row["optimal"] else 100 * row["gap"]
+            table.row(case.name, row["layers"], row["stages"], row["solve_s"], row["cost_bytes"] / 1e9, proof)
     if given.json:
         print(json.dumps({"budget_s": given.budget_s, "cases": rows}))
     return 0
 
 
-def _text(row: dict[str, Any]) -> str:
-    proof = "proven" if row["optimal"] else f"{row['gap'] * 100:.2f}"
-    return (
-        f"{row['case']:36s}{row['layers']:6d}{row['stages']:5d}{row['solve_s']:8.2f}"
-        f"{row['cost_bytes'] / 1e9:10.2f}{proof:>8s}"
-    )
-
-
-def _sums(values: np.ndarray) -> Table:
+def _sums(values: np.ndarray) -> CostTable:
     total = np.concatenate(([0.0], np.cumsum(values)))
-    table: Table = np.maximum(total[None, :] - total[:-1, None], 0.0)
+    table: CostTable = np.maximum(total[None, :] - total[:-1, None], 0.0)
     return table
 
 

@@ -4,14 +4,10 @@ Every CNN of conf/model at 512 x 512 and 2048 x 2048 px, one image a micro-batch
 on four (1f1b, eight micro-batches); fake profiles on the machine given. For each rival the limit is the rival's own peak, and
 the ratio the plan's step over the rival's: never above 1. A rival that no memory can serve, or that is the plan that keeps
 all, is left out. Chains are those of one rank; `gap` is the plan's step over the proven bound, less 1.
-
-`--json` prints one object; `--only WORD` takes the models whose name has it; `--budget S` is that of each plan. A chain
-that then lies above 5 % of its bound is planned once more with the budget `--long S`, where one is given.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -32,7 +28,7 @@ from gems.partition.even import even
 from gems.profile.store import profile_of
 from gems.schedule.families.one_f_one_b import one_f_one_b
 from gems.schedule.request import Request
-from scripts.bench.spread import spread
+from scripts.bench.rig import Table, machine, parser, spread
 
 SIDES_PX = (512, 2048)
 SHAPES = ((1, 1), (4, 8))
@@ -85,26 +81,23 @@ def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
             yield name, found
 
 
-def row_of(named: dict[str, Any], case: MemoryCase, rival: str, other: MemoryPlan, budget_s: float) -> dict[str, Any]:
-    """Compare the plan with one rival at the rival's peak."""
+def compared(
+    table: Table, named: dict[str, Any], case: MemoryCase, rival: str, other: MemoryPlan, budget_s: float
+) -> dict[str, Any]:
+    """Compare the plan with one rival at the rival's peak, and print the row."""
     theirs = case.outcome(other)
     limit = max(theirs.peak_bytes)
     found = plan(case, limit, budget_s, [other])
-    return {
+    row = {
         **named, "rival": rival, "limit_bytes": limit, "kept_bytes": max(case.kept.peak_bytes), "kept_s": case.kept.step_s,
         "rival_s": theirs.step_s, "plan_s": found.outcome.step_s, "ratio": found.outcome.step_s / theirs.step_s,
         "bound_s": found.bound_s, "gap": found.gap, "method": found.method,
     }  # fmt: skip
-
-
-def print_row(row: dict[str, Any]) -> None:
-    """Print one comparison on stderr as it is found."""
-    print(
-        f"{row['model']:<15}{row['side_px']:>5}{row['ranks']:>3} {row['rival']:<15}"
-        f"{row['limit_bytes'] / row['kept_bytes']:>7.3f}{row['rival_s'] / row['kept_s']:>9.3f}"
-        f"{row['plan_s'] / row['kept_s']:>9.3f}{row['ratio']:>8.3f}{100 * row['gap']:>8.2f} %  {row['method']}",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+    shares = limit / row["kept_bytes"], row["rival_s"] / row["kept_s"], row["plan_s"] / row["kept_s"]
+    table.row(
+        row["model"], row["side_px"], row["ranks"], rival, *shares, row["ratio"], 100 * found.gap, note=found.method
+    )
+    return row
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -123,34 +116,33 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the comparison; exit code 1 where a rival is faster at its own peak."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--machine", default="h200")
-    parser.add_argument("--budget", type=float, default=10.0)
-    parser.add_argument("--long", type=float, default=0.0)
-    options = parser.parse_args()
-    print(
-        f"{'model':<15}{'px':>5}{'':>3} {'rival':<15}{'of kept':>7}{'rival/kept':>9}{'plan/kept':>9}{'ratio':>8}{'gap':>8}",
-        file=sys.stderr,
+    """Run the comparison and return 1 if a rival is faster at its own peak."""
+    options = parser(__doc__, "json", "only")
+    options.add_argument("--machine", default="h200")
+    options.add_argument("--budget", type=float, default=10.0, metavar="S", help="of each plan")
+    options.add_argument(
+        "--long", type=float, default=0.0, metavar="S", help="second budget of a chain above 5 %% of its bound"
     )
+    given = options.parse_args()
+    machine()
+    table = Table(
+        "model:<15", "px:>5", "P:>3", "rival:>16", "of kept:>9.3f", "rival/kept:>12.3f", "plan/kept:>11.3f", "ratio:>8.3f",
+        "gap %:>8.2f",
+    )  # fmt: skip
     found = []
-    for named, case in cases(options.only, options.machine):
+    for named, case in cases(given.only, given.machine):
         for rival, other in rivals(case):
-            row = row_of(named, case, rival, other, options.budget)
-            print_row(row)
-            if options.long > options.budget and named["ranks"] == 1 and row["gap"] > CHAIN_GAP:
-                row = row_of(named, case, rival, other, options.long) | {"short_gap": row["gap"]}
-                print_row(row)
+            row = compared(table, named, case, rival, other, given.budget)
+            if given.long > given.budget and named["ranks"] == 1 and row["gap"] > CHAIN_GAP:
+                row = compared(table, named, case, rival, other, given.long) | {"short_gap": row["gap"]}
             found.append(row)
-    answer = {"source": "simulated", "machine": options.machine, "rows": found, "summary": summary(found)}
-    if options.json:
+    answer = {"source": "simulated", "machine": given.machine, "rows": found, "summary": summary(found)}
+    if given.json:
         json.dump(answer, sys.stdout)
     else:
         for name, figures in answer["summary"].items():
             print(f"{name:<16}" + "  ".join(f"{key} {value:.4g}" for key, value in figures.items()))
-    return 0 if all(row["ratio"] <= 1 + 1e-9 for row in found) else 1
+    return int(any(row["ratio"] > 1 + 1e-9 for row in found))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,23 @@
 """How near a predicted peak is to the allocator's: each stage of a model cut in four, alone in a process of its own.
 
-Predicted: what the memory of a stage is by the tables over the layers' profile, taken on fake tensors: parameters,
-gradients and momentum, buffers, inputs, and the larger of the peaks of forward and backward, with one micro-batch in
-flight and with two. Measured: the engine's stage runs forward and backward with gradients in place; on a processor
-torch's profiler gives every allocation and release of its allocator, on a GPU the allocator's own peak is taken, and
-what it has reserved. `--device cuda` predicts by a profile measured there (`--source measured`). `--json` prints one
-object; `--only WORD` and `--sizes PX,PX` do what they say. Gives 1 when an error of allocated bytes is above 5 %.
+Predicted: the memory of a stage by the tables over the layers' profile, taken on fake tensors: parameters, gradients and
+momentum, buffers, inputs, and the larger of the peaks of forward and backward, with one micro-batch in flight and with two.
+Measured: the engine's stage runs forward and backward with gradients in place; on a processor torch's profiler gives every
+allocation and release of its allocator, on a GPU the allocator's own peak and what it has reserved are read. `--device cuda`
+predicts by a profile measured there (`--source measured`). The exit code is 1 if an error of allocated bytes is above 5 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
@@ -33,33 +29,19 @@ from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.layer_run import training_loss
 from gems.profile.profilers.measured import measured_profile
 from gems.profile.spans import Spans
+from scripts.bench.rig import MIB, Table, allocator_peaks, child, log, machine, parser
 
 MODELS = ("resnet110_v2", "vgg16", "amoebanet_d", "unet")
 SIZES_PX = (256, 512)
 NUM_STAGES = 4
-LARGEST_ERROR = 0.05
+MAX_ERROR = 0.05
 STATE_COPIES = 3  # parameters, gradients, momentum
 
 
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """Most bytes that a stage held: allocated, and reserved where the device tells."""
-
-    allocated_bytes: int
-    reserved_bytes: int | None
-
-
-def spec_of(model: str, side_px: int, device: str) -> RunSpec:
+def run_of(model: str, side_px: int, device: str) -> RunSpec:
     """Return the run that a row is about."""
-    return compose(
-        [
-            f"model={model}",
-            "data=synthetic",
-            f"data.height_px={side_px}",
-            f"data.width_px={side_px}",
-            f"machine={device}",
-        ]
-    )
+    sizes = [f"data.height_px={side_px}", f"data.width_px={side_px}"]
+    return compose([f"model={model}", "data=synthetic", *sizes, f"machine={device}"])
 
 
 def predicted_bytes(spans: Spans, first: int, end: int, num_in_flight: int) -> int:
@@ -79,8 +61,8 @@ class Alone:
         kind: torch.dtype = getattr(torch, spec.train.dtype)
         given = input_spec(spec.data, spec.parallel.micro_batch_size, kind)
         shapes = boundary_shapes(layers, given.shape, kind, given.dtype)
-        self._given = shapes[first - 1] if first else (given,)
-        self._handed = shapes[end - 1]
+        self._inputs = shapes[first - 1] if first else (given,)
+        self._outputs = shapes[end - 1]
         self._modules = nn.ModuleList(build_layers(layers, first, end, spec.seed, kind, self._device))
         parameters = list(self._modules.parameters())
         for parameter in parameters:
@@ -91,27 +73,15 @@ class Alone:
         held = [*parameters, *parameters, *self._momentum, *self._modules.buffers()]
         self._static_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
 
-    def peaks(self, num_in_flight: int) -> Peaks:
-        """Run so many forwards, then their backwards, and gives the most that was held."""
+    def peaks(self, num_in_flight: int) -> dict[str, int | None]:
+        """Run so many forwards, then their backwards, and return the most that was allocated and reserved."""
         self._step(1)  # kernels and the engine's own meter are warm then
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            self._step(num_in_flight)
-            return Peaks(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            self._step(num_in_flight)
-        events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-        held = most = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
-            most = max(most, held)
-        return Peaks(self._static_bytes + most, None)
+        found = allocator_peaks(self._device, self._static_bytes, lambda: self._step(num_in_flight))
+        return {"allocated_bytes": found[0], "reserved_bytes": found[1]}
 
     def _step(self, num_in_flight: int) -> None:
         for micro_batch in range(num_in_flight):
-            self._stage.forward(micro_batch, [self._tensor(spec) for spec in self._given], self._loss)
+            self._stage.forward(micro_batch, [self._tensor(spec) for spec in self._inputs], self._loss)
         for micro_batch in range(num_in_flight):
             self._stage.backward(micro_batch, self._gradients())
 
@@ -122,24 +92,12 @@ class Alone:
     def _gradients(self) -> list[Tensor]:
         if self._loss is not None:
             return [torch.ones((), device=self._device)]
-        return [self._tensor(spec) for spec in self._handed if spec.dtype.is_floating_point]
+        return [self._tensor(spec) for spec in self._outputs if spec.dtype.is_floating_point]
 
 
-def run_child(model: str, side_px: int, device: str, first: int, end: int, num_in_flight: int) -> Peaks:
-    """Measure one stage in a process of its own."""
-    words = [model, str(side_px), device, str(first), str(end), str(num_in_flight)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "scripts.bench.profile", "--stage", *words], capture_output=True, text=True
-    )
-    if ended.returncode:
-        raise RuntimeError(ended.stderr[-2000:])
-    return Peaks(**json.loads(ended.stdout.splitlines()[-1]))
-
-
-def rows_of(model: str, side_px: int, device: str, source: str, threads: int) -> list[dict[str, Any]]:
+def measure_model(table: Table, model: str, side_px: int, device: str, source: str) -> list[dict[str, Any]]:
     """Return the rows of one model at one size: a stage and a number of micro-batches in flight each."""
-    spec = spec_of(model, side_px, device)
-    torch.set_num_threads(threads)
+    spec = run_of(model, side_px, device)
     run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, spec.machine)
     taken = measured_profile(*run) if source == "measured" else fake_profile(*run)
     if device == "cuda":
@@ -148,59 +106,54 @@ def rows_of(model: str, side_px: int, device: str, source: str, threads: int) ->
     rows = []
     for stage, (first, end) in enumerate(pairwise(cut)):
         for num_in_flight in (1, 2):
+            words = [model, str(side_px), device, str(first), str(end), str(num_in_flight)]
+            found = child("scripts.bench.profile", "--stage", *words)
+            if "failed" in found:
+                raise RuntimeError(found["failed"])
             predicted = predicted_bytes(spans, first, end, num_in_flight)
-            found = run_child(model, side_px, device, first, end, num_in_flight)
             row = {
                 "model": model, "side_px": side_px, "stage": stage, "micro_batches": num_in_flight,
-                "predicted_bytes": predicted, "allocated_bytes": found.allocated_bytes,
-                "reserved_bytes": found.reserved_bytes, "error": predicted / found.allocated_bytes - 1,
+                "predicted_bytes": predicted, **found, "error": predicted / found["allocated_bytes"] - 1,
             }  # fmt: skip
             rows.append(row)
-            print(_text(row), file=sys.stderr, flush=True)
+            reserved = found["reserved_bytes"]
+            table.row(
+                model, side_px, stage, num_in_flight, predicted / MIB, found["allocated_bytes"] / MIB, 100 * row["error"],
+                note="" if reserved is None else f"reserved {reserved / MIB:.1f} MiB",
+            )  # fmt: skip
     return rows
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the table, or with --json one object."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--source", default="fake", choices=("fake", "measured"))
-    parser.add_argument("--sizes", default=",".join(str(size) for size in SIZES_PX))
-    parser.add_argument("--only", default="")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--stage", nargs=6, help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
+    options = parser(__doc__, "json", "only", "threads")
+    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options.add_argument("--source", default="fake", choices=("fake", "measured"))
+    options.add_argument("--sizes", default=",".join(map(str, SIZES_PX)), help="sides of the images in px")
+    options.add_argument("--stage", nargs=6, help=argparse.SUPPRESS)
+    given = options.parse_args(argv)
     torch.set_num_threads(given.threads)
     if given.stage:
-        model, side_px, device, first, end, num_in_flight = given.stage
-        found = Alone(spec_of(model, int(side_px), device), int(first), int(end)).peaks(int(num_in_flight))
-        print(json.dumps({"allocated_bytes": found.allocated_bytes, "reserved_bytes": found.reserved_bytes}))
+        model, side_px, device, *numbers = given.stage
+        first, end, num_in_flight = map(int, numbers)
+        print(json.dumps(Alone(run_of(model, int(side_px), device), first, end).peaks(num_in_flight)))
         return 0
     if given.device == "cuda" and not torch.cuda.is_available():
-        print("bench-profile: torch sees no GPU here: unmeasured", file=sys.stderr)
+        log("bench-profile: torch sees no GPU here: unmeasured")
         return 0
-    print(
-        f"{'model':14s}{'px':>6s}{'stage':>7s}{'flight':>8s}{'predicted':>12s}{'allocated':>12s}{'error':>8s}",
-        file=sys.stderr,
+    machine()
+    table = Table(
+        "model:<14", "px:6d", "stage:7d", "flight:8d", "predicted MiB:15.1f", "allocated MiB:15.1f", "error %:9.2f"
     )
     rows = []
     for model in MODELS:
         for side_px in (int(word) for word in given.sizes.split(",")):
             if given.only in model:
-                rows += rows_of(model, side_px, given.device, given.source, given.threads)
+                rows += measure_model(table, model, side_px, given.device, given.source)
     if given.json:
         name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
         print(json.dumps({"device": name, "torch": torch.__version__, "source": given.source, "rows": rows}))
-    return 0 if all(abs(row["error"]) <= LARGEST_ERROR for row in rows) else 1
-
-
-def _text(row: dict[str, Any]) -> str:
-    reserved = "" if row["reserved_bytes"] is None else f"   reserved {row['reserved_bytes'] / 2**20:.1f} MiB"
-    return (
-        f"{row['model']:14s}{row['side_px']:6d}{row['stage']:7d}{row['micro_batches']:8d}"
-        f"{row['predicted_bytes'] / 2**20:8.1f} MiB{row['allocated_bytes'] / 2**20:8.1f} MiB{100 * row['error']:7.2f}%{reserved}"
-    )
+    return int(any(abs(row["error"]) > MAX_ERROR for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,23 @@
 """A trace of a million events: how long until it is read, drawn, made into a page, shown, and exported.
 
-The trace is made up: one simulated step, repeated until there are enough events, each some per cent longer or shorter. Shapes:
-`steps` is many steps of 16 ranks, `ranks` some steps of 1024, `step` a single long one of 64; `study` is no such trace, but the page of 11
-points from 8 to 1024 ranks. The page is shown by a headless
-Chromium where there is one: the time until its first picture is drawn, and that of a picture of all events.
+The trace is synthetic: one simulated step, repeated until there are enough events, each some per cent longer or shorter.
+Shapes: `steps` is many steps of 16 ranks, `ranks` some steps of 1024, `step` a single long one of 64; `study` is no such
+trace, but the page of 11 points from 8 to 1024 ranks. If there is a headless Chromium it shows the page: the time until its
+first picture is drawn, and that of a picture of all events.
 
-`--events N`, `--shape NAME` and `--json` do what they say. Gives 1 when reading and drawing, or making and showing the
-page, take 10 s or more together (of the study 60 s).
+The exit code is 1 if reading and drawing, or making and showing the page, take 10 s or more together (of the study 60 s).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
@@ -32,6 +30,7 @@ from gems.config.compose import compose
 from gems.runs.simulated_run import simulated_trace
 from gems.simulation.build import lowered_schedule
 from gems.trace import DTYPES, Trace, write_trace
+from scripts.bench.rig import machine, parser
 
 LIMIT_S, STUDY_LIMIT_S = 10.0, 60.0
 STUDY = "study"
@@ -41,10 +40,11 @@ WORDS = (
 )  # fmt: skip
 SHAPES = {"steps": (16, 1, 64), "ranks": (8, 128, 32), "step": (64, 1, 64)}  # partitions, replicas, micro-batches
 JITTER = 0.02
+T = TypeVar("T")
 
 
 def made_up(shape: str, num_events: int, seed: int = 0) -> Trace:
-    """Make a trace with at least `num_events` events."""
+    """Build a synthetic trace with at least `num_events` events."""
     partitions, replicas, micro_batches = SHAPES[shape]
     sizes = {"partitions": partitions, "replicas": replicas, "micro_batches": micro_batches}
     spec = compose([*WORDS, "train.steps=1", *(f"parallel.{key}={value}" for key, value in sizes.items())])
@@ -79,14 +79,8 @@ def study_row(folder: Path) -> dict[str, Any]:
     """Measure the page of a study: 11 simulated points, from 1 to 128 copies of a pipeline of 8 ranks and some between."""
     runs = []
     for replicas in (1, 2, 4, 8, 12, 16, 24, 32, 64, 96, 128):
-        words = [
-            *WORDS,
-            "parallel.partitions=8",
-            "parallel.micro_batches=32",
-            f"parallel.replicas={replicas}",
-            "train.steps=8",
-        ]
-        spec = compose(words)
+        sizes = ("parallel.partitions=8", "parallel.micro_batches=32", f"parallel.replicas={replicas}", "train.steps=8")
+        spec = compose([*WORDS, *sizes])
         trace = simulated_trace(spec, lowered_schedule(spec))
         trace.run_yaml = yaml.safe_dump(spec.to_dict())
         runs.append(folder / f"ranks{8 * replicas}")
@@ -95,42 +89,36 @@ def study_row(folder: Path) -> dict[str, Any]:
     made = build_report(runs, folder / "report.html")
     report_s = time.perf_counter() - began
     return {
-        "shape": "study", "events": made.num_events, "ranks": 1024, "points": len(runs), "report_s": report_s,
-        "page_bytes": made.size_bytes, **(_shown(folder) if shutil.which("chromium") else {}),
+        "shape": STUDY, "events": made.num_events, "ranks": 1024, "points": len(runs), "report_s": report_s,
+        "page_bytes": made.size_bytes, **_shown(folder),
     }  # fmt: skip
 
 
-def row_of(shape: str, num_events: int, folder: Path) -> dict[str, Any]:
+def shape_row(shape: str, num_events: int, folder: Path) -> dict[str, Any]:
     """Measure one shape: seconds, and sizes in bytes."""
     trace = made_up(shape, num_events)
     row: dict[str, Any] = {"shape": shape, "events": len(trace.events), "ranks": trace.world_size}
     write_trace(folder / "trace.h5", trace)
     del trace
 
-    def timed(name: str, began: float) -> None:
+    def timed(name: str, call: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        made = call()
         row[f"{name}_s"] = time.perf_counter() - began
+        return made
 
-    began = time.perf_counter()
-    loaded = load_trace(folder)
-    timed("load", began)
-    began = time.perf_counter()
-    draw_timeline(loaded.trace, folder / "timeline.png")
-    timed("timeline", began)
-    del loaded
-    began = time.perf_counter()
-    made = build_report([folder], folder / "report.html")
-    timed("report", began)
+    loaded = [timed("load", lambda: load_trace(folder))]
+    timed("timeline", lambda: draw_timeline(loaded.pop().trace, folder / "timeline.png"))
+    made = timed("report", lambda: build_report([folder], folder / "report.html"))
     row |= {"page_bytes": made.size_bytes, "page_events": made.num_events}
     for name in ("perfetto", "csv"):
-        began = time.perf_counter()
-        row[f"{name}_bytes"] = export_runs([folder], name).size_bytes
-        timed(name, began)
-    if shutil.which("chromium"):
-        row |= _shown(folder)
-    return row
+        row[f"{name}_bytes"] = timed(name, lambda name=name: export_runs([folder], name)).size_bytes  # type: ignore[misc]
+    return row | _shown(folder)
 
 
 def _shown(folder: Path) -> dict[str, float]:
+    if not shutil.which("chromium"):
+        return {}
     from tests.analysis.browser import browser
 
     with browser(folder) as page:
@@ -145,22 +133,23 @@ def _shown(folder: Path) -> dict[str, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure the shapes and gives the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.report")
-    parser.add_argument("--events", type=int, default=1_000_000)
-    parser.add_argument("--shape", choices=(*SHAPES, STUDY))
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(argv)
+    """Measure the shapes and return the exit code."""
+    options = parser(__doc__, "json")
+    options.add_argument("--events", type=int, default=1_000_000)
+    options.add_argument("--shape", choices=(*SHAPES, STUDY))
+    given = options.parse_args(argv)
+    machine()
     rows = []
-    for shape in (options.shape,) if options.shape else (*SHAPES, STUDY):
-        with tempfile.TemporaryDirectory() as folder:
-            row = study_row(Path(folder)) if shape == STUDY else row_of(shape, options.events, Path(folder))
+    for shape in (given.shape,) if given.shape else (*SHAPES, STUDY):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            row = study_row(folder) if shape == STUDY else shape_row(shape, given.events, folder)
         rows.append(row)
-        if not options.json:
-            seconds = ", ".join(f"{key[:-2]} {value:.2f} s" for key, value in row.items() if key.endswith("_s"))
+        if not given.json:
+            times = ", ".join(f"{key[:-2]} {value:.2f} s" for key, value in row.items() if key.endswith("_s"))
             sizes = f"{row['events']} events, {row['ranks']} ranks, page {row['page_bytes'] / 1e6:.1f} MB"
-            print(f"{shape}: {sizes}: {seconds}")
-    if options.json:
+            print(f"{shape}: {sizes}: {times}")
+    if given.json:
         print(json.dumps({"rows": rows}))
     return int(any(_is_slow(row) for row in rows))
 

@@ -2,9 +2,10 @@
 
 A small run is started by `python -m jobs submit` and killed by SIGKILL in a random rank, in a random step and at a random
 moment of it, as often as `kills=20` says; each time the same command goes on from the newest checkpoint. Its losses and
-weights are compared with those of a run that nobody disturbed, bit by bit. Then a run with another number of partitions and
+weights are compared with those of an undisturbed run, bit by bit. Then a run with another number of partitions and
 replicas goes on from the middle of the undisturbed one, and the largest relative differences of losses and parameters are
-told. Takes `kills=`, `seed=` and Hydra overrides. Prints a table on stderr and JSON on stdout; exit code 1 where bits differ.
+reported. Takes `kills=`, `seed=` and Hydra overrides. Prints a table on stderr and JSON on stdout; the exit code is 1 if
+bits differ.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gems.runs.heartbeat import read_beat
+from scripts.bench.rig import log, machine
 
 STEPS, MIDDLE = 96, 48
 LIMIT_S = 240.0
@@ -48,19 +53,20 @@ class Kill:
 
 
 def main(words: list[str]) -> int:
-    """Run all and gives 1 where a bit differs, or another cut by more than REL_LIMIT."""
+    """Run all and return 1 if a bit differs, or another partition by more than REL_LIMIT."""
     own = dict(word.split("=", 1) for word in words if word.startswith(("kills=", "seed=")))
     overrides = [*OVERRIDES, *(word for word in words if not word.startswith(("kills=", "seed=")))]
     kills, chance = int(own.get("kills", 20)), random.Random(int(own.get("seed", 0)))
+    machine()
     with tempfile.TemporaryDirectory() as scratch:
         runs = Path(scratch)
         begin_s = time.monotonic()
         whole = run(runs, [*overrides, "name=whole", f"train.keep_checkpoints={STEPS}"])
-        print(f"undisturbed: {STEPS} steps, {time.monotonic() - begin_s:.1f} s", file=sys.stderr)
+        log(f"undisturbed: {STEPS} steps, {time.monotonic() - begin_s:.1f} s")
         made: list[Kill] = []
         while len(made) < kills and (kill := run_and_kill(runs, [*overrides, "name=killed"], chance)) is not None:
             made.append(kill)
-            print(f"kill {len(made):>2}: rank {kill.rank}, step {kill.step}, {kill.action}", file=sys.stderr)
+            log(f"kill {len(made):>2}: rank {kill.rank}, step {kill.step}, {kill.action}")
         ended = [path.parent for path in runs.glob("killed-*/result.json")]  # before it could be killed again
         killed = ended[0] if ended else run(runs, [*overrides, "name=killed"])
         result: dict[str, Any] = {
@@ -68,7 +74,7 @@ def main(words: list[str]) -> int:
             "attempts": 1 + len(list((killed / "attempts").iterdir())),
             **bits(whole, killed),
         }
-        print(result, file=sys.stderr)
+        log(str(result))
         # one that was due while another was being written was taken a step later
         taken = [path.parent for path in (whole / "checkpoints").glob("step*/manifest.json")]
         middle = min(taken, key=lambda path: abs(_step(path) - MIDDLE))
@@ -77,7 +83,7 @@ def main(words: list[str]) -> int:
     print(json.dumps(result))
     is_good = result["equal_losses"] and result["equal_weights"] and result["other_cut_losses"] <= REL_LIMIT
     for key, value in result.items():
-        print(f"{key:<22}{value}", file=sys.stderr)
+        log(f"{key:<22}{value}")
     return int(not is_good)
 
 
@@ -87,7 +93,7 @@ def command(runs: Path, overrides: list[str]) -> list[str]:
 
 
 def run(runs: Path, overrides: list[str]) -> Path:
-    """Start a run, or goes on with it, waits for its end and gives its folder."""
+    """Start a run or continue it, wait for its end and return its folder."""
     ended = subprocess.run(command(runs, overrides), capture_output=True, text=True, timeout=LIMIT_S)
     if ended.returncode:
         raise SystemExit(f"exit code {ended.returncode}\n{ended.stderr[-3000:]}")
@@ -95,9 +101,7 @@ def run(runs: Path, overrides: list[str]) -> Path:
 
 
 def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> Kill | None:
-    """Goes on with a run and kills a rank of it some steps later; gives None where the run ended before."""
-    from gems.runs.heartbeat import read_beat
-
+    """Continue a run and kill a rank of it some steps later; return None if the run ended before."""
     before = {path: read_beat(path) for path in runs.glob("killed-*/heartbeat/rank*")}
     old = {beat.pid for beat in before.values() if beat is not None}
     process = subprocess.Popen(command(runs, overrides), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -125,45 +129,44 @@ def run_and_kill(runs: Path, overrides: list[str], chance: random.Random) -> Kil
 
 def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
     """Return whether two runs have the same losses and the same weights to the bit."""
-    import torch
-
-    from analysis.io.load import load_trace
-    from gems.engine.checkpoint import weights
-
-    curves = [load_trace(folder).trace.steps for folder in (whole, killed)]
-    states = [weights.load(folder) for folder in (whole, killed)]
+    curves, states = _outcomes(whole, killed)
     same_names = [list(layer) for layer in states[0].values()] == [list(layer) for layer in states[1].values()]
     return {
         "equal_losses": curves[0]["loss"].tobytes() == curves[1]["loss"].tobytes() and len(curves[0]) == steps,
-        "equal_weights": same_names
-        and all(
-            torch.equal(value, states[1][name][key])
-            for name, layer in states[0].items()
-            for key, value in layer.items()
-        ),
+        "equal_weights": same_names and all(value.equal(other) for value, other in _pairs(states)),
         "attempts_in_curve": len(set(curves[1]["attempt"].tolist())),
     }
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step"))
-
-
 def differences(whole: Path, other: Path, begin: int) -> dict[str, float]:
-    """Return the largest relative differences from step `begin` on: of the losses, and of layers' weights in the maximum norm."""
+    """Return the largest relative differences from step `begin` on: of losses, and of layers' weights in the maximum norm."""
+    curves, states = _outcomes(whole, other)
+    first, second = (curve["loss"][curve["step"] >= begin] for curve in curves)
+    weights = [
+        float((value - changed).abs().max() / value.abs().max())
+        for value, changed in _pairs(states)
+        if value.is_floating_point() and float(value.abs().max())
+    ]
+    return {"losses": float(abs(second / first - 1).max()), "weights": max(weights)}
+
+
+def _outcomes(*folders: Path) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Return the steps and the weights of runs."""
     from analysis.io.load import load_trace
     from gems.engine.checkpoint import weights
 
-    curves = [load_trace(folder).trace.steps for folder in (whole, other)]
-    first, second = (curve["loss"][curve["step"] >= begin] for curve in curves)
-    states = [weights.load(folder) for folder in (whole, other)]
-    of_weights = [
-        float((value - states[1][name][key]).abs().max() / value.abs().max())
-        for name, layer in states[0].items()
-        for key, value in layer.items()
-        if value.is_floating_point() and float(value.abs().max())
-    ]
-    return {"losses": float(abs(second / first - 1).max()), "weights": max(of_weights)}
+    return [load_trace(folder).trace.steps for folder in folders], [weights.load(folder) for folder in folders]
+
+
+def _pairs(states: list[dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Yield each tensor of a run's weights with that of the other run."""
+    for name, layer in states[0].items():
+        for key, value in layer.items():
+            yield value, states[1][name][key]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step"))
 
 
 if __name__ == "__main__":

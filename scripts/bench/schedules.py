@@ -1,13 +1,12 @@
 """Schedules under a cap: every family and the synthesised schedule by efficiency, the targets, and random settings.
 
 Prints three parts: efficiency by cap for each family beside `capped` and its bound; the targets (target, found, bound);
-and random settings in which `capped` is held against every named schedule that keeps the cap. `--quick` is a short form.
-The figures are simulated, and printed with the time that each part took.
+and random settings in which `capped` is compared with every published schedule that keeps the cap. The figures are
+simulated, and printed with the time that each part took.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.synthesis import Found, capped
 from gems.schedule.validate import validate
+from scripts.bench.rig import machine, parser
 
 CAPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 NUM_SETTINGS, QUICK_SETTINGS = 300, 30
@@ -32,7 +32,7 @@ ROUNDING = 0.0005
 
 @dataclass(frozen=True)
 class Target:
-    """An efficiency that is asked for."""
+    """An efficiency to be reached."""
 
     name: str
     request: Request
@@ -65,7 +65,7 @@ def targets() -> Iterator[Target]:
     yield Target("P=8 N=32 K=2 activations 1:1/2:1/4:1/8", _request(8, 32, 2.0, activations=weights), 0.81)
 
 
-def named_schedules(request: Request) -> dict[str, Schedule]:
+def published_schedules(request: Request) -> dict[str, Schedule]:
     """Build every published family that can serve a request, with its number of micro-batches."""
     found = {}
     for name, family in FAMILIES.items():
@@ -87,7 +87,7 @@ def table_of_families(budget_s: float) -> None:
     found: list[Found] = []
     for cap in CAPS:
         request = Request(8, 32, cap=cap, costs=DepthCosts(8), budget_s=budget_s)
-        named = named_schedules(request)
+        named = published_schedules(request)
         for name, row in rows.items():
             row.append(_efficiency(named[name], request) if name in named else "-")
         found.append(capped(request, named.values()))
@@ -106,12 +106,12 @@ def _efficiency(schedule: Schedule, request: Request) -> str:
 
 
 def table_of_targets(budget_s: float) -> int:
-    """Print target, found and bound; gives how many targets were missed."""
+    """Print target, found and bound, and return how many targets were missed."""
     missed = 0
     print(f"{'setting':40}{'target':>8}{'found':>8}{'bound':>8}{'peak':>7}{'time':>8}  placement, method")
     for target in targets():
         begin = time.perf_counter()
-        found = capped(_with_budget(target.request, budget_s))
+        found = capped(replace(target.request, budget_s=budget_s))
         taken_s = time.perf_counter() - begin
         is_met = found.efficiency >= target.efficiency - ROUNDING
         missed += not is_met
@@ -123,23 +123,15 @@ def table_of_targets(budget_s: float) -> int:
     return missed
 
 
-def _with_budget(request: Request, budget_s: float) -> Request:
-    return replace(request, budget_s=budget_s)
-
-
 def random_setting(random: Random) -> Request:
     """Draw a setting: ranks, micro-batches, unequal times, activations over the depth, link, cap."""
     num_ranks = random.randint(2, 12)
     num_micro_batches = random.randint(2, 3 * num_ranks)
     times = tuple(round(random.uniform(0.5, 1.5), 2) for _ in range(random.choice((1, 2, 4))))
     activations = tuple(round(random.uniform(0.1, 1.0), 2) for _ in range(random.choice((1, 2, 4))))
+    forward, input_grad, weight_grad = (round(random.uniform(low, 1.5), 2) for low in (0.5, 0.5, 0.2))
     costs = DepthCosts(
-        num_ranks,
-        forward=round(random.uniform(0.5, 1.5), 2),
-        input_grad=round(random.uniform(0.5, 1.5), 2),
-        weight_grad=round(random.uniform(0.2, 1.5), 2),
-        times=times,
-        activations=activations,
+        num_ranks, forward=forward, input_grad=input_grad, weight_grad=weight_grad, times=times, activations=activations
     )
     link = random.choice((0.0, 0.0, 0.05, 0.25))
     cap = random.choice((1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0))
@@ -150,11 +142,11 @@ def random_setting(random: Random) -> Request:
 
 
 def settings(number: int) -> int:
-    """Hold capped against every named schedule that keeps the cap; gives the exceptions."""
+    """Compare capped with every published schedule that keeps the cap, and return the number of exceptions."""
     random, exceptions, beaten, compared = Random(0), 0, 0, 0
     for turn in range(number):
         request = random_setting(random)
-        named = named_schedules(request)
+        named = published_schedules(request)
         found = capped(request, named.values())
         validate(found.schedule, request.costs.stages(found.schedule.num_stages), request.cap)
         for name, schedule in named.items():
@@ -180,7 +172,7 @@ def settings(number: int) -> int:
 def large(budget_s: float) -> None:
     """Print how long a large schedule takes to build and validate."""
     for num_ranks, num_micro_batches, cap in ((64, 256, 8.0), (256, 64, 4.0), (1024, 32, 2.0)):
-        request = _with_budget(_request(num_ranks, num_micro_batches, cap), budget_s)
+        request = replace(_request(num_ranks, num_micro_batches, cap), budget_s=budget_s)
         begin = time.perf_counter()
         found = capped(request)
         taken_s = time.perf_counter() - begin
@@ -191,10 +183,11 @@ def large(budget_s: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all parts; 1 where a target was missed or a setting is an exception."""
-    parser = argparse.ArgumentParser(description="Efficiency of schedules under a cap on activations.")
-    parser.add_argument("--quick", action="store_true", help="smaller budgets and fewer settings")
-    is_quick = parser.parse_args(arguments).quick
+    """Run all parts and return 1 if a target was missed or a setting is an exception."""
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="smaller budgets and fewer settings")
+    is_quick = options.parse_args(arguments).quick
+    machine()
     budget_s = QUICK_BUDGET_S if is_quick else 5.0
     begin = time.perf_counter()
 

@@ -3,13 +3,11 @@
 A B A B interleaved in one process: a full backward, then ours (input gradient now, weight gradient later), then torch's
 own helper (torch.distributed.pipelining's stage_backward_input and stage_backward_weight). The ratio of a pair of
 neighbours in time is taken, and the median of those printed. On a processor with one thread the time is the process's
-own, so that other processes disturb less. `--device cuda` runs the same on a GPU; `--json` prints one
-object; `--rounds N`, `--only WORD` and `--threads N` do what they say.
+own, so that other processes disturb less. `--device cuda` runs the same on a GPU. The exit code is 1 if a gradient differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,6 +24,7 @@ from gems.engine.stage import Stage
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.utils.host_memory import keep_freed_memory
+from scripts.bench.rig import Table, in_turns, log, machine, parser
 
 WRONG = 1e-3
 Timed = Callable[[], tuple[float, float]]  # seconds of a whole backward, and of its first part
@@ -130,7 +129,7 @@ class Bench:
         return end - begin, end - begin
 
     def ours(self) -> tuple[float, float]:
-        """Time our two parts, one behind the other."""
+        """Time our two parts, one after the other."""
         stage = self._stages["ours"]
         stage.forward(0, (self._input,), None, True)
         begin = self._now()
@@ -140,7 +139,7 @@ class Bench:
         return self._now() - begin, middle - begin
 
     def torch(self) -> tuple[float, float]:
-        """Time the two functions of torch.distributed.pipelining, one behind the other."""
+        """Time the two functions of torch.distributed.pipelining, one after the other."""
         from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
         layers = self._layers["torch"]
@@ -167,7 +166,7 @@ class Bench:
 
 
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Measure one case and gives its row."""
+    """Measure one case and return its row."""
     bench = Bench(case, device)
     ways: dict[str, Timed] = {"full": bench.full, "ours": bench.ours, "torch": bench.torch}
     failed = ""
@@ -183,10 +182,7 @@ def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
     if "torch" in ways and bench.error("torch") > WRONG:
         failed = "its gradients are wrong"
         del ways["torch"]
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, run in ways.items():
-            times[way].append(run())
+    times = in_turns(ways, rounds)
     full = [whole for whole, _ in times["full"]]
     row: dict[str, Any] = {"case": case.name, "full_ms": statistics.median(full) * 1e3}
     for way in ("ours", "torch"):
@@ -205,46 +201,36 @@ def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the table, or with --json one object; gives 1 when a gradient differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(argv)
+    """Print the table, or with --json one object; return 1 if a gradient differs."""
+    options = parser(__doc__, "json", "only", "threads")
+    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options.add_argument("--rounds", type=int, default=15)
+    given = options.parse_args(argv)
     if given.device == "cuda" and not torch.cuda.is_available():
-        print("bench-split: torch sees no GPU here: unmeasured", file=sys.stderr)
+        log("bench-split: torch sees no GPU here: unmeasured")
         return 0
+    machine()
     torch.set_num_threads(given.threads)
     device = torch.device(given.device)
     if device.type == "cpu":
         keep_freed_memory()  # as the ranks of a run
+    table = Table(
+        "(I then W) over the full backward:<36", "full ms:9.2f", "ours:8.2f", "of it I:9.2f", "torch:8.2f", "of it I:9.2f",
+        "held/stash MB:>16",
+    )  # fmt: skip
     rows = []
-    heading = ("(I then W) over the full backward", "full ms", "ours", "of it I", "torch", "of it I", "held/stash MB")
-    print("{:36s}{:>9s}{:>8s}{:>9s}{:>8s}{:>9s}{:>16s}".format(*heading), file=sys.stderr)
     for case in cases(16 if given.device == "cuda" else 1):
         if given.only not in case.name:
             continue
         row = run_case(case, device, given.rounds)
         rows.append(row)
-        print(_text(row), file=sys.stderr, flush=True)
+        shares = (row.get(f"{way}_{what}", "fails") for way in ("ours", "torch") for what in ("ratio", "input_share"))
+        held = f"{row['held_for_weights_bytes'] / 1e6:.1f}/{row['stash_bytes'] / 1e6:.1f}"
+        table.row(case.name, row["full_ms"], *shares, held, note="" if row["bit_equal"] else "GRADIENTS DIFFER")
     if given.json:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         print(json.dumps({"device": name, "torch": torch.__version__, "rounds": given.rounds, "cases": rows}))
-    return 0 if all(row["bit_equal"] for row in rows) else 1
-
-
-def _text(row: dict[str, Any]) -> str:
-    def share(key: str) -> str:
-        return f"{row[key]:.2f}" if key in row else "fails"
-
-    held = f"{row['held_for_weights_bytes'] / 1e6:.1f}/{row['stash_bytes'] / 1e6:.1f}"
-    equal = "" if row["bit_equal"] else "  GRADIENTS DIFFER"
-    return (
-        f"{row['case']:36s}{row['full_ms']:9.2f}{share('ours_ratio'):>8s}{share('ours_input_share'):>9s}"
-        f"{share('torch_ratio'):>8s}{share('torch_input_share'):>9s}{held:>16s}{equal}"
-    )
+    return int(not all(row["bit_equal"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,18 @@ from torch import nn
 
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
-from scripts.bench import memory_gpu as bench_memory_gpu
-from scripts.bench import memory_gpu_case as memory_gpu
-from scripts.bench.memory_peers import PlainLoop, hook_traffic, loss_of
-from scripts.bench.memory_rig import Ours, all_offloaded, case_of_run, ours_under, outcome_of, spec_of
+from scripts.bench import memory_gpu
+from scripts.bench.memory_rig import (
+    OneRank,
+    PlainLoop,
+    all_offloaded,
+    engine_under,
+    hook_traffic,
+    memory_case_of,
+    one_rank,
+    plain_loss,
+    planned_outcome,
+)
 
 SIDE, SIDE_OF_RUN, FLOAT = 16, 32, 4
 # of one profile, which is taken once
@@ -62,11 +70,11 @@ def test_a_peer_s_step_is_that_of_the_plain_loop(way):
 
 
 def test_ours_moves_each_storage_once_and_nothing_else():
-    spec = spec_of("resnet20_v1", SIDE_OF_RUN, *SMALL, "memory.min_offload_bytes=0")
+    spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "memory.min_offload_bytes=0")
     layers = layers_of(spec.model, spec.data)
     modules = nn.ModuleList(build_layers(layers, 0, len(layers), spec.seed))
     plain = hook_traffic("save_on_cpu", modules, torch.randn(input_spec(spec.data, 2).shape))
-    ours = Ours(spec, *all_offloaded(spec))
+    ours = OneRank(spec, *all_offloaded(spec))
     ours.step()
     assert ours.counters.offloaded_bytes == ours.counters.prefetched_bytes == 2 * plain.saved_bytes
     assert ours.counters.num_misses == 0
@@ -75,9 +83,9 @@ def test_ours_moves_each_storage_once_and_nothing_else():
 
 @pytest.mark.parametrize("words", [["memory=keep"], ["memory=recompute"]], ids=["keep", "recompute"])
 def test_peaks_are_measured_where_they_were_predicted(words):
-    spec = spec_of("resnet20_v1", SIDE_OF_RUN, *SMALL, "schedule=1f1b", *words)
-    outcome = outcome_of(spec, case_of_run(spec))
-    found = ours_under(spec, outcome).peaks()
+    spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "schedule=1f1b", *words)
+    outcome = planned_outcome(spec, memory_case_of(spec))
+    found = engine_under(spec, outcome).peaks()
     (walked,) = outcome.ranks
     assert found.activation_bytes == pytest.approx(walked.peak_activation_bytes, rel=0.05)
     assert found.allocated_bytes == pytest.approx(walked.peak_bytes, rel=0.05)
@@ -86,7 +94,7 @@ def test_peaks_are_measured_where_they_were_predicted(words):
 
 def test_without_a_gpu_one_line_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench_memory_gpu.main([]) == 2
+    assert memory_gpu.main([]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == "bench-memory-gpu: torch sees no CUDA GPU here: nothing was measured\n"
@@ -100,8 +108,8 @@ def test_the_largest_size_is_found(most, expected, monkeypatch):
         tried.append(int(side_px))
         return {"step_s": 1.0} if int(side_px) <= most else {"refused": "too large"}
 
-    monkeypatch.setattr(bench_memory_gpu, "_child", child)
-    (row,) = bench_memory_gpu.measure_largest(["keep"], [])
+    monkeypatch.setattr(memory_gpu, "_child", child)
+    (row,) = memory_gpu.measure_largest(["keep"], [])
     assert row["side_px"] == expected
     assert len(tried) == len(set(tried))
 
@@ -117,7 +125,7 @@ def test_a_case_of_the_gpu_s_runs_in_every_way(monkeypatch):
     monkeypatch.setattr(memory_gpu, "PROFILE", "profile=fake")
     monkeypatch.setattr(memory_gpu, "BATCH", 2)
     monkeypatch.setitem(memory_gpu.OURS, "plan", ["memory=plan", "memory.target_reduction=0.1", "memory.budget_s=1"])
-    row = memory_gpu.overhead_of("resnet20_v1", SIDE_OF_RUN, rounds=1, rates={})
+    row = memory_gpu.compare_ways("resnet20_v1", SIDE_OF_RUN, rounds=1, rates={})
     ways = row["ways"]
     assert set(ways) == {"keep", "plan", "plain", "save_on_cpu", "torchtune", "checkpoint"}
     assert "not installed" in ways["torchtune"]["refused"]
@@ -128,4 +136,4 @@ def test_a_case_of_the_gpu_s_runs_in_every_way(monkeypatch):
 
 def test_the_loss_is_the_same_with_layers_run_again():
     images = torch.randn(IMAGES)
-    assert torch.equal(loss_of(small_net(), images), loss_of(small_net(), images, is_checkpointed=True))
+    assert torch.equal(plain_loss(small_net(), images), plain_loss(small_net(), images, is_checkpointed=True))

@@ -17,12 +17,21 @@ from gems.errors import ConfigError
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import schedule_costs, simulate_step
+from gems.simulation.costs import schedule_costs
+from gems.simulation.costs import simulate_step
 from gems.trace import write_trace
-from scripts.bench.fidelity import Guess, Observed, Row, pace_of, predicted, summary
-from scripts.bench.fidelity_cases import HELD_OUT_EMULATED, HELD_OUT_REAL
-from scripts.bench.step_peaks import step_peaks
-from scripts.calibrate import computes_of, main
+from scripts.bench.fidelity import (
+    HELD_OUT_EMULATED,
+    HELD_OUT_REAL,
+    Estimate,
+    Observed,
+    Row,
+    fit_slowdown,
+    predicted,
+    step_peaks,
+    summary,
+)
+from scripts.calibrate import compute_seconds, main
 
 
 @pytest.mark.timeout(200)
@@ -57,7 +66,7 @@ def spec_of(noise: float = 0.0, steps: int = 3) -> RunSpec:
 def test_the_compute_of_a_run_by_step_and_rank(tmp_path: Path) -> None:
     spec = spec_of(noise=0.1, steps=60)
     write_trace(tmp_path / "trace.h5", simulated_trace(spec, lowered_schedule(spec)))
-    found = computes_of(tmp_path)
+    found = compute_seconds(tmp_path)
     assert found.shape == (59, 4)
     assert found.mean() == pytest.approx(8 * 0.03, rel=0.05) and np.std(found) == pytest.approx(0.024, rel=0.2)
 
@@ -107,12 +116,12 @@ def test_the_peak_of_a_step_follows_from_the_times_in_the_trace() -> None:
         step_peaks(replace(trace, events=trace.events[~sends]), made, costs, spec.cost.unit_s, 1.0)
 
 
-def test_the_pace_of_runs_is_a_factor_and_host_time() -> None:
-    guesses = [Guess(Observed(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))]
-    runs = [Observed(1.1 * guess.by_profile.step_s + 0.001 * guess.passes, 1.0) for guess in guesses]
-    pace = pace_of(list(zip(guesses, runs, strict=True)))
-    assert (pace.factor, pace.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
-    assert pace.step_s(guesses[0]) == pytest.approx(1.4)
+def test_the_slowdown_of_runs_is_a_factor_and_host_time() -> None:
+    estimates = [Estimate(Observed(step_s, 1.0), passes) for step_s, passes in ((1.0, 300), (2.0, 100), (4.0, 200))]
+    runs = [Observed(1.1 * each.by_profile.step_s + 0.001 * each.passes, 1.0) for each in estimates]
+    slowdown = fit_slowdown(list(zip(estimates, runs, strict=True)))
+    assert (slowdown.factor, slowdown.pass_s) == (pytest.approx(1.1), pytest.approx(0.001))
+    assert slowdown.step_s(estimates[0]) == pytest.approx(1.4)
 
 
 def test_errors_are_those_of_the_prediction() -> None:
