@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from analysis.attribution.causes import CAUSES, Attribution, attribution_of
+from analysis.attribution.causes import CAUSES, Attribution, attribute
 
-__all__ = ["CAUSES", "Attribution", "attribution_of"]
+__all__ = ["CAUSES", "Attribution", "attribute"]

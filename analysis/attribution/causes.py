@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from analysis.attribution.graph import Graph, graph_of, schedule_from
+from analysis.attribution.graph import Graph, build_graph, schedule_from
 from analysis.attribution.measured import Measured, measure
-from analysis.attribution.pace import USEFUL, balanced, pace_of
 from analysis.attribution.replay import Times, replay
+from analysis.attribution.stage_times import USEFUL, balanced, undisturbed_times
 from analysis.metrics.events import ranks_written
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KINDS, Kind
 from gems.schedule.ledger import BRINGING_KINDS
@@ -38,7 +38,7 @@ class Attribution:
         causes_s: of each cause seconds a step on each world rank; below 0 where a cause saved time.
         own_s: the part of it that the rank itself spent, whether or not the others waited for it.
         residual_s: measured step time less that of the replay with nothing taken away; part of `host`.
-        pace: what the undisturbed pace comes from, see `analysis.attribution.pace.pace_of`.
+        pace: what the undisturbed pace comes from, see `analysis.attribution.stage_times.pace_of`.
     """
 
     source: str
@@ -66,13 +66,13 @@ class Attribution:
         return [(cause, time_s) for cause, time_s in lost[:count] if time_s > 0]
 
 
-def attribution_of(trace: Trace) -> Attribution:
+def attribute(trace: Trace) -> Attribution:
     """Split the time of a trace's counted steps into ideal compute and nine causes, without rest.
 
     The schedule is played again from the measured times of all actions and messages, and then with one cause after
     another taken away, each being charged with the time that this saves:
 
-    1. noise: each action takes its undisturbed pace (`pace_of`); so a rank slower than its peers is noise;
+    1. noise: each action takes its undisturbed pace (`undisturbed_times`); so a rank slower than its peers is noise;
     2. input: data are there at once;
     3. host: no optimizer step, no gaps while nothing is waited for, no begin behind the others, no end behind the last
        action; with it the residual of the replay;
@@ -91,10 +91,10 @@ def attribution_of(trace: Trace) -> Attribution:
         ConfigError: a trace without counted steps or without the schedule's rows, or of ranks that do not suit it.
     """
     on_processor = trace.source == "measured" and trace.attributes.get("device") == "cpu"
-    graph = graph_of(schedule_from(trace.schedule_rows), copies_block=on_processor)
+    graph = build_graph(schedule_from(trace.schedule_rows), copies_block=on_processor)
     measured = measure(trace, graph)
     times, step_s = measured.times, float(measured.window.step_s.mean())
-    pace_s, pace = pace_of(trace, graph, times.work_s)
+    pace_s, pace = undisturbed_times(trace, graph, times.work_s)
     balanced_s = balanced(graph, pace_s)
     ideal_s = float(_by_rank(graph, balanced_s).mean())
     spans = [float(replay(graph, level).mean()) for level in _levels(graph, times, pace_s, balanced_s)]

@@ -99,7 +99,7 @@ def schedule_from(rows: Sequence[str]) -> Schedule:
     return Schedule("trace", len(micro_batches), placement, parsed, passes=("add_transfers",))
 
 
-def graph_of(schedule: Schedule, copies_block: bool = False) -> Graph:
+def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
     """Return the graph of a lowered schedule.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.attribution.graph import Graph
-from analysis.attribution.replay import Times, ready_of, table_of
+from analysis.attribution.replay import Times, ready_times, start_table
 from analysis.metrics.events import of_kinds, ranks_written
 from analysis.metrics.run_metrics import step_times_s
 from gems.errors import ConfigError
@@ -48,7 +48,7 @@ class Measured:
     input_s: np.ndarray
 
 
-def window_of(trace: Trace) -> Window:
+def counted_window(trace: Trace) -> Window:
     """Take the whole steps that are no warm-up steps.
 
     Raises:
@@ -73,14 +73,14 @@ def measure(trace: Trace, graph: Graph) -> Measured:
     num_ranks, written = graph.num_ranks, ranks_written(trace)
     if written % num_ranks:
         raise ConfigError("trace", f"{written} ranks", f"is no multiple of the {num_ranks} rows of its schedule")
-    window = window_of(trace)
+    window = counted_window(trace)
     shape = written // num_ranks, len(window.steps)
     events = trace.events[np.isin(trace.events["step"], window.steps)]
     is_input = of_kinds(events, "INPUT")
     starts, ends = _spans(events[~is_input], graph, window, shape)
     begin, over = _rank_spans(trace, graph, window, shape)
     data, inputs, waited = _inputs(events[is_input], graph, window, shape)
-    table, ready = _filled(graph, table_of(graph, begin, data, inputs), starts, ends)
+    table, ready = _filled(graph, start_table(graph, begin, data, inputs), starts, ends)
     ends = table[: graph.num_nodes]
     starts = np.where(np.isnan(starts), ready, starts)
     lag, work = _taken(graph, starts, ends, ready)
@@ -175,7 +175,7 @@ def _filled(graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarra
     """
     ready_s = np.empty_like(ends)
     for batch, is_end in graph.batches:
-        ready = ready_of(graph, table, batch, is_end)
+        ready = ready_times(graph, table, batch, is_end)
         ready_s[batch] = ready
         table[batch] = np.where(np.isnan(ends[batch]), ready, ends[batch])
     return table, ready_s

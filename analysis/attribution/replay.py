@@ -32,14 +32,14 @@ class Times:
     tail_s: np.ndarray
 
 
-def table_of(graph: Graph, begin_s: np.ndarray, data_s: np.ndarray, input_s: np.ndarray) -> np.ndarray:
+def start_table(graph: Graph, begin_s: np.ndarray, data_s: np.ndarray, input_s: np.ndarray) -> np.ndarray:
     """Return the rows of `Graph` with what is known before the first action, (rows, R, N) in seconds; nodes are NaN."""
     nodes = np.full((graph.num_nodes, *begin_s.shape[1:]), np.nan)
     always = np.full((1, *begin_s.shape[1:]), -np.inf)
     return np.concatenate([nodes, np.maximum(begin_s, data_s), input_s, always])
 
 
-def ready_of(graph: Graph, table: np.ndarray, batch: np.ndarray, is_end: bool) -> np.ndarray:
+def ready_times(graph: Graph, table: np.ndarray, batch: np.ndarray, is_end: bool) -> np.ndarray:
     """Return when all that the nodes of a batch wait for is there, (len(batch), R, N) in seconds."""
     ready: np.ndarray = table[graph.waits[batch]].max(axis=1)
     return np.broadcast_to(ready.max(axis=1, keepdims=True), ready.shape) if is_end else ready
@@ -51,9 +51,9 @@ def replay(graph: Graph, times: Times) -> np.ndarray:
     Every action begins when what the rank did before it and all that it needs have ended. Copies follow each other on
     their engines; messages do not wait for each other; a reduction waits for its group in all replicas.
     """
-    table = table_of(graph, times.begin_s, times.data_s, times.input_s)
+    table = start_table(graph, times.begin_s, times.data_s, times.input_s)
     takes_s = times.lag_s + times.work_s
     for batch, is_end in graph.batches:
-        table[batch] = ready_of(graph, table, batch, is_end) + takes_s[batch]
+        table[batch] = ready_times(graph, table, batch, is_end) + takes_s[batch]
     step_s: np.ndarray = (table[graph.last] + times.tail_s).max(axis=(0, 1))
     return step_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.io.load import Loaded, load_parts, load_trace
-from analysis.metrics.run_metrics import Metrics, metrics_of
+from analysis.metrics.run_metrics import Metrics, run_metrics
 from analysis.plots.memory_curve import draw_memory
 from analysis.plots.timeline import draw_timeline
 from gems.config.schema import RunSpec
@@ -53,7 +53,7 @@ def collect(path: Path) -> Collected:
         files |= {"timeline": str(timeline), "memory": str(memory)}
     if folder.checkpoint.is_dir():
         files["checkpoint"] = str(folder.checkpoint)
-    return Collected(loaded, metrics_of(trace), files)
+    return Collected(loaded, run_metrics(trace), files)
 
 
 def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from analysis.attribution import attribution_of
+from analysis.attribution import attribute
 from analysis.attribution.table import largest_line
-from analysis.io.run_facts import facts_of
+from analysis.io.run_config import run_facts
 from analysis.metrics.run_metrics import Metrics
 from analysis.metrics.statistics import fewest_values
 from gems.errors import ConfigError
@@ -49,7 +49,7 @@ def summary_dict(metrics: Metrics, trace: Trace) -> dict[str, Any]:
 
     Shares (bubble, validation accuracy) are fractions of 1. A loss that is not finite is null.
     """
-    values = {**asdict(facts_of(trace)), **asdict(metrics)}
+    values = {**asdict(run_facts(trace)), **asdict(metrics)}
     for name in ("validation_accuracy", "validation_majority"):
         if name in trace.attributes:
             values[name] = trace.attributes[name]
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 
 def _headline(trace: Trace) -> str:
-    facts = facts_of(trace)
+    facts = run_facts(trace)
     note = SOURCE_NOTES.get(trace.source)
     size = counted(trace.world_size, "rank")
     if facts.partitions and facts.replicas:
@@ -119,7 +119,7 @@ def _recompute_row(metrics: Metrics, source: str) -> list[Row]:
 def _loss_row(trace: Trace) -> list[Row]:
     """Return the three causes that take most of a step; nothing where the trace has not what tells them."""
     try:
-        return [("lost most to [% of the step]", largest_line(attribution_of(trace)))]
+        return [("lost most to [% of the step]", largest_line(attribute(trace)))]
     except ConfigError:
         return []
 

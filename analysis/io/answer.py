@@ -12,7 +12,7 @@ from gems.errors import ConfigError
 Made = TypeVar("Made")
 
 
-def made_of_answer(path: Path, key: str, command: str, make: Callable[[dict[str, Any]], Made]) -> Made:
+def from_answer(path: Path, key: str, command: str, make: Callable[[dict[str, Any]], Made]) -> Made:
     """Return what `make` makes of the answer in a file.
 
     Raises:

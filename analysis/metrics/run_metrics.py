@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.io.run_facts import RunFacts, facts_of
+from analysis.io.run_config import RunFacts, run_facts
 from analysis.metrics.events import COMPUTE, USEFUL, of_kinds, ranks_written
 from analysis.metrics.statistics import median_interval, percentile
 from gems.trace import STREAMS, Trace
@@ -67,13 +67,13 @@ class Metrics:
     loss_last: float | None
 
 
-def metrics_of(trace: Trace, facts: RunFacts | None = None) -> Metrics:
+def run_metrics(trace: Trace, facts: RunFacts | None = None) -> Metrics:
     """Compute the figures of a run; `facts` are those in `trace.run_yaml` unless given.
 
     Raises:
         ConfigError: `trace.run_yaml` is malformed.
     """
-    facts = facts_of(trace) if facts is None else facts
+    facts = run_facts(trace) if facts is None else facts
     steps = np.sort(trace.steps, order="step")
     is_counted = steps["is_warmup"] == 0
     counted = steps[is_counted]

@@ -91,10 +91,10 @@ def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, 
     ordered = _sorted(values)
     if len(ordered) < fewest_values(level):
         return Interval(float(ordered[0]), float(np.median(ordered)), float(ordered[-1]), True, level)
-    return interval_of(median_draws(ordered, seed=seed), float(np.median(ordered)), level)
+    return percentile_interval(median_draws(ordered, seed=seed), float(np.median(ordered)), level)
 
 
-def interval_of(draws: np.ndarray, value: float, level: float = LEVEL) -> Interval:
+def percentile_interval(draws: np.ndarray, value: float, level: float = LEVEL) -> Interval:
     """Return an estimate with the percentiles of its draws as bounds, which are widened to hold it where they do not."""
     percents = [50 * (1 - level), 50 * (1 + level)]
     if np.isfinite(draws).all():

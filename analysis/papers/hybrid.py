@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +22,8 @@ from gems.planner.hybrid.pal import (
     noise_scale_of,
 )
 from gems.planner.hybrid.quantity import Quantity, band
+from gems.utils.tables import RIGHT
+from gems.utils.tables import table as render
 from gems.utils.units import UNKNOWN
 
 SCHEMA = "gems.hybrid_projections/1"
@@ -91,15 +92,21 @@ def _projection(network: Network, seed: int) -> Projection:
 
 def table(found: list[Projection]) -> str:
     """Return the projections as text: gains, crossing points, and every input with its mark."""
-    gains: list[tuple[str, ...]] = [("network", "devices", "N x M", "gain", "95 %", "published", "which is", "shows")]
-    gains += [_gain_row(each) for one in found for each in one.gains if each.published is not None]
-    inputs: list[tuple[str, ...]] = [("", "network", "input", "unit", "value", "is")]
-    inputs += [_input_row(one.network, each) for one in found for each in one.network.inputs]
+    gains = render(
+        {
+            "network": "", "devices": RIGHT, "N x M": RIGHT, "gain": RIGHT, "95 %": RIGHT, "published": "", "which is": "",
+            "shows": "",
+        },
+        [_gain_row(each) for one in found for each in one.gains if each.published is not None],
+    )  # fmt: skip
+    inputs = render(
+        {"": "", "network": "", "input": "", "unit": "", "value": RIGHT, "is": ""},
+        [_input_row(one.network, each) for one in found for each in one.network.inputs],
+    )
     return "\n".join(
         [
-            HEAD, "", *_columns(gains, left=(0, 5, 6, 7)), "",
-            "Where two-way workers begin to win:", *(_crossing_words(one) for one in found), "",
-            "Inputs (! is not confirmed):", *_columns(inputs, left=(0, 1, 2, 3, 5)), "", CAUTION,
+            HEAD, "", gains, "", "Where two-way workers begin to win:", *(_describe_crossing(one) for one in found), "",
+            "Inputs (! is not confirmed):", inputs, "", CAUTION,
         ]
     )  # fmt: skip
 
@@ -151,15 +158,15 @@ def _input(each: Input) -> dict[str, Any]:
 
 def _gain(each: Gain) -> dict[str, Any]:
     published = each.published
-    said = None
+    stated = None
     if published is not None:
-        said = {
+        stated = {
             "gain": published.gain, "mark": str(published.mark), "is_confirmed": published.mark.is_confirmed,
             "devices_mark": str(published.devices_mark), "source": published.source,
         }  # fmt: skip
     return {
         "devices": each.devices, "workers": each.devices // WAYS, "ways": WAYS, "gain": each.gain, "low": each.low,
-        "high": each.high, "published": said,
+        "high": each.high, "published": stated,
     }  # fmt: skip
 
 
@@ -179,7 +186,7 @@ def _input_row(network: Network, each: Input) -> tuple[str, ...]:
     return (mark, network.title, each.name, UNKNOWN if each.unit == "1" else each.unit, value, str(each.mark))
 
 
-def _crossing_words(one: Projection) -> str:
+def _describe_crossing(one: Projection) -> str:
     network, found = one.network, one.crossing
     ratio = f"where a doubling of the workers takes more than {network.needed_ratio:.3f} times the epochs"
     if found.below is None:
@@ -195,16 +202,7 @@ def _crossing_words(one: Projection) -> str:
     return f"  {network.title}: {where}; {law}; {ratio}{circular}"
 
 
-def _columns(rows: Sequence[tuple[str, ...]], left: tuple[int, ...]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        yield "  ".join(
-            cell.ljust(width) if at in left else cell.rjust(width) for at, (cell, width) in enumerate(cells)
-        ).rstrip()
-
-
-def speedups_of(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Quantity]]]:
+def speedups(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Quantity]]]:
     """Return what the picture shows, by ways: devices, and the speed-up over the fewest data-parallel workers known."""
     rng, case = np.random.default_rng(seed), network.case
     base = min(network.epochs)
@@ -226,7 +224,7 @@ def speedups_of(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Qu
     return lines
 
 
-def law_speedups_of(network: Network) -> dict[int, list[tuple[int, float]]]:
+def law_speedups(network: Network) -> dict[int, list[tuple[int, float]]]:
     """Return the same by the noise scale that the epochs imply, empty where they imply none.
 
     Numbers of epochs have it where it was fitted; a derived ratio is drawn from an eighth of its devices to twice.

@@ -10,6 +10,8 @@ from analysis.papers.vdnn_study import Policy, Study, study
 from gems.config.compose import compose
 from gems.config.schema import MachineConfig
 from gems.models import layers_of
+from gems.utils.tables import RIGHT
+from gems.utils.tables import table as render
 from gems.utils.units import UNKNOWN, number
 
 MACHINE = "titan_x"
@@ -88,7 +90,7 @@ _CARD = 12.0
 _BEYOND, _SAVED_BEYOND = 6, (73.0, 98.0)
 
 
-def device_of(machine: MachineConfig) -> Device:
+def device_rates(machine: MachineConfig) -> Device:
     """Return the rates that a machine reaches."""
     return Device(
         machine.flops_per_s * machine.efficiency,
@@ -98,8 +100,8 @@ def device_of(machine: MachineConfig) -> Device:
     )
 
 
-def studies(loads: tuple[Load, ...] = LOADS) -> tuple[dict[Load, Study], MachineConfig]:
-    """Simulate the networks on the paper's device, and gives that too."""
+def simulate_networks(loads: tuple[Load, ...] = LOADS) -> tuple[dict[Load, Study], MachineConfig]:
+    """Simulate the networks on the paper's device, and return both."""
     made: dict[Load, Study] = {}
     for load in loads:
         spec = compose(
@@ -110,11 +112,11 @@ def studies(loads: tuple[Load, ...] = LOADS) -> tuple[dict[Load, Study], Machine
         )  # fmt: skip
         image = (_CHANNELS, load.side_px, load.side_px)
         network = network_of(layers_of(spec.model, spec.data), image, load.num_images)
-        made[load] = study(network, device_of(spec.machine))
+        made[load] = study(network, device_rates(spec.machine))
     return made, spec.machine
 
 
-def rows_of(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
+def table_rows(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
     """Return the table: ours beside the paper's."""
     rows: list[Row] = []
     for load in (ALEXNET, OVERFEAT, GOOGLENET):
@@ -137,19 +139,10 @@ def rows_of(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows as text, the metric before them and what explains the differences behind."""
-    head = ("network", "images", "quantity", "unit", "ours", "published", "difference", "source")
-    lines = [head, *(_shown(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = (0, 2, 3, 7)
-    shown = [
-        "  ".join(
-            f"{cell:<{width}}" if at in left else f"{cell:>{width}}"
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    return "\n".join((METRIC, "", *shown, "", DIFFERENCES))
+    """Return the rows as text, after the metric and before the reasons for differences."""
+    heads = ("network", "images", "quantity", "unit", "ours", "published", "difference", "source")
+    columns = {head: RIGHT if head in ("images", "ours", "published", "difference") else "" for head in heads}
+    return "\n".join((METRIC, "", render(columns, map(_cells, rows)), "", DIFFERENCES))
 
 
 def answer(rows: list[Row], made: dict[Load, Study], machine: MachineConfig) -> dict[str, Any]:
@@ -216,7 +209,7 @@ def _row(
     return Row(load.title, load.num_images, quantity, unit, ours, published, source)
 
 
-def _shown(row: Row) -> tuple[str, ...]:
+def _cells(row: Row) -> tuple[str, ...]:
     difference = UNKNOWN
     if row.difference is not None:
         difference = f"{row.difference:+.1f} " + ("points" if row.unit == "%" else "%")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from analysis.scaling.points import format_error
 from gems.errors import ConfigError, one_of
 
 if TYPE_CHECKING:
@@ -20,32 +21,41 @@ SOURCE_MARKS = {"measured": "measured", "emulated": "EMULATED compute", "simulat
 
 
 def source_mark(source: str, attributes: Mapping[str, object]) -> str:
-    """Return the words that mark what a picture's figures come from, with the error of predictions where it is known.
+    """Return the text that marks the source of a picture's figures, with the error of predictions if it is known.
 
     `attributes` are the root attributes of the trace; a calibrated machine's predictions carry `held_out_error`.
     """
     mark, error = SOURCE_MARKS.get(source, source), attributes.get("held_out_error")
-    return mark if source != "simulated" or error is None else f"{mark}; {error_words(float(str(error)))}"
+    return mark if source != "simulated" or error is None else f"{mark}; {format_error(float(str(error)))}"
 
 
-def error_words(held_out_error: float) -> str:
-    """Return a calibration's error in words."""
-    return f"held-out error of step times {100 * held_out_error:.1f} %"
-
-
-def new_figure(width_in: float, height_in: float, num_panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Build a figure of stacked panels with common axes on the Agg canvas, without pyplot's global state."""
+def empty_figure(width_in: float, height_in: float) -> Figure:
+    """Build a figure without axes on the Agg canvas, without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(num_panels, 1, sharex=True, sharey=True, squeeze=False)
-    panels: list[Axes] = list(grid[:, 0])
+    return figure
+
+
+def style_axes(panels: Iterable[Axes], size_pt: float, *, has_grid: bool = False) -> None:
+    """Set the size and colour of tick labels, and remove the frame above and to the right."""
     for axes in panels:
-        axes.tick_params(labelsize=scaled_pt(figure, 8), colors=TEXT_COLOUR)
+        axes.tick_params(labelsize=size_pt, colors=TEXT_COLOUR)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
+        if has_grid:
+            axes.grid(True, color="#e5e5e5", linewidth=0.6)
+            axes.set_axisbelow(True)
+
+
+def new_figure(width_in: float, height_in: float, num_panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """Build a figure of stacked panels with common axes, time on the lowest."""
+    figure = empty_figure(width_in, height_in)
+    grid = figure.subplots(num_panels, 1, sharex=True, sharey=True, squeeze=False)
+    panels: list[Axes] = list(grid[:, 0])
+    style_axes(panels, scaled_pt(figure, 8))
     panels[-1].set_xlabel("time from the step's start (ms)", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
     return figure, panels
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.io.answer import made_of_answer
-from analysis.papers.hybrid import PAPER, Projection, law_speedups_of, speedups_of
-from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure
+from analysis.io.answer import from_answer
+from analysis.papers.hybrid import PAPER, Projection, law_speedups, speedups
+from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, check_picture_path, empty_figure, save_figure, style_axes
 from gems.planner.hybrid.pal import WAYS, Verdict
 from gems.utils.units import counted
 
@@ -68,13 +68,13 @@ def draw_answer(path: Path, out: Path) -> None:
         ConfigError: the file holds no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
-    panel = made_of_answer(path, "answer", "gems plan --hybrid --json", _panel_of_answer)
+    panel = from_answer(path, "answer", "gems plan --hybrid --json", _panel_of_answer)
     _draw([panel], "Data parallelism and workers of several devices: predicted", out)
 
 
 def _panel_of(one: Projection) -> Panel:
     network = one.network
-    speedups = speedups_of(network)
+    by_ways = speedups(network)
     labels = {1: ("data parallelism", ONE_COLOUR), WAYS: (f"workers of {WAYS} devices", HYBRID_COLOUR)}
     lines = tuple(
         Line(
@@ -84,9 +84,9 @@ def _panel_of(one: Projection) -> Panel:
             tuple(each.low for _, each in points),
             tuple(each.high for _, each in points),
         )
-        for ways, points in speedups.items()
+        for ways, points in by_ways.items()
     )
-    for ways, law in law_speedups_of(network).items():
+    for ways, law in law_speedups(network).items():
         label, colour = labels[ways]
         counts, values = tuple(count for count, _ in law), tuple(value for _, value in law)
         lines += (Line(f"{label}, by the noise scale", colour, counts, values, values, values, is_law=True),)
@@ -155,12 +155,8 @@ def _ends(quantities: Sequence[dict[str, float]]) -> tuple[tuple[float, ...], tu
 
 
 def _draw(panels: Sequence[Panel], headline: str, out: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     width_in = max(WIDTH_IN * 0.7, PANEL_IN * len(panels))
-    figure = Figure(figsize=(width_in, 4.0), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty_figure(width_in, 4.0)
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(grid, panels, strict=True):
         _draw_panel(axes, panel)
@@ -203,11 +199,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.grid(True, color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=TEXT_COLOUR)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    style_axes([axes], 8, has_grid=True)
     axes.set_xlabel("devices", fontsize=9, color=TEXT_COLOUR)
     axes.set_ylabel(panel.unit, fontsize=9, color=TEXT_COLOUR)
     axes.set_title(f"{panel.title}\n{panel.detail}", loc="left", fontsize=8.5, color=TEXT_COLOUR)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from analysis.io.run_facts import facts_of
+from analysis.io.run_config import run_facts
 from analysis.metrics.events import by_rank
 from analysis.metrics.memory_parts import buffer_bytes
 from analysis.metrics.step_window import StepWindow, step_window
@@ -74,7 +74,7 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
 
     window = step_window(trace, step)
     parts = {rank: replace(trace, events=events) for rank, events in by_rank(trace.events).items()}
-    curves = [curve for rank, part in parts.items() if (curve := curve_of(part, window, rank)) is not None]
+    curves = [curve for rank, part in parts.items() if (curve := rank_curve(part, window, rank)) is not None]
     if not curves:
         raise ConfigError("trace", trace.source, "its events carry no device_bytes")
     highest = sorted(curves, key=lambda curve: -curve.peak_bytes)[:MAX_PANELS]
@@ -93,7 +93,7 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     return figure
 
 
-def curve_of(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
+def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
     """Return the curve of one rank, from what it held before the step on; None without a ledger."""
     mine = trace.events[(trace.events["rank"] == rank) & (trace.events["device_bytes"] >= 0)]
     mine = mine[np.argsort(mine["end_ns"], kind="stable")]
@@ -179,7 +179,7 @@ def _human(size_bytes: int) -> str:
 
 
 def _title(trace: Trace, window: StepWindow, curves: list[Curve], unit: Unit) -> tuple[str, str]:
-    name = facts_of(trace).schedule or "unnamed schedule"
+    name = run_facts(trace).schedule or "unnamed schedule"
     size = counted(trace.world_size, "rank")
     source = source_mark(trace.source, trace.attributes)
     low, high = (unit.show(pick(curve.peak_bytes for curve in curves)) for pick in (min, max))

@@ -1,4 +1,4 @@
-"""The picture of a cut: what each layer costs in time and bytes, and where each method cuts."""
+"""The picture of a partition: time and bytes of each layer, and the boundaries by each method."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.io.answer import made_of_answer
-from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, check_picture_path, save_figure, scaled_pt, set_title
-from gems.utils.units import counted, number
+from analysis.io.answer import from_answer
+from analysis.plots.figure import (
+    TEXT_COLOUR,
+    WIDTH_IN,
+    check_picture_path,
+    empty_figure,
+    save_figure,
+    scaled_pt,
+    set_title,
+    style_axes,
+)
+from gems.utils.units import MIB, counted, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MIB = 2**20
 TIME_COLOUR, BYTES_COLOUR, PARAM_COLOUR, CUT_COLOUR = "#0072b2", "#e69f00", "#cc79a7", "#222222"
 STAGE_COLOURS = ("#d9e6f2", "#f2e3cc")
 MAX_NAMES = 40
@@ -34,7 +42,7 @@ def draw_partition(path: Path, out: Path) -> None:
     """
     check_picture_path(out)
     save_figure(
-        made_of_answer(
+        from_answer(
             path, "partition", "gems partition",
             lambda answer: partition_figure(answer, answer["drawn_layers"], answer["methods"]),
         ),
@@ -44,12 +52,8 @@ def draw_partition(path: Path, out: Path) -> None:
 
 def partition_figure(answer: dict[str, Any], layers: list[dict[str, Any]], methods: list[dict[str, Any]]) -> Figure:
     """Build the figure: two panels of bars over the layers, and the rows of cuts below."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     height_in = 2 * BARS_IN + ROW_IN * len(methods) + 1.4
-    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty_figure(WIDTH_IN, height_in)
     ratios = [BARS_IN, BARS_IN, ROW_IN * len(methods) + 0.3]
     panels = figure.subplots(3, 1, sharex=True, height_ratios=ratios)
     places = np.arange(len(layers)) + 0.5
@@ -66,10 +70,7 @@ def partition_figure(answer: dict[str, Any], layers: list[dict[str, Any]], metho
     for row, method in enumerate(methods):
         _draw_row(panels[2], figure, row, method, answer["stages"] == answer["partitions"])
     _label_rows(panels[2], figure, methods, layers)
-    for axes in panels:
-        axes.tick_params(labelsize=scaled_pt(figure, 7), colors=TEXT_COLOUR)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+    style_axes(panels, scaled_pt(figure, 7))
     set_title(
         figure, panels[0],
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px: "

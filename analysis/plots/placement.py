@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.io.answer import made_of_answer
+from analysis.io.answer import from_answer
 from analysis.plots.figure import (
     TEXT_COLOUR,
     WIDTH_IN,
@@ -30,7 +30,7 @@ def draw_placement(path: Path, out: Path) -> None:
         ConfigError: the file holds no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
-    save_figure(made_of_answer(path, "placement", "gems place", placement_figure), out)
+    save_figure(from_answer(path, "placement", "gems place", placement_figure), out)
 
 
 def placement_figure(answer: dict[str, Any]) -> Figure:

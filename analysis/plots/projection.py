@@ -1,14 +1,14 @@
-"""The picture and tables of a projection: efficiency with its band beside what is published, and what it hangs on."""
+"""The picture of a projection: efficiency with its band beside published figures, and its sensitivities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from analysis.io.csv_file import write_csv
-from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, error_words, save_figure, set_title
-from analysis.scaling.projection import SHARE, Projection, Sensitivity
+from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, empty_figure, save_figure, set_title, style_axes
+from analysis.scaling.projection import SHARE, Projection, Sensitivity, describe_error, place_rows, sensitivity_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ PICTURES = (".png", ".pdf")
 
 
 def write_projection(found: Projection, out: Path) -> list[Path]:
-    """Write projection.png, .pdf and .csv, and sensitivity.csv, into a folder; gives their paths.
+    """Write projection.png, .pdf and .csv, and sensitivity.csv, into a folder, and return their paths.
 
     Raises:
         ConfigError: a picture that cannot be written.
@@ -36,63 +36,9 @@ def write_projection(found: Projection, out: Path) -> list[Path]:
     return [*pictures, *tables]
 
 
-def place_rows(found: Projection) -> list[dict[str, Any]]:
-    """Return a row a point; efficiencies are of 1."""
-    return [
-        {
-            "schedule": place.point.line,
-            "source": place.point.source,
-            "ranks": place.point.ranks,
-            "images_per_s": place.point.images_per_s,
-            "parallel_efficiency": place.efficiency,
-            "band_low": place.low,
-            "band_high": place.high,
-            "published_efficiency": None if place.published is None else place.published.efficiency,
-            "published_source": "" if place.published is None else place.published.source,
-            "calibrated_from": found.calibrated_from,
-            "held_out_error": found.held_out_error,
-        }
-        for place in found.places
-    ]
-
-
-def sensitivity_rows(found: Projection) -> list[dict[str, Any]]:
-    """Return a row a line and constant; efficiencies are of 1, of the largest point of the line."""
-    return [
-        {
-            "schedule": each.line, "ranks": each.ranks, "constant": each.constant, "value": each.value,
-            f"efficiency_less_{SHARE:.0%}": each.less, f"efficiency_more_{SHARE:.0%}": each.more,
-        }
-        for each in found.sensitivities
-    ]  # fmt: skip
-
-
-def projection_table(found: Projection) -> str:
-    """Return both tables for people, in %."""
-    lines = [f"simulated on constants from {found.calibrated_from}; {_error_words(found)}"]
-    for place in found.places:
-        beside = place.published
-        words = f"   published {100 * beside.efficiency:.2f} ({beside.source})" if beside else ""
-        lines.append(
-            f"{place.point.line:<32}{place.point.ranks:>6} ranks  {100 * place.efficiency:6.2f} %"
-            f"  band {100 * place.low:.2f} to {100 * place.high:.2f}{words}"
-        )
-    lines.append(f"efficiency [%] of the largest points with a constant {SHARE:.0%} less, {SHARE:.0%} more")
-    lines += [
-        f"{each.line:<32}{each.ranks:>6} ranks  {each.constant:<26}{each.value:>10.4g}"
-        f"{100 * each.less:>9.2f}{100 * each.more:>9.2f}"
-        for each in found.sensitivities
-    ]
-    return "\n".join(lines)
-
-
 def projection_figure(found: Projection) -> Figure:
     """Build the picture: efficiency over ranks with its bands on the left, sensitivities on the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1.25 * WIDTH_IN, 4.6), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty_figure(1.25 * WIDTH_IN, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     lines = list(dict.fromkeys(place.point.line for place in found.places))
     colours = {line: COLOURS[number % len(COLOURS)] for number, line in enumerate(lines)}
@@ -100,16 +46,11 @@ def projection_figure(found: Projection) -> Figure:
         _draw_line(left, found, line, colours[line])
     _set_ranks(left, sorted({place.point.ranks for place in found.places}))
     _draw_sensitivities(right, found.sensitivities, colours)
-    for axes in (left, right):
-        axes.tick_params(labelsize=8, colors=TEXT_COLOUR)
-        axes.grid(True, color="#e5e5e5", linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+    style_axes((left, right), 8, has_grid=True)
     left.set_xlabel("ranks", fontsize=9, color=TEXT_COLOUR)
     left.set_ylabel("parallel efficiency [%]", fontsize=9, color=TEXT_COLOUR)
     left.legend(fontsize=7.5, frameon=False, loc="lower left")
-    detail = f"{_error_words(found)}; bands: 95 % of draws, all constants off by up to {SHARE:.0%}"
+    detail = f"{describe_error(found)}; bands: 95 % of draws, all constants off by up to {SHARE:.0%}"
     set_title(figure, left, "SIMULATED, a prediction: scaling efficiency", detail)
     return figure
 
@@ -159,9 +100,3 @@ def _draw_sensitivities(axes: Axes, found: Sequence[Sensitivity], colours: dict[
     axes.set_xlabel(
         f"efficiency [%] on {ranks} ranks, constant {SHARE:.0%} less or more", fontsize=9, color=TEXT_COLOUR
     )
-
-
-def _error_words(found: Projection) -> str:
-    if found.held_out_error is None:
-        return "not checked against runs on that machine"
-    return error_words(found.held_out_error)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.metrics.statistics import Interval
-from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, error_words, set_title
-from analysis.scaling.efficiency import agreements, bases_of, images_per_rank, kind_of, may_join, most_real
+from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, empty_figure, set_title, style_axes
+from analysis.scaling.efficiency import base_points, describe_base, may_join, most_real, scaling_kind, title
 from analysis.scaling.fits import MAX_EXTRAPOLATION, Fit, best_fits
 from analysis.scaling.fits.format import curve_ranks
 from analysis.scaling.points import Point
 from gems.trace import SOURCES
-from gems.utils.units import counted, number
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -45,7 +44,7 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     from matplotlib.ticker import FixedLocator, NullLocator
 
     figure, (rate, share) = _panels()
-    bases, kind = bases_of(points), kind_of(points)
+    bases, kind = base_points(points), scaling_kind(points)
     lines = list(dict.fromkeys(point.line for point in points))
     best = best_fits(fits)
     for place, line in enumerate(lines):
@@ -77,56 +76,12 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     return figure
 
 
-def title(points: Sequence[Point]) -> tuple[str, str]:
-    """Return the headline, which names the kind of scaling, and the line below it."""
-    kind, first = kind_of(points), points[0]
-    kinds = {
-        "strong": f"strong scaling, {first.images_per_step} images a step",
-        "weak": f"weak scaling, {_images_words(points)} images a rank",
-        "capability": "capability scaling, the work of an image grows",
-        "comparison": f"schedules on {counted(first.ranks, 'rank')}",
-        "mixed": "scaling, images a step and ranks change apart",
-    }
-    return kinds[kind], _detail(points)
-
-
-def _images_words(points: Sequence[Point]) -> str:
-    return " or ".join(f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)}))
-
-
-def _detail(points: Sequence[Point]) -> str:
-    found = agreements(points)
-    is_range = any(point.step_interval_s.is_range and not point.is_deterministic for point in points)
-    bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
-    detail = f"median step, bars are {bars}, warm-up left out"
-    known = [error for point in points if point.source == "simulated" and (error := point.held_out_error) is not None]
-    if known:
-        detail += f"; {error_words(max(known))}"
-    if not found:
-        return detail
-    low, high = (round(100 * pick(each.error for each in found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
-    return f"{detail}; simulated step times are off by {low:+.1f} to {high:+.1f} % ({counted(len(found), 'point')})"
-
-
-def base_words(base: Point) -> str:
-    """Return a base with its absolute figure, its ranks and its source."""
-    return f"{number(base.images_per_s)} images/s on {counted(base.ranks, 'rank')}, {base.source}"
-
-
 def _panels() -> tuple[Figure, tuple[Axes, Axes]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_IN, 7.6), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty_figure(WIDTH_IN, 7.6)
     rate, share = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for axes, label in ((rate, "images/s"), (share, "parallel efficiency, of 1")):
         axes.set_ylabel(label, fontsize=9, color=TEXT_COLOUR)
-        axes.tick_params(labelsize=8, colors=TEXT_COLOUR)
-        axes.grid(True, color="#e5e5e5", linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+    style_axes((rate, share), 8, has_grid=True)
     share.set_xlabel("ranks", fontsize=9, color=TEXT_COLOUR)
     return figure, (rate, share)
 
@@ -192,9 +147,9 @@ def _add_legend(figure: Figure, points: Sequence[Point], lines: Sequence[str], b
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    bases = bases_of(points)
+    bases = base_points(points)
     handles: list[Artist] = [
-        Line2D([], [], color=COLOURS[place % len(COLOURS)], label=f"{line} (base {base_words(bases[line])})")
+        Line2D([], [], color=COLOURS[place % len(COLOURS)], label=f"{line} (base {describe_base(bases[line])})")
         for place, line in enumerate(lines)
     ]
     for source in SOURCES:

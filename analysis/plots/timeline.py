@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from analysis.io.run_facts import RunFacts, facts_of
+from analysis.io.run_config import RunFacts, run_facts
 from analysis.metrics.events import of_kinds, ranks_written
 from analysis.metrics.run_metrics import backward_mean_s, stage_mean_s
 from analysis.metrics.step_window import StepWindow, step_window
@@ -87,7 +87,7 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
         ConfigError: no such step, or the trace has no events.
     """
     window = step_window(trace, step)
-    facts = facts_of(trace)
+    facts = run_facts(trace)
     ranks = np.unique(window.events["rank"])[:MAX_LANES]
     figure, axes = lanes_figure(trace, window, ranks, _title(trace, window, facts, len(ranks)))
     if facts.partitions and facts.replicas and facts.replicas > 1:
@@ -154,7 +154,7 @@ def _draw_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarr
         return _draw_dense(figure, axes, window, events, ranks)
     drawn = []
     for look in LOOKS:
-        is_mine = of_look(events, look)
+        is_mine = look_mask(events, look)
         for lane, rank in enumerate(ranks):
             boxes = events[is_mine & (events["rank"] == rank)]
             start_ms = (boxes["start_ns"] - window.start_ns) * MS
@@ -182,7 +182,7 @@ def _draw_dense(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarr
     lane = np.searchsorted(ranks, events["rank"])
     shares: dict[Look, np.ndarray] = {}
     for look in LOOKS:
-        is_mine = of_look(events, look)
+        is_mine = look_mask(events, look)
         if is_mine.any():
             shares[look] = coverage(start[is_mine], end[is_mine], lane[is_mine], len(ranks), num_columns)
     for top, bottom in dict.fromkeys((look.top, look.bottom) for look in shares):
@@ -196,7 +196,7 @@ def _draw_dense(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarr
     return list(shares)
 
 
-def of_look(events: np.ndarray, look: Look) -> np.ndarray:
+def look_mask(events: np.ndarray, look: Look) -> np.ndarray:
     """Return the mask of the events, shaded, that are drawn by a look."""
     is_mine = of_kinds(events, *look.kinds) & (events["end_ns"] > events["start_ns"])
     return is_mine if look.shade is None else is_mine & (events["direction"] == look.shade)

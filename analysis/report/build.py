@@ -10,8 +10,7 @@ from typing import Any
 from analysis.io.load import load_trace
 from analysis.report.markup import Html
 from analysis.report.page import page
-from analysis.report.run_section import RunSection, run_section
-from analysis.report.selection import MAX_EVENTS
+from analysis.report.run_section import MAX_EVENTS, RunSection, run_section
 from analysis.report.study_section import study_section
 from gems.errors import ConfigError
 

@@ -10,7 +10,7 @@ from analysis.report.markup import Html, element, joined
 
 WIDTH_PX, HEIGHT_PX = 560, 190
 LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 10, 14, 34
-MAX_POINTS = 1000
+MAX_POINTS, MAX_DOTS = 1000, 40
 
 
 def line_chart(name: str, x: np.ndarray, y: np.ndarray, x_label: str, y_label: str, *, is_from_zero: bool) -> Html:
@@ -29,7 +29,8 @@ def line_chart(name: str, x: np.ndarray, y: np.ndarray, x_label: str, y_label: s
     across = LEFT_PX + (x - x[0]) / span * (WIDTH_PX - LEFT_PX - RIGHT_PX)
     down = HEIGHT_PX - BOTTOM_PX - (y - low) / (high - low) * (HEIGHT_PX - TOP_PX - BOTTOM_PX)
     points = " ".join(f"{px:.1f},{py:.1f}" for px, py in zip(across, down, strict=True))
-    marks = [_tick(low, HEIGHT_PX - BOTTOM_PX), _tick(high, TOP_PX), _tick((low + high) / 2, _middle_px())]
+    bottom_px = HEIGHT_PX - BOTTOM_PX
+    ticks = [_tick(low, bottom_px), _tick(high, TOP_PX), _tick((low + high) / 2, (TOP_PX + bottom_px) / 2)]
     ends = [
         element("text", f"{x[place]:g}", x=f"{across[place]:.0f}", y=str(HEIGHT_PX - 20), text_anchor=anchor)
         for place, anchor in ((0, "start"), (-1, "end"))
@@ -37,30 +38,18 @@ def line_chart(name: str, x: np.ndarray, y: np.ndarray, x_label: str, y_label: s
     middle_px = (LEFT_PX + WIDTH_PX) // 2
     label = element("text", x_label, x=str(middle_px), y=str(HEIGHT_PX - 5), text_anchor="middle")
     line = element("polyline", points=points)
-    dots = (
-        [element("circle", cx=f"{px:.1f}", cy=f"{py:.1f}", r="2.5") for px, py in zip(across, down, strict=True)]
-        if len(x) <= 40
-        else []
-    )
+    circled = zip(across, down, strict=True) if len(x) <= MAX_DOTS else ()
+    dots = [element("circle", cx=f"{px:.1f}", cy=f"{py:.1f}", r="2.5") for px, py in circled]
     drawing = element(
-        "svg", *_flat(marks), *ends, label, line, *dots,
+        "svg", *ticks, *ends, label, line, *dots,
         viewBox=f"0 0 {WIDTH_PX} {HEIGHT_PX}", role="img", aria_label=f"{y_label} over {x_label}", class_="chart",
     )  # fmt: skip
     return element("figure", element("figcaption", y_label), drawing, id=name)
 
 
-def _flat(marks: list[tuple[Html, Html]]) -> list[Html]:
-    """Return the elements of pairs, one behind the other."""
-    return [joined(pair) for pair in marks]
-
-
-def _middle_px() -> float:
-    return (TOP_PX + HEIGHT_PX - BOTTOM_PX) / 2
-
-
-def _tick(value: float, at_px: float) -> tuple[Html, Html]:
+def _tick(value: float, at_px: float) -> Html:
     line = element("line", x1=str(LEFT_PX), x2=str(WIDTH_PX - RIGHT_PX), y1=f"{at_px:.1f}", y2=f"{at_px:.1f}")
-    return line, element("text", f"{value:.4g}", x=str(LEFT_PX - 6), y=f"{at_px + 4:.1f}", text_anchor="end")
+    return joined([line, element("text", f"{value:.4g}", x=str(LEFT_PX - 6), y=f"{at_px + 4:.1f}", text_anchor="end")])
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 
+from analysis.report.canvas_data import TRACKS, looks_json
 from analysis.report.markup import Html, data_element, element, joined
 from analysis.report.run_section import RunSection, source_mark
 from analysis.report.table import Cell, Table
-from analysis.report.timeline_block import TRACKS, looks_json
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 SCRIPT, STYLES = "report.js", "report.css"

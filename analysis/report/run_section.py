@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,22 +11,23 @@ from typing import Any
 import numpy as np
 import yaml
 
+from analysis.attribution import Attribution, attribute
 from analysis.io.load import Loaded
-from analysis.io.run_facts import facts_of
-from analysis.metrics.run_metrics import metrics_of, step_times_s
-from analysis.plots.figure import SOURCE_MARKS
+from analysis.io.run_config import run_facts
+from analysis.metrics.run_metrics import run_metrics, step_times_s
+from analysis.plots.figure import DPI, SOURCE_MARKS
+from analysis.plots.waterfall import waterfall_figure
+from analysis.report.canvas_data import memory_block, timeline_block, windows_json
 from analysis.report.chart import line_chart
 from analysis.report.figures import key_figures, overview_row
 from analysis.report.markup import Html, data_element, element, joined, svg_image
-from analysis.report.memory_block import memory_block
-from analysis.report.parts import Causes, causes_of
 from analysis.report.run_tables import cause_table, prediction_table, rank_table, stage_table
-from analysis.report.selection import select_events
 from analysis.report.table import Cell
-from analysis.report.timeline_block import timeline_block, windows_json
+from gems.errors import ConfigError
 from gems.trace import Trace
 from gems.utils.units import counted
 
+MAX_EVENTS = 1 << 20
 CANVASES = (
     ("timeline", "Timeline: rank x time", "Timeline, rank by time"),
     ("memory", "Memory over time", "Memory of each rank over time"),
@@ -58,7 +60,7 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
         ConfigError: the trace's configuration is malformed.
     """
     trace = loaded.trace
-    metrics, causes = metrics_of(trace), causes_of(trace)
+    metrics, causes = run_metrics(trace), _attribution(trace)
     heading = _heading(name, trace)
     selection = select_events(trace, max_events)
     tables = (
@@ -82,13 +84,39 @@ def run_section(place: int, name: str, loaded: Loaded, max_events: int) -> RunSe
     return RunSection(heading, trace.source, overview_row(metrics), html, num_drawn)
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Events that are shown, sorted by (rank, start_ns), and a note where these are not all of the trace."""
+
+    events: np.ndarray
+    note: str = ""
+
+
+def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> Selection:
+    """Take the last whole steps that `max_events` hold; of a single step that is too large, its first ranks."""
+    events = trace.events
+    if len(events) <= max_events:
+        return Selection(events)
+    steps, counts = np.unique(events["step"], return_counts=True)
+    fitting = int((np.cumsum(counts[::-1]) <= max_events).sum())
+    if fitting:
+        first = int(steps[len(steps) - fitting])
+        note = f"shown: {counted(fitting, 'step')} from {first} on, of {counted(len(steps), 'step')} in the trace"
+        return Selection(events[events["step"] >= first], note)
+    last = events[events["step"] == steps[-1]]
+    ranks, counts = np.unique(last["rank"], return_counts=True)
+    fitting = max(int((np.cumsum(counts) <= max_events).sum()), 1)
+    note = f"shown: step {int(steps[-1])} of the first {counted(fitting, 'rank')}, of {len(ranks)} in the trace"
+    return Selection(last[last["rank"] <= ranks[fitting - 1]][:max_events], note)
+
+
 def source_mark(source: str) -> Html:
     """Return the mark that says where figures come from."""
     return element("span", SOURCE_MARKS.get(source, source), class_=f"source {source}")
 
 
 def _heading(name: str, trace: Trace) -> str:
-    facts = facts_of(trace)
+    facts = run_facts(trace)
     size = counted(trace.world_size, "rank")
     if facts.partitions and facts.replicas:
         size += f" ({counted(facts.partitions, 'partition')} x {counted(facts.replicas, 'replica')})"
@@ -120,16 +148,8 @@ def _pictures(place: int, trace: Trace, events: np.ndarray) -> tuple[Html, int]:
     ]  # fmt: skip
     bar = element("div", *buttons, element("output", "", class_="range"), class_="bar")
     legend = element("ul", class_="legend")
-    shown = element(
-        "div",
-        bar,
-        *drawn[:1],
-        legend,
-        *drawn[1:],
-        element("p", HELP, class_="help"),
-        class_="views",
-        data_run=str(place),
-    )
+    parts = (bar, *drawn[:1], legend, *drawn[1:], element("p", HELP, class_="help"))
+    shown = element("div", *parts, class_="views", data_run=str(place))
     return joined([shown, data_element(f"data-{place}", data)]), timeline["count"]
 
 
@@ -138,30 +158,30 @@ def _charts(place: int, trace: Trace) -> list[Html]:
     if not len(steps):
         return []
     times_ms = step_times_s(steps) * 1e3
-    loss = line_chart(
-        f"loss-{place}",
-        steps["step"],
-        steps["loss"],
-        "optimizer step",
-        f"Training loss, {trace.source}",
-        is_from_zero=False,
-    )
-    step_time = line_chart(
-        f"step-times-{place}",
-        steps["step"],
-        times_ms,
-        "optimizer step",
-        f"Step time in ms, {trace.source}",
-        is_from_zero=True,
-    )
-    return [chart for chart in (loss, step_time) if chart]
+    charts = (
+        line_chart(f"{name}-{place}", steps["step"], y, "optimizer step", f"{title}, {trace.source}", is_from_zero=is_from_zero)
+        for name, y, title, is_from_zero in (
+            ("loss", steps["loss"], "Training loss", False), ("step-times", times_ms, "Step time in ms", True),
+        )
+    )  # fmt: skip
+    return [chart for chart in charts if chart]
 
 
-def _waterfall(causes: Causes | None, source: str) -> Html:
-    if causes is None or causes.waterfall is None:
+def _attribution(trace: Trace) -> Attribution | None:
+    """Return what the step's time was lost to; None if the trace lacks what that takes."""
+    try:
+        return attribute(trace)
+    except ConfigError:
+        return None
+
+
+def _waterfall(causes: Attribution | None, source: str) -> Html:
+    if causes is None:
         return Html("")
-    caption = element("figcaption", f"What a step's time was lost to, {source}")
-    return element("figure", caption, svg_image(causes.waterfall, "Waterfall from ideal to actual step time"))
+    picture = io.BytesIO()
+    waterfall_figure(causes).savefig(picture, format="svg", dpi=DPI, facecolor="white")
+    caption = element("figcaption", f"Where the time of a step was lost, {source}")
+    return element("figure", caption, svg_image(picture.getvalue(), "Waterfall from ideal to actual step time"))
 
 
 def _texts(trace: Trace) -> list[Html]:

@@ -6,24 +6,26 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from analysis.attribution import Attribution
+from analysis.metrics.events import COMPUTE, of_kinds
 from analysis.metrics.run_metrics import Metrics
-from analysis.report.parts import Causes
-from analysis.report.stage_times import stage_medians_s
 from analysis.report.table import Cell, Table
-from gems.trace import Trace
+from gems.trace import KINDS, Trace
 from gems.utils.units import MIB
 
-KINDS = ("F", "B", "I", "W", "R")
+NS = 1e-9
 PEAKS = (
     ("activations", "predicted_activation_bytes", "peak_activation_bytes"),
     ("allocated", "peak_bytes", "peak_allocated_bytes"),
 )
 
 
-def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Causes | None) -> Table:
+def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | None) -> Table:
     """Return a row a rank: host, time in compute and its share, peaks in MiB, and lost time by cause where it is known."""
     hosts = trace.attributes.get("hostnames", ())
-    lost = {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.by_rank_s.items()}
+    lost = {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.causes_s.items()}
     rows: list[tuple[Cell, ...]] = []
     for rank in range(trace.world_size):
         busy_s = metrics.busy_s[rank]
@@ -48,7 +50,7 @@ def stage_table(name: str, trace: Trace) -> Table | None:
     medians = stage_medians_s(trace)
     if not medians:
         return None
-    kinds = [kind for kind in KINDS if any(kind in found for found in medians.values())]
+    kinds = [kind for kind in COMPUTE if any(kind in found for found in medians.values())]
     totals = {stage: sum(found.values()) for stage, found in medians.items()}
     mean_s = sum(totals.values()) / len(totals)
     cuts = trace.boundaries
@@ -66,7 +68,34 @@ def stage_table(name: str, trace: Trace) -> Table | None:
     return Table(name, f"Stages, medians of one pass, {trace.source}", columns, rows)
 
 
-def cause_table(name: str, causes: Causes, source: str) -> Table:
+def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
+    """Return the median duration in seconds of F, B, I, W and R by stage, over all ranks, warm-up steps left out.
+
+    A segment's actions are summed over the segments of its stage, as one pass over the stage.
+    """
+    counted = trace.steps["step"][trace.steps["is_warmup"] == 0]
+    events = trace.events[of_kinds(trace.events, *COMPUTE) & np.isin(trace.events["step"], counted)]
+    if not len(events):
+        return {}
+    group = events["stage"].astype(np.int64) * len(KINDS) + events["kind"]
+    keys = ("micro_batch", "direction", "step", "rank")
+    order = np.lexsort([*(events[key] for key in keys), group])
+    events, group = events[order], group[order]
+    is_new = np.ones(len(events), bool)
+    is_new[1:] = group[1:] != group[:-1]
+    for key in keys:
+        is_new[1:] |= events[key][1:] != events[key][:-1]
+    starts = np.flatnonzero(is_new)
+    passes_ns = np.add.reduceat(events["end_ns"] - events["start_ns"], starts)
+    found: dict[int, dict[str, float]] = {}
+    places, firsts = np.unique(group[starts], return_index=True)
+    for place, times_ns in zip(places.tolist(), np.split(passes_ns, firsts[1:]), strict=True):
+        stage, kind = divmod(place, len(KINDS))
+        found.setdefault(stage, {})[KINDS[kind]] = float(np.median(times_ns)) * NS
+    return found
+
+
+def cause_table(name: str, causes: Attribution, source: str) -> Table:
     """Return a row a cause: what of the step it took, mean over the ranks."""
     step_s = causes.step_s or 1.0
     parts = {"useful compute, ideal": causes.ideal_s, **causes.run_s}

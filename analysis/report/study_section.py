@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.plots.scaling import scaling_figure, title
+from analysis.plots.scaling import scaling_figure
 from analysis.report.markup import Html, element, svg_image
 from analysis.report.table import Cell, Table
-from analysis.scaling.efficiency import agreement_rows, rows_of
-from analysis.scaling.fits import fits_of, why_not_fitted
+from analysis.scaling.efficiency import agreement_rows, point_rows, title
+from analysis.scaling.fits import fit_laws, why_not_fitted
 from analysis.scaling.fits.format import fit_lines
 from analysis.scaling.point_reading import read_points
-from analysis.scaling.rules import Rule, rules_of
+from analysis.scaling.rules import Rule, check_rules
 from gems.utils.units import counted, number
 
 COLUMNS = {
@@ -33,11 +33,11 @@ def study_section(runs: Sequence[Path]) -> Html:
         ConfigError: a run without a whole step after warm-up, or one whose trace does not hold its configuration.
     """
     points = read_points(runs)
-    fits = fits_of(points)
+    fits = fit_laws(points)
     headline, detail = title(points)
     picture = io.BytesIO()
     scaling_figure(points, fits).savefig(picture, format="svg", facecolor="white")
-    found = rows_of(points)
+    found = point_rows(points)
     rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in COLUMNS) for row in found]
     table = Table("points", "Points of the study", tuple(COLUMNS.values()), rows, (4,) * len(COLUMNS))
     bases = [element("li", words) for words in dict.fromkeys(map(_base_words, found))]
@@ -51,7 +51,7 @@ def study_section(runs: Sequence[Path]) -> Html:
         element("ul", *(element("li", words) for words in laws)),
         table.html(),
         *([_agreement(predicted).html()] if predicted else []),
-        _rules(rules_of(points)).html(),
+        _rules(check_rules(points)).html(),
     ]
     return element("section", *parts, id="study")
 

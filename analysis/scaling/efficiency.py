@@ -8,8 +8,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from analysis.scaling.points import Point
+from analysis.scaling.points import Point, format_error
 from gems.trace import SOURCES
+from gems.utils.units import counted, number
 
 MAX_JOINED = 4  # times as many ranks
 
@@ -30,13 +31,13 @@ class Agreement:
         return self.simulated_s / self.step_s - 1.0
 
 
-def bases_of(points: Sequence[Point]) -> dict[str, Point]:
+def base_points(points: Sequence[Point]) -> dict[str, Point]:
     """Return the base of each line: its smallest point, of the most real source where there are several."""
     ordered = sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source)), reverse=True)
     return {point.line: point for point in ordered}
 
 
-def kind_of(points: Sequence[Point]) -> str:
+def scaling_kind(points: Sequence[Point]) -> str:
     """Return the kind of a scaling study: strong, weak, capability, comparison or mixed.
 
     Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its images grow in a line;
@@ -93,9 +94,9 @@ def agreements(points: Sequence[Point]) -> list[Agreement]:
     ]
 
 
-def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:
+def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return the table of points, with units in the names of its columns; None where a figure is not known."""
-    kind, bases = kind_of(points), bases_of(points)
+    kind, bases = scaling_kind(points), base_points(points)
     rows = []
     for point in points:
         base, step = bases[point.line], point.step_interval_s
@@ -143,13 +144,49 @@ def base_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
             "images_per_s": base.images_per_s,
             "step_median_s": base.step_median_s,
         }
-        for line, base in sorted(bases_of(points).items())
+        for line, base in sorted(base_points(points).items())
     ]
 
 
 def agreement_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return the predictions that can be checked, as plain data."""
     return [{**asdict(found), "error": found.error} for found in agreements(points)]
+
+
+def title(points: Sequence[Point]) -> tuple[str, str]:
+    """Return the headline, which names the kind of scaling, and the line below it."""
+    kind, first = scaling_kind(points), points[0]
+    kinds = {
+        "strong": f"strong scaling, {first.images_per_step} images a step",
+        "weak": f"weak scaling, {_list_images(points)} images a rank",
+        "capability": "capability scaling, the work of an image grows",
+        "comparison": f"schedules on {counted(first.ranks, 'rank')}",
+        "mixed": "scaling, images a step and ranks change apart",
+    }
+    return kinds[kind], _detail(points)
+
+
+def _list_images(points: Sequence[Point]) -> str:
+    return " or ".join(f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)}))
+
+
+def _detail(points: Sequence[Point]) -> str:
+    found = agreements(points)
+    is_range = any(point.step_interval_s.is_range and not point.is_deterministic for point in points)
+    bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
+    detail = f"median step, bars are {bars}, warm-up left out"
+    known = [error for point in points if point.source == "simulated" and (error := point.held_out_error) is not None]
+    if known:
+        detail += f"; {format_error(max(known))}"
+    if not found:
+        return detail
+    low, high = (round(100 * pick(each.error for each in found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
+    return f"{detail}; simulated step times are off by {low:+.1f} to {high:+.1f} % ({counted(len(found), 'point')})"
+
+
+def describe_base(base: Point) -> str:
+    """Return a base with its absolute figure, its ranks and its source."""
+    return f"{number(base.images_per_s)} images/s on {counted(base.ranks, 'rank')}, {base.source}"
 
 
 def _same_work(point: Point, other: Point) -> bool:

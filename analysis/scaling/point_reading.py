@@ -5,49 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-import yaml
-
+from analysis.io.run_config import read_head, read_section
 from analysis.metrics.run_metrics import NS, step_times_s
 from analysis.scaling.points import Point, Setting
-from gems.config.renamed_keys import with_new_names
 from gems.config.schema import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from gems.errors import ConfigError
-from gems.trace import DTYPES, SOURCES, open_trace, read_column
-from gems.trace.hdf5 import get_attributes
+from gems.trace import SOURCES
 
-Section = TypeVar("Section")
 DOCUMENTED = ("git_commit", "versions", "created_utc")
 
 
 def read_point(path: Path) -> Point:
-    """Read one run: its steps and configuration alone, so that large traces cost no time.
+    """Read one run, its steps and configuration alone.
 
     Raises:
         ConfigError: no trace there, an unreadable one, one without its configuration, or no step after warm-up.
     """
-    file_path = path / "trace.h5" if path.is_dir() else path
-    if not file_path.exists():
-        raise ConfigError("path", path, "has no trace.h5", "give finished runs, or their trace.h5")
-    with open_trace(file_path) as file:
-        attributes = get_attributes(file)
-        steps = np.empty(len(file["steps/step"]), DTYPES["steps"])
-        for column in DTYPES["steps"].names or ():
-            steps[column] = read_column(file, "steps", column)
-        document = yaml.safe_load(file["run_yaml"].asstr()[()])
-    if not isinstance(document, dict):
-        raise ConfigError("trace", path, "holds no configuration of its run", "collect the run again")
-    steps = np.sort(steps, order="step")
+    head = read_head(path)
+    attributes, steps, document = head.attributes, head.steps, head.document
     counted = steps[steps["is_warmup"] == 0]
     if not len(counted):
         raise ConfigError("trace", path, "holds no whole step after warm-up", "raise train.steps")
-    parallel, cost = _section(document, "parallel", ParallelConfig), _section(document, "cost", CostConfig)
+    parallel, cost = read_section(document, "parallel", ParallelConfig), read_section(document, "cost", CostConfig)
     source = str(attributes["source"])
     work_s = None if source == "measured" else _work_s(parallel, cost)
     return Point(
-        line=_line(_section(document, "schedule", ScheduleConfig), parallel),
+        line=_line(read_section(document, "schedule", ScheduleConfig), parallel),
         source=source,
         ranks=int(attributes["world_size"]),
         partitions=parallel.partitions,
@@ -61,15 +46,17 @@ def read_point(path: Path) -> Point:
         num_images=int(counted["images"].sum()),
         setting=_setting(attributes, len(steps) - len(counted)),
         run_steps=(len(counted),),
-        model=_model_word(_section(document, "model", ModelConfig)) if work_s is None or cost.name == "profile" else "",
+        model=_model_word(read_section(document, "model", ModelConfig))
+        if work_s is None or cost.name == "profile"
+        else "",
         held_out_error=None if (error := attributes.get("held_out_error")) is None else float(error),
     )
 
 
 def read_points(paths: Iterable[Path]) -> list[Point]:
-    """Read runs and gives their points by line, ranks and source; runs of one point are put together.
+    """Read runs and gives their points by line, ranks and source; runs of one point are pooled.
 
-    Where a line has several models, or pipelines of several lengths, on as many ranks, each of them is a line of its own.
+    If a line has several models, or pipelines of several lengths, on as many ranks, each of them is a line of its own.
 
     Raises:
         ConfigError: as `read_point`.
@@ -131,15 +118,6 @@ def _setting(attributes: Mapping[str, Any], num_warmup_steps: int) -> Setting:
     )
 
 
-def _section(document: dict[str, Any], name: str, section: type[Section]) -> Section:
-    """Read a section of a resolved configuration; what a later version added to it is passed over."""
-    values = document.get(name) or {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"run_yaml.{name}", values, "must be a mapping of keys")
-    known: dict[str, Any] = getattr(section, "__dataclass_fields__", {})
-    return section(**{key: value for key, value in with_new_names(name, values).items() if key in known})
-
-
 def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
     words = [schedule.name]
     if schedule.name == "gems_master" and (parallel.parts or 1) > 1:
@@ -157,7 +135,7 @@ def _work_s(parallel: ParallelConfig, cost: CostConfig) -> float:
 
 
 def _problem(document: dict[str, Any]) -> tuple[Any, ...]:
-    data = _section(document, "data", DataConfig)
-    model = sorted(asdict(_section(document, "model", ModelConfig)).items())
+    data = read_section(document, "data", DataConfig)
+    model = sorted(asdict(read_section(document, "model", ModelConfig)).items())
     seen = ((key, str(value)) for key, value in model)  # values may be lists and mappings
     return (*seen, data.channels, data.height_px * data.width_px)

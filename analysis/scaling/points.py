@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from analysis.metrics.statistics import Interval, harmonic_mean, interval_of, median_draws, median_interval, percentile
+from analysis.metrics.statistics import (
+    Interval,
+    harmonic_mean,
+    median_draws,
+    median_interval,
+    percentile,
+    percentile_interval,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +165,7 @@ class Point:
             low = value * min(1.0, its.low / its.value * mine.value / mine.high)
             return Interval(low, value, value * max(1.0, its.high / its.value * mine.value / mine.low), True)
         draws = median_draws(base.step_s, seed=1) / median_draws(self.step_s)
-        return interval_of(draws * value * mine.value / its.value, value)
+        return percentile_interval(draws * value * mine.value / its.value, value)
 
     def work_beside(self, base: Point) -> float | None:
         """Return the work of an image over that of an image of `base`; None where that is not known."""
@@ -172,3 +179,8 @@ class Point:
 
 def _union(texts: Iterable[str], more: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({*texts, *more}))
+
+
+def format_error(held_out_error: float) -> str:
+    """Return a calibration's error as text."""
+    return f"held-out error of step times {100 * held_out_error:.1f} %"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import yaml
 
-from analysis.scaling.efficiency import bases_of
-from analysis.scaling.points import Point
+from analysis.io.run_config import read_head
+from analysis.scaling.efficiency import base_points
+from analysis.scaling.points import Point, format_error
 from analysis.scaling.published import Published, published
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
@@ -18,8 +19,6 @@ from gems.schedule.schedule import Schedule
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import activation_cap, schedule_costs, simulate_step
 from gems.simulation.jitter import Arrivals, arrivals_of, median_of, noisy_steps
-from gems.trace import open_trace
-from gems.trace.hdf5 import get_attributes
 
 SHARE = 0.2  # by which a constant may be off, either way
 NUM_DRAWS = 32  # of all constants at once
@@ -75,13 +74,13 @@ def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None
     """
     if any(point.source != "simulated" for point in points):
         return None
-    specs = dict(map(_spec_of, paths))
+    specs = dict(map(_read_spec, paths))
     machines = [spec.machine for spec in specs.values()]
     if any(machine.calibrated_from is None or machine.kind != "simulated" for machine in machines):
         return None
     places: list[Place] = []
     sensitivities: list[Sensitivity] = []
-    bases = bases_of(points)
+    bases = base_points(points)
     for line, base in bases.items():
         mine = [point for point in points if point.line == line]
         if len(mine) < 2 or any(point.efficiency(base) is None for point in mine):
@@ -113,7 +112,7 @@ def varied(spec: RunSpec, factors: Mapping[str, float]) -> RunSpec:
     return replace(spec, machine=machine, cost=cost)
 
 
-def constants_of(spec: RunSpec) -> dict[str, float]:
+def machine_constants(spec: RunSpec) -> dict[str, float]:
     """Return the constants that a run's machine has, with their values; what is 0 or not given is none."""
     values = {name: getattr(spec.machine, name.removeprefix("machine.")) for name in CONSTANTS}
     return {name: float(value) for name, value in values.items() if value}
@@ -129,7 +128,7 @@ class _Line:
     def band(self) -> tuple[list[float], list[float]]:
         """Return the low and the high end of each run's efficiency."""
         rng = np.random.default_rng(self._runs[0].seed)
-        names = list(constants_of(self._runs[self._base]))
+        names = list(machine_constants(self._runs[self._base]))
         drawn = []
         for draw in range(NUM_DRAWS):
             factors = dict(zip(names, rng.uniform(1 - SHARE, 1 + SHARE, len(names)).tolist(), strict=True))
@@ -141,7 +140,7 @@ class _Line:
         """Return what each constant does to the run with the most ranks."""
         last = max(range(len(self._runs)), key=lambda run: self._runs[run].world_size)
         found = []
-        for constant, value in constants_of(self._runs[last]).items():
+        for constant, value in machine_constants(self._runs[last]).items():
             less, more = (self._efficiencies([last], {constant: factor}, 0)[0] for factor in (1 - SHARE, 1 + SHARE))
             found.append(Sensitivity(line, self._runs[last].world_size, constant, value, less, more))
         return found
@@ -182,13 +181,68 @@ class _Line:
         return played.span * spec.cost.unit_s
 
 
-def _spec_of(path: Path) -> tuple[str, RunSpec]:
+def _read_spec(path: Path) -> tuple[str, RunSpec]:
     """Read a run's signature and configuration from its trace."""
-    file_path = path / "trace.h5" if path.is_dir() else path
-    with open_trace(file_path) as file:
-        signature = str(get_attributes(file).get("signature", ""))
-        document = yaml.safe_load(file["run_yaml"].asstr()[()])
+    head = read_head(path)
+    signature = str(head.attributes.get("signature", ""))
     try:
-        return signature, RunSpec.from_dict(document)
+        return signature, RunSpec.from_dict(head.document)
     except (ConfigError, TypeError):  # of another version: nothing to simulate again
         return signature, RunSpec()
+
+
+def place_rows(found: Projection) -> list[dict[str, Any]]:
+    """Return a row a point; efficiencies are of 1."""
+    return [
+        {
+            "schedule": place.point.line,
+            "source": place.point.source,
+            "ranks": place.point.ranks,
+            "images_per_s": place.point.images_per_s,
+            "parallel_efficiency": place.efficiency,
+            "band_low": place.low,
+            "band_high": place.high,
+            "published_efficiency": None if place.published is None else place.published.efficiency,
+            "published_source": "" if place.published is None else place.published.source,
+            "calibrated_from": found.calibrated_from,
+            "held_out_error": found.held_out_error,
+        }
+        for place in found.places
+    ]
+
+
+def sensitivity_rows(found: Projection) -> list[dict[str, Any]]:
+    """Return a row a line and constant; efficiencies are of 1, of the largest point of the line."""
+    return [
+        {
+            "schedule": each.line, "ranks": each.ranks, "constant": each.constant, "value": each.value,
+            f"efficiency_less_{SHARE:.0%}": each.less, f"efficiency_more_{SHARE:.0%}": each.more,
+        }
+        for each in found.sensitivities
+    ]  # fmt: skip
+
+
+def projection_table(found: Projection) -> str:
+    """Return both tables for people, in %."""
+    lines = [f"simulated on constants from {found.calibrated_from}; {describe_error(found)}"]
+    for place in found.places:
+        beside = place.published
+        words = f"   published {100 * beside.efficiency:.2f} ({beside.source})" if beside else ""
+        lines.append(
+            f"{place.point.line:<32}{place.point.ranks:>6} ranks  {100 * place.efficiency:6.2f} %"
+            f"  band {100 * place.low:.2f} to {100 * place.high:.2f}{words}"
+        )
+    lines.append(f"efficiency [%] of the largest points with a constant {SHARE:.0%} less, {SHARE:.0%} more")
+    lines += [
+        f"{each.line:<32}{each.ranks:>6} ranks  {each.constant:<26}{each.value:>10.4g}"
+        f"{100 * each.less:>9.2f}{100 * each.more:>9.2f}"
+        for each in found.sensitivities
+    ]
+    return "\n".join(lines)
+
+
+def describe_error(projection: Projection) -> str:
+    """Return how far predictions with the machine's calibration were off."""
+    if projection.held_out_error is None:
+        return "not checked against runs on that machine"
+    return format_error(projection.held_out_error)

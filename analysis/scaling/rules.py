@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from analysis.metrics.statistics import Interval, fewest_values, further_values
-from analysis.scaling.efficiency import bases_of, kind_of, may_join, neighbours
+from analysis.scaling.efficiency import base_points, may_join, neighbours, scaling_kind
 from analysis.scaling.points import Point
 from gems.trace import SOURCES
 from gems.utils.units import counted, number
@@ -42,7 +42,7 @@ class Rule:
     text: str
 
 
-def rules_of(points: Sequence[Point]) -> list[Rule]:
+def check_rules(points: Sequence[Point]) -> list[Rule]:
     """Return all rules in their order, checked on the points of a study (see `analysis.scaling.point_reading.read_points`)."""
     return [Rule(number, title, *check(points)) for number, (title, check) in enumerate(_CHECKS, start=1)]
 
@@ -53,7 +53,7 @@ def rule_lines(rules: Sequence[Rule]) -> list[str]:
 
 
 def _base(points: Sequence[Point]) -> Finding:
-    bases = bases_of(points)
+    bases = base_points(points)
     unreal = sorted(
         line
         for line, base in bases.items()
@@ -69,7 +69,7 @@ def _base(points: Sequence[Point]) -> Finding:
 
 
 def _subset(points: Sequence[Point]) -> Finding:
-    lines = {line: {point.ranks for point in points if point.line == line} for line in bases_of(points)}
+    lines = {line: {point.ranks for point in points if point.line == line} for line in base_points(points)}
     everywhere = set().union(*lines.values())
     gaps = {line: sorted(everywhere - ranks) for line, ranks in sorted(lines.items()) if everywhere - ranks}
     if gaps:
@@ -203,7 +203,7 @@ def _summary(points: Sequence[Point]) -> Finding:
 
 
 def _bounds(points: Sequence[Point]) -> Finding:
-    bases = bases_of(points)
+    bases = base_points(points)
     above = [
         _name(point)
         for point in points
@@ -218,7 +218,7 @@ def _bounds(points: Sequence[Point]) -> Finding:
 
 
 def _lines(points: Sequence[Point]) -> Finding:
-    kind = kind_of(points)
+    kind = scaling_kind(points)
     if kind == "comparison":
         return None, "one number of ranks has no lines"
     if kind == "mixed":

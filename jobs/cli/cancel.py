@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from gems.runs.lookup import run_name
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import end_stranger
 from gems.utils.tables import printable
 from jobs.preflight.cost import YES, ask_yes
 from jobs.slurm.jobs import cancel_jobs
-from jobs.status.lookup import Catalogue, find_named, run_name
+from jobs.status.lookup import Catalogue, find_named
 from jobs.status.overview import Overview, overview
 from jobs.status.run_status import UNFINISHED, RunStatus, is_alive_here, read_status, run_statuses
 from jobs.status.study_record import StudyRecord, requested_by

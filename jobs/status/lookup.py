@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gems.errors import ConfigError, nearest
+from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from gems.runs.lookup import folders, runs_of_name
 from jobs.status.study_record import StudyRecord
 
 RUNS_DIR = "runs_dir="
-SIGNATURE_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,8 @@ def split_runs_dir(words: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(folders[-1] if folders else "runs").resolve(), [w for w in words if not w.startswith(RUNS_DIR)]
 
 
-def run_name(path: Path) -> str:
-    """Return the name of a run by its folder, whose name ends with the signature."""
-    name, _, end = path.name.rpartition("-")
-    return name if len(end) == SIGNATURE_CHARS else path.name
-
-
 def _everything(runs_dir: Path) -> Catalogue:
-    entries = sorted(_entries(runs_dir))
+    entries = sorted(folders(runs_dir))
     studies = tuple(StudyRecord(path) for path in entries if _is_study(path))
     points = {folder.path for study in studies for _, folder in study.points()}
     return Catalogue(tuple(RunFolder(path) for path in entries if _is_run(path) and path not in points), studies)
@@ -102,24 +96,11 @@ def _named(name: str, runs_dir: Path, allows_several: bool) -> StudyRecord | lis
             return [RunFolder(path)]
         if _is_study(path):
             return StudyRecord(path)
-    same = [RunFolder(path) for path in sorted(_entries(runs_dir)) if _is_run(path) and run_name(path) == name]
-    if not same:
-        known = [path.name for path in _entries(runs_dir) if _is_run(path) or _is_study(path)]
-        advice = "nearest: " + ", ".join(nearest(name, known)) if known else "another folder of runs: runs_dir=FOLDER"
-        raise ConfigError("run", name, f"is no run and no study of {runs_dir}", advice)
+    problem, advice = f"is no run and no study of {runs_dir}", "another folder of runs: runs_dir=FOLDER"
+    same = runs_of_name(name, runs_dir, _is_run, _is_study, problem, advice)
     if len(same) > 1 and not allows_several:
-        raise ConfigError("run", name, "names several runs", ", ".join(folder.path.name for folder in same))
-    return same
-
-
-def _entries(runs_dir: Path) -> Iterator[Path]:
-    """Yield the folders below `runs_dir`; those that are closed to us count as none (as os.path sees them)."""
-    try:
-        yield from (path for path in runs_dir.iterdir() if os.path.isdir(path))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigError("runs_dir", runs_dir, f"cannot be read ({error.strerror})") from error
+        raise ConfigError("run", name, "names several runs", ", ".join(path.name for path in same))
+    return [RunFolder(path) for path in same]
 
 
 def _is_run(path: Path) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 
-from analysis.attribution import Attribution, attribution_of
+from analysis.attribution import Attribution, attribute
 from analysis.cli.collect import collect
 from gems.config.compose import compose
 from scripts.bench.rig import Table, finished_run, in_turns, machine
@@ -86,7 +86,7 @@ def rest_of(found: Attribution) -> float:
 def attributed(overrides: list[str]) -> Attribution:
     """Run emulated ranks and attribute their steps."""
     with finished_run(compose(overrides), timeout_s=300.0) as folder:
-        return attribution_of(collect(folder.path).loaded.trace)
+        return attribute(collect(folder.path).loaded.trace)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 
 from analysis.__main__ import VERBS, main
 from analysis.cli.summary import summary_dict, summary_table
-from analysis.metrics.run_metrics import metrics_of
+from analysis.metrics.run_metrics import run_metrics
 from gems.trace import DTYPES, Trace, part_path, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,9 +161,9 @@ def test_bad_files_are_one_line(tmp_path: Path, run_folder: Path, capsys: pytest
 
 def test_table_has_accuracy_with_the_majority_beside_it(simulate: Simulate) -> None:
     trace = simulate(name="1f1b", source="measured")
-    assert "validation" not in summary_table(metrics_of(trace), trace, {})
+    assert "validation" not in summary_table(run_metrics(trace), trace, {})
     trace.attributes |= {"validation_accuracy": 0.912, "validation_majority": 0.55}
-    text = summary_table(metrics_of(trace), trace, {"checkpoint": "runs/a/checkpoint.pt"})
+    text = summary_table(run_metrics(trace), trace, {"checkpoint": "runs/a/checkpoint.pt"})
     lines = {line.strip().split("  ")[0]: line.split("  ")[-1].strip() for line in text.splitlines()[1:]}
     assert lines["validation accuracy [%]"] == "91.2 (majority class 55.0)"
     assert lines["step time, median [ms]"] == "33.0"
@@ -173,45 +173,45 @@ def test_table_has_accuracy_with_the_majority_beside_it(simulate: Simulate) -> N
     assert lines["peak, device ledger [MiB], rank 0"] == "17.0"
     assert lines["peak, device ledger [MiB], rank 3"] == "8.00"
     assert lines["checkpoint"] == "runs/a/checkpoint.pt"
-    assert summary_dict(metrics_of(trace), trace)["validation_accuracy"] == 0.912
+    assert summary_dict(run_metrics(trace), trace)["validation_accuracy"] == 0.912
 
 
 def test_table_has_the_interval_of_the_median_or_the_range_of_few_steps(simulate: Simulate) -> None:
     trace = simulate(name="1f1b", source="measured", steps=9)
-    assert "fastest" not in summary_table(metrics_of(trace), trace, {})  # all steps are alike
+    assert "fastest" not in summary_table(run_metrics(trace), trace, {})  # all steps are alike
     trace.steps["end_ns"] += np.arange(9) ** 2 * 10_000
-    shown = summary_table(metrics_of(trace), trace, {})
+    shown = summary_table(run_metrics(trace), trace, {})
     assert re.search(r"step time, median's 95 % interval \[ms\] +33\.\d to 33\.\d", shown) and "fastest" not in shown
     trace.steps = trace.steps[:4]
-    shown = summary_table(metrics_of(trace), trace, {})
+    shown = summary_table(run_metrics(trace), trace, {})
     assert "step time, fastest to slowest [ms]" in shown and "interval" not in shown
 
 
 @pytest.mark.parametrize("source", ["emulated", "simulated"])
 def test_a_prediction_is_never_called_measured(simulate: Simulate, source: str) -> None:
     trace = simulate(partitions=2, source=source)
-    text = summary_table(metrics_of(trace), trace, {})
+    text = summary_table(run_metrics(trace), trace, {})
     assert "measured" not in text and f"bubble, {source} [%]" in text
 
 
 def test_table_without_figures_says_why(simulate: Simulate) -> None:
     trace = simulate(partitions=2, steps=2, warmup_steps=2)
-    assert "2 steps finished by every rank, warm-up only" in summary_table(metrics_of(trace), trace, {})
+    assert "2 steps finished by every rank, warm-up only" in summary_table(run_metrics(trace), trace, {})
     trace.steps = trace.steps[:0]
-    text = summary_table(metrics_of(trace), trace, {})
+    text = summary_table(run_metrics(trace), trace, {})
     assert "no step was finished by every rank" in text and "nan" not in text and "None" not in text
 
 
 def test_table_of_many_ranks_keeps_to_the_extremes(simulate: Simulate) -> None:
     trace = simulate(name="1f1b", partitions=20, micro_batches=20, steps=2)
-    text = summary_table(metrics_of(trace), trace, {})
+    text = summary_table(run_metrics(trace), trace, {})
     assert "highest of 20 ranks  65.0 on rank 0" in text and "lowest of 20 ranks   8.00 on rank 19" in text
 
 
 def test_a_loss_that_left_the_numbers_is_null_in_json(simulate: Simulate) -> None:
     trace = simulate(partitions=2)
     trace.steps["loss"] = np.inf
-    metrics = metrics_of(trace)
+    metrics = run_metrics(trace)
     assert summary_dict(metrics, trace)["loss_last"] is None
     assert "inf to inf" in summary_table(metrics, trace, {})
 
@@ -220,7 +220,7 @@ def test_table_shows_resident_and_driver_bytes(simulate: Simulate) -> None:
     trace = simulate(partitions=2)
     samples = [(0, 0, 2 << 30, 1 << 30, 1.0, 0.5), (1, 0, 3 << 30, 1 << 30, 1.0, 0.5)]
     trace.samples = np.array(samples, DTYPES["samples"])
-    text = summary_table(metrics_of(trace), trace, {})
+    text = summary_table(run_metrics(trace), trace, {})
     assert "peak, driver [GiB], rank 1" in text
     assert "peak, resident [GiB]               1.00 on all 2 ranks" in text
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from analysis.__main__ import main
-from analysis.attribution import CAUSES, Attribution, attribution_of
+from analysis.attribution import CAUSES, Attribution, attribute
 from analysis.attribution.table import COLUMNS, attribution_table, largest_line
 from analysis.cli.summary import summary_table
-from analysis.metrics.run_metrics import metrics_of
+from analysis.metrics.run_metrics import run_metrics
 from analysis.plots.waterfall import draw_waterfall, waterfall_figure
 from gems.errors import ConfigError
 from gems.trace import Trace, write_trace
@@ -70,7 +70,7 @@ def test_the_waterfall_is_drawn_with_its_csv(path: Path, suffix: str, capsys: py
 
 
 def test_bars_of_the_waterfall_stand_where_the_one_before_ended(trace: Trace) -> None:
-    found = attribution_of(trace)
+    found = attribute(trace)
     bars = waterfall_figure(found).axes[0].patches
     assert len(bars) == 2 + len(CAUSES)
     reached = bars[0].get_width()
@@ -85,7 +85,7 @@ def test_bars_of_the_waterfall_stand_where_the_one_before_ended(trace: Trace) ->
 
 
 def test_a_cause_that_saved_time_goes_back(tmp_path: Path) -> None:
-    found = attribution_of(trace_of(spec_of("gems_master", times=[1, 2, 1, 1])))
+    found = attribute(trace_of(spec_of("gems_master", times=[1, 2, 1, 1])))
     bar = waterfall_figure(found).axes[0].patches[2]
     assert bar.get_width() == pytest.approx(-1.4)
     assert draw_waterfall(found, tmp_path / "a.svg") == tmp_path / "a.csv"
@@ -100,7 +100,7 @@ def test_what_cannot_be_drawn_is_refused(path: Path, tmp_path: Path, capsys: pyt
         assert words in capsys.readouterr().err
     with pytest.raises(ConfigError, match="cannot be written"):
         (tmp_path / "b.csv").mkdir()
-        draw_waterfall(attribution_of(trace_of(spec_of())), tmp_path / "b.png")
+        draw_waterfall(attribute(trace_of(spec_of())), tmp_path / "b.png")
 
 
 def test_a_trace_without_a_schedule_is_one_line(
@@ -111,7 +111,7 @@ def test_a_trace_without_a_schedule_is_one_line(
     assert main(["attribution", str(tmp_path / "bare.h5")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("analysis: trace=") and "holds no actions" in line
-    assert "lost most" not in summary_table(metrics_of(bare), bare, {})
+    assert "lost most" not in summary_table(run_metrics(bare), bare, {})
 
 
 def test_the_closing_table_names_the_three_largest(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from analysis.attribution import CAUSES, attribution_of
-from analysis.attribution.graph import graph_of, schedule_from
+from analysis.attribution import CAUSES, attribute
+from analysis.attribution.graph import build_graph, schedule_from
 from analysis.attribution.measured import measure
 from gems.errors import ConfigError
 from gems.trace import KINDS, LayerTimes, Trace
@@ -44,7 +44,7 @@ def two_replicas() -> Trace:
 
 
 def test_a_straggler_is_noise_where_it_has_peers() -> None:
-    found = attribution_of(two_replicas())
+    found = attribute(two_replicas())
     check_sums(found)
     assert found.pace == "peers"
     expected = {cause: 0.0 for cause in CAUSES} | {"bubble": 9.0, "noise": 9.0}
@@ -56,7 +56,7 @@ def test_a_straggler_is_noise_where_it_has_peers() -> None:
 def test_a_straggler_without_peers_is_a_slow_stage() -> None:
     trace = trace_of(spec_of(machine={"slow_rank": 1, "slowdown": 1.5}))
     trace.attributes["source"] = "measured"
-    found = attribution_of(trace)
+    found = attribute(trace)
     check_sums(found)
     assert found.pace == "own median" and found.run_s["noise"] == pytest.approx(0, abs=1e-6)
     # its 12 more units are useful here, 3 a rank, and the pipeline is as slow as its slowest stage
@@ -71,21 +71,21 @@ def test_a_straggler_without_peers_shows_against_a_measured_profile(slowdown: fl
     trace.boundaries = (0, 2, 4, 6, 8)
     layer_s = tuple(0.1 * weight for weight in (1, 1, 1.5, 1.5, 1, 1, 1, 1))
     trace.layer_times = LayerTimes("measured", layer_s, layer_s, layer_s)
-    found = attribution_of(trace)
+    found = attribute(trace)
     check_sums(found)
-    without = attribution_of(trace_of(spec_of(times=[1, 1.5, 1, 1])))
+    without = attribute(trace_of(spec_of(times=[1, 1.5, 1, 1])))
     lost_s = found.step_s - without.step_s
     assert found.pace == "own median and profile"
     assert found.run_s["noise"] == pytest.approx(lost_s if straggles else 0.0, abs=1e-6)
     trace.layer_times = LayerTimes("fake", layer_s, layer_s, layer_s)
-    assert attribution_of(trace).run_s["noise"] == pytest.approx(0, abs=1e-6)
+    assert attribute(trace).run_s["noise"] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_other_direction_has_peers_too() -> None:
     trace = trace_of(spec_of("gems_master", machine={"slow_rank": 0, "slowdown": 1.5}))
     trace.attributes["source"] = "measured"
-    found = attribution_of(trace)
-    plain = attribution_of(trace_of(spec_of("gems_master")))
+    found = attribute(trace)
+    plain = attribute(trace_of(spec_of("gems_master")))
     assert found.pace == "peers"
     assert found.run_s["noise"] == pytest.approx(found.step_s - plain.step_s)
 
@@ -97,7 +97,7 @@ def test_gaps_the_step_and_the_ends_are_the_hosts() -> None:
         [(0, "F", 0, 0, 1, 2), (0, "B", 0, 0, 2.5, 4.5), (0, "REDUCE_GRAD", 0, -1, 4.5, 4.5), (0, "STEP", 0, -1, 5, 6)],
         (0, 6.5),
     )  # fmt: skip
-    found = attribution_of(trace)
+    found = attribute(trace)
     assert found.ideal_s == pytest.approx(0.003) and found.step_s == pytest.approx(0.0065)
     assert found.run_s == pytest.approx({c: 0.0035 if c == "host" else 0.0 for c in CAUSES})
 
@@ -109,7 +109,7 @@ def test_waiting_for_the_batch_is_input() -> None:
          (0, "STEP", 0, -1, 6, 6)],
         (0, 6),
     )  # fmt: skip
-    found = attribution_of(trace)
+    found = attribute(trace)
     assert found.run_s == pytest.approx(
         {c: {"input": 0.002, "host": 0.0005, "all_reduce": 0.0005}.get(c, 0.0) for c in CAUSES}
     )
@@ -128,7 +128,7 @@ def test_a_message_that_a_busy_rank_sees_late_flew_no_longer_than_others() -> No
         (0, "RECV_B", 0, 0, 2, 8), (0, "B", 0, 0, 8, 9), (0, "RECV_B", 0, 1, 9, 11), (0, "B", 0, 1, 11, 12),
     ]  # fmt: skip
     trace = by_hand(rows, events, (0, 12))  # type: ignore[arg-type]
-    graph = graph_of(schedule_from(rows))
+    graph = build_graph(schedule_from(rows))
     measured = measure(trace, graph)
     flights = {
         str(action): float(measured.times.lag_s[node].max() * 1e3)
@@ -136,7 +136,7 @@ def test_a_message_that_a_busy_rank_sees_late_flew_no_longer_than_others() -> No
         if action.kind.value.startswith("RECV")
     }
     assert flights == pytest.approx({"1RECV_F0": 1.0, "1RECV_F1": 1.0, "0RECV_B0": 1.0, "0RECV_B1": 1.0})
-    check_sums(attribution_of(trace))
+    check_sums(attribute(trace))
 
 
 def test_copies_on_a_processor_hold_the_rank() -> None:
@@ -149,7 +149,7 @@ def test_copies_on_a_processor_hold_the_rank() -> None:
     for device in ("cpu", "NVIDIA H200"):
         trace = by_hand(rows, events, (0, 5))  # type: ignore[arg-type]
         trace.attributes["device"] = device
-        found = attribution_of(trace)
+        found = attribute(trace)
         assert found.run_s == pytest.approx({c: 0.002 if c == "memory" else 0.0 for c in CAUSES}), device
         assert found.own_s["memory"] == pytest.approx((0.002,)), device
 
@@ -160,7 +160,7 @@ def test_ranks_that_begin_before_the_step_is_charged_are_told_as_they_were() -> 
         (0, "F", 0, 0, 0, 1), (0, "SEND_F", 0, 0, 1, 2), (1, "RECV_F", 1, 0, -1, 2), (1, "F", 1, 0, 2, 3),
         (1, "B", 1, 0, 3, 5), (1, "SEND_B", 1, 0, 5, 5), (0, "RECV_B", 0, 0, 1, 5), (0, "B", 0, 0, 5, 7),
     ]  # fmt: skip
-    found = attribution_of(by_hand(TWO_RANKS, events, (0, 7), [(0, 7), (-1, 5)]))  # type: ignore[arg-type]
+    found = attribute(by_hand(TWO_RANKS, events, (0, 7), [(0, 7), (-1, 5)]))  # type: ignore[arg-type]
     check_sums(found)
     assert found.residual_s == pytest.approx(0, abs=1e-12)
     assert found.run_s["point_to_point"] == pytest.approx(0.001) and found.run_s["bubble"] == pytest.approx(0.003)
@@ -180,5 +180,5 @@ def test_what_cannot_be_attributed_is_refused_in_one_line() -> None:
         for name, value in spoil.items():
             setattr(trace, name, value)
         with pytest.raises(ConfigError, match=line) as caught:
-            attribution_of(trace)
+            attribute(trace)
         assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from analysis.metrics.step_window import step_window
-from analysis.plots.memory_curve import curve_of, draw_memory, memory_figure
+from analysis.plots.memory_curve import draw_memory, memory_figure, rank_curve
 from analysis.plots.timeline import IDLE_COLOUR, LOOKS, draw_timeline, timeline_figure
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes
@@ -147,7 +147,7 @@ def test_a_picture_needs_a_folder_and_a_known_suffix(simulate: Simulate, tmp_pat
 
 def test_the_curve_follows_the_ledger(simulate: Simulate) -> None:
     trace = simulate(name="gpipe", partitions=1, micro_batches=2)
-    curve = curve_of(trace, step_window(trace), 0)
+    curve = rank_curve(trace, step_window(trace), 0)
     assert curve is not None
     weights, stash = 5 << 20, 3 << 20
     at = dict(zip(np.round(curve.time_ms).tolist(), curve.held_bytes.tolist(), strict=True))
@@ -157,7 +157,7 @@ def test_the_curve_follows_the_ledger(simulate: Simulate) -> None:
 
 def test_the_curve_takes_a_transfer_when_it_is_complete(simulate: Simulate) -> None:
     trace = simulate(name="1f1b", partitions=2, micro_batches=4, link_ns=MS // 2)
-    curve = curve_of(trace, step_window(trace), 0)
+    curve = rank_curve(trace, step_window(trace), 0)
     assert curve is not None
     assert (np.diff(curve.time_ms) >= 0).all()
     assert len(curve.time_ms) == 2 + int(((trace.events["rank"] == 0) & (trace.events["step"] == 2)).sum())
@@ -166,7 +166,7 @@ def test_the_curve_takes_a_transfer_when_it_is_complete(simulate: Simulate) -> N
 def test_a_curve_begins_with_what_was_held_before_the_step(simulate: Simulate) -> None:
     trace = simulate(name="gpipe", partitions=1, micro_batches=2)
     trace.events["device_bytes"][trace.events["step"] == 1] = 77
-    curve = curve_of(trace, step_window(trace, 2), 0)
+    curve = rank_curve(trace, step_window(trace, 2), 0)
     assert curve is not None and curve.held_bytes[0] == 77
 
 

@@ -13,9 +13,9 @@ import yaml
 import analysis.scaling.projection
 from analysis.__main__ import main
 from analysis.plots.figure import source_mark
-from analysis.plots.scaling import title
+from analysis.scaling.efficiency import title
 from analysis.scaling.point_reading import read_points
-from analysis.scaling.projection import COMPUTE, Projection, constants_of, project, varied
+from analysis.scaling.projection import COMPUTE, Projection, machine_constants, project, varied
 from analysis.scaling.published import published
 from gems.config.resolve import resolve
 from gems.config.schema import (
@@ -79,7 +79,7 @@ def test_each_constant_is_changed_alone() -> None:
     assert slower.cost.forward == pytest.approx(1.25 * spec.cost.forward) and slower.cost.recompute is None
     assert slower.machine == replace(spec.machine, noise=0.012)
     assert varied(spec, {"machine.link_bytes_per_s": 0.5}).machine.link_bytes_per_s == 5e8
-    assert set(constants_of(spec_of(1, replace(MACHINE, noise=0.0, node_latency_s=0.0)))) == {
+    assert set(machine_constants(spec_of(1, replace(MACHINE, noise=0.0, node_latency_s=0.0)))) == {
         COMPUTE, "machine.link_latency_s", "machine.link_bytes_per_s", "machine.node_bytes_per_s",
     }  # fmt: skip
 

@@ -16,18 +16,17 @@ import pytest
 import yaml
 
 from analysis.__main__ import main
-from analysis.metrics.run_metrics import metrics_of
+from analysis.io.find import default_out, find_runs
+from analysis.metrics.run_metrics import run_metrics
 from analysis.plots.timeline import LOOKS
 from analysis.report import build_report
 from analysis.report.build import spread
+from analysis.report.canvas_data import NOT_DRAWN, TRACKS, look_numbers, packed, timeline_block
 from analysis.report.figures import key_figures
-from analysis.report.find import default_out, find_runs
 from analysis.report.markup import Html, data_element, element
-from analysis.report.pack import packed
 from analysis.report.page import POLICY
-from analysis.report.selection import select_events
-from analysis.report.stage_times import stage_medians_s
-from analysis.report.timeline_block import NOT_DRAWN, TRACKS, look_numbers, timeline_block
+from analysis.report.run_section import select_events
+from analysis.report.run_tables import stage_medians_s
 from gems.errors import ConfigError
 from gems.trace import KINDS, Trace, write_trace
 
@@ -302,5 +301,5 @@ def test_the_median_step_has_its_interval_or_of_few_steps_their_range(simulate: 
         trace = simulate(steps=num_steps)
         trace.steps["end_ns"] += np.arange(num_steps) ** 2 * 100_000
         trace.steps["start_ns"] = np.roll(trace.steps["end_ns"], 1) * (np.arange(num_steps) > 0)
-        figure = key_figures(metrics_of(trace), trace)[1]
+        figure = key_figures(run_metrics(trace), trace)[1]
         assert figure.name == "step time, median" and figure.detail.startswith(words), figure

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from analysis.scaling.points import Point, Setting
-from analysis.scaling.rules import Rule, rule_lines, rules_of
+from analysis.scaling.rules import Rule, check_rules, rule_lines
 from tests.analysis.planted import KNOWN, noisy, point
 
 SPREAD = (0.95, 1.0, 1.0, 1.0, 1.0, 1.05, 1.0, 1.0)
@@ -20,7 +20,7 @@ def sound(line: str = "1f1b", step_s: float = 1.0) -> list[Point]:
 
 
 def rule(number: int, points: Sequence[Point]) -> Rule:
-    found = rules_of(points)[number - 1]
+    found = check_rules(points)[number - 1]
     assert found.number == number
     return found
 
@@ -34,7 +34,7 @@ def broken(number: int, *points: Point) -> str:
 
 
 def test_sound_points_keep_all_rules() -> None:
-    rules = rules_of([*sound(), *sound("gpipe", 1.3)])
+    rules = check_rules([*sound(), *sound("gpipe", 1.3)])
     assert [found.number for found in rules] == list(range(1, 14))
     assert [found.holds for found in rules] == [True] * 13, [found for found in rules if not found.holds]
     assert rule_lines(rules) == [] and all(found.title and found.text for found in rules)

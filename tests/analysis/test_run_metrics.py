@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from analysis.io.load import load_trace
-from analysis.io.run_facts import RunFacts, facts_of
-from analysis.metrics.run_metrics import Metrics, metrics_of, step_times_s
+from analysis.io.run_config import RunFacts, run_facts
+from analysis.metrics.run_metrics import Metrics, run_metrics, step_times_s
 from gems.errors import ConfigError
 from gems.schedule.bounds import bubble
 from gems.trace import DTYPES, KINDS, Trace, root_attributes
@@ -38,7 +38,7 @@ def test_bubble_is_the_closed_form_with_uniform_costs(
     trace = simulate(
         name=name, partitions=partitions, micro_batches=micro_batches, parts=parts, backward_ns=backward_ms * MS
     )
-    metrics = metrics_of(trace)
+    metrics = run_metrics(trace)
     expected = bubble(name, partitions, micro_batches, 1.0, float(backward_ms), parts)
     assert metrics.bubble_measured == pytest.approx(expected, abs=1e-9)
     assert metrics.bubble_formula == pytest.approx(expected, abs=1e-9)
@@ -48,20 +48,20 @@ def test_bubble_is_the_closed_form_with_uniform_costs(
 
 def test_bubble_counts_reduction_step_and_link_as_idle(simulate: Callable[..., Trace]) -> None:
     trace = simulate(name="1f1b", partitions=2, micro_batches=4, step_ns=3 * MS, link_ns=MS // 2)
-    metrics = metrics_of(trace)
+    metrics = run_metrics(trace)
     assert metrics.bubble_measured is not None and metrics.bubble_formula is not None
     assert metrics.bubble_measured > metrics.bubble_formula + 0.1
     assert metrics.bubble_formula == pytest.approx(1 / 5)
 
 
 def test_replicas_do_not_change_the_bubble(simulate: Callable[..., Trace]) -> None:
-    one, two = (metrics_of(simulate(partitions=2, micro_batches=4, replicas=n)) for n in (1, 2))
+    one, two = (run_metrics(simulate(partitions=2, micro_batches=4, replicas=n)) for n in (1, 2))
     assert len(two.busy_s) == 2 * len(one.busy_s)
     assert two.bubble_measured == pytest.approx(one.bubble_measured)
 
 
 def test_busy_time_is_that_of_forward_and_backward(simulate: Callable[..., Trace]) -> None:
-    metrics = metrics_of(simulate(partitions=4, micro_batches=8, steps=4, warmup_steps=1, step_ns=MS))
+    metrics = run_metrics(simulate(partitions=4, micro_batches=8, steps=4, warmup_steps=1, step_ns=MS))
     assert metrics.busy_s == pytest.approx([3 * 8 * 3e-3] * 4)
 
 
@@ -84,7 +84,7 @@ def event(
 
 def test_warmup_steps_are_left_out() -> None:
     rows = [(0, 0, 900 * MS, 10, 3.0, 1), (1, 900 * MS, 1000 * MS, 10, 2.0, 0), (2, 1000 * MS, 1100 * MS, 10, 1.0, 0)]
-    metrics = metrics_of(
+    metrics = run_metrics(
         by_hand(rows, [event(0, 0, "F", 0, 900), event(0, 1, "F", 900, 950), event(1, 2, "B", 1000, 1050)])
     )
     assert (metrics.num_steps, metrics.num_warmup_steps, metrics.num_images) == (2, 1, 20)
@@ -97,7 +97,7 @@ def test_warmup_steps_are_left_out() -> None:
 
 
 def test_images_per_s_counts_gaps_between_steps_and_step_time_does_not() -> None:
-    metrics = metrics_of(by_hand([(0, 0, 100 * MS, 10, 1.0, 0), (1, 300 * MS, 400 * MS, 10, 1.0, 0)]))
+    metrics = run_metrics(by_hand([(0, 0, 100 * MS, 10, 1.0, 0), (1, 300 * MS, 400 * MS, 10, 1.0, 0)]))
     assert metrics.images_per_s == pytest.approx(20 / 0.4)
     assert metrics.step_median_s == pytest.approx(0.1)
 
@@ -108,7 +108,7 @@ def test_the_time_between_attempts_is_of_no_step() -> None:
         (1, 110 * MS, 200 * MS, 10, 1.0, 0, 1),
         (2, 5000 * MS, 5100 * MS, 10, 1.0, 0, 3),
     ]
-    metrics = metrics_of(by_hand(rows))
+    metrics = run_metrics(by_hand(rows))
     assert metrics.time_s == pytest.approx(0.3) and metrics.images_per_s == pytest.approx(100)
     assert metrics.step_p95_s == pytest.approx(0.1)
 
@@ -117,7 +117,7 @@ def test_times_of_overlapping_steps_add_up_to_the_whole() -> None:
     rows = [(0, 0, 100 * MS, 1, 1.0, 0), (1, 60 * MS, 180 * MS, 1, 1.0, 0), (2, 150 * MS, 290 * MS, 1, 1.0, 0)]
     times_s = step_times_s(by_hand(rows).steps)
     assert times_s == pytest.approx([0.100, 0.080, 0.110])
-    metrics = metrics_of(by_hand(rows))
+    metrics = run_metrics(by_hand(rows))
     assert metrics.time_s == pytest.approx(times_s.sum())
     assert metrics.step_median_s == pytest.approx(0.100)
     assert metrics.step_p95_s == pytest.approx(np.percentile(times_s, 95))
@@ -131,18 +131,18 @@ def test_stage_costs_are_medians_of_a_stage_and_mean_over_stages() -> None:
         for value in values:
             events.append(event(stage, 0, "F", at, at + value, stage))
             at += value
-    metrics = metrics_of(by_hand([(0, 0, at * MS, 1, 1.0, 0)], events))
+    metrics = run_metrics(by_hand([(0, 0, at * MS, 1, 1.0, 0)], events))
     assert metrics.forward_s == pytest.approx(0.020)
     assert metrics.backward_s is None
 
 
 def test_only_the_compute_stream_is_busy() -> None:
     events = [event(0, 0, "F", 0, 10), event(1, 0, "F", 0, 10), event(0, 0, "SEND_F", 0, 90, stream=1)]
-    assert metrics_of(by_hand([(0, 0, 100 * MS, 1, 1.0, 0)], events)).busy_s == pytest.approx([0.01, 0.01])
+    assert run_metrics(by_hand([(0, 0, 100 * MS, 1, 1.0, 0)], events)).busy_s == pytest.approx([0.01, 0.01])
 
 
 def test_a_rank_without_events_is_unknown_not_idle() -> None:
-    metrics = metrics_of(by_hand([(0, 0, 100 * MS, 1, 1.0, 0)], [event(0, 0, "F", 0, 10)]))
+    metrics = run_metrics(by_hand([(0, 0, 100 * MS, 1, 1.0, 0)], [event(0, 0, "F", 0, 10)]))
     assert metrics.busy_s[0] == pytest.approx(0.01)
     assert metrics.busy_s[1] is None
     assert metrics.bubble_measured is None
@@ -159,7 +159,7 @@ def assert_no_times(metrics: Metrics) -> None:
 
 
 def test_one_step_is_enough(simulate: Callable[..., Trace]) -> None:
-    metrics = metrics_of(simulate(steps=1, warmup_steps=0, partitions=2, micro_batches=2))
+    metrics = run_metrics(simulate(steps=1, warmup_steps=0, partitions=2, micro_batches=2))
     assert metrics.num_steps == 1
     assert metrics.step_median_s == metrics.step_p95_s == metrics.time_s
     assert metrics.time_s == pytest.approx(0.011)
@@ -168,33 +168,33 @@ def test_one_step_is_enough(simulate: Callable[..., Trace]) -> None:
 
 
 def test_only_warmup_steps_give_no_times(simulate: Callable[..., Trace]) -> None:
-    metrics = metrics_of(simulate(steps=2, warmup_steps=2, partitions=2))
+    metrics = run_metrics(simulate(steps=2, warmup_steps=2, partitions=2))
     assert (metrics.num_steps, metrics.num_warmup_steps) == (0, 2)
     assert_no_times(metrics)
     assert None not in metrics.peak_device_bytes
 
 
 def test_no_step_gives_no_figure() -> None:
-    metrics = metrics_of(Trace(attributes=root_attributes("measured", "x", 2)))
+    metrics = run_metrics(Trace(attributes=root_attributes("measured", "x", 2)))
     assert (metrics.num_steps, metrics.num_images) == (0, 0)
     assert_no_times(metrics)
     assert metrics.peak_device_bytes == metrics.peak_rss_bytes == (None, None)
 
 
 def test_a_step_of_no_length_divides_nothing() -> None:
-    metrics = metrics_of(by_hand([(0, 5, 5, 1, 1.0, 0)], [event(0, 0, "F", 0, 0), event(1, 0, "F", 0, 0)]))
+    metrics = run_metrics(by_hand([(0, 5, 5, 1, 1.0, 0)], [event(0, 0, "F", 0, 0), event(1, 0, "F", 0, 0)]))
     assert (metrics.images_per_s, metrics.bubble_measured) == (None, None)
 
 
 def test_a_loss_that_is_not_known_is_none() -> None:
-    assert metrics_of(by_hand([(0, 0, MS, 1, float("nan"), 0)])).loss_first is None
+    assert run_metrics(by_hand([(0, 0, MS, 1, float("nan"), 0)])).loss_first is None
 
 
 def test_peaks_take_each_rank_and_every_source(simulate: Callable[..., Trace]) -> None:
     trace = simulate(name="1f1b", partitions=4, micro_batches=8)
     samples = [(0, 0, 700, 100, 1.0, 0.1), (0, 1, 900, 50, 1.0, 0.1), (2, 0, -1, 30, np.nan, np.nan)]
     trace.samples = np.array(samples, DTYPES["samples"])
-    metrics = metrics_of(trace)
+    metrics = run_metrics(trace)
     stashes = [(peak - (5 << 20)) / (3 << 20) for peak in metrics.peak_device_bytes if peak is not None]
     assert stashes == [4, 3, 2, 1]
     assert metrics.peak_rss_bytes == (100, None, 30, None)
@@ -207,9 +207,9 @@ def test_a_killed_run_is_summarised_up_to_the_last_whole_step(
     run = {"partitions": 4, "steps": 5, "warmup_steps": 1}
     whole = write_parts(tmp_path, run, steps_of={2: 3})
     loaded = load_trace(tmp_path)
-    metrics = metrics_of(loaded.trace)
+    metrics = run_metrics(loaded.trace)
     assert metrics.num_steps == 2
-    assert metrics.bubble_measured == pytest.approx(metrics_of(whole).bubble_measured, abs=1e-9)
+    assert metrics.bubble_measured == pytest.approx(run_metrics(whole).bubble_measured, abs=1e-9)
     assert metrics.bubble_formula is not None
     assert metrics.peak_rss_bytes == tuple((rank + 1) << 20 for rank in range(4))
     assert any("rank 2 finished 3 steps, others 5" in note for note in loaded.notes)
@@ -226,19 +226,19 @@ def test_clock_offsets_are_taken_out(tmp_path: Path, write_parts: Callable[..., 
         assert np.array_equal(merged.events[column], whole.events[column])
     assert np.array_equal(merged.steps["end_ns"], whole.steps["end_ns"])
     assert np.array_equal(merged.steps["loss"], whole.steps["loss"])
-    assert metrics_of(merged).bubble_measured == pytest.approx(metrics_of(whole).bubble_measured, abs=1e-12)
+    assert run_metrics(merged).bubble_measured == pytest.approx(run_metrics(whole).bubble_measured, abs=1e-12)
 
 
 def test_facts_come_from_the_resolved_configuration(simulate: Callable[..., Trace]) -> None:
     trace = simulate(partitions=2, micro_batches=8, parts=2, replicas=2)
-    assert facts_of(trace) == RunFacts("gems_master", partitions=2, replicas=2, micro_batches=8, parts=2)
-    assert facts_of(Trace(attributes={})) == RunFacts()
+    assert run_facts(trace) == RunFacts("gems_master", partitions=2, replicas=2, micro_batches=8, parts=2)
+    assert run_facts(Trace(attributes={})) == RunFacts()
 
 
 def test_unknown_schedule_has_no_formula(simulate: Callable[..., Trace]) -> None:
     trace = simulate(partitions=2)
     trace.run_yaml = trace.run_yaml.replace("gems_master", "of_tomorrow")
-    assert metrics_of(trace).bubble_formula is None
+    assert run_metrics(trace).bubble_formula is None
 
 
 @pytest.mark.parametrize(
@@ -247,11 +247,11 @@ def test_unknown_schedule_has_no_formula(simulate: Callable[..., Trace]) -> None
 )
 def test_a_broken_run_yaml_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="run_yaml"):
-        facts_of(Trace(attributes={}, run_yaml=text))
+        run_facts(Trace(attributes={}, run_yaml=text))
 
 
 def test_the_allocators_peak_goes_before_the_ledgers(simulate: Callable[..., Trace]) -> None:
     trace = simulate(partitions=2)
-    counted = metrics_of(trace).peak_device_bytes
+    counted = run_metrics(trace).peak_device_bytes
     trace.attributes["peak_allocated_bytes"] = [1 << 40, -1]
-    assert metrics_of(trace).peak_device_bytes == (1 << 40, counted[1])
+    assert run_metrics(trace).peak_device_bytes == (1 << 40, counted[1])

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from analysis.__main__ import main
-from analysis.plots.scaling import scaling_figure, title
-from analysis.scaling.efficiency import agreements, bases_of, kind_of, rows_of
+from analysis.cli.scaling import study_table, write_study
+from analysis.plots.scaling import scaling_figure
+from analysis.scaling.efficiency import agreements, base_points, point_rows, scaling_kind, title
 from analysis.scaling.point_reading import read_point, read_points
 from analysis.scaling.points import Point
-from analysis.scaling.study import study_table, write_study
 from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
@@ -76,7 +76,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def efficiencies(points: list[Point]) -> list[float | None]:
-    bases = bases_of(points)
+    bases = base_points(points)
     return [point.efficiency(bases[point.line]) for point in points]
 
 
@@ -100,7 +100,7 @@ def test_strong_scaling_by_its_definition(write: Write) -> None:
     points = read_points(
         [write(partitions=2, times_ms=(9, 40)), write(partitions=4, times_ms=(9, 25)), write(partitions=8, times_ms=(9, 20))]
     )  # fmt: skip
-    assert kind_of(points) == "strong"
+    assert scaling_kind(points) == "strong"
     assert efficiencies(points) == pytest.approx([1.0, 40 * 2 / (25 * 4), 40 * 2 / (20 * 8)])
     assert title(points)[0] == "strong scaling, 16 images a step"
 
@@ -108,7 +108,7 @@ def test_strong_scaling_by_its_definition(write: Write) -> None:
 def test_weak_scaling_by_its_definition(write: Write) -> None:
     """T(p0) / T(p)."""
     points = read_points([write(replicas=n, times_ms=(9, time)) for n, time in ((4, 16), (1, 10), (2, 12.5))])
-    assert kind_of(points) == "weak"
+    assert scaling_kind(points) == "weak"
     assert [point.ranks for point in points] == [4, 8, 16]
     assert efficiencies(points) == pytest.approx([1.0, 10 / 12.5, 10 / 16])
     assert title(points)[0] == "weak scaling, 4 images a rank"
@@ -116,30 +116,30 @@ def test_weak_scaling_by_its_definition(write: Write) -> None:
 
 def test_batch_and_ranks_that_change_apart_are_neither(write: Write) -> None:
     points = read_points([write(), write(replicas=2, micro_batches=6)])
-    assert kind_of(points) == "mixed" and "change apart" in title(points)[0]
+    assert scaling_kind(points) == "mixed" and "change apart" in title(points)[0]
 
 
 def test_one_number_of_ranks_is_a_comparison(write: Write) -> None:
     points = read_points([write(), write("gems_master")])
-    assert kind_of(points) == "comparison" and title(points)[0] == "schedules on 4 ranks"
+    assert scaling_kind(points) == "comparison" and title(points)[0] == "schedules on 4 ranks"
 
 
 def test_a_model_that_grows_is_capability_scaling_and_never_weak(write: Write) -> None:
     """A part of the model is as large on 8 ranks as on 4, so an image costs twice: the work of it counts."""
     points = read_points([write(partitions=n, source="emulated", times_ms=(9, time)) for n, time in ((4, 33), (8, 45))])
-    assert kind_of(points) == "capability"
+    assert scaling_kind(points) == "capability"
     assert efficiencies(points) == pytest.approx([1.0, (2 / 45 / 8) / (1 / 33 / 4)])
     same = read_points([write(partitions=4, source="emulated"), write(partitions=8, source="emulated", unit_s=0.0005)])
-    assert kind_of(same) == "strong"
+    assert scaling_kind(same) == "strong"
 
 
 def test_larger_images_of_one_model_count_by_their_pixels(write: Write) -> None:
     small, large = {"height_px": 32, "width_px": 32}, {"height_px": 64, "width_px": 64}
     points = read_points([write(data=small), write(partitions=16, data=large, times_ms=(9, 12.5))])
-    assert kind_of(points) == "capability"
+    assert scaling_kind(points) == "capability"
     assert efficiencies(points) == pytest.approx([1.0, 10 / 12.5])
     deeper = read_points([write(model={"depth": 20}), write(partitions=8, model={"depth": 56})])
-    assert (kind_of(deeper), efficiencies(deeper)) == ("capability", [1.0, None])
+    assert (scaling_kind(deeper), efficiencies(deeper)) == ("capability", [1.0, None])
 
 
 def test_the_base_is_the_smallest_point_and_rather_a_real_one(write: Write) -> None:
@@ -151,7 +151,7 @@ def test_the_base_is_the_smallest_point_and_rather_a_real_one(write: Write) -> N
             write("gpipe", source="simulated", replicas=2, times_ms=(9, 8)),
         ]
     )
-    bases = bases_of(points)
+    bases = base_points(points)
     assert {line: (base.ranks, base.source) for line, base in bases.items()} == {
         "1f1b": (4, "emulated"), "gpipe": (8, "simulated")
     }  # fmt: skip
@@ -262,7 +262,7 @@ def test_the_command_prints_table_and_paths(write: Write, tmp_path: Path, capsys
     answer = json.loads(capsys.readouterr().out)
     assert (answer["scaling"], len(answer["points"]), answer["agreement"]) == ("weak", 2, [])
     assert answer["csv"] == str(tmp_path / "o" / "scaling.csv")
-    assert answer["points"] == rows_of(read_points(map(Path, runs)))
+    assert answer["points"] == point_rows(read_points(map(Path, runs)))
 
 
 def test_the_table_has_a_dash_where_nothing_is_known(write: Write) -> None:
@@ -315,6 +315,6 @@ def test_two_models_of_one_study_are_two_lines_of_weak_scaling(write: Write) -> 
         ]
     )
     assert {point.line for point in points} == {"gems_master, resnet-20-v1", "gems_master, resnet-56-v1"}
-    assert kind_of(points) == "weak" and title(points)[0] == "weak scaling, 2 or 4 images a rank"
-    bases = bases_of(points)
+    assert scaling_kind(points) == "weak" and title(points)[0] == "weak scaling, 2 or 4 images a rank"
+    bases = base_points(points)
     assert [bases[point.line].ranks for point in points] == [8, 8, 16, 16]

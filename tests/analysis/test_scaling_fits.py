@@ -13,12 +13,12 @@ import yaml
 from matplotlib.collections import PolyCollection
 
 from analysis.__main__ import main
+from analysis.cli.scaling import study_table, write_study
 from analysis.plots.scaling import scaling_figure
-from analysis.scaling.efficiency import bases_of, rows_of
-from analysis.scaling.fits import fits_of
+from analysis.scaling.efficiency import base_points, point_rows
+from analysis.scaling.fits import fit_laws
 from analysis.scaling.point_reading import read_points
 from analysis.scaling.points import Point
-from analysis.scaling.study import study_table, write_study
 from gems.config.schema import ParallelConfig, RunSpec, ScheduleConfig
 from gems.trace import DTYPES, Trace, root_attributes, write_trace
 from tests.analysis.planted import noisy, point
@@ -80,16 +80,16 @@ def test_a_point_knows_its_setting_and_pools_that_of_its_runs(runs: Runs) -> Non
 
 def test_rows_have_the_interval_the_tail_and_the_harmonic_mean(runs: Runs) -> None:
     points = read_points(runs(1, 2, 4))
-    for found, row in zip(points, rows_of(points), strict=True):
+    for found, row in zip(points, point_rows(points), strict=True):
         assert row["step_low_s"] < row["step_median_s"] < row["step_high_s"] <= row["step_max_s"]
         assert row["step_bounds"] == "95 % interval" and row["step_p95_s"] > row["step_median_s"]
         assert row["images_per_s_mean"] == pytest.approx(found.num_images / sum(found.step_s))
-    base, *others = rows_of(points)
+    base, *others = point_rows(points)
     assert base["parallel_efficiency_low"] == base["parallel_efficiency_high"] == 1.0
     assert all(
         row["parallel_efficiency_low"] < row["parallel_efficiency"] < row["parallel_efficiency_high"] for row in others
     )
-    (few,) = rows_of([point(4, (1.0, 2.0, 4.0))])
+    (few,) = point_rows([point(4, (1.0, 2.0, 4.0))])
     assert (few["step_low_s"], few["step_high_s"], few["step_bounds"]) == (1.0, 4.0, "range")
 
 
@@ -123,7 +123,7 @@ def bands(figure: object, panel: int) -> list[tuple[float, float]]:
 
 def test_the_best_fit_is_drawn_over_the_data_and_shaded_four_times_beyond(runs: Runs) -> None:
     points = read_points(runs(1, 2, 4))
-    fits = fits_of(points)
+    fits = fit_laws(points)
     figure = scaling_figure(points, fits)
     assert bands(figure, 0) == bands(figure, 1) == [(16.0, 64.0)]
     rate, share = figure.axes
@@ -147,7 +147,7 @@ def test_bars_are_the_interval(runs: Runs) -> None:
             rate,
             [(p.images_per_step / p.step_interval_s.high, p.images_per_step / p.step_interval_s.low) for p in points],
         ),
-        (share, [(b.low, b.high) for p in points if (b := p.efficiency_interval(bases_of(points)[p.line]))]),
+        (share, [(b.low, b.high) for p in points if (b := p.efficiency_interval(base_points(points)[p.line]))]),
     ):
         shown = [bar.get_segments()[0][:, 1] for bar in axes.collections]
         assert [tuple(each) for each in shown] == [pytest.approx(bounds) for bounds in expected]
@@ -158,7 +158,7 @@ def test_of_capability_scaling_only_the_efficiency_is_fitted() -> None:
         point(ranks, noisy(1.0, seed=ranks), images_per_step=16, problem=("resnet", 3, 1024 * ranks))
         for ranks in (4, 8, 16)
     ]
-    figure = scaling_figure(grown, fits_of(grown))
+    figure = scaling_figure(grown, fit_laws(grown))
     assert bands(figure, 0) == [] and bands(figure, 1) == [(16.0, 64.0)]
 
 

@@ -12,9 +12,9 @@ import pytest
 from analysis.__main__ import main
 from analysis.cli.collect import collect
 from analysis.metrics.memory_parts import buffer_bytes
-from analysis.metrics.run_metrics import backward_mean_s, metrics_of
+from analysis.metrics.run_metrics import backward_mean_s, run_metrics
 from analysis.metrics.step_window import step_window
-from analysis.plots.memory_curve import curve_of, memory_figure
+from analysis.plots.memory_curve import memory_figure, rank_curve
 from analysis.plots.timeline import LOOKS, timeline_figure
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
@@ -23,7 +23,8 @@ from gems.runs.simulated_run import main as simulate_run
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import schedule_costs, simulate_step
+from gems.simulation.costs import schedule_costs
+from gems.simulation.costs import simulate_step
 from gems.trace import KINDS, STREAMS, Trace
 
 MEMORY = {
@@ -75,7 +76,7 @@ def test_the_run_with_all_kinds_has_them(make: Make) -> None:
 def test_recomputation_is_busy_and_not_useful(make: Make) -> None:
     """Rank 0 computes 2 x 3 units and a recomputation of 1, rank 1 computes 6: 10 ms each."""
     spec = make()
-    found = metrics_of(trace_of(spec))
+    found = run_metrics(trace_of(spec))
     _, played = simulate_step(spec, lowered_schedule(spec))
     assert found.busy_s == pytest.approx((2 * 0.07, 2 * 0.06))
     assert found.efficiency == pytest.approx(played.efficiency, rel=1e-6)
@@ -87,13 +88,13 @@ def test_recomputation_is_busy_and_not_useful(make: Make) -> None:
 def test_a_split_backward_is_both_halves(make: Make) -> None:
     trace = trace_of(make("zb_h1", 4, 8))
     assert backward_mean_s(trace.events) == pytest.approx(0.02)
-    assert metrics_of(trace).backward_s == pytest.approx(0.02)
+    assert run_metrics(trace).backward_s == pytest.approx(0.02)
     only_half = trace.events[trace.events["kind"] == KINDS.index("I")]
     assert backward_mean_s(only_half) is None
 
 
 def test_one_replica_stands_for_all(make: Make) -> None:
-    one, many = (metrics_of(trace_of(make("1f1b", 4, 8, replicas=n))) for n in (1, 128))
+    one, many = (run_metrics(trace_of(make("1f1b", 4, 8, replicas=n))) for n in (1, 128))
     assert len(many.busy_s) == len(many.peak_device_bytes) == 512
     assert many.busy_s[:4] == one.busy_s == many.busy_s[-4:]
     assert many.num_images == 128 * one.num_images and one.time_s is not None and many.time_s is not None
@@ -137,7 +138,7 @@ def test_buffers_are_told_from_activations(make: Make) -> None:
 
 def test_the_memory_curve_has_its_parts(make: Make) -> None:
     trace = trace_of(make())
-    curve = curve_of(trace, step_window(trace), 0)
+    curve = rank_curve(trace, step_window(trace), 0)
     assert curve is not None and curve.host_bytes.max() == 1 << 20
     assert 0 < curve.buffer_bytes.max() <= curve.peak_bytes
     figure = memory_figure(trace)
@@ -150,7 +151,7 @@ def test_the_memory_curve_has_its_parts(make: Make) -> None:
 def test_in_a_measured_run_nothing_is_told_apart(make: Make) -> None:
     trace = trace_of(make("1f1b", 4, 8))
     trace.attributes["source"] = "measured"
-    curve = curve_of(trace, step_window(trace), 0)
+    curve = rank_curve(trace, step_window(trace), 0)
     assert curve is not None and not curve.buffer_bytes.any()
     assert memory_figure(trace).legends == []
 
@@ -182,5 +183,5 @@ def test_the_closed_form_stands_beside_the_simulated_bubble(make: Make, name: st
     """With free links, where the form is exact: a split backward is told by its W."""
     spec = make(name, 4, 8)
     spec.machine.link_latency_s = 0.0
-    found = metrics_of(trace_of(spec))
+    found = run_metrics(trace_of(spec))
     assert found.bubble_formula == pytest.approx(found.bubble_measured)

@@ -10,10 +10,10 @@ from analysis.metrics.statistics import (
     fewest_values,
     further_values,
     harmonic_mean,
-    interval_of,
     median_draws,
     median_interval,
     percentile,
+    percentile_interval,
 )
 from gems.errors import ConfigError
 
@@ -63,8 +63,8 @@ def test_a_half_width_is_relative_and_intervals_overlap_or_not() -> None:
 
 
 def test_an_interval_of_draws_holds_its_value_and_may_be_endless() -> None:
-    assert interval_of(np.array([2.0, 3.0]), 1.0).low == 1.0
-    endless = interval_of(np.array([1.0, 2.0, np.inf, np.inf]), 2.0)
+    assert percentile_interval(np.array([2.0, 3.0]), 1.0).low == 1.0
+    endless = percentile_interval(np.array([1.0, 2.0, np.inf, np.inf]), 2.0)
     assert (endless.low, endless.high) == (1.0, np.inf)
 
 

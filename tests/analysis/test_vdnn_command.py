@@ -15,10 +15,10 @@ from analysis.papers.vdnn import (
     VGG16,
     VGG416,
     Row,
-    device_of,
-    rows_of,
-    studies,
+    device_rates,
+    simulate_networks,
     table,
+    table_rows,
 )
 from analysis.papers.vdnn_study import Policy, Study
 from gems.config.schema import MachineConfig
@@ -28,19 +28,19 @@ Studied = tuple[dict[object, Study], MachineConfig]
 
 @pytest.fixture(scope="module")
 def studied() -> Studied:
-    return studies()
+    return simulate_networks()
 
 
 @pytest.fixture(scope="module")
 def rows(studied: Studied) -> dict[tuple[str, str], Row]:
-    return {(row.network, row.quantity): row for row in rows_of(*studied)}
+    return {(row.network, row.quantity): row for row in table_rows(*studied)}
 
 
 def test_the_ten_networks_run_on_the_papers_card(studied: Studied) -> None:
     made, machine = studied
     assert list(made) == list(LOADS) and len(made) == 10
     assert machine.name == "titan_x" and machine.d2h_bytes_per_s == 12.8e9
-    assert device_of(machine).flops_per_s == pytest.approx(5.25e12)
+    assert device_rates(machine).flops_per_s == pytest.approx(5.25e12)
 
 
 def test_averages_stand_beside_the_abstracts(rows: dict[tuple[str, str], Row]) -> None:
@@ -71,7 +71,7 @@ def test_totals(rows: dict[tuple[str, str], Row]) -> None:
 
 
 def test_the_table_says_its_metric_and_marks_what_is_recalled(studied: Studied) -> None:
-    shown = table(rows_of(*studied))
+    shown = table(table_rows(*studied))
     assert "the bytes that vDNN manages" in shown and "Why figures differ" in shown
     totals = [line for line in shown.splitlines() if line.startswith("VGG-416")]
     assert len(totals) == 2 and all(line.endswith("paper, recalled") for line in totals)

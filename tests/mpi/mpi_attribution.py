@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from analysis.attribution import Attribution, attribution_of
+from analysis.attribution import Attribution, attribute
 from analysis.io.load import load_parts
 from gems.engine.emulation.run import emulate
 from gems.runs.folder import RunFolder
@@ -37,7 +37,7 @@ def attributed(comm, **changes) -> tuple[RunFolder, Attribution]:
     emulate(spec, folder, comm, heartbeat)
     heartbeat.close()
     comm.Barrier()
-    return folder, attribution_of(load_parts(folder.path).trace)
+    return folder, attribute(load_parts(folder.path).trace)
 
 
 @pytest.fixture(scope="module")

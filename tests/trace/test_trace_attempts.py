@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from analysis.io.load import load_parts
-from analysis.metrics.run_metrics import metrics_of
+from analysis.metrics.run_metrics import run_metrics
 from gems.trace import Trace, TracePart, part_path, read_trace, root_attributes, write_trace
 from gems.trace.attempts import GAP_NS
 
@@ -70,7 +70,7 @@ def test_attempts_lie_by_the_time_of_day_and_never_over_each_other(run: Path) ->
     assert steps["start_ns"][4] == 601 * S
     # the third's day is 50 s early: it begins behind the end of what the second ran, also of what is left out
     assert steps["start_ns"][6] == 604 * S + GAP_NS
-    found = metrics_of(load_parts(run).trace)
+    found = run_metrics(load_parts(run).trace)
     assert found.time_s == pytest.approx(8.0) and found.step_median_s == pytest.approx(1.0)
 
 
@@ -95,4 +95,4 @@ def test_a_trace_without_the_column_is_of_one_attempt(tmp_path: Path) -> None:
         del file["steps/attempt"], file.attrs["schema_version"]
         file.attrs["schema_version"] = "1.0"
     old: Trace = read_trace(tmp_path / "trace.h5")
-    assert old.steps["attempt"].tolist() == [1, 1] and metrics_of(old).time_s == pytest.approx(2.0)
+    assert old.steps["attempt"].tolist() == [1, 1] and run_metrics(old).time_s == pytest.approx(2.0)

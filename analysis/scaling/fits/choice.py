@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from analysis.scaling.efficiency import kind_of
+from analysis.scaling.efficiency import scaling_kind
 from analysis.scaling.fits.fit import Fit, fit_law, too_few
 from analysis.scaling.fits.laws import LAWS, Law
-from analysis.scaling.fits.series import FEWEST_POINTS, series_of
+from analysis.scaling.fits.series import FEWEST_POINTS, make_series
 from analysis.scaling.points import Point
 from gems.errors import ConfigError, one_of
 
@@ -15,7 +15,7 @@ CHOICES = (*LAWS, "all", "none")
 _FLOOR, _HANDICAP = 1e-4, 1.1
 
 
-def fits_of(points: Sequence[Point], choice: str = "all", seed: int = 0) -> list[Fit]:
+def fit_laws(points: Sequence[Point], choice: str = "all", seed: int = 0) -> list[Fit]:
     """Return the fits of a study's lines, by line, the best first.
 
     `choice` is a law, all of those that have points enough, or none.
@@ -26,7 +26,7 @@ def fits_of(points: Sequence[Point], choice: str = "all", seed: int = 0) -> list
     if choice not in CHOICES:
         raise ConfigError("fit", choice, one_of(CHOICES))
     laws = _laws(choice)
-    series = series_of(points)
+    series = make_series(points)
     if choice in LAWS and not any(each.num_ranks >= LAWS[choice].fewest_points for each in series):
         raise ConfigError("fit", choice, "; ".join(why_not_fitted(points, choice)), "add points to the study")
     fits = [fit_law(law, each, seed) for each in series for law in laws if each.num_ranks >= law.fewest_points]
@@ -49,9 +49,9 @@ def why_not_fitted(points: Sequence[Point], choice: str = "all") -> list[str]:
 
     That a comparison on one number of ranks has no fit says itself, unless a law was asked for.
     """
-    if choice == "none" or (choice == "all" and kind_of(points) == "comparison"):
+    if choice == "none" or (choice == "all" and scaling_kind(points) == "comparison"):
         return []
-    most = max((each.num_ranks for each in series_of(points)), default=None)
+    most = max((each.num_ranks for each in make_series(points)), default=None)
     if most is None:
         return [
             f"a fit needs points on {FEWEST_POINTS} numbers of ranks of one source in strong, weak or capability scaling"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from analysis.metrics.statistics import Interval, interval_of
+from analysis.metrics.statistics import Interval, percentile_interval
 from analysis.scaling.fits.laws import LAWS, Law
 from analysis.scaling.fits.series import Series
 from gems.errors import ConfigError
@@ -125,7 +125,7 @@ def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
         source=series.source,
         law=law.name,
         formula=law.formula,
-        parameters={name: interval_of(values[1:], float(values[0])) for name, values in named.items()},
+        parameters={name: percentile_interval(values[1:], float(values[0])) for name, values in named.items()},
         residuals=tuple(
             Residual(int(count), float(cost_s), float(on_law_s))
             for count, cost_s, on_law_s in zip(ranks, costs_s, fitted_s, strict=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.metrics.statistics import median_draws
-from analysis.scaling.efficiency import bases_of, kind_of
+from analysis.scaling.efficiency import base_points, scaling_kind
 from analysis.scaling.points import Point
 from gems.trace import SOURCES
 
@@ -41,16 +41,16 @@ class Series:
         return len(np.unique(self.ranks))
 
 
-def series_of(points: Sequence[Point]) -> list[Series]:
+def make_series(points: Sequence[Point]) -> list[Series]:
     """Return a series for each line that has three numbers of ranks of one source, of the most real such source.
 
     A comparison and a study in which images and ranks change apart have none: there what an image costs is no
     function of the ranks. Points whose work cannot be held against that of the base are left out.
     """
-    if kind_of(points) in ("comparison", "mixed"):
+    if scaling_kind(points) in ("comparison", "mixed"):
         return []
     found = []
-    for line, base in sorted(bases_of(points).items()):
+    for line, base in sorted(base_points(points).items()):
         of_sources = [_series(line, source, base, points) for source in SOURCES]
         enough = [series for series in of_sources if series.num_ranks >= FEWEST_POINTS]
         found += enough[:1]

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from analysis.io.load import PARTS, WHOLE_TRACE
-from gems.errors import ConfigError, nearest
+from gems.errors import ConfigError
+from gems.runs.lookup import runs_of_name
 from gems.utils.atomic_io import read_json
 
 RUN_YAML, STUDY_JSON = "run.yaml", "study.json"
-SIGNATURE_CHARS = 8
 
 
 def find_runs(words: Sequence[str], runs_dir: Path) -> list[Path]:
@@ -45,16 +45,11 @@ def _named(word: str, runs_dir: Path) -> Iterator[Path]:
         if path.is_file() or (path.is_dir() and _is_run(path)):
             yield path
             return
-        if (path / STUDY_JSON).is_file():
+        if _is_study(path):
             yield from _points(path)
             return
-    entries = sorted(path for path in runs_dir.iterdir() if path.is_dir()) if runs_dir.is_dir() else []
-    same = [path for path in entries if _is_run(path) and _name(path) == word]
-    if not same:
-        known = [path.name for path in entries if _is_run(path) or (path / STUDY_JSON).is_file()]
-        advice = "nearest: " + ", ".join(nearest(word, known)) if known else "another folder of runs: --runs-dir FOLDER"
-        raise ConfigError("run", word, f"is no run, no study and no trace file, here or in {runs_dir}", advice)
-    yield from same
+    problem = f"is no run, no study and no trace file, here or in {runs_dir}"
+    yield from runs_of_name(word, runs_dir, _is_run, _is_study, problem, "another folder of runs: --runs-dir FOLDER")
 
 
 def _points(study: Path) -> Iterator[Path]:
@@ -74,6 +69,5 @@ def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (RUN_YAML, WHOLE_TRACE)) or any(path.glob(PARTS))
 
 
-def _name(path: Path) -> str:
-    name, _, end = path.name.rpartition("-")
-    return name if len(end) == SIGNATURE_CHARS else path.name
+def _is_study(path: Path) -> bool:
+    return (path / STUDY_JSON).is_file()

@@ -10,16 +10,25 @@ from typing import Any
 from analysis.io.csv_file import write_csv
 from analysis.metrics.statistics import Interval
 from analysis.plots.figure import save_figure
-from analysis.plots.projection import place_rows, projection_table, sensitivity_rows, write_projection
-from analysis.plots.scaling import base_words, scaling_figure, title
-from analysis.scaling.efficiency import agreement_rows, base_rows, bases_of, kind_of, rows_of
-from analysis.scaling.fits import Fit, fits_of, why_not_fitted
+from analysis.plots.projection import write_projection
+from analysis.plots.scaling import scaling_figure
+from analysis.scaling.efficiency import (
+    agreement_rows,
+    base_points,
+    base_rows,
+    describe_base,
+    point_rows,
+    scaling_kind,
+    title,
+)
+from analysis.scaling.fits import Fit, fit_laws, why_not_fitted
 from analysis.scaling.fits.format import curve_rows, fit_lines, fit_rows
 from analysis.scaling.point_reading import read_points
 from analysis.scaling.points import Point
-from analysis.scaling.projection import Projection, project
-from analysis.scaling.rules import Rule, rule_lines, rules_of
+from analysis.scaling.projection import Projection, place_rows, project, projection_table, sensitivity_rows
+from analysis.scaling.rules import Rule, check_rules, rule_lines
 from gems.errors import ConfigError
+from gems.utils.tables import RIGHT, table
 from gems.utils.units import Unit, number, time_unit
 
 STEM = "scaling"
@@ -28,16 +37,16 @@ PICTURES = (".png", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What was read, what was made of it, and the files that were written.
+    """The points of a study, their fits and rules, and the files that were written.
 
     Attributes:
         points: by line, ranks and source.
         fits: by line, the best first.
         unfitted: why a law was not fitted.
-        rules: what the plot may claim.
-        tables: CSV: of the points, and of the curves of the fits where there are any.
+        rules: which claims the plot supports.
+        tables: CSV: of the points, and of the curves of the fits if there are any.
         pictures: PNG and PDF.
-        projection: bands and sensitivities of a study that is a prediction throughout, None of another.
+        projection: bands and sensitivities of a study that is simulated throughout, else None.
     """
 
     points: list[Point]
@@ -55,19 +64,19 @@ class Study:
 
 
 def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
-    """Read runs, writes scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
+    """Read runs and write scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
 
     `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv.
-    A study that is a prediction throughout gets the bands of `analysis.scaling.projection` beside it.
+    A study that is simulated throughout gets the bands of `analysis.scaling.projection` beside it.
 
     Raises:
         ConfigError: a run that cannot be read, a law that has too few points, or a folder that cannot be written.
     """
     points = read_points(paths)
-    fits = fits_of(points, fit)
+    fits = fit_laws(points, fit)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        tables = [write_csv(rows_of(points), out / f"{STEM}.csv")]
+        tables = [write_csv(point_rows(points), out / f"{STEM}.csv")]
         curves = out / f"{STEM}-fits.csv"
         if fits:
             tables.append(write_csv(curve_rows(fits), curves))
@@ -82,12 +91,12 @@ def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
     projection = project(points, paths)
     if projection is not None:
         pictures += write_projection(projection, out)
-    return Study(points, fits, why_not_fitted(points, fit), rules_of(points), tables, pictures, projection)
+    return Study(points, fits, why_not_fitted(points, fit), check_rules(points), tables, pictures, projection)
 
 
 def study_answer(study: Study) -> dict[str, Any]:
     """Return a study as plain data."""
-    kind, projection = kind_of(study.points), study.projection
+    kind, projection = scaling_kind(study.points), study.projection
     predicted = {}
     if projection is not None:
         predicted = {"bands": place_rows(projection), "sensitivities": sensitivity_rows(projection)}
@@ -95,7 +104,7 @@ def study_answer(study: Study) -> dict[str, Any]:
         "scaling": kind,
         "kind": kind,
         "base": base_rows(study.points),
-        "points": rows_of(study.points),
+        "points": point_rows(study.points),
         "agreement": agreement_rows(study.points),
         "fits": fit_rows(study.fits),
         "unfitted": study.unfitted,
@@ -108,7 +117,7 @@ def study_answer(study: Study) -> dict[str, Any]:
 
 
 def study_report(study: Study) -> str:
-    """Return what is printed: the table, the fits, and the rules that do not hold."""
+    """Return the text to print: the table, the fits, and the rules that do not hold."""
     return "\n".join(
         [
             study_table(study.points),
@@ -121,40 +130,23 @@ def study_report(study: Study) -> str:
 
 
 def study_table(points: Sequence[Point]) -> str:
-    """Return the table for people: a line a point with the 95 % interval of its median; efficiencies in %."""
+    """Return a line for each point with the 95 % interval of its median; efficiencies in %."""
     unit = time_unit([point.step_median_s for point in points])
-    head = (
-        "schedule",
-        "source",
-        "ranks",
-        "images/s",
-        f"step [{unit.name}]",
-        "95 % interval",
-        "p95",
-        "parallel [%]",
-        "compute [%]",
-    )
-    rows = [head]
-    for point, row in zip(points, rows_of(points), strict=True):
-        shares = (row["parallel_efficiency"], row["compute_efficiency"])
-        rows.append(
-            (
-                row["schedule"], row["source"], str(row["ranks"]), number(row["images_per_s"]),
-                unit.show(row["step_median_s"]), _bounds(point, unit), unit.show(row["step_p95_s"]),
-                *("-" if value is None else f"{100 * value:.1f}" for value in shares),
-            )
-        )  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    shown = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    bases = [f"base of {line}: {base_words(base)}" for line, base in bases_of(points).items()]
+    columns = {
+        "schedule": "", "source": "", "ranks": "d", "images/s": RIGHT, f"step [{unit.name}]": RIGHT, "95 % interval": RIGHT,
+        "p95": RIGHT, "parallel [%]": ".1f", "compute [%]": ".1f",
+    }  # fmt: skip
+    rows = [
+        (
+            row["schedule"], row["source"], row["ranks"], number(row["images_per_s"]), unit.show(row["step_median_s"]),
+            _bounds(point, unit), unit.show(row["step_p95_s"]),
+            *(None if row[name] is None else 100 * row[name] for name in ("parallel_efficiency", "compute_efficiency")),
+        )
+        for point, row in zip(points, point_rows(points), strict=True)
+    ]  # fmt: skip
+    bases = [f"base of {line}: {describe_base(base)}" for line, base in base_points(points).items()]
     note = ["a to b: fewer than 6 steps, so their range and no interval"] if any(map(_is_range, points)) else []
-    return "\n".join([title(points)[0], *shown, *note, *sorted(bases)])
+    return "\n".join([table(columns, rows, title=title(points)[0]), *note, *sorted(bases)])
 
 
 def _is_range(point: Point) -> bool:
@@ -162,7 +154,7 @@ def _is_range(point: Point) -> bool:
 
 
 def _bounds(point: Point, unit: Unit) -> str:
-    """Return an interval as `a-b`, a range as `a to b`, and nothing where steps are all alike, as on paper."""
+    """Return an interval as `a-b`, a range as `a to b`, and `-` if all steps are equal, as in a simulation."""
     step: Interval = point.step_interval_s
     if point.is_deterministic:
         return "-"

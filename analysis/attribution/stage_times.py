@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import yaml
 
 from analysis.attribution.graph import Graph
+from analysis.io.run_config import read_document
 from gems.config.schema import RunSpec
 from gems.schedule.action import COMPUTE_KINDS, Kind
 from gems.simulation.costs import schedule_costs
@@ -20,7 +20,7 @@ STRAGGLES = 1.25
 Part = tuple[Kind, int, int | None]
 
 
-def pace_of(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray, str]:
+def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the undisturbed time of each node, (nodes,) in seconds, 0 for what is no compute, and what it comes from.
 
     An emulated or simulated run has it from its configured costs. Otherwise it is, of the ranks that run the same stage in
@@ -32,7 +32,7 @@ def pace_of(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray,
     places = graph.of_kinds(*COMPUTE_KINDS)
     found = np.zeros(graph.num_nodes)
     if trace.source != "measured" and trace.run_yaml:
-        spec = RunSpec.from_dict(yaml.safe_load(trace.run_yaml))
+        spec = RunSpec.from_dict(read_document(trace.run_yaml))
         costs = schedule_costs(spec, graph.schedule.placement)
         if graph.schedule.num_stages == costs.num_stages and not costs.segments:
             found[places] = [costs.time(graph.actions[place]) * spec.cost.unit_s for place in places]

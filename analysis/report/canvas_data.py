@@ -1,16 +1,21 @@
-"""The timeline's data: events by lane and track, in columns, and how each kind looks."""
+"""The data that the page's canvases draw: events and bytes over time, in columns small enough for a million events."""
 
 from __future__ import annotations
 
+import base64
+import zlib
 from typing import Any
 
 import numpy as np
 
 from analysis.metrics.step_window import step_window
 from analysis.plots.timeline import LOOKS, shaded
-from analysis.report.pack import packed
 from gems.trace import KINDS, STREAMS, Trace
 
+LEVEL = 3
+# Types of JavaScript's typed arrays, narrow before wide.
+TYPES = ("i1", "u1", "i2", "u2", "i4", "u4", "f8")
+SAMPLED = {"rss_bytes": "resident memory, sampled", "device_bytes": "device memory by the driver, sampled"}
 TRACKS = tuple(dict.fromkeys((look.top, look.bottom) for look in LOOKS))
 NOT_DRAWN = 255
 PLAIN = ("kind", "stage", "segment", "direction", "micro_batch", "step", "stream", "moved_bytes")
@@ -80,3 +85,64 @@ def windows_json(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, 
         "start_ns": (steps["start_ns"] - origin_ns).tolist(),
         "end_ns": (steps["end_ns"] - origin_ns).tolist(),
     }
+
+
+def memory_block(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any] | None:
+    """Return the curves of bytes held on the device and in host memory, and the samples; None without any byte.
+
+    Each curve has `offsets[lane]` where a rank's points begin in `time_ns` (from `origin_ns`) and `value_bytes`; a value
+    holds until the next point.
+    """
+    ranks = np.unique(events["rank"])
+    curves = []
+    for column, name in (("device_bytes", "held on the device"), ("host_bytes", "held in host memory")):
+        known = events[events[column] >= 0]
+        if known[column].any():
+            curves.append(_curve(name, ranks, known["rank"], known["end_ns"] - origin_ns, known[column], True))
+    samples = trace.samples[np.isin(trace.samples["rank"], ranks)]
+    for column, name in SAMPLED.items():
+        known = samples[samples[column] > 0]
+        if len(known):
+            curves.append(_curve(name, ranks, known["rank"], known["t_ns"] - origin_ns, known[column], False))
+    return {"ranks": ranks.tolist(), "curves": curves} if curves else None
+
+
+def _curve(
+    name: str, ranks: np.ndarray, rank: np.ndarray, time_ns: np.ndarray, value: np.ndarray, is_ledger: bool
+) -> dict[str, Any]:
+    order = np.lexsort((time_ns, rank))
+    rank, time_ns, value = rank[order], time_ns[order], value[order]
+    is_new = np.ones(len(value), bool)
+    is_new[1:] = (value[1:] != value[:-1]) | (rank[1:] != rank[:-1])
+    rank, time_ns, value = rank[is_new], time_ns[is_new], value[is_new]
+    offsets = np.searchsorted(rank, [*ranks, ranks[-1] + 1])
+    return {
+        "name": name, "is_ledger": is_ledger, "peak_bytes": int(value.max()), "offsets": packed(offsets),
+        "time_ns": packed(time_ns, is_sum=True), "value_bytes": packed(value, is_sum=True),
+    }  # fmt: skip
+
+
+def packed(values: np.ndarray, *, is_sum: bool = False) -> dict[str, Any]:
+    """Return a column as `{type, count, is_sum, data}`, in the narrowest type that holds it.
+
+    `data` is base64 of the deflated bytes, first those of all values, then the second ones and so on: alike bytes stand
+    together and take no room. With `is_sum` differences are stored, from 0 on, which are small where values grow.
+
+    Raises:
+        ValueError: whole numbers that are not exact in a double.
+    """
+    stored = np.diff(values, prepend=values.dtype.type(0)) if is_sum else values
+    kind = _narrowest(stored)
+    if kind == "f8" and stored.dtype.kind in "iu" and len(stored) and int(np.abs(values).max()) > 1 << 53:
+        raise ValueError("whole numbers beyond 2^53 are not exact in JavaScript")
+    little = np.ascontiguousarray(stored.astype(f"<{kind}"))
+    planes = little.view(np.uint8).reshape(len(little), little.itemsize).T
+    data = base64.b64encode(zlib.compress(np.ascontiguousarray(planes).tobytes(), LEVEL)).decode()
+    return {"type": kind, "count": len(little), "is_sum": is_sum, "data": data}
+
+
+def _narrowest(values: np.ndarray) -> str:
+    if values.dtype.kind not in "iub":
+        return "f8"
+    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+    return next((kind for kind in TYPES[:-1] if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), "f8")

@@ -1,0 +1,249 @@
+"""The verbs of `python -m analysis`: what each takes, and the functions that it puts together.
+
+Modules are imported by the verb that needs them, so that a verb without pictures does not load matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from analysis.io.load import Loaded, load_trace
+from gems.errors import ConfigError
+
+PROGRAM = "python -m analysis"
+Options = argparse.Namespace
+PICTURE_HELP = ".png, .pdf or .svg"
+RUN_HELP = "run folder or trace file"
+# Verbs that draw an answer of `gems ... --json`: the function, the help, and the help on the file.
+DRAWN_ANSWERS = {
+    "partition": (
+        "partition.draw_partition", "draw an answer of `gems partition --json` with its layers", "the file that gems partition writes",
+    ),
+    "memory": (
+        "memory_plans.draw_memory_plans", "draw an answer of `gems memory`: bytes over time by policy", "the file that gems memory writes",
+    ),
+    "placement": (
+        "placement.draw_placement", "draw an answer of `gems place --json`: operators on devices over time", "the file that gems place writes",
+    ),
+}  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad command line as the toolkit's one line, not as usage and error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("arguments", self.prog, message, f"see {self.prog} --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs; its errors are a ConfigError."""
+    top = _Parser(prog=PROGRAM, description="Figures and pictures from trace files.")
+    verbs = top.add_subparsers(dest="verb", required=True)
+
+    def verb(name: str, about: str, *, has_json: bool = True) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=about)
+        if has_json:
+            made.add_argument("--json", action="store_true", help="one object on stdout")
+        return made
+
+    def add_out(made: argparse.ArgumentParser, about: str, default: Path | None = None) -> None:
+        made.add_argument("--out", type=Path, default=default, help=about)
+
+    timeline = verb("timeline", "draw one step, rank x time, to a file")
+    timeline.add_argument("--step", type=int, help="optimizer step; default the last whole one after warm-up")
+    add_out(timeline, f"{PICTURE_HELP}; default timeline.png beside the trace")
+    summary = verb("summary", "print the closing table of a run")
+    scaling = verb("scaling", "draw images/s and efficiency over ranks, and write them as CSV")
+    scaling.add_argument("paths", type=Path, nargs="+", metavar="RUN", help="run folder or trace.h5")
+    add_out(scaling, "folder to write to; default the one that holds the first run")
+    scaling.add_argument(
+        "--fit", default="all", metavar="LAW",
+        help="law of scaling: amdahl, gustafson, usl, pmnf, all (the default; the best is drawn) or none",
+    )  # fmt: skip
+    draw = verb("draw", "draw a schedule's file, rank x time, to a picture")
+    draw.add_argument(
+        "schedule", type=Path, metavar="SCHEDULE", help=".json of `gems schedule --json`, or torch's .csv"
+    )
+    draw.add_argument("out", type=Path, metavar="OUT", help=".svg, .png or .pdf")
+    for name, (_, about, file_help) in DRAWN_ANSWERS.items():
+        drawn = verb(name, about, has_json=False)
+        drawn.add_argument("answer", type=Path, metavar=name.upper(), help=file_help)
+        add_out(drawn, PICTURE_HELP, Path(f"{name}.png"))
+    collect = verb("collect", "merge a run's parts into trace.h5, draw it, print the table")
+    attribution = verb("attribution", "show where the time of a step goes, and draw it")
+    add_out(attribution, f"{PICTURE_HELP} of the waterfall, with a .csv beside it")
+    attribution.add_argument("--ranks", action="store_true", help="a row for each rank too")
+    verb("vdnn", "simulate the vDNN paper's studies, beside its figures")
+    hybrid = verb("hybrid", "recompute the projections of Pal et al. from their inputs, or draw a plan")
+    hybrid.add_argument(
+        "answer", type=Path, nargs="?", metavar="ANSWER", help="a file of `gems plan --hybrid --json`, to draw"
+    )
+    add_out(hybrid, f"picture: {PICTURE_HELP}")
+    report = verb("report", "write one HTML page about runs, which needs no network")
+    add_out(report, ".html; default report.html in the folder of the run or study")
+    export = verb("export", "write events for Perfetto or a table, or step times for Extra-P")
+    add_out(export, "file to write; default perfetto.json, events.csv or extrap.jsonl")
+    export.add_argument("--format", choices=("perfetto", "csv", "extrap"), required=True)
+    for made, about in (
+        (report, "run folder, trace file, or name of a run or study"), (export, "as for report; several for extrap alone"),
+    ):  # fmt: skip
+        made.add_argument("runs", nargs="+", metavar="RUN", help=about)
+        made.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder in which names are looked up")
+    for made in (timeline, summary, collect, attribution):
+        made.add_argument("path", type=Path, metavar="PATH", help=RUN_HELP)
+    return top
+
+
+def _print(options: Options, answer: dict[str, Any], *lines: object) -> None:
+    """Print the answer as JSON if asked for, or else the lines; a function is called for its line only then."""
+    if options.json:
+        print(json.dumps(answer, allow_nan=False))
+    else:
+        print(*(line() if callable(line) else line for line in lines), sep="\n")
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print("analysis:", note, file=sys.stderr)
+
+
+def _load(path: Path) -> Loaded:
+    loaded = load_trace(path)
+    _print_notes(loaded.notes)
+    return loaded
+
+
+def _timeline(options: Options) -> None:
+    from analysis.metrics.step_window import step_window
+    from analysis.plots.timeline import draw_timeline
+
+    path, trace = options.path, _load(options.path).trace
+    # of a run folder or its trace.h5 timeline.png, of another trace named after that file
+    name = "timeline.png" if path.is_dir() or path.name == "trace.h5" else f"{path.stem}-timeline.png"
+    out = options.out or (path / name if path.is_dir() else path.with_name(name))
+    window = step_window(trace, options.step)
+    draw_timeline(trace, out, window.step)
+    answer = {
+        "timeline": str(out), "source": trace.source, "step": window.step, "is_whole": window.is_whole,
+        "span_s": window.span_s, "bubble": window.bubble,
+    }  # fmt: skip
+    _print(options, answer, out)
+
+
+def _summary(options: Options) -> None:
+    from analysis.cli.summary import summary_dict, summary_table
+    from analysis.metrics.run_metrics import run_metrics
+
+    loaded = _load(options.path)
+    metrics, paths = run_metrics(loaded.trace), [str(path) for path in loaded.paths]
+    answer = {**summary_dict(metrics, loaded.trace), "paths": paths, "notes": list(loaded.notes)}
+    shown = paths[0] if len(paths) == 1 else f"{len(paths)} parts in {loaded.paths[0].parent}"
+    _print(options, answer, lambda: summary_table(metrics, loaded.trace, {"trace": shown}))
+
+
+def _collect(options: Options) -> None:
+    from analysis.cli.collect import collect
+    from analysis.cli.summary import summary_dict, summary_table
+
+    made = collect(options.path)
+    trace, notes = made.loaded.trace, made.loaded.notes
+    _print_notes(notes[1:])
+    answer = {**summary_dict(made.metrics, trace), **made.files, "notes": list(notes)}
+    _print(options, answer, lambda: summary_table(made.metrics, trace, made.files))
+
+
+def _attribution(options: Options) -> None:
+    from analysis.attribution import attribute
+    from analysis.attribution.table import attribution_dict, attribution_table
+    from analysis.plots.waterfall import draw_waterfall
+
+    found = attribute(_load(options.path).trace)
+    files = [] if options.out is None else [str(options.out), str(draw_waterfall(found, options.out))]
+    _print(options, {**attribution_dict(found), "files": files}, attribution_table(found, options.ranks), *files)
+
+
+def _scaling(options: Options) -> None:
+    from analysis.cli.scaling import study_answer, study_report, write_study
+
+    study = write_study(options.paths, options.out or options.paths[0].resolve().parent, options.fit)
+    _print(options, study_answer(study), study_report(study), *study.pictures, *study.tables)
+
+
+def _draw(options: Options) -> None:
+    from analysis.plots.schedule import draw_schedule
+
+    simulated = draw_schedule(options.schedule, options.out)
+    answer = {
+        "drawing": str(options.out), "span_units": simulated.span, "efficiency": simulated.efficiency,
+        "peak_units": list(simulated.peak),
+    }  # fmt: skip
+    _print(options, answer, options.out)
+
+
+def _draw_answer(options: Options) -> None:
+    module, function = DRAWN_ANSWERS[options.verb][0].split(".")
+    getattr(import_module(f"analysis.plots.{module}"), function)(options.answer, options.out)
+    print(options.out)
+
+
+def _report(options: Options) -> None:
+    from analysis.io.find import default_out, find_runs
+    from analysis.report import build_report
+
+    runs = find_runs(options.runs, options.runs_dir)
+    made = build_report(runs, options.out or default_out(options.runs, runs, options.runs_dir))
+    _print_notes(made.notes)
+    _print(options, made.to_json(), made.path)
+
+
+def _export(options: Options) -> None:
+    from analysis.export import export_runs
+    from analysis.io.find import find_runs
+
+    made = export_runs(find_runs(options.runs, options.runs_dir), options.format, options.out)
+    _print(options, made.to_json(), made.path)
+
+
+def _vdnn(options: Options) -> None:
+    from analysis.papers.vdnn import answer, simulate_networks, table, table_rows
+
+    made, machine = simulate_networks()
+    rows = table_rows(made, machine)
+    _print(options, answer(rows, made, machine), table(rows))
+
+
+def _hybrid(options: Options) -> None:
+    from analysis.papers.hybrid import answer, projections, table
+    from analysis.plots.hybrid import draw_answer, draw_projections
+
+    if options.answer is not None:
+        out = options.out or options.answer.with_suffix(".png")
+        draw_answer(options.answer, out)
+        _print(options, {"picture": str(out)}, out)
+        return
+    found = projections()
+    made = {} if options.out is None else {"picture": str(options.out)}
+    if options.out is not None:
+        draw_projections(found, options.out)
+    _print(options, answer(found) | made, table(found), *made.values())
+
+
+VERBS: dict[str, Callable[[Options], None]] = {
+    "timeline": _timeline,
+    "summary": _summary,
+    "collect": _collect,
+    "draw": _draw,
+    **dict.fromkeys(DRAWN_ANSWERS, _draw_answer),
+    "scaling": _scaling,
+    "attribution": _attribution,
+    "vdnn": _vdnn,
+    "hybrid": _hybrid,
+    "report": _report,
+    "export": _export,
+}

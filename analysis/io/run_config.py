@@ -1,0 +1,147 @@
+"""The configuration of a run, as its trace holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from gems.config.renamed_keys import with_new_names
+from gems.errors import ConfigError
+from gems.schedule.bounds import step_units
+from gems.trace import DTYPES, Trace, open_trace, read_column
+from gems.trace.hdf5 import get_attributes
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Facts of the resolved configuration; None if the trace does not carry it."""
+
+    schedule: str | None = None
+    partitions: int | None = None
+    replicas: int | None = None
+    micro_batches: int | None = None
+    parts: int | None = None
+    chunks: int = 2
+    cap: float | None = None
+
+    def bubble(
+        self, forward_s: float | None, backward_s: float | None, weight_grad_s: float | None = None
+    ) -> float | None:
+        """Return the schedule's bubble by its closed form; None if that or a fact is not known.
+
+        Times are those of a stage; `weight_grad_s` is W's part of a split backward.
+        """
+        name, partitions, micro_batches = self.schedule, self.partitions, self.micro_batches
+        if name is None or partitions is None or micro_batches is None or forward_s is None or backward_s is None:
+            return None
+        span_s = step_units(
+            name, partitions, micro_batches, forward_s, backward_s, self.parts or 1,
+            weight_grad=weight_grad_s, chunks=self.chunks, cap=self.cap,
+        )  # fmt: skip
+        return None if not span_s else 1.0 - micro_batches * (forward_s + backward_s) / span_s
+
+
+def run_facts(trace: Trace) -> RunFacts:
+    """Return the facts in `trace.run_yaml`, the resolved `gems.config.schema.RunSpec`; all None for an empty text.
+
+    Raises:
+        ConfigError: the text is no YAML, no mapping of groups, or a count in it is not whole and positive.
+    """
+    document = read_document(trace.run_yaml)
+    schedule, parallel, cost = (_group(document, name) for name in ("schedule", "parallel", "cost"))
+    name = schedule.get("name")
+    counts = {key: _count(parallel, key) for key in ("partitions", "replicas", "micro_batches", "parts")}
+    return RunFacts(
+        None if name is None else str(name), **counts, chunks=_count(schedule, "chunks") or 2, cap=_cap(schedule, cost)
+    )
+
+
+def read_document(run_yaml: str) -> dict[str, Any]:
+    """Return a run's configuration as groups of keys, empty for an empty text.
+
+    Raises:
+        ConfigError: the text is no YAML, or no mapping of groups.
+    """
+    try:
+        document = yaml.safe_load(run_yaml) if run_yaml else {}
+    except yaml.YAMLError as error:
+        raise ConfigError("run_yaml", "unreadable", f"not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(document, dict):
+        raise ConfigError("run_yaml", type(document).__name__, "allowed: a mapping of configuration groups")
+    return document
+
+
+def read_section(document: dict[str, Any], name: str, section: type[Section]) -> Section:
+    """Read a group of a resolved configuration as its class; keys that another version added are ignored.
+
+    Raises:
+        ConfigError: the group is no mapping.
+    """
+    known: dict[str, Any] = getattr(section, "__dataclass_fields__", {})
+    values = with_new_names(name, _group(document, name))
+    return section(**{key: value for key, value in values.items() if key in known})
+
+
+@dataclass(frozen=True, slots=True)
+class RunHead:
+    """What a trace says without its events: root attributes, rows of `/steps` sorted by step, the configuration."""
+
+    attributes: dict[str, Any]
+    steps: np.ndarray
+    document: dict[str, Any]
+
+
+def read_head(path: Path) -> RunHead:
+    """Read the steps and the configuration of a finished run alone, so that large traces cost no time.
+
+    Raises:
+        ConfigError: no trace there, an unreadable one, or one without its configuration.
+    """
+    file_path = path / "trace.h5" if path.is_dir() else path
+    if not file_path.exists():
+        raise ConfigError("path", path, "has no trace.h5", "give finished runs, or their trace.h5")
+    with open_trace(file_path) as file:
+        attributes = get_attributes(file)
+        steps = np.empty(len(file["steps/step"]), DTYPES["steps"])
+        for column in DTYPES["steps"].names or ():
+            steps[column] = read_column(file, "steps", column)
+        run_yaml = file["run_yaml"].asstr()[()]
+    document = read_document(run_yaml)
+    if not document:
+        raise ConfigError("trace", path, "holds no configuration of its run", "collect the run again")
+    return RunHead(attributes, np.sort(steps, order="step"), document)
+
+
+def _cap(schedule: dict[str, Any], cost: dict[str, Any]) -> float | None:
+    """Return the cap in units of activations."""
+    cap, cap_bytes, unit_bytes = (
+        schedule.get("activation_cap"), schedule.get("activation_cap_bytes"), cost.get("activation_bytes"),
+    )  # fmt: skip
+    try:
+        if cap_bytes is not None and unit_bytes:
+            return float(cap_bytes) / float(unit_bytes)
+        return None if cap is None else float(cap)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("run_yaml.schedule.activation_cap", cap, "allowed: a number") from error
+
+
+def _group(document: dict[str, Any], name: str) -> dict[str, Any]:
+    group = document.get(name) or {}
+    if not isinstance(group, dict):
+        raise ConfigError(f"run_yaml.{name}", group, "allowed: a mapping of keys")
+    return group
+
+
+def _count(group: dict[str, Any], name: str) -> int | None:
+    value = group.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"run_yaml.parallel.{name}", value, "allowed: a whole number from 1")
+    return value
