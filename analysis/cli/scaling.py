@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.io.csv_file import write_csv
+from analysis.io.files import write_csv
 from analysis.metrics.statistics import Interval
 from analysis.plots.figure import save_figure
 from analysis.plots.projection import write_projection

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.export.events_csv import csv_pieces
-from analysis.export.extrap import extrap_lines
+import numpy as np
+
 from analysis.export.perfetto import perfetto_pieces
 from analysis.io.load import load_trace
+from analysis.scaling.point_reading import read_points
 from gems.errors import ConfigError, one_of
-from gems.trace import Trace
+from gems.trace import DTYPES, KINDS, STREAMS, Trace
+
+ROWS = 1 << 14  # of a piece
+NAMES = {"kind": np.array(KINDS), "stream": np.array(STREAMS)}
+
+
+def csv_pieces(trace: Trace) -> Iterator[str]:
+    """Yield the head line, and then some thousand rows at a time, in the order of the trace."""
+    columns = DTYPES["events"].names or ()
+    yield ",".join(columns) + "\r\n"
+    for first in range(0, len(trace.events), ROWS):
+        part = trace.events[first : first + ROWS]
+        shown = [(NAMES[name][part[name]] if name in NAMES else part[name]).tolist() for name in columns]
+        yield "".join(",".join(map(str, row)) + "\r\n" for row in zip(*shown, strict=True))
+
+
+def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
+    """Yield `{"params": {"p": ranks}, "metric": "time", "callpath": "step", "value": seconds}` for each counted step.
+
+    With several schedules, or runs of several sources, these are told apart by the callpath: `step->1f1b, simulated`.
+
+    Raises:
+        ConfigError: a run without a trace, or without a step after warm-up.
+    """
+    points = read_points(runs)
+    lines = {(point.line, point.source) for point in points}
+    for point in points:
+        callpath = "step" if len(lines) == 1 else f"step->{point.line}, {point.source}"
+        for seconds in point.step_s:
+            measured = {"params": {"p": point.ranks}, "metric": "time", "callpath": callpath, "value": seconds}
+            yield json.dumps(measured) + "\n"
+
 
 OF_ONE_RUN: dict[str, tuple[str, Callable[[Trace], Iterable[str]]]] = {
     "perfetto": ("perfetto.json", perfetto_pieces),

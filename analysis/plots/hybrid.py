@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.io.answer import from_answer
+from analysis.io.files import from_answer
 from analysis.papers.hybrid import PAPER, Projection, law_speedups, speedups
 from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, check_picture_path, empty_figure, save_figure, style_axes
 from gems.planner.hybrid.pal import WAYS, Verdict

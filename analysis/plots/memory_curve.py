@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from analysis.io.run_config import run_facts
-from analysis.metrics.events import by_rank
-from analysis.metrics.memory_parts import buffer_bytes
+from analysis.metrics.events import by_rank, of_kinds
 from analysis.metrics.step_window import StepWindow, step_window
 from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title, source_mark
 from gems.errors import ConfigError
@@ -27,6 +26,9 @@ CURVE_COLOUR, AREA_COLOUR, PEAK_COLOUR = "#1f65a8", "#d6e6f3", "#c94f07"
 BUFFER_COLOUR, HOST_COLOUR = "#e8a33d", "#117a8b"
 COUNTED = ("emulated", "simulated")
 MS = 1e-6
+# A receive's buffer is held until the action that reads it has ended.
+READERS = {"RECV_F": ("F",), "RECV_B": ("B", "I")}
+MESSAGE = ("step", "stage", "direction", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +190,49 @@ def _title(trace: Trace, window: StepWindow, curves: list[Curve], unit: Unit) ->
     if len(curves) > MAX_PANELS:
         detail += f", the {MAX_PANELS} highest of {len(curves)} ranks"
     return f"{name}, {size}: {source}", detail
+
+
+def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
+    """Return the bytes of boundary buffers that a rank holds just after each of `times_ns`.
+
+    A send's buffer is held from its posting until it is complete, a receive's from its posting until the compute
+    that reads it has ended; so it is in emulated and simulated runs.
+
+    Args:
+        events: of one rank.
+        times_ns: in any order.
+    """
+    sends = events[of_kinds(events, "SEND_F", "SEND_B")]
+    came_ns, went_ns, sizes = [sends["start_ns"]], [sends["end_ns"]], [sends["moved_bytes"]]
+    for kind, readers in READERS.items():
+        receives = events[of_kinds(events, kind)]
+        came_ns.append(receives["start_ns"])
+        went_ns.append(_read_ns(receives, events[of_kinds(events, *readers)]))
+        sizes.append(receives["moved_bytes"])
+    moved = np.concatenate(sizes)
+    came = _held(np.concatenate(came_ns), moved, times_ns)
+    held: np.ndarray = came - _held(np.concatenate(went_ns), moved, times_ns)
+    return held
+
+
+def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
+    """Return the end of each receive's reader, of the last where there are several; its own end without one."""
+    both = np.concatenate([readers, receives])
+    keys = np.zeros(len(both), np.int64)
+    for name in MESSAGE:
+        values = both[name].astype(np.int64)
+        keys = keys * (values.max(initial=0) + 2) + values + 1
+    places = np.unique(keys, return_inverse=True)[1]
+    end_ns = np.full(int(places.max(initial=0)) + 1, -1, np.int64)
+    end_ns[places[: len(readers)]] = readers["end_ns"]
+    found = end_ns[places[len(readers) :]]
+    read_ns: np.ndarray = np.where(found < 0, receives["end_ns"], found)
+    return read_ns
+
+
+def _held(changed_ns: np.ndarray, sizes: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
+    """Return the sum of the sizes of what had changed by each time."""
+    order = np.argsort(changed_ns, kind="stable")
+    sums = np.concatenate([[0], np.cumsum(sizes[order])])
+    found: np.ndarray = sums[np.searchsorted(changed_ns[order], times_ns, side="right")]
+    return found

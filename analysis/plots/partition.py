@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.io.answer import from_answer
+from analysis.io.files import from_answer
 from analysis.plots.figure import (
     TEXT_COLOUR,
     WIDTH_IN,

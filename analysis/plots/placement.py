@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.io.answer import from_answer
+from analysis.io.files import from_answer
 from analysis.plots.figure import (
     TEXT_COLOUR,
     WIDTH_IN,

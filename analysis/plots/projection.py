@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from analysis.io.csv_file import write_csv
+from analysis.io.files import write_csv
 from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, empty_figure, save_figure, set_title, style_axes
 from analysis.scaling.projection import SHARE, Projection, Sensitivity, describe_error, place_rows, sensitivity_rows
 

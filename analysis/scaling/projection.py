@@ -12,7 +12,6 @@ import numpy as np
 from analysis.io.run_config import read_head
 from analysis.scaling.efficiency import base_points
 from analysis.scaling.points import Point, format_error
-from analysis.scaling.published import Published, published
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
@@ -31,6 +30,28 @@ CONSTANTS = (
     COMPUTE, "machine.link_latency_s", "machine.link_bytes_per_s", "machine.node_latency_s", "machine.node_bytes_per_s",
     "machine.noise",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A published scaling efficiency, of 1: of a schedule and model on a number of ranks, and where it stands."""
+
+    schedule: str
+    model: str
+    ranks: int
+    efficiency: float
+    source: str
+
+
+EFFICIENCIES = (
+    Published("gems_master", "resnet-1001-v2", 1024, 0.9732, "Jain et al., SC 2020, abstract; base not stated there"),
+)  # fmt: skip
+
+
+def published(schedule: str, model: str, ranks: int) -> Published | None:
+    """Return the published efficiency of a schedule and model on so many ranks, None where there is none."""
+    of = (schedule, model, ranks)
+    return next((each for each in EFFICIENCIES if (each.schedule, each.model, each.ranks) == of), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import pytest
 from analysis.metrics.events import by_rank
 from analysis.plots import timeline
 from analysis.plots.memory_curve import MAX_COLUMNS, Curve, thinned
-from analysis.plots.pixel_columns import blended, coverage
-from analysis.plots.timeline import LOOKS, draw_timeline, shaded, timeline_figure
+from analysis.plots.timeline import LOOKS, blended, coverage, draw_timeline, shaded, timeline_figure
 from gems.trace import Trace
 
 MS = 1_000_000

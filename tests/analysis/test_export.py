@@ -118,7 +118,7 @@ def test_the_table_of_events_is_read_back(run: Path, trace: Trace) -> None:
 def test_pieces_are_joined_without_a_seam(run: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {name: export_runs([run], name).path.read_bytes() for name in ("perfetto", "csv")}
     monkeypatch.setattr("analysis.export.perfetto.ROWS", 7)
-    monkeypatch.setattr("analysis.export.events_csv.ROWS", 7)
+    monkeypatch.setattr("analysis.export.formats.ROWS", 7)
     assert {name: export_runs([run], name).path.read_bytes() for name in whole} == whole
 
 

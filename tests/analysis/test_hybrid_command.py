@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main
-from analysis.io.csv_file import write_csv
+from analysis.io.files import write_csv
 from analysis.scaling.efficiency import point_rows
 from analysis.scaling.points import Point
 from gems.planner.hybrid.inputs import read_efficiency

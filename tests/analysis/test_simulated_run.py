@@ -11,10 +11,9 @@ import pytest
 
 from analysis.__main__ import main
 from analysis.cli.collect import collect
-from analysis.metrics.memory_parts import buffer_bytes
 from analysis.metrics.run_metrics import backward_mean_s, run_metrics
 from analysis.metrics.step_window import step_window
-from analysis.plots.memory_curve import memory_figure, rank_curve
+from analysis.plots.memory_curve import buffer_bytes, memory_figure, rank_curve
 from analysis.plots.timeline import LOOKS, timeline_figure
 from gems.config.resolve import resolve
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig

@@ -3,8 +3,16 @@
 Amdahl 1967; Gustafson 1988; Gunther 1993 and 2007 (universal scalability law); Calotoiu et al. 2013 (normal form).
 """
 
-from analysis.scaling.fits.choice import CHOICES, best_fits, fit_laws, why_not_fitted
-from analysis.scaling.fits.fit import MAX_EXTRAPOLATION, Fit, Residual, fit_law
+from analysis.scaling.fits.fit import (
+    CHOICES,
+    MAX_EXTRAPOLATION,
+    Fit,
+    Residual,
+    best_fits,
+    fit_law,
+    fit_laws,
+    why_not_fitted,
+)
 from analysis.scaling.fits.laws import LAWS, Law
 from analysis.scaling.fits.series import Series, make_series
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from analysis.metrics.statistics import Interval
-from analysis.scaling.fits.choice import best_fits
-from analysis.scaling.fits.fit import MAX_EXTRAPOLATION, Fit
+from analysis.scaling.fits.fit import MAX_EXTRAPOLATION, Fit, best_fits
 from gems.utils.units import number
 
 NUM_CURVE_POINTS = 41

@@ -13,9 +13,8 @@ from itertools import combinations
 
 import numpy as np
 
-from analysis.scaling.fits.least_squares import Subset, fit_columns
 from analysis.scaling.fits.normal_form import COLUMNS as PMNF_COLUMNS
-from analysis.scaling.fits.normal_form import choose_terms, count_terms, term_values
+from analysis.scaling.fits.normal_form import Subset, choose_terms, count_terms, fit_columns, term_values
 
 Parameters = Mapping[str, np.ndarray]
 

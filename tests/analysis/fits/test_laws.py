@@ -7,8 +7,7 @@ import pytest
 from scipy.optimize import nnls
 
 from analysis.scaling.fits import LAWS, fit_law
-from analysis.scaling.fits.least_squares import fit_columns
-from analysis.scaling.fits.normal_form import COLUMNS, choose_terms
+from analysis.scaling.fits.normal_form import COLUMNS, choose_terms, fit_columns
 from gems.errors import ConfigError
 from tests.analysis.planted import RANKS, series
 

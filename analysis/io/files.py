@@ -1,9 +1,10 @@
-"""Answers of `gems ... --json` in files, from which pictures are drawn."""
+"""Answers of `gems ... --json` that are read from files, and tables that are written to them."""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,3 +23,16 @@ def from_answer(path: Path, key: str, command: str, make: Callable[[dict[str, An
         return make(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(key, path, f"holds no answer of {command} ({error})") from error
+
+
+def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Write rows under the keys of the first, an empty field where a figure is not known; gives the path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
