@@ -1,4 +1,4 @@
-"""The causes: why a step takes longer than its useful compute, found by taking one disturbance after another away."""
+"""The causes: why a step takes longer than its useful compute, found by removing one disturbance after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gems.trace import Trace
 CAUSES = (
     "bubble", "imbalance", "point_to_point", "all_reduce", "memory", "recompute", "input", "host", "noise",
 )  # fmt: skip
-# What is taken away first also has what it does together with what is taken away later.
+# A cause that is removed first is also charged with its interactions with those removed later.
 ORDER = (
     "noise", "input", "host", "memory", "recompute", "all_reduce", "point_to_point", "imbalance", "bubble",
 )  # fmt: skip
@@ -32,13 +32,13 @@ class Attribution:
 
     Attributes:
         source: measured, emulated or simulated.
-        num_steps: steps counted, warm-up steps left out.
+        num_steps: steps counted, without warm-up steps.
         step_s: mean time of a step, the last rank's end counted.
-        ideal_s: useful compute (F, B, I, W) of a rank at the undisturbed pace, if all ranks had equally much.
-        causes_s: of each cause seconds a step on each world rank; below 0 where a cause saved time.
+        ideal_s: useful compute (F, B, I, W) of a rank in undisturbed times, if all ranks had an equal share.
+        causes_s: seconds of a step that each cause takes on each world rank; below 0 if a cause saved time.
         own_s: the part of it that the rank itself spent, whether or not the others waited for it.
-        residual_s: measured step time less that of the replay with nothing taken away; part of `host`.
-        pace: what the undisturbed pace comes from, see `analysis.attribution.stage_times.pace_of`.
+        residual_s: measured step time less that of the replay with nothing removed; part of `host`.
+        times_from: source of the undisturbed times, see `analysis.attribution.stage_times.undisturbed_times`.
     """
 
     source: str
@@ -48,7 +48,7 @@ class Attribution:
     causes_s: Mapping[str, tuple[float, ...]]
     own_s: Mapping[str, tuple[float, ...]]
     residual_s: float
-    pace: str
+    times_from: str
 
     @property
     def run_s(self) -> dict[str, float]:
@@ -67,53 +67,53 @@ class Attribution:
 
 
 def attribute(trace: Trace) -> Attribution:
-    """Split the time of a trace's counted steps into ideal compute and nine causes, without rest.
+    """Decompose the time of a trace's counted steps exactly into ideal compute and nine causes.
 
-    The schedule is played again from the measured times of all actions and messages, and then with one cause after
-    another taken away, each being charged with the time that this saves:
+    The schedule is replayed with the measured times of all actions and messages, and then with one cause after another
+    removed; each is charged with the time that this saves:
 
-    1. noise: each action takes its undisturbed pace (`undisturbed_times`); so a rank slower than its peers is noise;
-    2. input: data are there at once;
-    3. host: no optimizer step, no gaps while nothing is waited for, no begin behind the others, no end behind the last
-       action; with it the residual of the replay;
-    4. memory: copies take no time, nor does waiting for room;
+    1. noise: each action takes its undisturbed time (`undisturbed_times`); so a rank slower than its peers is noise;
+    2. input: data are available at once;
+    3. host: no optimizer step, no gaps while nothing is waited for, no late begin, no end after the last action; the
+       residual of the replay is added to it;
+    4. memory: copies take no time, nor does waiting for free memory;
     5. recompute: R takes none;
     6. all_reduce: reductions end with the arrival of the last rank of their group;
     7. point_to_point: messages arrive when both sides are ready for them;
     8. imbalance: all stages take as long as their mean;
-    9. bubble: what is then left above the useful compute of a rank.
+    9. bubble: what then remains above the useful compute of a rank.
 
-    All ranks lose the same time to a cause, for all end the step together, some spending it and some waiting for
-    them. On a rank a cause has what the rank spent itself beyond the ranks' mean, and the ranks' idle time differs by as
-    much: it is shared out among the causes in the proportion in which the run's idle time is theirs.
+    All ranks lose the same time in total, since they end the step together: some spend it and others wait. A rank's
+    share of a cause is the mean plus what the rank itself spent beyond it; the difference in idle time is distributed
+    over the causes in proportion to the run's idle time.
 
     Raises:
-        ConfigError: a trace without counted steps or without the schedule's rows, or of ranks that do not suit it.
+        ConfigError: a trace without counted steps, without its schedule, or with ranks that do not match it.
     """
     on_processor = trace.source == "measured" and trace.attributes.get("device") == "cpu"
     graph = build_graph(schedule_from(trace.schedule_rows), copies_block=on_processor)
     measured = measure(trace, graph)
     times, step_s = measured.times, float(measured.window.step_s.mean())
-    pace_s, pace = undisturbed_times(trace, graph, times.work_s)
-    balanced_s = balanced(graph, pace_s)
+    undisturbed_s, times_from = undisturbed_times(trace, graph, times.work_s)
+    balanced_s = balanced(graph, undisturbed_s)
     ideal_s = float(_by_rank(graph, balanced_s).mean())
-    spans = [float(replay(graph, level).mean()) for level in _levels(graph, times, pace_s, balanced_s)]
+    spans = [float(replay(graph, level).mean()) for level in _levels(graph, times, undisturbed_s, balanced_s)]
     residual_s = step_s - spans[0]
     lost = {cause: before - after for cause, (before, after) in zip(ORDER, pairwise((*spans, ideal_s)), strict=True)}
     lost["host"] += residual_s
-    own = _own(graph, measured, pace_s, ideal_s)
+    own = _own(graph, measured, undisturbed_s, ideal_s)
     causes = _by_cause(lost, own)
     copies = trace.world_size // ranks_written(trace)
     return Attribution(
         trace.source, len(measured.window.steps), step_s, ideal_s,
         {cause: _as_tuple(causes[cause], copies) for cause in CAUSES},
         {cause: _as_tuple(own[cause], copies) for cause in CAUSES},
-        residual_s, pace,
+        residual_s, times_from,
     )  # fmt: skip
 
 
-def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarray) -> Iterator[Times]:
-    """Yield the times as measured, and then without one cause after the other, in the order of `ORDER` but the last.
+def _levels(graph: Graph, times: Times, undisturbed_s: np.ndarray, balanced_s: np.ndarray) -> Iterator[Times]:
+    """Yield the times as measured, and then without one cause after the other, in `ORDER` without its last.
 
     All share arrays that the next one changes.
     """
@@ -121,7 +121,7 @@ def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarr
     work, lag = times.work_s, times.lag_s
     compute = graph.of_kinds(*COMPUTE_KINDS)
     yield times
-    work[compute] = pace_s[compute, None, None]
+    work[compute] = undisturbed_s[compute, None, None]
     yield times
     never = (np.full_like(given, -np.inf) for given in (times.data_s, times.input_s))
     times = replace(times, data_s=next(never), input_s=next(never))
@@ -131,7 +131,7 @@ def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarr
     lag[_with_gaps(graph)] = 0.0
     work[graph.of_kinds(Kind.STEP)] = 0.0
     yield times
-    lag[waits_for_room(graph)] = 0.0
+    lag[nodes_awaiting_memory(graph)] = 0.0
     work[graph.of_kinds(*COPY_KINDS, *WAIT_KINDS)] = 0.0
     yield times
     work[graph.of_kinds(Kind.R)] = 0.0
@@ -144,8 +144,8 @@ def _levels(graph: Graph, times: Times, pace_s: np.ndarray, balanced_s: np.ndarr
     yield times
 
 
-def waits_for_room(graph: Graph) -> np.ndarray:
-    """Return the nodes whose lag is waiting for room: those that bring activations where copies make it unasked."""
+def nodes_awaiting_memory(graph: Graph) -> np.ndarray:
+    """Return the nodes whose lag is waiting for free memory: those that bring activations while copies free it."""
     schedule = graph.schedule
     if not schedule.has_copies or schedule.has_any(Kind.FREE):
         return np.empty(0, dtype=np.int64)
@@ -153,16 +153,18 @@ def waits_for_room(graph: Graph) -> np.ndarray:
 
 
 def _with_gaps(graph: Graph) -> np.ndarray:
-    """Return the nodes whose lag is the host's doing."""
+    """Return the nodes whose lag is charged to the host."""
     copies = COPY_KINDS if graph.copies_block else ()
     acting = graph.of_kinds(*COMPUTE_KINDS, *copies, Kind.STEP)
-    found: np.ndarray = np.setdiff1d(np.concatenate([acting, np.flatnonzero(graph.is_arrival)]), waits_for_room(graph))
+    found: np.ndarray = np.setdiff1d(
+        np.concatenate([acting, np.flatnonzero(graph.is_arrival)]), nodes_awaiting_memory(graph)
+    )
     return found
 
 
-def _own(graph: Graph, measured: Measured, pace_s: np.ndarray, ideal_s: float) -> dict[str, np.ndarray]:
-    """Return what each rank itself spent on each cause, (ranks x R,) in seconds a step; nothing is the bubble's own."""
-    times, for_room = measured.times, waits_for_room(graph)
+def _own(graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: float) -> dict[str, np.ndarray]:
+    """Return what each rank itself spent on each cause, (ranks x R,) in seconds a step; on the bubble it is 0."""
+    times, for_memory = measured.times, nodes_awaiting_memory(graph)
     useful, compute = graph.of_kinds(*USEFUL), graph.of_kinds(*COMPUTE_KINDS)
     step = graph.of_kinds(Kind.STEP)
     blocking_copies = graph.of_kinds(*(COPY_KINDS if graph.copies_block else ()))
@@ -172,23 +174,23 @@ def _own(graph: Graph, measured: Measured, pace_s: np.ndarray, ideal_s: float) -
         np.add.at(sums, graph.rank[nodes], node_s[nodes])
         return sums
 
-    pace = np.broadcast_to(pace_s[:, None, None], times.work_s.shape)
+    undisturbed = np.broadcast_to(undisturbed_s[:, None, None], times.work_s.shape)
     own = {
         "bubble": np.zeros_like(times.begin_s),
-        "imbalance": summed(useful, pace) - ideal_s,
+        "imbalance": summed(useful, undisturbed) - ideal_s,
         "point_to_point": measured.messages_s,
         "all_reduce": summed(graph.of_kinds(Kind.REDUCE_GRAD), times.work_s),
-        "memory": measured.copies_s + summed(for_room, times.lag_s) + summed(blocking_copies, times.work_s),
-        "recompute": summed(graph.of_kinds(Kind.R), pace),
+        "memory": measured.copies_s + summed(for_memory, times.lag_s) + summed(blocking_copies, times.work_s),
+        "recompute": summed(graph.of_kinds(Kind.R), undisturbed),
         "input": measured.input_s,
         "host": summed(_with_gaps(graph), times.lag_s) + summed(step, times.work_s) + times.begin_s,
-        "noise": summed(compute, times.work_s - pace),
+        "noise": summed(compute, times.work_s - undisturbed),
     }
     return {cause: own[cause].mean(axis=2).T.ravel() for cause in CAUSES}
 
 
 def _by_cause(lost: Mapping[str, float], own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what each rank loses to each cause: the mean over ranks is `lost`, and all ranks lose equally much in all."""
+    """Return what each rank loses to each cause: the mean over ranks is `lost`, the sum over causes alike on all ranks."""
     more = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
     spent = np.sum([more[cause] for cause in CAUSES], axis=0)
     waits = {cause: max(0.0, lost[cause] - float(own[cause].mean())) for cause in CAUSES}

@@ -1,4 +1,4 @@
-"""The graph of a step: what each action of one pipeline waits for, in an order in which it can be reckoned."""
+"""The graph of a step: what each action of one pipeline waits for, in an order in which it can be computed."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _CODE_OF = {kind: code for code, kind in enumerate(Kind)}
 class Graph:
     """What each node of one pipeline's step waits for.
 
-    A node is an action on its rank, but for sends, which only post; a gradient reduction has two, the rank's coming to
-    it and its end. What a node waits for stands in a table of M + P + I + 1 rows: the M nodes, the beginnings of the P
-    ranks, the inputs of the I forwards that read one, and at last a row that is always there.
+    A node is an action on its rank, except sends, which only post; a gradient reduction has two, the rank's arrival and
+    its end. Nodes wait for rows of a table of M + P + I + 1: the M nodes, the beginnings of the P ranks, the inputs of
+    the I forwards that read one, and a last row that is always ready.
 
     Attributes:
         schedule: lowered.
-        copies_block: whether a rank goes on behind a copy only when it has ended, as on a processor.
-        actions: of each node.
-        kind: (M,) of each node, as a place in the list of kinds.
-        rank: of each node, (M,).
-        is_arrival: (M,) whether a node is the coming to a reduction.
-        before: (M,) the row of what the rank did last.
-        waits: (M, K) rows that a node waits for, `before` among them; of a receive, what both sides did before posting it.
-        batches: nodes that wait for none of each other, in an order in which they can be reckoned; with each, whether
-            they are ends of reductions, which wait for their rows in all replicas.
+        copies_block: whether a rank continues only after a copy has ended, as on a processor.
+        actions: action of each node.
+        kind: (M,) index of each node's kind.
+        rank: (M,) rank of each node.
+        is_arrival: (M,) whether a node is the arrival at a reduction.
+        before: (M,) row of the rank's previous action.
+        waits: (M, K) rows that a node waits for, `before` among them; of a receive, the previous actions of both sides.
+        batches: nodes independent of each other, in an order in which they can be computed; with each, whether they
+            are ends of reductions, which wait for their rows in all replicas.
         readers: the I nodes that read an input.
         last: (P,) the row of each rank's last action.
     """
@@ -58,15 +58,15 @@ class Graph:
 
     @property
     def num_nodes(self) -> int:
-        """Node, M."""
+        """Number of nodes, M."""
         return len(self.actions)
 
     def of_kinds(self, *kinds: Kind) -> np.ndarray:
-        """Return the nodes of some kinds, (count,); a reduction's coming is not among them."""
+        """Return the nodes of some kinds, (count,), without the arrivals at reductions."""
         return np.flatnonzero(self._is_of(kinds) & ~self.is_arrival)
 
     def needed(self, kinds: frozenset[Kind]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the nodes that need a node of some kinds, and with each the one that it needs."""
+        """Return the nodes that need a node of some kinds, and for each the one that it needs."""
         others = np.zeros(self.num_ranks + len(self.readers) + 1, dtype=bool)
         users, column = np.nonzero(np.concatenate([self._is_of(kinds), others])[self.waits])
         return users, self.waits[users, column]
@@ -79,11 +79,11 @@ def schedule_from(rows: Sequence[str]) -> Schedule:
     """Read the schedule that a trace holds as text: a row of actions for each rank of a pipeline.
 
     Raises:
-        ConfigError: there is none, or a text is no action.
+        ConfigError: there is none, or a word is no action.
     """
     if not rows:
         raise ConfigError(
-            "trace", "without a schedule", "holds no actions of ranks, which say what waits for what",
+            "trace", "without a schedule", "holds no schedule of the ranks, from which dependencies follow",
             "give the run folder or trace.h5 of a run that has ended",
         )  # fmt: skip
     parsed = tuple(tuple(Action.parse(word) for word in row.split()) for row in rows)
@@ -103,13 +103,13 @@ def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
     """Return the graph of a lowered schedule.
 
     Raises:
-        ConfigError: an action waits for something that never comes.
+        ConfigError: an action waits for something that never happens.
     """
     return _Builder(schedule, copies_block).build()
 
 
 class _Builder:
-    """Adds nodes behind those that they wait for; until all are there, row -1 - r is the beginning of rank r."""
+    """Adds nodes after those that they wait for; until all are added, row -1 - r is the beginning of rank r."""
 
     def __init__(self, schedule: Schedule, copies_block: bool) -> None:
         self.schedule, self.copies_block = schedule, copies_block
@@ -133,11 +133,13 @@ class _Builder:
         for rank, row in enumerate(rows):
             if self.following[rank] < len(row):
                 action = row[self.following[rank]]
-                raise ConfigError("trace", "schedule", f"{action} of rank {rank} waits for something that never comes")
+                raise ConfigError(
+                    "trace", "schedule", f"{action} of rank {rank} waits for something that never happens"
+                )
         return self.graph()
 
     def advance(self, rank: int, action: Action) -> bool:
-        """Add an action where all that it waits for is there, or says that it is not."""
+        """Add an action if all that it waits for has been added; return whether it was."""
         kind = action.kind
         if kind is Kind.REDUCE_GRAD:
             return self.reduce(rank)
@@ -170,7 +172,7 @@ class _Builder:
             self.nodes.append((rank, receive, False, before, (before, self.sends[send])))
 
     def reduce(self, rank: int) -> bool:
-        """Add the reductions of a group once all of its ranks have come to theirs."""
+        """Add the reductions of a group once all of its ranks have arrived."""
         peers, rows = self.schedule.placement.peers_of(rank), self.schedule.rows
         come = [rows[peer][self.following[peer]] for peer in peers if self.following[peer] < len(rows[peer])]
         if len(come) < len(peers) or any(action.kind is not Kind.REDUCE_GRAD for action in come):

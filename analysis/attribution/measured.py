@@ -1,4 +1,4 @@
-"""What a trace says about the counted steps: when each action of the graph ran, and what was waited for on each rank."""
+"""The measured times of the counted steps: when each action of the graph ran, and what each rank waited for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The times of the counted steps, and what each rank waited for messages, copies and input, (ranks, R, N) in s."""
+    """The times of the counted steps, and each rank's waits for messages, copies and input, (ranks, R, N) in seconds."""
 
     window: Window
     times: Times
@@ -49,10 +49,10 @@ class Measured:
 
 
 def counted_window(trace: Trace) -> Window:
-    """Take the whole steps that are no warm-up steps.
+    """Return the complete steps without warm-up steps.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are none.
     """
     steps = np.sort(trace.steps, order="step")
     counted = steps["is_warmup"] == 0
@@ -92,7 +92,7 @@ def measure(trace: Trace, graph: Graph) -> Measured:
 
 
 def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """Return begin and end of each node, (nodes, R, N) in seconds from the step's begin; NaN where there is no event."""
+    """Return begin and end of each node, (nodes, R, N) in seconds from the step's begin; NaN without an event."""
     schedule, actions = graph.schedule, graph.actions
     last_micro_batch = max((action.micro_batch or 0 for action in actions), default=0)
     most_segments = max((count or 0 for count in schedule.num_segments), default=0)
@@ -136,7 +136,7 @@ def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tu
 def _rank_spans(trace: Trace, graph: Graph, window: Window, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
     """Return when each rank begins and ends each step, (ranks, R, N) in seconds from the step's begin.
 
-    A trace without the ranks' own steps has them begin with the step; their ends are NaN.
+    In a trace without the ranks' own steps they begin with the step; their ends are NaN.
     """
     begin, over = np.zeros((graph.num_ranks, *shape)), np.full((graph.num_ranks, *shape), np.nan)
     rows = trace.rank_steps[np.isin(trace.rank_steps["step"], window.steps)]
@@ -149,7 +149,7 @@ def _rank_spans(trace: Trace, graph: Graph, window: Window, shape: Shape) -> tup
 def _inputs(
     events: np.ndarray, graph: Graph, window: Window, shape: Shape
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return when the data of whole steps are there, when those of single forwards are, and what is waited for them."""
+    """Return when the data of whole steps are ready, when those of single forwards are, and the waits for them."""
     data, waited = np.full((graph.num_ranks, *shape), -np.inf), np.zeros((graph.num_ranks, *shape))
     inputs = np.full((len(graph.readers), *shape), -np.inf)
     ready_s = window.since_begin_s(events, "end_ns")
@@ -171,7 +171,7 @@ def _inputs(
 def _filled(graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the table of all ends, and when each node was ready, (nodes, R, N) in seconds.
 
-    What the trace has no event of (a wait for a copy, say) ends as soon as it is ready.
+    A node without an event (a wait for a copy, say) ends as soon as it is ready.
     """
     ready_s = np.empty_like(ends)
     for batch, is_end in graph.batches:
@@ -182,7 +182,7 @@ def _filled(graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarra
 
 
 def _taken(graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how long each node lagged before it began, and what it then took, (nodes, R, N) in seconds."""
+    """Return each node's lag before it began and its duration, (nodes, R, N) in seconds."""
     lag, work = starts - ready, ends - starts
     planned = () if graph.copies_block else COPY_KINDS
     in_one = graph.of_kinds(*planned, *WAIT_KINDS, Kind.REDUCE_GRAD)
@@ -193,9 +193,9 @@ def _taken(graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray
 
 
 def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what each rank waited while a message that it needed was under way, and else for a copy, (ranks, R, N) in s.
+    """Return each rank's waits for messages in flight, and its other waits for copies, (ranks, R, N) in seconds.
 
-    A copy is the rank's own, so also waiting for those before it on the engine is waiting for copies.
+    Copies are the rank's own, so waiting for those before it on the copy engine counts as well.
     """
     free = table[graph.before]
     waits_itself = graph.of_kinds(*WAIT_KINDS)
@@ -219,10 +219,9 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
 
 
 def _shorten_unseen(graph: Graph, table: np.ndarray, lag: np.ndarray) -> None:
-    """Bound the flights of messages that nobody waited for: a busy rank sees them late.
+    """Bound the flight times of messages that nobody waited for: a busy rank sees them late.
 
-    They count at most as the median of those on the same way that were waited for, or as the shortest where there are
-    none.
+    They count at most as the median of those on the same link that were waited for, or as the shortest if there are none.
     """
     users, receives = graph.needed(RECV_KINDS)
     exposed = table[receives] > table[graph.before[users]]

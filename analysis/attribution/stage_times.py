@@ -1,4 +1,4 @@
-"""The pace of the stages: what an action takes when nothing disturbs it, and what it would take with equal stages."""
+"""The times of the stages: what an action takes undisturbed, and what it would take with equal stages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gems.trace import Trace
 
 USEFUL = (Kind.F, Kind.B, Kind.I, Kind.W)
 COSTS, PEERS, OWN, PROFILE = "costs", "peers", "own median", "own median and profile"
-# A measured profile tells the ranks' shares of the time to within about this.
+# A measured profile predicts the ranks' shares of the time to within about this factor.
 STRAGGLES = 1.25
 Part = tuple[Kind, int, int | None]
 
 
 def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray, str]:
-    """Return the undisturbed time of each node, (nodes,) in seconds, 0 for what is no compute, and what it comes from.
+    """Return the undisturbed time of each node, (nodes,) in seconds, 0 unless it computes, and the source of the times.
 
-    An emulated or simulated run has it from its configured costs. Otherwise it is, of the ranks that run the same stage in
-    any replica or direction, the fastest one's median over steps and micro-batches, so that a rank that is always slow
-    shows against its peers. With no peer it is the rank's own median; where the trace has a measured profile, a rank
-    that is slower against it than most by more than STRAGGLES is held to their measure. Without one, a rank that is
-    always slow is a slow stage.
+    Of an emulated or simulated run these are the configured costs. Otherwise, among the ranks that run the same stage in
+    any replica or direction, it is the fastest one's median over steps and micro-batches, so that a rank that is always
+    slow stands out against its peers. Without a peer it is the rank's own median; if the trace has a measured profile, a
+    rank that is slower against it than most by more than STRAGGLES is scaled to their ratio. Without a profile, a rank
+    that is always slow counts as a slow stage.
     """
     places = graph.of_kinds(*COMPUTE_KINDS)
     found = np.zeros(graph.num_nodes)
@@ -54,9 +54,9 @@ def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[n
 
 
 def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
-    """Return what each rank's own median is multiplied by, (ranks,): below 1 for one that straggles against the profile.
+    """Return the factor on each rank's own median, (ranks,): below 1 for a straggler against the profile.
 
-    None without a measured profile: a predicted one does not tell a slow rank from a layer that it misjudges.
+    None without a measured profile: a predicted one cannot distinguish a slow rank from a layer that it misjudges.
     """
     times, cuts = trace.layer_times, trace.boundaries
     num_stages = graph.schedule.num_stages
@@ -73,20 +73,20 @@ def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
         whole_s = {Kind.F: forward_s, Kind.B: input_s + weight_s, Kind.I: input_s, Kind.W: weight_s}[kind]
         predicted_s[place] = whole_s / len(graph.schedule.segments_of(stage))
     useful = graph.of_kinds(*USEFUL)
-    took, told = (np.bincount(graph.rank[useful], s[useful], graph.num_ranks) for s in (own_s, predicted_s))
-    if not told.all():
+    measured, predicted = (np.bincount(graph.rank[useful], s[useful], graph.num_ranks) for s in (own_s, predicted_s))
+    if not predicted.all():
         return None
-    ratios = took / told
+    ratios = measured / predicted
     usual = float(np.sort(ratios)[(graph.num_ranks - 1) // 2])
     return np.where(ratios > STRAGGLES * usual, usual / ratios, 1.0)
 
 
-def balanced(graph: Graph, pace_s: np.ndarray) -> np.ndarray:
+def balanced(graph: Graph, times_s: np.ndarray) -> np.ndarray:
     """Return the time of each node if all stages took as long as their mean, (nodes,) in seconds.
 
-    Each kind of useful compute by itself; the segments of a stage keep their shares of it. Recomputation takes none.
+    Each kind of useful compute by itself; the segments of a stage keep their shares of it. Recomputation takes no time.
     """
-    found = np.zeros_like(pace_s)
+    found = np.zeros_like(times_s)
     for kind in USEFUL:
         places = graph.of_kinds(kind)
         if not len(places):
@@ -94,11 +94,11 @@ def balanced(graph: Graph, pace_s: np.ndarray) -> np.ndarray:
         parts: dict[int, dict[int | None, float]] = {}
         for place in places:
             action = graph.actions[place]
-            parts.setdefault(action.stage, {})[action.segment] = float(pace_s[place])
+            parts.setdefault(action.stage, {})[action.segment] = float(times_s[place])
         totals = {stage: sum(segments.values()) for stage, segments in parts.items()}
         mean = sum(totals.values()) / len(totals)
         for place in places:
             stage = graph.actions[place].stage
             total = totals[stage]
-            found[place] = mean * pace_s[place] / total if total else mean / len(parts[stage])
+            found[place] = mean * times_s[place] / total if total else mean / len(parts[stage])
     return found

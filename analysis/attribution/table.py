@@ -21,7 +21,7 @@ WORDS = {
 
 
 def attribution_dict(found: Attribution) -> dict[str, Any]:
-    """Return an attribution as plain data: seconds a step for the run and, with an item a rank, for each rank."""
+    """Return an attribution as plain data: seconds of a step for the run, and lists of them by rank."""
     return {
         "source": found.source,
         "num_steps": found.num_steps,
@@ -32,12 +32,12 @@ def attribution_dict(found: Attribution) -> dict[str, Any]:
         "rank_causes_s": {cause: list(found.causes_s[cause]) for cause in CAUSES},
         "rank_own_s": {cause: list(found.own_s[cause]) for cause in CAUSES},
         "residual_s": found.residual_s,
-        "pace": found.pace,
+        "pace": found.times_from,
     }
 
 
 def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
-    """Return a row a part of the step, in time and percent of it; with `with_ranks` a row a rank behind it."""
+    """Return a row for each part of the step, in time and percent of it; with `with_ranks` followed by a row for each rank."""
     unit = time_unit([found.step_s])
     rows = [
         ("ideal", found.ideal_s),
@@ -45,7 +45,7 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
         ("step", found.step_s),
     ]
     width = max(len(name) for name, _ in rows)
-    head = f"{found.source} run, mean of {counted(found.num_steps, 'step')}; undisturbed pace from {found.pace}"
+    head = f"{found.source} run, mean of {counted(found.num_steps, 'step')}; undisturbed times from {found.times_from}"
     lines = [head, f"  {'':<{width}}{f'time [{unit.name}]':>14}{'of the step [%]':>17}"]
     lines += [f"  {name:<{width}}{time_s / unit.size:>14.3f}{_percent(time_s, found):>17.2f}" for name, time_s in rows]
     if with_ranks:
@@ -54,7 +54,7 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
 
 
 def _rank_lines(found: Attribution) -> list[str]:
-    """Return a row a rank, in percent of the step; ideal and causes sum to 100 on each."""
+    """Return a row for each rank, in percent of the step; ideal and causes sum to 100."""
     used = [cause for cause in CAUSES if any(abs(_percent(s, found)) >= 0.005 for s in found.causes_s[cause])]
     head = f"  {'rank':>6}{'ideal':>10}" + "".join(f"{WORDS[cause]:>16}" for cause in used)
     lines = [head + "   (% of the step)"]
@@ -65,13 +65,13 @@ def _rank_lines(found: Attribution) -> list[str]:
 
 
 def largest_line(found: Attribution, count: int = 3) -> str:
-    """Return the causes that took most time in one line: `bubble 27.3, host 1.2`."""
+    """Return the largest causes in one line: `bubble 27.3, host 1.2`."""
     parts = [f"{WORDS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)]
     return ", ".join(parts) or "nothing"
 
 
 def write_csv(found: Attribution, path: Path) -> None:
-    """Write a row a part of the step, for the run (rank empty) and for each rank.
+    """Write a row for each part of the step, for the run (rank empty) and for each rank.
 
     Raises:
         ConfigError: the file cannot be written.

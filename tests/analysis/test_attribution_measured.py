@@ -46,7 +46,7 @@ def two_replicas() -> Trace:
 def test_a_straggler_is_noise_where_it_has_peers() -> None:
     found = attribute(two_replicas())
     check_sums(found)
-    assert found.pace == "peers"
+    assert found.times_from == "peers"
     expected = {cause: 0.0 for cause in CAUSES} | {"bubble": 9.0, "noise": 9.0}
     assert found.run_s == pytest.approx(expected, abs=1e-6)
     own = found.own_s["noise"]
@@ -58,7 +58,7 @@ def test_a_straggler_without_peers_is_a_slow_stage() -> None:
     trace.attributes["source"] = "measured"
     found = attribute(trace)
     check_sums(found)
-    assert found.pace == "own median" and found.run_s["noise"] == pytest.approx(0, abs=1e-6)
+    assert found.times_from == "own median" and found.run_s["noise"] == pytest.approx(0, abs=1e-6)
     # its 12 more units are useful here, 3 a rank, and the pipeline is as slow as its slowest stage
     assert found.ideal_s == pytest.approx(27) and found.run_s["imbalance"] == pytest.approx(42 - 27 - 9 * 27 / 24)
 
@@ -75,7 +75,7 @@ def test_a_straggler_without_peers_shows_against_a_measured_profile(slowdown: fl
     check_sums(found)
     without = attribute(trace_of(spec_of(times=[1, 1.5, 1, 1])))
     lost_s = found.step_s - without.step_s
-    assert found.pace == "own median and profile"
+    assert found.times_from == "own median and profile"
     assert found.run_s["noise"] == pytest.approx(lost_s if straggles else 0.0, abs=1e-6)
     trace.layer_times = LayerTimes("fake", layer_s, layer_s, layer_s)
     assert attribute(trace).run_s["noise"] == pytest.approx(0, abs=1e-6)
@@ -86,7 +86,7 @@ def test_the_other_direction_has_peers_too() -> None:
     trace.attributes["source"] = "measured"
     found = attribute(trace)
     plain = attribute(trace_of(spec_of("gems_master")))
-    assert found.pace == "peers"
+    assert found.times_from == "peers"
     assert found.run_s["noise"] == pytest.approx(found.step_s - plain.step_s)
 
 

@@ -1,0 +1,1 @@
+"""Studies of published papers, a file each, beside the papers' figures: `python -m scripts.reproduce.NAME`."""
