@@ -14,7 +14,7 @@ from gems.utils.units import counted, time_unit
 
 COLUMNS = ("rank", "part", "time_s", "share_of_step", "own_s")
 IDEAL = "ideal"
-WORDS = {
+LABELS = {
     "bubble": "bubble", "imbalance": "imbalance", "point_to_point": "point-to-point", "all_reduce": "all-reduce",
     "memory": "memory", "recompute": "recompute", "input": "input", "host": "host", "noise": "noise",
 }  # fmt: skip
@@ -41,7 +41,7 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
     unit = time_unit([found.step_s])
     rows = [
         ("ideal", found.ideal_s),
-        *((WORDS[cause], time_s) for cause, time_s in found.run_s.items()),
+        *((LABELS[cause], time_s) for cause, time_s in found.run_s.items()),
         ("step", found.step_s),
     ]
     width = max(len(name) for name, _ in rows)
@@ -56,7 +56,7 @@ def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
 def _rank_lines(found: Attribution) -> list[str]:
     """Return a row for each rank, in percent of the step; ideal and causes sum to 100."""
     used = [cause for cause in CAUSES if any(abs(_percent(s, found)) >= 0.005 for s in found.causes_s[cause])]
-    head = f"  {'rank':>6}{'ideal':>10}" + "".join(f"{WORDS[cause]:>16}" for cause in used)
+    head = f"  {'rank':>6}{'ideal':>10}" + "".join(f"{LABELS[cause]:>16}" for cause in used)
     lines = [head + "   (% of the step)"]
     for rank in range(len(found.causes_s[CAUSES[0]])):
         shares = "".join(f"{_percent(found.causes_s[cause][rank], found):>16.2f}" for cause in used)
@@ -66,7 +66,7 @@ def _rank_lines(found: Attribution) -> list[str]:
 
 def largest_line(found: Attribution, count: int = 3) -> str:
     """Return the largest causes in one line: `bubble 27.3, host 1.2`."""
-    parts = [f"{WORDS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)]
+    parts = [f"{LABELS[cause]} {_percent(time_s, found):.1f}" for cause, time_s in found.largest(count)]
     return ", ".join(parts) or "nothing"
 
 

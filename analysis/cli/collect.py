@@ -1,4 +1,4 @@
-"""Collection: what the ranks of one run left becomes one trace, two pictures and a table."""
+"""Collection: the parts of a run's ranks become one trace, two pictures and a table."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Collected:
 
 
 def collect(path: Path) -> Collected:
-    """Merge the parts in a run folder into trace.h5 and draws timeline.png and memory.png.
+    """Merge the parts in a run folder into trace.h5 and draw timeline.png and memory.png.
 
-    A simulated run has no parts, and its trace.h5 is whole from the start. Of a run that was stopped the steps that
-    every rank finished are drawn; without one there is no picture, and the trace is written all the same.
+    A simulated run has no parts, and its trace.h5 is complete from the start. Of a run that was stopped, the steps that
+    every rank finished are drawn; without one there is no picture, but the trace is written.
 
     Raises:
         ConfigError: no run folder, or none of its parts is readable.
@@ -57,7 +57,7 @@ def collect(path: Path) -> Collected:
 
 
 def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
-    """Join the parts, adds what rank 0 knew at the end, and writes the trace."""
+    """Join the parts, add rank 0's results, and write the trace."""
     loaded = load_parts(folder.path)
     trace, result = loaded.trace, read_json(folder.result_json)
     trace.attributes |= {name: result[name] for name in RESULTS if name in result}

@@ -23,11 +23,11 @@ Row = tuple[str, str]
 
 
 def summary_table(metrics: Metrics, trace: Trace, extra: Mapping[str, str]) -> str:
-    """Return the closing table of a run: one figure a line, its unit in its name, `-` where it is not known.
+    """Return the closing table of a run: one figure a line, its unit in its name, `-` if it is unknown.
 
-    The first line says what the figures come from. `extra` (file paths, say) is appended as it stands. Where
-    the trace has the root attribute `validation_accuracy`, it is there with the share of the majority class
-    (`validation_majority`) to compare it with. Both are fractions of 1.
+    The first line names the source of the figures. `extra` (file paths, say) is appended unchanged. The root attribute
+    `validation_accuracy` is shown with the share of the majority class (`validation_majority`) for comparison. Both are
+    fractions of 1.
     """
     rows = [
         *_speed_rows(metrics, trace.source),
@@ -45,7 +45,7 @@ def summary_table(metrics: Metrics, trace: Trace, extra: Mapping[str, str]) -> s
 
 
 def summary_dict(metrics: Metrics, trace: Trace) -> dict[str, Any]:
-    """Return the same as plain data: names carry units, lists have an item a rank, null where not known.
+    """Return the same as plain data: units are in the names, lists have an item for each rank, null is unknown.
 
     Shares (bubble, validation accuracy) are fractions of 1. A loss that is not finite is null.
     """
@@ -99,7 +99,7 @@ def _speed_rows(metrics: Metrics, source: str) -> list[Row]:
 
 
 def _interval_row(metrics: Metrics, unit: Unit) -> list[Row]:
-    """Return the interval of the median, or of few steps their range; nothing where all steps are alike."""
+    """Return the interval of the median, or the range of few steps; nothing if all steps are equal."""
     if metrics.step_low_s == metrics.step_high_s:
         return []
     name = "median's 95 % interval" if metrics.num_steps >= fewest_values() else "fastest to slowest"
@@ -109,7 +109,7 @@ def _interval_row(metrics: Metrics, unit: Unit) -> list[Row]:
 
 
 def _recompute_row(metrics: Metrics, source: str) -> list[Row]:
-    """Return the efficiency where it is not what the bubble leaves, because a part of the compute is not useful."""
+    """Return the efficiency if it differs from 1 less the bubble, because part of the compute is recomputation."""
     bubble, efficiency = metrics.bubble_measured, metrics.efficiency
     if bubble is None or efficiency is None or abs(1.0 - bubble - efficiency) < 1e-6:
         return []
@@ -117,7 +117,7 @@ def _recompute_row(metrics: Metrics, source: str) -> list[Row]:
 
 
 def _loss_row(trace: Trace) -> list[Row]:
-    """Return the three causes that take most of a step; nothing where the trace has not what tells them."""
+    """Return the three largest causes of loss; nothing if the trace lacks what the attribution needs."""
     try:
         return [("lost most to [% of the step]", largest_line(attribute(trace)))]
     except ConfigError:
@@ -137,7 +137,7 @@ def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
 
 
 def _memory_rows(metrics: Metrics) -> list[Row]:
-    """Return a row a rank for up to 16 ranks, else the extremes with their rank."""
+    """Return a row for each of up to 16 ranks, else the extremes with their rank."""
     rows: list[Row] = []
     kinds = (
         ("device ledger", metrics.peak_device_bytes),
@@ -161,7 +161,7 @@ def _memory_rows(metrics: Metrics) -> list[Row]:
 
 
 def _prediction_rows(trace: Trace) -> list[Row]:
-    """Return the activations that the rank with most of them held, beside what the schedule predicts for it."""
+    """Return the most activations that a rank held, beside the schedule's prediction for it."""
     counted_bytes, predicted = (trace.attributes.get(name) for name in (COUNTED, PREDICTED))
     if counted_bytes is None or predicted is None or not max(map(int, counted_bytes), default=0):
         return []

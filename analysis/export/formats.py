@@ -33,7 +33,7 @@ def csv_pieces(trace: Trace) -> Iterator[str]:
 def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
     """Yield `{"params": {"p": ranks}, "metric": "time", "callpath": "step", "value": seconds}` for each counted step.
 
-    With several schedules, or runs of several sources, these are told apart by the callpath: `step->1f1b, simulated`.
+    With several schedules, or runs of several sources, the callpath distinguishes them: `step->1f1b, simulated`.
 
     Raises:
         ConfigError: a run without a trace, or without a step after warm-up.

@@ -44,7 +44,7 @@ def perfetto_pieces(trace: Trace) -> Iterator[str]:
 
 
 def thread_numbers(events: np.ndarray) -> np.ndarray:
-    """Return a thread for each event of a rank: 100 x its stream, and more where it overlaps with others of the stream."""
+    """Return a thread for each event of a rank: 100 x its stream, plus a number if it overlaps with others of the stream."""
     found = events["stream"].astype(np.int64) * THREADS
     for stream in np.unique(events["stream"]).tolist():
         mine = np.flatnonzero(events["stream"] == stream)
@@ -73,9 +73,9 @@ def _names(rank: int, name: str, threads: list[int]) -> str:
     ]
     for thread in threads:
         stream, more = divmod(thread, THREADS)
-        words = STREAMS[stream] + (f" {more + 1}" if more else "")
+        name = STREAMS[stream] + (f" {more + 1}" if more else "")
         rows += [
-            {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}},
+            {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}},
             {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": thread, "args": {"sort_index": thread}},
         ]
     return "".join(",\n" + json.dumps(row) for row in rows)
@@ -94,7 +94,7 @@ def _rows(rank: int, events: np.ndarray, threads: np.ndarray, origin_ns: int) ->
 
 
 def _counters(rank: int, events: np.ndarray, origin_ns: int) -> Iterator[str]:
-    """Yield the bytes held over time, where they change."""
+    """Yield the bytes held over time, at their changes."""
     for name in COUNTERS:
         known = events[events[name] >= 0]
         known = known[np.argsort(known["end_ns"], kind="stable")]

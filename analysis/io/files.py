@@ -14,7 +14,7 @@ Made = TypeVar("Made")
 
 
 def from_answer(path: Path, key: str, command: str, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """Return what `make` makes of the answer in a file.
+    """Return what `make` builds from the answer in a file.
 
     Raises:
         ConfigError: the file, which `key` names, holds no answer of `command`.
@@ -26,7 +26,7 @@ def from_answer(path: Path, key: str, command: str, make: Callable[[dict[str, An
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Write rows under the keys of the first, an empty field where a figure is not known; gives the path.
+    """Write rows under the keys of the first, an empty field for an unknown figure, and return the path.
 
     Raises:
         OSError: the file cannot be written.

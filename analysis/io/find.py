@@ -13,23 +13,23 @@ from gems.utils.atomic_io import read_json
 RUN_YAML, STUDY_JSON = "run.yaml", "study.json"
 
 
-def find_runs(words: Sequence[str], runs_dir: Path) -> list[Path]:
-    """Return the run folders and trace files that `words` name, each once.
+def find_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
+    """Return the run folders and trace files that `names` name, each once.
 
-    A word is a path, or the name of a run or a study below `runs_dir`; a run's name without its signature stands for all
+    A name is a path, or the name of a run or a study below `runs_dir`; a run's name without its signature stands for all
     runs of that name. Of a study those points are taken that have a trace.
 
     Raises:
         ConfigError: there is none of a name, or a study none of whose points has a trace.
     """
-    found = dict.fromkeys(path for word in words for path in _named(word, runs_dir))
+    found = dict.fromkeys(path for name in names for path in _named(name, runs_dir))
     return list(found)
 
 
-def default_out(words: Sequence[str], runs: Sequence[Path], runs_dir: Path) -> Path:
+def default_out(names: Sequence[str], runs: Sequence[Path], runs_dir: Path) -> Path:
     """Name the page: report.html in the folder of the one run or study that was named, else beside the first run."""
-    if len(words) == 1:
-        for folder in (Path(words[0]), runs_dir / words[0]):
+    if len(names) == 1:
+        for folder in (Path(names[0]), runs_dir / names[0]):
             if folder.is_dir():
                 return folder / "report.html"
     first = runs[0]
@@ -40,8 +40,8 @@ def default_out(words: Sequence[str], runs: Sequence[Path], runs_dir: Path) -> P
     )
 
 
-def _named(word: str, runs_dir: Path) -> Iterator[Path]:
-    for path in (Path(word), runs_dir / word):
+def _named(name: str, runs_dir: Path) -> Iterator[Path]:
+    for path in (Path(name), runs_dir / name):
         if path.is_file() or (path.is_dir() and _is_run(path)):
             yield path
             return
@@ -49,7 +49,7 @@ def _named(word: str, runs_dir: Path) -> Iterator[Path]:
             yield from _points(path)
             return
     problem = f"is no run, no study and no trace file, here or in {runs_dir}"
-    yield from runs_of_name(word, runs_dir, _is_run, _is_study, problem, "another folder of runs: --runs-dir FOLDER")
+    yield from runs_of_name(name, runs_dir, _is_run, _is_study, problem, "another folder of runs: --runs-dir FOLDER")
 
 
 def _points(study: Path) -> Iterator[Path]:

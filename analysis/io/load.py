@@ -1,4 +1,4 @@
-"""Opening what the user names: a run folder, a whole trace, or what a killed run left."""
+"""Opening what the user names: a run folder, a complete trace, or the parts of a killed run."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def _note_shorter(parts: Sequence[Trace]) -> list[str]:
 
 
 def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
-    """Return a trace the commit, the list, the cut, the memory plan and the layers' times that its run was prepared with.
+    """Add to a trace the commit, schedule, partition, memory plan and layers' times that its run was prepared with.
 
-    What has no file stays as it was; a damaged file is named in the notes that are given back.
+    Without a file the trace stays as it was; a damaged file is named in the notes that are returned.
     """
     notes = []
     for path, add in (

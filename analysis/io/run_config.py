@@ -90,7 +90,7 @@ def read_section(document: dict[str, Any], name: str, section: type[Section]) ->
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """What a trace says without its events: root attributes, rows of `/steps` sorted by step, the configuration."""
+    """A trace without its events: root attributes, rows of `/steps` sorted by step, the configuration."""
 
     attributes: dict[str, Any]
     steps: np.ndarray

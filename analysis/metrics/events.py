@@ -17,7 +17,7 @@ def of_kinds(events: np.ndarray, *kinds: str) -> np.ndarray:
 
 
 def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:
-    """Return the events of each rank that has any, in the order in which they stand."""
+    """Return the events of each rank that has any, in their order in the trace."""
     if (np.diff(events["rank"]) < 0).any():
         events = events[np.argsort(events["rank"], kind="stable")]
     ranks, firsts = np.unique(events["rank"], return_index=True)
@@ -25,5 +25,5 @@ def by_rank(events: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def ranks_written(trace: Trace) -> int:
-    """Return the number of ranks whose events a trace holds: those of one replica where it says that all are alike."""
+    """Return the number of ranks whose events a trace holds: those of one replica if all are identical."""
     return trace.world_size // int(trace.attributes.get("identical_replicas", 1))

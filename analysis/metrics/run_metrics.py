@@ -16,9 +16,10 @@ NS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Figures over the whole steps of a run that are not warm-up steps; None where the trace cannot tell.
+    """Figures over the whole steps of a run that are not warm-up steps; None if the trace does not contain them.
 
-    Tuples have one item a world rank; in a trace of one replica for all, its ranks stand for the others. Peaks are over the whole trace, warm-up steps and unfinished steps too.
+    Tuples have an item for each world rank; in a trace of one replica for all, its ranks represent the others. Peaks
+    cover the whole trace, warm-up and unfinished steps included.
 
     Attributes:
         num_steps: steps counted.
@@ -32,7 +33,7 @@ class Metrics:
         step_high_s: upper bound of the same; of fewer than 6 steps the largest step time.
         step_p95_s: 95th percentile of the same, linear between neighbours.
         busy_s: time in F, B, I, W and R on the compute stream; None for a rank without events.
-        bubble_measured: 1 - sum(busy_s) / (world size x time_s), from what the trace's `source` says.
+        bubble_measured: 1 - sum(busy_s) / (world size x time_s), of the trace's `source`.
         efficiency: useful compute (F, B, I and W, but not the recomputation R) over world size x time_s.
         bubble_formula: the closed form of the schedule at `forward_s` and `backward_s`.
         forward_s: median duration of F of a stage, mean over the stages.
@@ -113,7 +114,7 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
     """Return the time of each step in seconds; `steps` are rows of `/steps`, sorted by step.
 
     Without a barrier a rank begins step k + 1 while another still ends step k. A step is charged from the
-    previous step's last end (or its own begin where that is later) to its own last end.
+    previous step's last end (or its own begin if that is later) to its own last end.
     """
     begin = steps["start_ns"].copy()
     begin[1:] = np.maximum(begin[1:], steps["end_ns"][:-1])
@@ -122,7 +123,7 @@ def step_times_s(steps: np.ndarray) -> np.ndarray:
 
 
 def _time_s(steps: np.ndarray) -> float:
-    """Return the time that steps took with the gaps between them, but for those between attempts; rows sorted by step."""
+    """Return the time of steps with the gaps between them, except those between attempts; rows sorted by step."""
     ends = np.flatnonzero(np.diff(steps["attempt"], append=-1))
     starts = np.concatenate([[0], ends[:-1] + 1])
     return float((steps["end_ns"][ends] - steps["start_ns"][starts]).sum()) * NS
@@ -140,7 +141,7 @@ def _times_s(trace: Trace, events: np.ndarray, kinds: tuple[str, ...]) -> tuple[
 
 
 def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | None:
-    """Return a time's share of all ranks' time; no figure where a rank's part is missing: unknown is not idle."""
+    """Return a time's share of all ranks' time; None if a rank's part is missing: unknown is not idle."""
     known = [time for time in times_s if time is not None]
     if not time_s or not known or len(known) < len(times_s):
         return None
@@ -150,7 +151,7 @@ def _share(times_s: tuple[float | None, ...], time_s: float | None) -> float | N
 def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
     """Return the median duration of a kind of action on a stage, in seconds, mean over the stages.
 
-    None where `events` hold no such action.
+    None if `events` hold no such action.
     """
     mine = events[of_kinds(events, kind)]
     if not len(mine):
@@ -170,14 +171,14 @@ def backward_mean_s(events: np.ndarray) -> float | None:
 
 
 def _peaks(table: np.ndarray, column: str, world_size: int) -> tuple[int | None, ...]:
-    """Return the largest value of a column for each rank; a negative one stands for "not known"."""
+    """Return the largest value of a column for each rank; a negative one means unknown."""
     peaks = np.full(world_size, -1, dtype=np.int64)
     np.maximum.at(peaks, table["rank"], table[column])
     return tuple(int(peak) if peak >= 0 else None for peak in peaks)
 
 
 def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
-    """Return the allocator's own peaks where the trace has them: they see what an action held only while it ran."""
+    """Return the allocator's own peaks if the trace has them: they include what an action held only while it ran."""
     written = _peaks(trace.events, "device_bytes", ranks_written(trace))
     counted = written * (trace.world_size // len(written))
     allocated = trace.attributes.get("peak_allocated_bytes")

@@ -1,7 +1,7 @@
 """Statistics of repeated measurements: bootstrap intervals, percentiles and means of rates.
 
-Nothing here takes values to be normal. Values are taken to be independent of each other, which steps of one run are
-only by and large: repetitions as jobs of their own say more than as many further steps.
+Nothing here assumes a normal distribution. Values are assumed to be independent, which steps of one run are only
+approximately: repetitions as jobs of their own tell more than as many further steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Interval:
         value: the estimate.
         high: upper bound.
         is_range: the bounds are the least and the largest value, as there are too few for an interval.
-        level: the share of cases in which such an interval holds the true value; of a range it says nothing.
+        level: the share of cases in which such an interval contains the true value; meaningless for a range.
     """
 
     low: float
@@ -37,7 +37,7 @@ class Interval:
 
     @property
     def relative_half_width(self) -> float:
-        """Half of what lies between the bounds, over the value."""
+        """Half the distance between the bounds, over the value."""
         return (self.high - self.low) / (2.0 * abs(self.value)) if self.value else np.inf
 
     def overlaps(self, other: Interval) -> bool:
@@ -49,7 +49,7 @@ def fewest_values(level: float = LEVEL) -> int:
     """Return how many values an interval of the median needs: 6 for 95 %.
 
     The least and the largest of n values hold the median between them in all but 2^(1 - n) of cases, whatever the
-    distribution; with fewer values than this nothing that lies between them reaches the level.
+    distribution; with fewer values than this no interval between them reaches the level.
 
     Raises:
         ConfigError: a level that is no share between 0 and 1.
@@ -83,7 +83,7 @@ def median_draws(values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAW
 def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, seed: int = 0) -> Interval:
     """Return the median with its bootstrap interval: the percentiles of the medians of resamples.
 
-    With fewer than `fewest_values` the bounds are the least and the largest value, and `is_range` says so.
+    With fewer than `fewest_values` the bounds are the least and the largest value, and `is_range` is set.
 
     Raises:
         ConfigError: no value, or a level that is no share between 0 and 1.
@@ -95,11 +95,11 @@ def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, 
 
 
 def percentile_interval(draws: np.ndarray, value: float, level: float = LEVEL) -> Interval:
-    """Return an estimate with the percentiles of its draws as bounds, which are widened to hold it where they do not."""
+    """Return an estimate with the percentiles of its draws as bounds, widened if necessary to contain it."""
     percents = [50 * (1 - level), 50 * (1 + level)]
     if np.isfinite(draws).all():
         low, high = (float(edge) for edge in np.percentile(draws, percents))
-    else:  # nothing lies between a number and infinity
+    else:  # no interpolation between a number and infinity
         low, high = (float(edge) for edge in np.percentile(draws, percents, method="nearest"))
     return Interval(min(low, value), value, max(high, value), False, level)
 
@@ -128,7 +128,7 @@ def harmonic_mean(rates: Sequence[float] | np.ndarray) -> float:
 def further_values(interval: Interval, count: int, relative_half_width: float) -> int:
     """Return how many values more it would take, about, to bring an interval from `count` values to a half width.
 
-    The width falls with the square root of the count. Of a range it gives what an interval needs at all.
+    The width falls with the square root of the count. For a range it is the number that an interval needs at all.
     """
     if interval.is_range:
         return max(1, fewest_values(interval.level) - count)

@@ -27,7 +27,7 @@ class StepWindow:
 
     @property
     def label(self) -> str:
-        """Name the step, and says what is unusual about it."""
+        """Return the step's name, with anything unusual about it."""
         not_whole = "" if self.is_whole else ", not whole: the run ended in it"
         return f"step {self.step}" + (", warm-up" if self.is_warmup else "") + not_whole
 

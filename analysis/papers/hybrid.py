@@ -45,7 +45,7 @@ Inception-V3's epochs on 32 devices and more or solved from a derived ratio, whi
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A recomputed gain, as a part of data parallelism's time, beside what the paper says of it (None: nothing)."""
+    """A recomputed gain, as a part of data parallelism's time, beside the paper's figure (None: unpublished)."""
 
     network: str
     devices: int
@@ -60,8 +60,8 @@ class Gain:
 class Projection:
     """A network with its gains at all numbers of devices, and where hybrid begins to win.
 
-    `noise_devices` is that by the noise scale that the epochs imply, None where they imply none. `reaches` are the fewest
-    and the most devices at which the inputs tell both sides.
+    `noise_devices` is that by the noise scale that the epochs imply, or None. `reaches` are the fewest and the most
+    devices at which the inputs determine both sides.
     """
 
     network: Network
@@ -112,7 +112,7 @@ def table(found: list[Projection]) -> str:
 
 
 def answer(found: list[Projection]) -> dict[str, Any]:
-    """Return the same as one object; gains are parts of 1, and every input tells whether it is confirmed."""
+    """Return the same as one object; gains are parts of 1, and every input is marked as confirmed or not."""
     return {
         "schema": SCHEMA,
         "source": "predicted",
@@ -225,9 +225,9 @@ def speedups(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Quant
 
 
 def law_speedups(network: Network) -> dict[int, list[tuple[int, float]]]:
-    """Return the same by the noise scale that the epochs imply, empty where they imply none.
+    """Return the same by the noise scale that the epochs imply, empty if they imply none.
 
-    Numbers of epochs have it where it was fitted; a derived ratio is drawn from an eighth of its devices to twice.
+    Given epochs are drawn in the range of the fit; a derived ratio from an eighth of its devices to twice.
     """
     law = noise_scale_of(network)
     if law is None:

@@ -50,7 +50,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure beside its published value, both in `unit`; `source` says where the latter stands."""
+    """A figure beside its published value, both in `unit`; `source` is that of the latter."""
 
     network: str
     num_images: int | None
@@ -186,7 +186,7 @@ def _vgg_rows(found: Study) -> list[Row]:
 
 
 def _beyond_rows(made: dict[Load, Study], machine: MachineConfig) -> list[Row]:
-    """Return what the paper says of those of its ten networks that the device cannot hold."""
+    """Return the paper's figures on those of its ten networks that the device cannot hold."""
     assert machine.device_bytes is not None
     beyond = [found for found in made.values() if found.total_bytes + found.workspace_bytes > machine.device_bytes]
     saved = [

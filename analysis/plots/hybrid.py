@@ -1,4 +1,4 @@
-"""The picture of data parallelism beside workers of several devices: speed-up over devices, bands, and where they cross."""
+"""The picture of data parallelism beside workers of several devices: speed-up over devices, bands, and break-even points."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PANEL_IN = 3.1
 LOG_FROM = 6.0
 
 
-# Where lines cross: devices, the ends of its band (None where they are not known), and what is written there.
+# A break-even point: devices, the ends of its band (None if unknown), and its label.
 Mark = tuple[int, float | None, float | None, str]
 
 
@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes: its lines, and where they cross."""
+    """One pair of axes: its lines and break-even points."""
 
     title: str
     detail: str

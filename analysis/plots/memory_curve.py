@@ -35,8 +35,7 @@ MESSAGE = ("step", "stage", "direction", "micro_batch")
 class Curve:
     """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, time from the step's start.
 
-    `buffer_bytes` are those of them that are buffers of messages (none in a measured run, where they are not told
-    apart), `host_bytes` the copies in host memory.
+    `buffer_bytes` are the buffers of messages among them (0 in a measured run, which does not distinguish them), `host_bytes` the copies in host memory.
     """
 
     rank: int
@@ -161,7 +160,7 @@ def _name_curve(axes: Axes, trace: Trace, curve: Curve) -> None:
 
 
 def _add_legend(figure: Figure, shown: list[Curve]) -> None:
-    """Name the parts, where there is more than one."""
+    """Name the parts if there is more than one."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -216,7 +215,7 @@ def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
 
 
 def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
-    """Return the end of each receive's reader, of the last where there are several; its own end without one."""
+    """Return the end of each receive's reader (of the last of several), or its own end without one."""
     both = np.concatenate([readers, receives])
     keys = np.zeros(len(both), np.int64)
     for name in MESSAGE:

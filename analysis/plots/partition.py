@@ -34,7 +34,7 @@ ROW_IN, BARS_IN = 0.42, 1.7
 def draw_partition(path: Path, out: Path) -> None:
     """Draw the answer of `gems partition` to a picture (PNG, PDF or SVG by the suffix).
 
-    Layers stand side by side, first to last: their times, their bytes, and a row for each method with its stages and
+    Layers are drawn side by side, first to last: their times, their bytes, and a row for each method with its stages and
     their peaks.
 
     Raises:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
 MARKERS = {"measured": "o", "emulated": "s", "simulated": "^"}
-SOURCE_WORDS = {
+SOURCE_NAMES = {
     "measured": "measured",
     "emulated": "emulated: real messages, timed waits for compute",
     "simulated": "simulated: a prediction",
@@ -87,7 +87,7 @@ def _panels() -> tuple[Figure, tuple[Axes, Axes]]:
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """Write rates as plain numbers, and between decades too where there are few decades."""
+    """Write rates as plain numbers, and between decades too if there are few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axes.get_ylim()
@@ -155,12 +155,12 @@ def _add_legend(figure: Figure, points: Sequence[Point], lines: Sequence[str], b
     for source in SOURCES:
         found = next((point for point in points if point.source == source), None)
         if found is not None:
-            handles.append(Line2D([], [], **_marks(found, "#444444"), label=SOURCE_WORDS[source]))
+            handles.append(Line2D([], [], **_marks(found, "#444444"), label=SOURCE_NAMES[source]))
     handles.append(Line2D([], [], color="#444444", linewidth=0.8, linestyle=":", label="ideal, from the base on"))
     if best:
-        words = ", ".join(f"{line}: {fit.law}" for line, fit in sorted(best.items()))
+        laws = ", ".join(f"{line}: {fit.law}" for line, fit in sorted(best.items()))
         handles += [
-            Line2D([], [], color="#444444", linewidth=FIT_WIDTH, linestyle="-.", label=f"best fit ({words})"),
+            Line2D([], [], color="#444444", linewidth=FIT_WIDTH, linestyle="-.", label=f"best fit ({laws})"),
             Patch(
                 color="#444444", alpha=BAND_ALPHA, linewidth=0,
                 label=f"extrapolated, at most {MAX_EXTRAPOLATION} times beyond the data: 95 % band",

@@ -29,7 +29,7 @@ _STREAM_OF = {Kind.OFFLOAD: STREAMS.index("copy_out"), Kind.PREFETCH: STREAMS.in
 
 
 def draw_schedule(path: Path, out: Path) -> Simulation:
-    """Draw a schedule's file to a picture (PNG, PDF or SVG by the suffix) and gives its simulation.
+    """Draw a schedule's file to a picture (PNG, PDF or SVG by the suffix) and return its simulation.
 
     The compute actions are drawn at their simulated times, without links: by the costs in the file (as
     `gems schedule --json` writes them), or else with f = i = w = 1 for a rank's part of the model.
@@ -41,19 +41,19 @@ def draw_schedule(path: Path, out: Path) -> Simulation:
     check_picture_path(out)
     schedule, costs = read_schedule(path)
     made = compute_only(validate(schedule))
-    played = simulate(made, costs)
+    simulated = simulate(made, costs)
     title = (
         f"{made.name}: {counted(made.num_ranks, 'rank')}, {counted(made.num_stages, 'stage')}, "
         f"{counted(made.num_micro_batches, 'micro-batch', 'es')}",
-        f"{number(played.span)} units, efficiency {100 * played.efficiency:.1f} %, "
-        f"peak {number(max(played.peak))} micro-batches of activations",
+        f"{number(simulated.span)} units, efficiency {100 * simulated.efficiency:.1f} %, "
+        f"peak {number(max(simulated.peak))} micro-batches of activations",
     )
-    trace, window = _on_paper(made, played)
+    trace, window = _as_trace(made, simulated)
     ranks = np.arange(min(made.num_ranks, MAX_LANES))
     figure, axes = lanes_figure(trace, window, ranks, title)
     axes.set_xlabel("time (units of the costs)", fontsize=axes.xaxis.label.get_fontsize())
     save_figure(figure, out)
-    return played
+    return simulated
 
 
 def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
@@ -85,15 +85,15 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
     return schedule, costs
 
 
-def _on_paper(schedule: Schedule, played: Simulation) -> tuple[Trace, StepWindow]:
+def _as_trace(schedule: Schedule, simulated: Simulation) -> tuple[Trace, StepWindow]:
     """Return the compute actions and copies as the events of one step."""
     rows = [
         (rank, 0, KINDS.index(action.kind.value), action.stage, -1 if action.segment is None else action.segment, action.direction, action.micro_batch,
          _STREAM_OF.get(action.kind, STREAMS.index("compute")), round(start * UNIT_NS), round(end * UNIT_NS), 0, 0, 0)
         for rank, row in enumerate(schedule.rows)
-        for action, start, end in zip(row, played.start[rank], played.end[rank], strict=True)
+        for action, start, end in zip(row, simulated.start[rank], simulated.end[rank], strict=True)
         if action.kind in COMPUTE_KINDS or action.kind in COPY_KINDS
     ]  # fmt: skip
     events = np.array(rows, DTYPES["events"])
     trace = Trace(root_attributes("simulated", "", schedule.num_ranks), events)
-    return trace, StepWindow(0, 0, round(played.span * UNIT_NS), True, False, events)
+    return trace, StepWindow(0, 0, round(simulated.span * UNIT_NS), True, False, events)

@@ -24,7 +24,7 @@ MAX_LANES = 64
 MAX_BOXES = 40_000  # more are drawn by columns of pixels
 IDLE_COLOUR = "#f0f0f0"
 MS = 1e-6
-STAGE_WORDS: dict[int, tuple[str, ...]] = {1: (), 2: ("1st stage of a rank", "2nd stage")}
+STAGE_NAMES: dict[int, tuple[str, ...]] = {1: (), 2: ("1st stage of a rank", "2nd stage")}
 MIN_LABEL_PT, MAX_LABEL_PT = 4.5, 8.0
 
 
@@ -78,8 +78,8 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
     """Build the picture of one step, by default the last whole one that is not a warm-up step.
 
     One lane a world rank, the first 64 of them; F in blue, B in orange, I in red, W in green and R in purple, light
-    and dark for the two directions or for the stages of a rank, with the micro-batch in the box where it fits; idle time is the grey of
-    the lane; transfers are thin bars below the lane, from posting to completion, and copies to and from host memory
+    and dark for the two directions or for the stages of a rank, with the micro-batch in the box if it fits; idle time is
+    the grey of the lane; transfers are thin bars below the lane, from posting to completion, and copies to and from host memory
     below these. Time is in ms from the first rank's begin.
 
     Raises:
@@ -98,22 +98,22 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
 
 def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]) -> tuple[Figure, Axes]:
     """Build the picture of one step: a lane for each of `ranks`, boxes, micro-batches, legend, two lines of title."""
-    events, words = shaded(window.events[np.isin(window.events["rank"], ranks)])
+    events, shade_names = shaded(window.events[np.isin(window.events["rank"], ranks)])
     figure, (axes,) = new_figure(*_size_in(window, events, len(ranks)))
     _draw_idle(axes, trace, window, ranks)
     drawn = _draw_boxes(figure, axes, window, events, ranks)
     _dress(figure, axes, window, ranks)
     set_title(figure, axes, *title)
-    _add_legend(figure, drawn, words)
+    _add_legend(figure, drawn, shade_names)
     figure.draw_without_rendering()  # settles the layout, so that the size of a box in points is known
     _label_boxes(figure, axes, window, events, ranks)
     return figure, axes
 
 
 def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the events with light or dark (0 or 1) in the place of the direction, and a word for each of these.
+    """Return the events with their shade (0 light, 1 dark) in place of the direction, and a name for each shade.
 
-    Two directions are told apart so; with one direction the stages of a rank are, one light, the next one dark.
+    The shade is the direction if there are two; with one, the stages of a rank alternate.
     """
     if (events["direction"] > 0).any():
         return events, ("direction 0 (down)", "direction 1 (up)")
@@ -125,11 +125,11 @@ def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     events["direction"] = (np.searchsorted(forwards, place + events["stage"]) - before) % 2
     of_rank = forwards // num_stages
     most = int(np.unique(of_rank, return_counts=True)[1].max(initial=1))
-    return events, STAGE_WORDS.get(most, ("1st, 3rd ... stage of a rank", "2nd, 4th ... stage"))
+    return events, STAGE_NAMES.get(most, ("1st, 3rd ... stage of a rank", "2nd, 4th ... stage"))
 
 
 def _size_in(window: StepWindow, events: np.ndarray, num_lanes: int) -> tuple[float, float]:
-    """Return width and height: wide enough for a forward to be seen, lower lanes where there are many."""
+    """Return width and height: wide enough to see a forward, lower lanes if there are many."""
     forwards = events[of_kinds(events, "F")]
     typical_s = float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
     boxes = window.span_s / typical_s if typical_s else 1.0
@@ -148,7 +148,7 @@ def _draw_idle(axes: Axes, trace: Trace, window: StepWindow, ranks: np.ndarray) 
 
 
 def _draw_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
-    """Draw all events and gives the looks that were used; where they are too many, by columns of pixels."""
+    """Draw all events, too many by columns of pixels, and return the looks that were used."""
     if len(events) > MAX_BOXES:
         return _draw_dense(figure, axes, window, events, ranks)
     drawn = []
@@ -202,7 +202,7 @@ def look_mask(events: np.ndarray, look: Look) -> np.ndarray:
 
 
 def _edge_pt(figure: Figure, width_ms: np.ndarray, window: StepWindow) -> float:
-    """Return the width of the white edge between boxes: none where it would eat the box."""
+    """Return the width of the white edge between boxes: none if it would cover the box."""
     figure_pt = figure.get_figwidth() * 72
     typical_pt = float(np.median(width_ms)) * 1e-3 / max(window.span_s, 1e-12) * figure_pt
     return 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
@@ -238,12 +238,12 @@ def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) ->
     return f"{facts.schedule or 'unnamed schedule'}, {size}: {source}", ", ".join(details)
 
 
-def _add_legend(figure: Figure, drawn: list[Look], words: tuple[str, ...]) -> None:
+def _add_legend(figure: Figure, drawn: list[Look], shade_names: tuple[str, ...]) -> None:
     from matplotlib.patches import Patch
 
     patches = []
     for look in drawn:
-        text = look.legend if look.shade is None or not words else f"{look.legend}, {words[look.shade]}"
+        text = look.legend if look.shade is None or not shade_names else f"{look.legend}, {shade_names[look.shade]}"
         patches.append(Patch(facecolor=look.colour, label=text))
     patches.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#bbbbbb", linewidth=0.5, label="idle (bubble)"))
     columns = len(patches) if len(patches) <= 6 else (len(patches) + 1) // 2 if len(patches) <= 8 else 4
@@ -254,7 +254,7 @@ def _add_legend(figure: Figure, drawn: list[Look], words: tuple[str, ...]) -> No
 
 
 def _label_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> None:
-    """Write micro-batch numbers, all of a kind in one size, where that size fits the typical box."""
+    """Write micro-batch numbers, all of a kind in one size, if that size fits the typical box."""
     corner_px, far_px = axes.transData.transform([(0.0, 0.0), (1.0, 1.0)])
     pt_per_ms, pt_per_lane = abs(far_px - corner_px) * 72 / figure.dpi
     lane_of = {int(rank): lane for lane, rank in enumerate(ranks)}
@@ -283,14 +283,14 @@ def coverage(start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int,
     """Return how much of each column the boxes of each row cover, `[row, column]`: 1 is all of it once.
 
     Args:
-        start: begins of the boxes, in columns; what lies outside 0 to `num_columns` is cut off.
+        start: begins of the boxes, in columns, clipped to 0 to `num_columns`.
         end: ends of them.
         row: of each box.
         num_rows: how many rows there are.
         num_columns: how many columns there are.
     """
     start, end = np.clip(start, 0, num_columns), np.clip(end, 0, num_columns)
-    width = num_columns + 2  # a box may end at the last edge, and the sums go on behind their box
+    width = num_columns + 2  # a box may end at the last edge, and the sums continue after their box
     first, last = start.astype(np.int64), end.astype(np.int64)
     place = row.astype(np.int64) * width
     is_within = first == last

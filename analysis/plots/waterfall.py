@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from analysis.attribution import CAUSES, Attribution
-from analysis.attribution.table import WORDS, write_csv
+from analysis.attribution.table import LABELS, write_csv
 from analysis.plots.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title
 from gems.utils.units import counted, time_unit
 
@@ -22,7 +22,7 @@ HEIGHT_IN = 4.2
 
 
 def draw_waterfall(attribution: Attribution, path: Path) -> Path:
-    """Draw the waterfall to a file (PNG at 150 dpi, PDF or SVG by the suffix) and gives the CSV written beside it.
+    """Draw the waterfall to a file (PNG at 150 dpi, PDF or SVG by the suffix) and return the path of the CSV beside it.
 
     Raises:
         ConfigError: the path is not one for a picture, or a file cannot be written.
@@ -41,7 +41,7 @@ def waterfall_figure(attribution: Attribution) -> Figure:
     unit = time_unit([attribution.step_s])
     figure, (axes,) = new_figure(WIDTH_IN, HEIGHT_IN)
     bars = [("ideal", attribution.ideal_s, IDEAL_COLOUR)]
-    bars += [(WORDS[cause], attribution.run_s[cause], COLOURS[cause]) for cause in CAUSES]
+    bars += [(LABELS[cause], attribution.run_s[cause], COLOURS[cause]) for cause in CAUSES]
     bars.append(("step", attribution.step_s, STEP_COLOUR))
     reached = 0.0
     for row, (name, time_s, colour) in enumerate(bars):

@@ -1,4 +1,4 @@
-"""Building the page: runs are read one after another, so that one of them is in memory at a time."""
+"""Building the page: runs are read one after another, so that only one is in memory at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Report:
 
 
 def build_report(runs: Sequence[Path], out: Path) -> Report:
-    """Write one page about a run, or about several with a section that sets them beside each other.
+    """Write one page about a run, or about several with a section that compares them.
 
     Up to 16 runs have sections of their own; of more, the first and the last by their order, spread evenly between. All
     runs are in the table of the study. Runs share the room for events, see `select_events`.
@@ -73,6 +73,6 @@ def spread(runs: Sequence[Path], count: int) -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """Name a run by its folder, or a trace file by its own name where that says more."""
+    """Return a run's name: that of its folder, or of a trace file that is not called trace.h5."""
     resolved = path.resolve()
     return resolved.parent.name if resolved.name == "trace.h5" else resolved.name

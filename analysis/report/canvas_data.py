@@ -48,7 +48,7 @@ def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
     Times are in ns from `origin_ns`. Within a track events are sorted by their begin. Events that have no look or no
     length are left out.
     """
-    light_dark, words = shaded(events)
+    light_dark, shade_names = shaded(events)
     looks = look_numbers(light_dark)
     is_drawn = (looks != NOT_DRAWN) & (events["end_ns"] > events["start_ns"])
     events, looks = events[is_drawn], looks[is_drawn]
@@ -69,7 +69,7 @@ def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
         "look": packed(looks),
     }
     return {
-        "kinds": list(KINDS), "streams": list(STREAMS), "shades": list(words), "origin_ns": origin_ns,
+        "kinds": list(KINDS), "streams": list(STREAMS), "shades": list(shade_names), "origin_ns": origin_ns,
         "ranks": ranks.tolist(), "offsets": packed(offsets), "columns": columns, "count": len(events),
     }  # fmt: skip
 
@@ -125,8 +125,8 @@ def _curve(
 def packed(values: np.ndarray, *, is_sum: bool = False) -> dict[str, Any]:
     """Return a column as `{type, count, is_sum, data}`, in the narrowest type that holds it.
 
-    `data` is base64 of the deflated bytes, first those of all values, then the second ones and so on: alike bytes stand
-    together and take no room. With `is_sum` differences are stored, from 0 on, which are small where values grow.
+    `data` is base64 of the deflated bytes, first those of all values, then the second ones and so on: similar bytes are
+    adjacent and compress well. With `is_sum` differences are stored, from 0 on, which are small where values grow.
 
     Raises:
         ValueError: whole numbers that are not exact in a double.

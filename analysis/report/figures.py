@@ -1,4 +1,4 @@
-"""Key figures of a run: few, large, each with its unit and with what it comes from."""
+"""Key figures of a run: few, large, each with its unit and a line of detail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Figure:
 
 
 def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
-    """Return the figures of a run's headline; those that the trace cannot tell are left out."""
+    """Return the figures of a run's headline; those that the trace does not contain are left out."""
     found = [
         Figure("images/s", _known(metrics.images_per_s), f"{metrics.num_images} images in {metrics.num_steps} steps"),
         _step_time(metrics),
@@ -45,7 +45,7 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
 
 
 def overview_row(metrics: Metrics) -> dict[str, Cell]:
-    """Return the figures that runs are compared by, each in one unit; None where it is not known."""
+    """Return the figures by which runs are compared, each in one unit; None if unknown."""
     peaks = [peak for peak in metrics.peak_device_bytes if peak]
     return {
         "images/s": metrics.images_per_s,
@@ -59,13 +59,13 @@ def overview_row(metrics: Metrics) -> dict[str, Cell]:
 
 def _step_time(metrics: Metrics) -> Figure:
     unit = time_unit([metrics.step_p95_s])
-    words = [f"95th percentile {_with_unit(metrics.step_p95_s, unit)}"]
+    details = [f"95th percentile {_with_unit(metrics.step_p95_s, unit)}"]
     low, high = metrics.step_low_s, metrics.step_high_s
     if low is not None and high is not None and low < high:
         name = "95 % interval" if metrics.num_steps >= fewest_values() else "fastest to slowest"
-        words.insert(0, f"{name} {unit.show(low)} to {unit.show(high)}")
+        details.insert(0, f"{name} {unit.show(low)} to {unit.show(high)}")
     warm_up = f", {metrics.num_warmup_steps} warm-up left out" if metrics.num_warmup_steps else ""
-    detail = "; ".join(words) + f"; {metrics.num_steps} steps{warm_up}"
+    detail = "; ".join(details) + f"; {metrics.num_steps} steps{warm_up}"
     return Figure("step time, median", _with_unit(metrics.step_median_s, unit), detail)
 
 

@@ -20,21 +20,21 @@ class Html(str):
 def element(tag: str, /, *children: str, **attributes: str | bool) -> Html:
     """Return an element; children that are not `Html` are texts, and are escaped, as attributes are.
 
-    An underscore in an attribute's name stands for a dash, and one at its end is dropped (`class_`); True gives the name alone.
+    An underscore in an attribute's name becomes a dash, and one at its end is dropped (`class_`); True sets the name alone.
     """
-    words = [tag]
+    parts = [tag]
     for key, value in attributes.items():
         key = key.rstrip("_").replace("_", "-")
         if value is True:
-            words.append(key)
+            parts.append(key)
         elif value is not False:
-            words.append(f'{key}="{html.escape(value)}"')
-    opened = f"<{' '.join(words)}>"
+            parts.append(f'{key}="{html.escape(value)}"')
+    opened = f"<{' '.join(parts)}>"
     return Html(opened if tag in VOID else f"{opened}{joined(children)}</{tag}>")
 
 
 def joined(children: Iterable[str]) -> Html:
-    """Return the children behind each other, texts escaped."""
+    """Return the children one after another, texts escaped."""
     return Html("".join(child if isinstance(child, Html) else html.escape(child) for child in children))
 
 

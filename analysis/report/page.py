@@ -1,4 +1,4 @@
-"""The page itself: head, styles, sections and script in one file that asks nobody for anything."""
+"""The page itself: head, styles, sections and script in one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def _overview(sections: Sequence[RunSection]) -> Table:
 
 
 def _own_file(name: str) -> Html:
-    """Read a file of this package that goes into the page as it stands."""
+    """Read a file of this package that goes into the page unchanged."""
     return Html(files(__package__).joinpath(name).read_text(encoding="utf-8"))

@@ -111,7 +111,7 @@ def select_events(trace: Trace, max_events: int = MAX_EVENTS) -> Selection:
 
 
 def source_mark(source: str) -> Html:
-    """Return the mark that says where figures come from."""
+    """Return the mark for the source of figures."""
     return element("span", SOURCE_MARKS.get(source, source), class_=f"source {source}")
 
 

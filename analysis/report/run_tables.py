@@ -1,4 +1,4 @@
-"""The tables of one run: ranks, stages, causes of lost time, and what was predicted beside what was found."""
+"""The tables of one run: ranks, stages, causes of lost time, and predictions beside observations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEAKS = (
 
 
 def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | None) -> Table:
-    """Return a row a rank: host, time in compute and its share, peaks in MiB, and lost time by cause where it is known."""
+    """Return a row for each rank: host, time in compute and its share, peaks in MiB, and lost time by cause if known."""
     hosts = trace.attributes.get("hostnames", ())
     lost = {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.causes_s.items()}
     rows: list[tuple[Cell, ...]] = []
@@ -46,7 +46,7 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | 
 
 
 def stage_table(name: str, trace: Trace) -> Table | None:
-    """Return a row a stage: its layers, the median of each kind of compute in ms, and the whole over the stages' mean."""
+    """Return a row for each stage: its layers, the median of each kind of compute in ms, and their sum over the stages' mean."""
     medians = stage_medians_s(trace)
     if not medians:
         return None
@@ -96,7 +96,7 @@ def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
 
 
 def cause_table(name: str, causes: Attribution, source: str) -> Table:
-    """Return a row a cause: what of the step it took, mean over the ranks."""
+    """Return a row for each cause: its part of the step, mean over the ranks."""
     step_s = causes.step_s or 1.0
     parts = {"useful compute, ideal": causes.ideal_s, **causes.run_s}
     rows = [(cause.replace("_", " "), 1e3 * seconds, 100 * seconds / step_s) for cause, seconds in parts.items()]
@@ -104,7 +104,7 @@ def cause_table(name: str, causes: Attribution, source: str) -> Table:
 
 
 def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
-    """Return a row a quantity that was predicted: prediction, finding and the relative difference; None without any."""
+    """Return a row for each predicted quantity: prediction, observation and relative difference; None without any."""
     rows: list[tuple[Cell, ...]] = []
 
     def add(quantity: str, rank: int | None, predicted: float | None, found: float | None) -> None:

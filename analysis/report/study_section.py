@@ -1,4 +1,4 @@
-"""Several runs on one page: how they scale, by which law, what was predicted of them, and what the picture may claim."""
+"""Several runs on one page: how they scale, by which law, their predictions, and which claims the picture supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = {
 
 
 def study_section(runs: Sequence[Path]) -> Html:
-    """Build the section that sets runs beside each other, from their steps and configurations alone.
+    """Build the section that compares runs, from their steps and configurations alone.
 
     Raises:
         ConfigError: a run without a whole step after warm-up, or one whose trace does not hold its configuration.
@@ -40,7 +40,7 @@ def study_section(runs: Sequence[Path]) -> Html:
     found = point_rows(points)
     rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in COLUMNS) for row in found]
     table = Table("points", "Points of the study", tuple(COLUMNS.values()), rows, (4,) * len(COLUMNS))
-    bases = [element("li", words) for words in dict.fromkeys(map(_base_words, found))]
+    bases = [element("li", text) for text in dict.fromkeys(map(_describe_base, found))]
     laws = [*fit_lines(fits), *(f"not fitted: {reason}" for reason in why_not_fitted(points))]
     predicted = agreement_rows(points)
     parts = [
@@ -48,7 +48,7 @@ def study_section(runs: Sequence[Path]) -> Html:
         element("p", detail),
         element("ul", *bases),
         element("figure", svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks")),
-        element("ul", *(element("li", words) for words in laws)),
+        element("ul", *(element("li", text) for text in laws)),
         table.html(),
         *([_agreement(predicted).html()] if predicted else []),
         _rules(check_rules(points)).html(),
@@ -56,15 +56,17 @@ def study_section(runs: Sequence[Path]) -> Html:
     return element("section", *parts, id="study")
 
 
-def _base_words(row: dict[str, Any]) -> str:
+def _describe_base(row: dict[str, Any]) -> str:
     size = f"{number(row['base_images_per_s'])} images/s on {counted(row['base_ranks'], 'rank')}"
     return f"base of {row['schedule']}: {size}, {row['base_source']}"
 
 
 def _rules(rules: Sequence[Rule]) -> Table:
-    words = {True: "kept", False: "not kept", None: "nothing to judge"}
-    rows: list[tuple[Cell, ...]] = [(rule.number, rule.title, words[rule.holds], rule.text) for rule in rules]
-    return Table("rules", "What this picture may claim", ("rule", "it asks for", "verdict", "why"), rows, (0,) * 4)
+    text = {True: "kept", False: "not kept", None: "not applicable"}
+    rows: list[tuple[Cell, ...]] = [(rule.number, rule.title, text[rule.holds], rule.text) for rule in rules]
+    return Table(
+        "rules", "Which claims this picture supports", ("rule", "it asks for", "verdict", "why"), rows, (0,) * 4
+    )
 
 
 def _agreement(found: Sequence[dict[str, Cell]]) -> Table:

@@ -43,7 +43,7 @@ class Table:
         return element("figure", element("figcaption", self.title), element("div", table, class_="wide"))
 
     def _kinds(self) -> list[str]:
-        """Report columns of words from those of numbers."""
+        """Return the kind of each column, words or number."""
         return [
             "words" if any(isinstance(row[place], str) for row in self.rows) else "number"
             for place in range(len(self.columns))

@@ -27,12 +27,12 @@ class Agreement:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction, positive where it is too slow."""
+        """Relative error of the prediction, positive if the prediction is too slow."""
         return self.simulated_s / self.step_s - 1.0
 
 
 def base_points(points: Sequence[Point]) -> dict[str, Point]:
-    """Return the base of each line: its smallest point, of the most real source where there are several."""
+    """Return the base of each line: its smallest point, of the most real of several sources."""
     ordered = sorted(points, key=lambda point: (point.ranks, SOURCES.index(point.source)), reverse=True)
     return {point.line: point for point in ordered}
 
@@ -77,9 +77,9 @@ def neighbours(points: Sequence[Point]) -> list[tuple[Point, Point]]:
 
 
 def may_join(kind: str, point: Point, after: Point) -> bool:
-    """Return whether a line may be drawn between neighbours: something is known of what lies between them.
+    """Return whether a line may be drawn between neighbours, as an interpolation.
 
-    It is not where ranks are more than four times apart, or where images and ranks change apart.
+    Not if their ranks differ by more than a factor of four, or if images and ranks change independently.
     """
     return kind != "mixed" and after.ranks <= MAX_JOINED * point.ranks
 
@@ -95,7 +95,7 @@ def agreements(points: Sequence[Point]) -> list[Agreement]:
 
 
 def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return the table of points, with units in the names of its columns; None where a figure is not known."""
+    """Return the table of points, with units in the names of its columns; None for an unknown figure."""
     kind, bases = scaling_kind(points), base_points(points)
     rows = []
     for point in points:
@@ -161,7 +161,7 @@ def title(points: Sequence[Point]) -> tuple[str, str]:
         "weak": f"weak scaling, {_list_images(points)} images a rank",
         "capability": "capability scaling, the work of an image grows",
         "comparison": f"schedules on {counted(first.ranks, 'rank')}",
-        "mixed": "scaling, images a step and ranks change apart",
+        "mixed": "scaling, images a step and ranks change independently",
     }
     return kinds[kind], _detail(points)
 

@@ -46,7 +46,7 @@ def read_point(path: Path) -> Point:
         num_images=int(counted["images"].sum()),
         setting=_setting(attributes, len(steps) - len(counted)),
         run_steps=(len(counted),),
-        model=_model_word(read_section(document, "model", ModelConfig))
+        model=_model_name(read_section(document, "model", ModelConfig))
         if work_s is None or cost.name == "profile"
         else "",
         held_out_error=None if (error := attributes.get("held_out_error")) is None else float(error),
@@ -54,7 +54,7 @@ def read_point(path: Path) -> Point:
 
 
 def read_points(paths: Iterable[Path]) -> list[Point]:
-    """Read runs and gives their points by line, ranks and source; runs of one point are pooled.
+    """Read runs and return their points by line, ranks and source; runs of one point are pooled.
 
     If a line has several models, or pipelines of several lengths, on as many ranks, each of them is a line of its own.
 
@@ -90,12 +90,12 @@ def _together(point: Point, other: Point) -> Point:
     )
 
 
-def _in_line(point: Point, word: str) -> Point:
-    """Return the point in a line of its own, told by a word more."""
-    return replace(point, line=f"{point.line}, {word}") if word else point
+def _in_line(point: Point, name: str) -> Point:
+    """Return the point in a line of its own, with a longer name."""
+    return replace(point, line=f"{point.line}, {name}") if name else point
 
 
-def _model_word(model: ModelConfig) -> str:
+def _model_name(model: ModelConfig) -> str:
     """Return a network's name as people write it: resnet-1001-v2."""
     parts = [model.name, str(model.depth)] if model.name in ("resnet", "vgg") else [model.name]
     return "-".join([*parts, *([f"v{model.version}"] if model.name == "resnet" else [])])
@@ -119,14 +119,14 @@ def _setting(attributes: Mapping[str, Any], num_warmup_steps: int) -> Setting:
 
 
 def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
-    words = [schedule.name]
+    parts = [schedule.name]
     if schedule.name == "gems_master" and (parallel.parts or 1) > 1:
-        words.append(f"{parallel.parts} parts")
+        parts.append(f"{parallel.parts} parts")
     if schedule.activation_cap is not None:
-        words.append(f"cap {schedule.activation_cap:g}")
+        parts.append(f"cap {schedule.activation_cap:g}")
     if schedule.activation_cap_bytes is not None:
-        words.append(f"cap {schedule.activation_cap_bytes} bytes")
-    return ", ".join([*words, *(f"with {action}" for action in schedule.memory_actions)])
+        parts.append(f"cap {schedule.activation_cap_bytes} bytes")
+    return ", ".join([*parts, *(f"with {action}" for action in schedule.memory_actions)])
 
 
 def _work_s(parallel: ParallelConfig, cost: CostConfig) -> float:

@@ -21,7 +21,7 @@ from analysis.metrics.statistics import (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the traces of a point's runs say about how they were taken; tuples are sorted and have each thing once.
+    """How the traces of a point's runs were taken; tuples are sorted, without duplicates.
 
     Attributes:
         missing: root attributes that a trace lacks.
@@ -38,7 +38,7 @@ class Setting:
     clock_error_s: float = 0.0
 
     def with_(self, other: Setting) -> Setting:
-        """Return what two settings say together."""
+        """Return the union of two settings."""
         return Setting(
             missing=_union(self.missing, other.missing),
             commits=_union(self.commits, other.commits),
@@ -61,14 +61,14 @@ class Point:
         micro_batches: of one step and replica.
         images_per_step: over all micro-batches and replicas.
         problem: what an image costs: equal where the same model sees images of the same size.
-        work_s: compute time of one image on one rank; None where only the hardware knows.
+        work_s: compute time of one image on one rank; None if only the hardware determines it.
         step_s: times of the steps that are not warm-up steps, in the order of the runs.
         signatures: of the runs.
-        num_images: images of all these steps together; `images_per_step` for each where it is not told.
+        num_images: images of all these steps together; None if each has `images_per_step`.
         setting: how the runs were taken.
-        run_steps: how many of the step times are of each run; all of one run where it is not told.
-        model: the network's name, depth and version, where costs are those of a network.
-        held_out_error: how far predictions with the machine's calibration were off, of 1; None where it is not known.
+        run_steps: how many of the step times are of each run; empty if all are of one run.
+        model: the network's name, depth and version, if costs are those of a network.
+        held_out_error: how far predictions with the machine's calibration were off, of 1; None if unknown.
     """
 
     line: str
@@ -107,7 +107,7 @@ class Point:
 
     @property
     def is_deterministic(self) -> bool:
-        """Return whether all steps would take as long again: on paper they do."""
+        """Whether all steps would take as long again: simulated without noise they do."""
         return self.source == "simulated" and min(self.step_s) == max(self.step_s)
 
     @property
@@ -139,14 +139,14 @@ class Point:
 
     @property
     def compute_efficiency(self) -> float | None:
-        """Useful compute over ranks x step time; None where the compute of an image is not known."""
+        """Useful compute over ranks x step time; None if the compute of an image is unknown."""
         return None if self.work_s is None else self.images_per_s * self.work_s / self.ranks
 
     def efficiency(self, base: Point) -> float | None:
         """Return the parallel efficiency: work done per rank and time, over that of `base`.
 
-        For one problem that is T(p0) p0 / (T(p) p) in strong scaling and T(p0) / T(p) in weak scaling. Where the
-        problem grows an image counts by its compute time, or of one model by its pixels; None for two models.
+        For one problem that is T(p0) p0 / (T(p) p) in strong scaling and T(p0) / T(p) in weak scaling. If the
+        problem grows, an image counts by its compute time, or of one model by its pixels; None for two models.
         """
         share = self.work_beside(base)
         return None if share is None else share * self.images_per_s / self.ranks / (base.images_per_s / base.ranks)
@@ -154,8 +154,8 @@ class Point:
     def efficiency_interval(self, base: Point) -> Interval | None:
         """Return the parallel efficiency with its 95 % interval, both step times being uncertain.
 
-        The bounds are what the ranges of both leave possible where one has too few steps for an interval. None where
-        there is no efficiency; of the base itself it is 1 and nothing else.
+        If one has too few steps for an interval, the bounds are the extremes of both ranges. None without an efficiency;
+        for the base itself it is exactly 1.
         """
         value = self.efficiency(base)
         if value is None or self is base:
@@ -168,7 +168,7 @@ class Point:
         return percentile_interval(draws * value * mine.value / its.value, value)
 
     def work_beside(self, base: Point) -> float | None:
-        """Return the work of an image over that of an image of `base`; None where that is not known."""
+        """Return the work of an image over that of an image of `base`; None if unknown."""
         if self.problem == base.problem or (self.work_s is None) != (base.work_s is None):
             return 1.0
         if self.work_s is not None and base.work_s is not None:

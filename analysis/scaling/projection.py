@@ -1,4 +1,4 @@
-"""How far a prediction may be off: a simulated study again with each constant of its machine changed, and with all."""
+"""How far a prediction may be off: a study simulated again with each constant of its machine changed, and with all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import activation_cap, schedule_costs, simulate_step
+from gems.simulation.costs import activation_cap
+from gems.simulation.costs import schedule_costs
+from gems.simulation.costs import simulate_step
 from gems.simulation.jitter import Arrivals, arrivals_of, median_of, noisy_steps
 
 SHARE = 0.2  # by which a constant may be off, either way
@@ -34,7 +36,7 @@ CONSTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published scaling efficiency, of 1: of a schedule and model on a number of ranks, and where it stands."""
+    """A published scaling efficiency, of 1: of a schedule and model on a number of ranks, and its source."""
 
     schedule: str
     model: str
@@ -49,14 +51,14 @@ EFFICIENCIES = (
 
 
 def published(schedule: str, model: str, ranks: int) -> Published | None:
-    """Return the published efficiency of a schedule and model on so many ranks, None where there is none."""
+    """Return the published efficiency of a schedule and model on so many ranks, or None."""
     of = (schedule, model, ranks)
     return next((each for each in EFFICIENCIES if (each.schedule, each.model, each.ranks) == of), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A point of a line with its efficiency, of 1, and the band in which it lies with all constants changed at random."""
+    """A point of a line with its efficiency, of 1, and its band when all constants change at random."""
 
     point: Point
     efficiency: float
@@ -79,7 +81,7 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Bands and sensitivities of all lines of a study, and what its machine's constants come from."""
+    """Bands and sensitivities of all lines of a study, and the source of its machine's constants."""
 
     places: tuple[Place, ...]
     sensitivities: tuple[Sensitivity, ...]
@@ -88,7 +90,7 @@ class Projection:
 
 
 def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None:
-    """Return the bands of a study that is simulated throughout on a machine that tells what it is calibrated from.
+    """Return the bands of a study that is simulated throughout on a calibrated machine.
 
     Each constant that the machine has is changed by 20 %, alone for the sensitivities, and all of them at once, evenly
     and independently, for the bands, with other draws of the noise each time. None for any other study.
@@ -134,7 +136,7 @@ def varied(spec: RunSpec, factors: Mapping[str, float]) -> RunSpec:
 
 
 def machine_constants(spec: RunSpec) -> dict[str, float]:
-    """Return the constants that a run's machine has, with their values; what is 0 or not given is none."""
+    """Return the constants of a run's machine that are given and not 0."""
     values = {name: getattr(spec.machine, name.removeprefix("machine.")) for name in CONSTANTS}
     return {name: float(value) for name, value in values.items() if value}
 
@@ -172,14 +174,14 @@ class _Line:
         """Return the work done per rank and time over that of the base, both with the same constants."""
         arrivals: dict[tuple[int, int], Arrivals] = {}
 
-        def pace(run: int) -> float:
+        def speed(run: int) -> float:
             spec = varied(self._runs[run], factors)
             parallel = spec.parallel
             images = (parallel.micro_batches or 0) * parallel.micro_batch_size
             return images / parallel.partitions / self._step_s(spec, seed, arrivals, num_steps)
 
-        base = pace(self._base)
-        return [pace(run) / base for run in which]
+        base = speed(self._base)
+        return [speed(run) / base for run in which]
 
     def _step_s(self, spec: RunSpec, seed: int, arrivals: dict[tuple[int, int], Arrivals], num_steps: int) -> float:
         parallel, noise = spec.parallel, spec.machine.noise
@@ -187,7 +189,7 @@ class _Line:
         if shape not in self._schedules:
             self._schedules[shape] = lowered_schedule(spec)
         schedule = self._schedules[shape]
-        network, played = simulate_step(spec, schedule)
+        network, simulated = simulate_step(spec, schedule)
         if noise:
             costs, cap = schedule_costs(spec, schedule.placement), activation_cap(spec)
             place = parallel.partitions, network.first_rank
@@ -198,8 +200,8 @@ class _Line:
                 schedule, costs, network, cap, noise, parallel.replicas, seed, num_steps, arrivals.get(place)
                 if parallel.replicas > 1 else None,
             )  # fmt: skip
-            played = median_of(steps)
-        return played.span * spec.cost.unit_s
+            simulated = median_of(steps)
+        return simulated.span * spec.cost.unit_s
 
 
 def _read_spec(path: Path) -> tuple[str, RunSpec]:

@@ -1,4 +1,4 @@
-"""What a plot of a study may claim: the twelve rules of Hoefler and Belli (SC 2015, doi 10.1145/2807591.2807644) as checks.
+"""Which claims a plot of a study supports: the twelve rules of Hoefler and Belli (SC 2015, doi 10.1145/2807591.2807644) as checks.
 
 Their advice to measure until the median is known well enough is the thirteenth.
 """
@@ -32,8 +32,8 @@ class Rule:
     Attributes:
         number: of the twelve; 13 for the precision of the median.
         title: what it asks for.
-        holds: whether the points keep it; None where there is nothing to judge.
-        text: how it is kept, or what is against it and what to do.
+        holds: whether the points keep it; None if it does not apply.
+        text: how it is kept, or why not and what to do.
     """
 
     number: int
@@ -90,7 +90,7 @@ def _means(points: Sequence[Point]) -> Finding:
     if odd:
         return (
             False,
-            f"steps of {_named(odd)} differ in their images, so that one rate does not stand for them; even them out",
+            f"steps of {_named(odd)} differ in their images, so one rate does not represent them; make them equal",
         )
     return (True, "images/s are the images of a step over its median time; their mean in the CSV is the harmonic one")
 
@@ -119,14 +119,14 @@ def _intervals(points: Sequence[Point]) -> Finding:
 
 
 def _are_unlike(runs: Sequence[Interval]) -> bool:
-    """Return whether some run's interval lies beside that of another; ranges of few steps are not judged."""
+    """Return whether the intervals of two runs do not overlap; ranges of few steps are ignored."""
     return any(
         not run.overlaps(other) for run, other in combinations(runs, 2) if not run.is_range and not other.is_range
     )
 
 
 def _normality(points: Sequence[Point]) -> Finding:
-    return True, "intervals are those of a bootstrap and take no distribution for granted"
+    return True, "intervals are bootstrapped and assume no distribution"
 
 
 def _comparisons(points: Sequence[Point]) -> Finding:
@@ -156,10 +156,10 @@ def _tails(points: Sequence[Point]) -> Finding:
     ]
     if slow:
         return False, (
-            f"the 95th percentile lies above the median by more than {100 * TAIL:.0f} % at {_named(slow)}; quote it beside "
+            f"the 95th percentile exceeds the median by more than {100 * TAIL:.0f} % at {_named(slow)}; quote it beside "
             "the median, and look at the slow steps in the timeline"
         )
-    return True, "the 95th percentile stands beside the median and is near it"
+    return True, "the 95th percentile is shown with the median and is close to it"
 
 
 def _documentation(points: Sequence[Point]) -> Finding:
@@ -199,7 +199,7 @@ def _summary(points: Sequence[Point]) -> Finding:
             False,
             f"clocks of {_named(off)} are known to worse than {100 * CLOCK_SHARE:.0f} % of a step; take longer steps",
         )
-    return True, f"{OVER_RANKS}, on clocks that were set by rank 0's; warm-up steps are left out"
+    return True, f"{OVER_RANKS}, on clocks synchronised with rank 0; warm-up steps are left out"
 
 
 def _bounds(points: Sequence[Point]) -> Finding:
@@ -214,7 +214,7 @@ def _bounds(points: Sequence[Point]) -> Finding:
             f"{_named(above)} are above the ideal line, so the base is no bound; take a base that is not short of memory, "
             "with as many micro-batches a rank"
         )
-    return (True, "the ideal from the base on is drawn, and the compute efficiency is in the table where it is known")
+    return (True, "the ideal from the base on is drawn, and the compute efficiency is in the table if it is known")
 
 
 def _lines(points: Sequence[Point]) -> Finding:
@@ -224,7 +224,7 @@ def _lines(points: Sequence[Point]) -> Finding:
     if kind == "mixed":
         return (
             False,
-            "images and ranks change apart, so points are not joined; keep the images of a step, or those of a rank",
+            "images and ranks change independently, so points are not joined; keep the images of a step, or those of a rank",
         )
     apart = [
         f"{point.ranks} and {after.ranks} ranks of {point.line}"
@@ -254,9 +254,9 @@ def _name(point: Point) -> str:
     return f"{point.line} on {counted(point.ranks, 'rank')} ({point.source})"
 
 
-def _named(words: Iterable[str]) -> str:
-    """Join words, of many the first few."""
-    named = list(words)
+def _named(names: Iterable[str]) -> str:
+    """Join names, of many the first few."""
+    named = list(names)
     shown = named if len(named) <= MAX_NAMED else [*named[:MAX_NAMED], f"{len(named) - MAX_NAMED} more"]
     return ", ".join(shown[:-1]) + (" and " if len(shown) > 1 else "") + shown[-1]
 
@@ -269,7 +269,7 @@ _CHECKS: tuple[tuple[str, Callable[[Sequence[Point]], Finding]], ...] = (
     ("intervals for what is not deterministic", _intervals),
     ("assume no normal distribution", _normality),
     ("compare by intervals", _comparisons),
-    ("see whether the median says enough", _tails),
+    ("check whether the median is sufficient", _tails),
     ("document factors and set-up", _documentation),
     ("say how times are taken and summarised over ranks", _summary),
     ("show bounds", _bounds),

@@ -21,7 +21,7 @@ from tests.analysis.attributed import spec_of, trace_of
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return trace_of(spec_of(link=0.2, input=2.0, replicas=2, param_bytes=10))
+    return trace_of(spec_of(link=0.2, input_load=2.0, replicas=2, param_bytes=10))
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_weak_scaling_by_its_definition(write: Write) -> None:
 
 def test_batch_and_ranks_that_change_apart_are_neither(write: Write) -> None:
     points = read_points([write(), write(replicas=2, micro_batches=6)])
-    assert scaling_kind(points) == "mixed" and "change apart" in title(points)[0]
+    assert scaling_kind(points) == "mixed" and "change independently" in title(points)[0]
 
 
 def test_one_number_of_ranks_is_a_comparison(write: Write) -> None:

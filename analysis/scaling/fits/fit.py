@@ -1,4 +1,4 @@
-"""A law fitted to a series: parameters with intervals, residuals, errors, and the bounds of what it may be asked."""
+"""A law fitted to a series: parameters with intervals, residuals, errors, and the range of ranks in which it is valid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gems.errors import ConfigError, one_of
 MAX_EXTRAPOLATION = 4
 CHOICES = (*LAWS, "all", "none")
 _FLOOR, _HANDICAP = 1e-4, 1.1
-_MAX_LOG = 2.0  # of a resampled deviation: further out a law says nothing, and exp() would overflow
+_MAX_LOG = 2.0  # of a resampled deviation: beyond it a law is meaningless, and exp() would overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A law with its parameters; ask it by `cost_s` or `curve`.
+    """A law with its parameters; evaluate it by `cost_s` or `curve`.
 
     Attributes:
         line: of the study.
         source: of the points: measured, emulated or simulated.
         law: amdahl, gustafson, usl or pmnf.
         formula: of what an image costs in seconds of one rank.
-        parameters: with 95 % bootstrap intervals, over steps and over what the law leaves.
+        parameters: with 95 % bootstrap intervals, over steps and over the law's residuals.
         residuals: one a point.
-        r2: 1 - squares of relative residuals over those of the best constant; None where nothing changes.
+        r2: 1 - squares of relative residuals over those of the best constant; None if nothing changes.
         error: mean over the points of the relative error of the law that was fitted without the point.
-        num_fitted: parameters that the fit used up.
+        num_fitted: degrees of freedom that the fit used.
         coefficients: of the law, shape (1, num_coefficients).
         draws: the same of resamples, shape (num_draws, num_coefficients).
     """
@@ -66,7 +66,7 @@ class Fit:
 
     @property
     def first_ranks(self) -> int:
-        """Ranks of the smallest point, the least that may be asked."""
+        """Ranks of the smallest point: below them the law is not valid."""
         return self.residuals[0].ranks
 
     @property
@@ -76,7 +76,7 @@ class Fit:
 
     @property
     def limit_ranks(self) -> int:
-        """The most ranks that may be asked."""
+        """The most ranks to which the law extrapolates."""
         return MAX_EXTRAPOLATION * self.last_ranks
 
     def cost_s(self, ranks: float) -> Interval:
@@ -101,7 +101,7 @@ class Fit:
                 "ranks",
                 f"{refused[0]:g}",
                 f"allowed: {self.first_ranks} to {self.limit_ranks}",
-                f"{self.law} was fitted to {self.first_ranks} to {self.last_ranks} ranks and says nothing beyond "
+                f"{self.law} was fitted to {self.first_ranks} to {self.last_ranks} ranks and is not valid beyond "
                 f"{MAX_EXTRAPOLATION} times that",
             )
         law = LAWS[self.law]
@@ -148,11 +148,11 @@ def too_few(law: Law, num_ranks: int) -> str:
 
 
 def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int) -> np.ndarray:
-    """Return costs as they might have been, shape (num_draws, num_points).
+    """Return resampled costs, shape (num_draws, num_points).
 
-    Each point moves by what its own steps leave open, and by a residual of some point for what they do not explain:
-    runs that differ from each other, and a law that does not hold. Few residuals say little about their size, so each
-    draw takes a size of its own, spread as that of a variance with as many degrees of freedom as the fit left.
+    Each point moves by the uncertainty of its own steps, and by a residual of some point for what they do not explain:
+    runs that differ from each other, and a law that does not hold. Few residuals determine their size poorly, so each
+    draw scales them by the root of a variance with as many degrees of freedom as the fit left.
     """
     rng = np.random.default_rng(seed)
     num_draws, num_points = series.deviations.shape
@@ -187,10 +187,10 @@ def _r2(costs_s: np.ndarray, fitted_s: np.ndarray) -> float | None:
 def fit_laws(points: Sequence[Point], choice: str = "all", seed: int = 0) -> list[Fit]:
     """Return the fits of a study's lines, by line, the best first.
 
-    `choice` is a law, all of those that have points enough, or none.
+    `choice` is a law, all of those with enough points, or none.
 
     Raises:
-        ConfigError: another choice, or one law for which no line has points enough.
+        ConfigError: another choice, or one law for which no line has enough points.
     """
     if choice not in CHOICES:
         raise ConfigError("fit", choice, one_of(CHOICES))
@@ -203,9 +203,9 @@ def fit_laws(points: Sequence[Point], choice: str = "all", seed: int = 0) -> lis
 
 
 def best_fits(fits: Iterable[Fit]) -> dict[str, Fit]:
-    """Return the best fit of each line: that with the least error of leaving points out.
+    """Return the best fit of each line: that with the smallest leave-one-out error.
 
-    A law with one more parameter must be better by a tenth, and below 0.01 % the one with the fewest is best.
+    A law with one more parameter must be better by a tenth; below 0.01 % the one with the fewest is best.
     """
     best: dict[str, Fit] = {}
     for fit in sorted(fits, key=_merit):
@@ -214,9 +214,9 @@ def best_fits(fits: Iterable[Fit]) -> dict[str, Fit]:
 
 
 def why_not_fitted(points: Sequence[Point], choice: str = "all") -> list[str]:
-    """Return a reason for each of the chosen laws that no line has points enough for; none where all were fitted.
+    """Return a reason for each chosen law for which no line has enough points.
 
-    That a comparison on one number of ranks has no fit says itself, unless a law was asked for.
+    A comparison on one number of ranks has no fit without a reason given, unless a law was chosen.
     """
     if choice == "none" or (choice == "all" and scaling_kind(points) == "comparison"):
         return []

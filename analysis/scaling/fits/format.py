@@ -36,7 +36,7 @@ def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
                 }
                 for residual in fit.residuals
             ],
-            "extrapolation": [_asked(fit, fit.last_ranks * times) for times in (2, MAX_EXTRAPOLATION)],
+            "extrapolation": [_extrapolated(fit, fit.last_ranks * times) for times in (2, MAX_EXTRAPOLATION)],
             "r2": fit.r2,
             "error": fit.error,
             "first_ranks": fit.first_ranks,
@@ -47,7 +47,7 @@ def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     ]
 
 
-def _asked(fit: Fit, ranks: int) -> dict[str, float]:
+def _extrapolated(fit: Fit, ranks: int) -> dict[str, float]:
     cost_s = fit.cost_s(ranks)
     return {
         "ranks": ranks,
@@ -87,24 +87,24 @@ def curve_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
 
 
 def fit_lines(fits: Sequence[Fit]) -> list[str]:
-    """Return the best fit of each line, with intervals, errors and how far it may be asked, and beside it the others."""
+    """Return the best fit of each line, with intervals, errors and range, and the errors of the others."""
     lines = []
     for line, best in sorted(best_fits(fits).items()):
-        lines.append(f"best fit of {line}: {_words(best)}")
+        lines.append(f"best fit of {line}: {_describe(best)}")
         others = [fit for fit in fits if fit.line == line and fit is not best]
         if others:
             shown = ", ".join(f"{fit.law} by {100 * fit.error:.1f} %" for fit in others)
-            lines.append(f"  without a point the others miss it: {shown}")
+            lines.append(f"  the others miss a left-out point: {shown}")
     return lines
 
 
-def _words(fit: Fit) -> str:
+def _describe(fit: Fit) -> str:
     shown = ", ".join(f"{name} {_bounds(bounds)}" for name, bounds in fit.parameters.items())
     r2 = "" if fit.r2 is None else f", R2 {fit.r2:.3f}"
     largest = max(abs(residual.relative) for residual in fit.residuals)
     return (
-        f"{fit.law}, {shown}; {fit.source}, {fit.first_ranks} to {fit.last_ranks} ranks, not to be asked beyond "
-        f"{fit.limit_ranks}; largest residual {100 * largest:.1f} %{r2}, misses a point by {100 * fit.error:.1f} % without it"
+        f"{fit.law}, {shown}; {fit.source}, {fit.first_ranks} to {fit.last_ranks} ranks, not valid beyond "
+        f"{fit.limit_ranks}; largest residual {100 * largest:.1f} %{r2}, misses a left-out point by {100 * fit.error:.1f} %"
     )
 
 

@@ -1,7 +1,7 @@
 """Laws of scaling: what an image costs, in seconds of one rank, on p ranks.
 
-All laws are fitted to one figure, y(p) = p T(p) / images, so that strong and weak scaling, and the laws among each
-other, are judged alike. It is a time and no ratio of times. On p ranks that lose nothing it is as large as on one. The
+All laws are fitted to one figure, y(p) = p T(p) / images, so that strong and weak scaling, and different laws,
+are judged alike. It is a time, not a ratio of times. On p ranks that lose nothing it is as large as on one. The
 fit is by relative least squares: an error of 1 % counts as much on 4 ranks as on 1024.
 """
 
@@ -21,18 +21,18 @@ Parameters = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """A law that can be fitted and asked.
+    """A law that can be fitted and evaluated.
 
     Attributes:
         name: of the law.
-        formula: of y, in words of its parameters.
+        formula: y in terms of its parameters.
         fewest_points: numbers of ranks that a fit needs: one more than it has parameters, five for the normal form.
-        solve: gives coefficients, shape (num_fits, num_coefficients), for ranks (num_points,), weights (num_points,) and
+        solve: returns coefficients, shape (num_fits, num_coefficients), for ranks (num_points,), weights (num_points,) and
             values y (num_fits, num_points).
-        predict: gives y, shape (num_fits, num_ranks), for coefficients and ranks (num_ranks,).
-        parameters: gives the named parameters, each (num_fits,), for coefficients; the first row is the fit itself
-            and says which there are.
-        num_fitted: gives the number of parameters that one row of coefficients has used up.
+        predict: returns y, shape (num_fits, num_ranks), for coefficients and ranks (num_ranks,).
+        parameters: returns the named parameters, each (num_fits,), of coefficients; the first row is the fit itself
+            and determines which there are.
+        num_fitted: returns the number of parameters that one row of coefficients has used.
     """
 
     name: str
@@ -49,7 +49,7 @@ def _subsets(count: int) -> list[Subset]:
 
 
 def _usl_design(ranks: np.ndarray) -> np.ndarray:
-    """Return 1, p and p (p - 1): with coefficients that are not negative sigma lies in 0..1 and kappa is not below 0."""
+    """Return 1, p and p (p - 1): with non-negative coefficients, sigma is in 0..1 and kappa is not below 0."""
     return np.stack([np.ones_like(ranks), ranks, ranks * (ranks - 1.0)], axis=1)
 
 

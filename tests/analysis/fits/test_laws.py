@@ -106,7 +106,7 @@ def test_a_law_is_asked_within_its_data_and_four_times_beyond(law: str) -> None:
     for ranks in (257, 0.5):
         with pytest.raises(ConfigError, match="allowed: 1 to 256"):
             fit.cost_s(ranks)
-    with pytest.raises(ConfigError, match="says nothing beyond 4 times"):
+    with pytest.raises(ConfigError, match="is not valid beyond 4 times"):
         fit.curve([64, 256, 1024])
 
 
