@@ -1,16 +1,16 @@
-"""How many epochs a small network takes to a target loss as the global batch grows: the table that `gems plan --epochs` reads.
+"""Epochs to a target loss of a small network as the global batch grows: the table that `gems plan --epochs` reads.
 
-One process trains a residual network on the toolkit's tissue, each step by adding up the gradients of micro-batches. Its norms
-are within a sample, so that a global batch is to training what as many samples over any number of data-parallel workers are.
-Each global batch is tried with several learning rates, and the one that takes fewest epochs over all seeds counts, as each batch
-has a best rate of its own (McCandlish et al. 2018, arXiv 1812.06162). The loss is that of the validation images, looked at eight
-times an epoch; between two looks the moment at which it reached the target is interpolated.
+One process trains a residual network on the toolkit's tissue and accumulates the gradients of micro-batches. Normalisation
+is within a sample, so that a global batch is equivalent to as many samples over any number of data-parallel workers. Each
+global batch is tried with several learning rates, and the one that takes fewest epochs over all seeds counts, as each batch
+has a best rate of its own (McCandlish et al. 2018, arXiv 1812.06162). The validation loss is evaluated eight times an epoch;
+the moment at which it reached the target is interpolated between two evaluations.
 
     python -m scripts.epochs_study --out epochs.json
     python -m gems plan --hybrid --epochs epochs.json ...
 
 The file holds a run for each batch and seed, and lets the planner fit E(B) = E_min (1 + B / B_crit) to them, or read them as a
-table where they have no such law; the fit and its largest residuals are printed. A batch that does not reach the target
+table if they do not follow that law; the fit and its largest residuals are printed. A batch that does not reach the target
 within --most-epochs is left out and named.
 """
 
@@ -51,7 +51,7 @@ BATCHES = (8, 16, 32, 64, 128, 256, 512)
 # The learning rate grows with the root of the batch, from this one at that batch, and is tried times each of these.
 BASE_RATE, BASE_BATCH = 0.02, 16
 FACTORS = (2.0, 4.0, 8.0, 16.0)
-LOOKS = 8
+EVALUATIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class Task:
     most_epochs: float
 
 
-def task_of(overrides: Sequence[str], target_loss: float, most_epochs: float) -> Task:
-    """Compose the run and reads its samples into memory, each as it is drawn first."""
+def make_task(overrides: Sequence[str], target_loss: float, most_epochs: float) -> Task:
+    """Compose the run and read its samples into memory, each as it is first drawn."""
     spec = compose([*MODEL, *overrides])
     dataset = open_dataset(spec.data, spec.seed)
     return Task(spec, _samples(dataset, "train"), _samples(dataset, "validation"), target_loss, most_epochs)
@@ -90,9 +90,9 @@ def _samples(dataset: Dataset, split: Split) -> Samples:
 
 
 def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> float | None:
-    """Train until the validation loss is at the target; gives the epochs, or None where it is not reached.
+    """Train until the validation loss reaches the target, and return the epochs, or None if it does not.
 
-    A loss that is no number ends it too.
+    A loss that is not finite ends it too.
     """
     spec = task.spec
     layers = layers_of(spec.model, spec.data)
@@ -100,7 +100,7 @@ def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> f
     optimizer = build_optimizer(spec.train, model.parameters())
     for group in optimizer.param_groups:
         group["lr"] = rate
-    every = max(1, round(len(task.train) / global_batch / LOOKS))
+    every = max(1, round(len(task.train) / global_batch / EVALUATIONS))
     before, seen_before = validation_loss(model, task.validation), 0.0
     for step, batch in enumerate(_batches(len(task.train), global_batch, seed), start=1):
         model.train()
@@ -124,7 +124,7 @@ def epochs_to_target(task: Task, global_batch: int, rate: float, seed: int) -> f
 
 
 def _batches(num_samples: int, global_batch: int, seed: int) -> Iterator[Tensor]:
-    """Yield the samples of each step, without end: one order after another, a batch across two of them where need be."""
+    """Yield the samples of each step, endlessly: one permutation after another; a batch may span two."""
     generator = torch.Generator().manual_seed(seed)
     waiting = torch.empty(0, dtype=torch.int64)
     while True:
@@ -141,45 +141,45 @@ def validation_loss(model: nn.Module, samples: Samples) -> float:
     return float(functional.cross_entropy(model(samples.images), samples.labels))
 
 
-def rates_of(global_batch: int) -> tuple[float, ...]:
+def learning_rates(global_batch: int) -> tuple[float, ...]:
     """Return the learning rates to try at a global batch."""
     return tuple(BASE_RATE * factor * math.sqrt(global_batch / BASE_BATCH) for factor in FACTORS)
 
 
 def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[list[dict[str, float]], list[int]]:
-    """Train at every batch, rate and seed; gives a row for each batch and seed, and the batches that never arrived.
+    """Train at every batch, rate and seed; return a row for each batch and seed, and the batches that never reached the target.
 
-    The rate of a batch is that with the smallest mean over the seeds, of those that arrive with all of them.
+    The rate of a batch is the one with the smallest mean over the seeds, among those that reach it with all seeds.
     """
     rows, missed = [], []
     for batch in batches:
-        found = {rate: [epochs_to_target(task, batch, rate, seed) for seed in seeds] for rate in rates_of(batch)}
-        arrived = {
+        found = {rate: [epochs_to_target(task, batch, rate, seed) for seed in seeds] for rate in learning_rates(batch)}
+        reached = {
             rate: [each for each in epochs if each is not None] for rate, epochs in found.items() if None not in epochs
         }
-        if not arrived:
+        if not reached:
             missed.append(batch)
             continue
-        best = min(arrived, key=lambda rate: sum(arrived[rate]))
+        best = min(reached, key=lambda rate: sum(reached[rate]))
         rows += [
             {"global_batch": batch, "epochs": epochs, "seed": seed, "learning_rate": best}
-            for seed, epochs in zip(seeds, arrived[best], strict=True)
+            for seed, epochs in zip(seeds, reached[best], strict=True)
         ]
-        mean = sum(arrived[best]) / len(seeds)
+        mean = sum(reached[best]) / len(seeds)
         print(f"batch {batch}: {mean:.2f} epochs with rate {best:.3g}", file=sys.stderr, flush=True)
     return rows, missed
 
 
 def _fitted(rows: Sequence[dict[str, float]]) -> tuple[NoiseFit | None, str]:
-    """Fit the noise scale to the runs, or tells why they have none."""
+    """Fit the noise scale to the runs, or return why that fails."""
     try:
         return fit_noise_scale([EpochRun(row["global_batch"], row["epochs"]) for row in rows]), ""
     except ConfigError as error:
         return None, str(error)
 
 
-def words_of(fit: NoiseFit) -> str:
-    """Return the fitted law, its intervals, and how far each batch's mean and each run lie from it, in one line."""
+def describe_fit(fit: NoiseFit) -> str:
+    """Return the fitted law, its intervals, and the largest residuals of batches' means and of runs, in one line."""
     least, critical = fit.law.least_epochs, fit.law.critical_batch
     by_batch: dict[float, list[float]] = defaultdict(list)
     for run, residual in zip(fit.runs, fit.residuals, strict=True):
@@ -193,7 +193,7 @@ def words_of(fit: NoiseFit) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the study, writes the file, prints the fit."""
+    """Run the study, write the file and print the fit."""
     parser = argparse.ArgumentParser(description="epochs to a target loss by global batch")
     parser.add_argument("--out", type=Path, default=Path("epochs.json"))
     parser.add_argument("--target-loss", type=float, default=0.15)
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     begin = time.perf_counter()
     try:
-        task = task_of(options.overrides, options.target_loss, options.most_epochs)
+        task = make_task(options.overrides, options.target_loss, options.most_epochs)
         rows, missed = study(task, options.batches, range(options.seeds))
         if not rows:
             raise ConfigError("--target-loss", options.target_loss, "is reached by no batch", "raise it")
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({**document, "path": str(options.out), "fit": law, "wall_s": wall_s}))
         return 0
     left_out = f"; never at the target: {', '.join(map(str, missed))}" if missed else ""
-    print(f"{why if fit is None else words_of(fit)}{left_out}; {wall_s:.0f} s, in {options.out}")
+    print(f"{why if fit is None else describe_fit(fit)}{left_out}; {wall_s:.0f} s, in {options.out}")
     return 0
 
 

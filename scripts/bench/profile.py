@@ -2,7 +2,7 @@
 
 Predicted: the memory of a stage by the tables over the layers' profile, taken on fake tensors: parameters, gradients and
 momentum, buffers, inputs, and the larger of the peaks of forward and backward, with one micro-batch in flight and with two.
-Measured: the engine's stage runs forward and backward with gradients in place; on a processor torch's profiler gives every
+Measured: the engine's stage runs forward and backward with gradients in place; on a processor torch's profiler records every
 allocation and release of its allocator, on a GPU the allocator's own peak and what it has reserved are read. `--device cuda`
 predicts by a profile measured there (`--source measured`). The exit code is 1 if an error of allocated bytes is above 5 %.
 """

@@ -1,7 +1,7 @@
 """Resume against an undisturbed run: a rank is killed at random moments again and again, and the ends are compared.
 
 A small run is started by `python -m jobs submit` and killed by SIGKILL in a random rank, in a random step and at a random
-moment of it, as often as `kills=20` says; each time the same command goes on from the newest checkpoint. Its losses and
+moment of it, `kills=20` times; each time the same command resumes from the newest checkpoint. Its losses and
 weights are compared with those of an undisturbed run, bit by bit. Then a run with another number of partitions and
 replicas goes on from the middle of the undisturbed one, and the largest relative differences of losses and parameters are
 reported. Takes `kills=`, `seed=` and Hydra overrides. Prints a table on stderr and JSON on stdout; the exit code is 1 if

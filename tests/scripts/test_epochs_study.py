@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gems.planner.hybrid.inputs import read_epochs
-from scripts.epochs_study import Samples, Task, _batches, epochs_to_target, main, task_of
+from scripts.epochs_study import Samples, Task, _batches, epochs_to_target, main, make_task
 
 SMALL = ("data.train_samples=64", "data.validation_samples=32", "data.height_px=8", "data.width_px=8")
 
@@ -26,7 +26,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def task() -> Task:
-    return task_of(SMALL, target_loss=0.65, most_epochs=4.0)
+    return make_task(SMALL, target_loss=0.65, most_epochs=4.0)
 
 
 def test_every_sample_is_seen_once_an_epoch() -> None:
