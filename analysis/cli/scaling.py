@@ -23,8 +23,7 @@ from analysis.scaling.efficiency import (
 )
 from analysis.scaling.fits import Fit, fit_laws, why_not_fitted
 from analysis.scaling.fits.format import curve_rows, fit_lines, fit_rows
-from analysis.scaling.point_reading import read_points
-from analysis.scaling.points import Point
+from analysis.scaling.points import Point, read_points
 from analysis.scaling.projection import Projection, place_rows, project, projection_table, sensitivity_rows
 from analysis.scaling.rules import Rule, check_rules, rule_lines
 from gems.errors import ConfigError

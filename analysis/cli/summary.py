@@ -11,10 +11,10 @@ from analysis.attribution import attribute
 from analysis.attribution.table import largest_line
 from analysis.io.run_config import run_facts
 from analysis.metrics.run_metrics import Metrics
-from analysis.metrics.statistics import fewest_values
+from analysis.metrics.statistics import min_values
 from gems.errors import ConfigError
 from gems.trace import Trace
-from gems.utils.units import UNKNOWN, Unit, bytes_unit, counted, number, time_unit
+from gems.utils.units import UNKNOWN, Unit, bytes_unit, counted, number, percent, time_unit
 
 MAX_RANK_ROWS = 16
 SOURCE_NOTES = {"emulated": "real MPI, timed sleeps for compute", "simulated": "a prediction, nothing was run"}
@@ -92,8 +92,8 @@ def _speed_rows(metrics: Metrics, source: str) -> list[Row]:
         (f"step time, median [{unit.name}]", unit.show(metrics.step_median_s)),
         *_interval_row(metrics, unit),
         (f"step time, 95th percentile [{unit.name}]", unit.show(metrics.step_p95_s)),
-        (f"bubble, {source} [%]", _percent(metrics.bubble_measured)),
-        ("bubble, by formula [%]", _percent(metrics.bubble_formula)),
+        (f"bubble, {source} [%]", percent(metrics.bubble_measured)),
+        ("bubble, by formula [%]", percent(metrics.bubble_formula)),
         *_recompute_row(metrics, source),
     ]
 
@@ -102,7 +102,7 @@ def _interval_row(metrics: Metrics, unit: Unit) -> list[Row]:
     """Return the interval of the median, or the range of few steps; nothing if all steps are equal."""
     if metrics.step_low_s == metrics.step_high_s:
         return []
-    name = "median's 95 % interval" if metrics.num_steps >= fewest_values() else "fastest to slowest"
+    name = "median's 95 % interval" if metrics.num_steps >= min_values() else "fastest to slowest"
     return [
         (f"step time, {name} [{unit.name}]", f"{unit.show(metrics.step_low_s)} to {unit.show(metrics.step_high_s)}")
     ]
@@ -113,7 +113,7 @@ def _recompute_row(metrics: Metrics, source: str) -> list[Row]:
     bubble, efficiency = metrics.bubble_measured, metrics.efficiency
     if bubble is None or efficiency is None or abs(1.0 - bubble - efficiency) < 1e-6:
         return []
-    return [(f"efficiency without recomputation, {source} [%]", _percent(efficiency))]
+    return [(f"efficiency without recomputation, {source} [%]", percent(efficiency))]
 
 
 def _loss_row(trace: Trace) -> list[Row]:
@@ -131,8 +131,8 @@ def _training_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     accuracy = trace.attributes.get("validation_accuracy")
     if accuracy is not None:
         majority = trace.attributes.get("validation_majority")
-        beside = "" if majority is None else f" (majority class {_percent(float(majority))})"
-        rows.append(("validation accuracy [%]", _percent(float(accuracy)) + beside))
+        beside = "" if majority is None else f" (majority class {percent(float(majority))})"
+        rows.append(("validation accuracy [%]", percent(float(accuracy)) + beside))
     return rows
 
 
@@ -177,7 +177,3 @@ def _extreme_rows(label: str, known: Sequence[tuple[int, int]], show: Any) -> li
         (f"{label}, {which} of {len(known)} ranks", f"{show(peak)} on rank {rank}")
         for which, (rank, peak) in (("highest", by_peak[-1]), ("lowest", by_peak[0]))
     ]
-
-
-def _percent(share: float | None) -> str:
-    return UNKNOWN if share is None else f"{100 * share:.1f}"

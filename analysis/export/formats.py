@@ -12,7 +12,7 @@ import numpy as np
 
 from analysis.export.perfetto import perfetto_pieces
 from analysis.io.load import load_trace
-from analysis.scaling.point_reading import read_points
+from analysis.scaling.points import read_points
 from gems.errors import ConfigError, one_of
 from gems.trace import DTYPES, KINDS, STREAMS, Trace
 

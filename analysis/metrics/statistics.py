@@ -45,7 +45,7 @@ class Interval:
         return self.low <= other.high and other.low <= self.high
 
 
-def fewest_values(level: float = LEVEL) -> int:
+def min_values(level: float = LEVEL) -> int:
     """Return how many values an interval of the median needs: 6 for 95 %.
 
     The least and the largest of n values hold the median between them in all but 2^(1 - n) of cases, whatever the
@@ -83,13 +83,13 @@ def median_draws(values: Sequence[float] | np.ndarray, num_draws: int = NUM_DRAW
 def median_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL, seed: int = 0) -> Interval:
     """Return the median with its bootstrap interval: the percentiles of the medians of resamples.
 
-    With fewer than `fewest_values` the bounds are the least and the largest value, and `is_range` is set.
+    With fewer than `min_values` the bounds are the least and the largest value, and `is_range` is set.
 
     Raises:
         ConfigError: no value, or a level that is no share between 0 and 1.
     """
     ordered = _sorted(values)
-    if len(ordered) < fewest_values(level):
+    if len(ordered) < min_values(level):
         return Interval(float(ordered[0]), float(np.median(ordered)), float(ordered[-1]), True, level)
     return percentile_interval(median_draws(ordered, seed=seed), float(np.median(ordered)), level)
 
@@ -131,7 +131,7 @@ def further_values(interval: Interval, count: int, relative_half_width: float) -
     The width falls with the square root of the count. For a range it is the number that an interval needs at all.
     """
     if interval.is_range:
-        return max(1, fewest_values(interval.level) - count)
+        return max(1, min_values(interval.level) - count)
     share = interval.relative_half_width / relative_half_width
     return max(0, int(np.ceil(count * (share * share - 1.0))))
 

@@ -58,7 +58,7 @@ def draw_projections(found: Sequence[Projection], out: Path) -> None:
         ConfigError: the picture cannot be written.
     """
     check_picture_path(out)
-    _draw([_panel_of(one) for one in found], f"Recomputed from the inputs of {PAPER}", out)
+    _draw([_projection_panel(one) for one in found], f"Recomputed from the inputs of {PAPER}", out)
 
 
 def draw_answer(path: Path, out: Path) -> None:
@@ -68,11 +68,11 @@ def draw_answer(path: Path, out: Path) -> None:
         ConfigError: the file holds no such answer, or the picture cannot be written.
     """
     check_picture_path(out)
-    panel = from_answer(path, "answer", "gems plan --hybrid --json", _panel_of_answer)
+    panel = from_answer(path, "answer", "gems plan --hybrid --json", _answer_panel)
     _draw([panel], "Data parallelism and workers of several devices: predicted", out)
 
 
-def _panel_of(one: Projection) -> Panel:
+def _projection_panel(one: Projection) -> Panel:
     network = one.network
     by_ways = speedups(network)
     labels = {1: ("data parallelism", ONE_COLOUR), WAYS: (f"workers of {WAYS} devices", HYBRID_COLOUR)}
@@ -110,7 +110,7 @@ def _panel_of(one: Projection) -> Panel:
     )
 
 
-def _panel_of_answer(document: dict[str, Any]) -> Panel:
+def _answer_panel(document: dict[str, Any]) -> Panel:
     one: list[tuple[int, dict[str, float]]] = []
     several: list[tuple[int, dict[str, float]]] = []
     for row in document["rows"]:

@@ -82,7 +82,7 @@ def partition_figure(answer: dict[str, Any], layers: list[dict[str, Any]], metho
 
 
 def _draw_row(axes: Axes, figure: Figure, row: int, method: dict[str, Any], has_peaks: bool) -> None:
-    """Draw the stages of one method; in each the peak of its rank, where a rank has one stage or a pair of them."""
+    """Draw the stages of one method; in each the peak of its rank, if a rank has one stage or a pair of them."""
     cuts = method["boundaries"]
     worst = max(method["peak_bytes"])
     for stage, (first, end) in enumerate(pairwise(cuts)):

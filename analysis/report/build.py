@@ -49,7 +49,7 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
     for place, path in enumerate(shown):
         loaded = load_trace(path)
         notes += [f"{path.name}: {note}" for note in loaded.notes]
-        sections.append(run_section(place, name_of(path), loaded, MAX_EVENTS // len(shown)))
+        sections.append(run_section(place, run_title(path), loaded, MAX_EVENTS // len(shown)))
     study: Html | None = None
     if len(runs) > 1:
         try:
@@ -72,7 +72,7 @@ def spread(runs: Sequence[Path], count: int) -> list[Path]:
     return [runs[round(place * (len(runs) - 1) / (count - 1))] for place in range(count)]
 
 
-def name_of(path: Path) -> str:
+def run_title(path: Path) -> str:
     """Return a run's name: that of its folder, or of a trace file that is not called trace.h5."""
     resolved = path.resolve()
     return resolved.parent.name if resolved.name == "trace.h5" else resolved.name

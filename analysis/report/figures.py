@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from analysis.metrics.run_metrics import Metrics
-from analysis.metrics.statistics import fewest_values
+from analysis.metrics.statistics import min_values
 from analysis.report.markup import Html, element
 from analysis.report.table import Cell
 from gems.trace import Trace
@@ -62,7 +62,7 @@ def _step_time(metrics: Metrics) -> Figure:
     details = [f"95th percentile {_with_unit(metrics.step_p95_s, unit)}"]
     low, high = metrics.step_low_s, metrics.step_high_s
     if low is not None and high is not None and low < high:
-        name = "95 % interval" if metrics.num_steps >= fewest_values() else "fastest to slowest"
+        name = "95 % interval" if metrics.num_steps >= min_values() else "fastest to slowest"
         details.insert(0, f"{name} {unit.show(low)} to {unit.show(high)}")
     warm_up = f", {metrics.num_warmup_steps} warm-up left out" if metrics.num_warmup_steps else ""
     detail = "; ".join(details) + f"; {metrics.num_steps} steps{warm_up}"

@@ -13,7 +13,7 @@ from analysis.report.table import Cell, Table
 from analysis.scaling.efficiency import agreement_rows, point_rows, title
 from analysis.scaling.fits import fit_laws, why_not_fitted
 from analysis.scaling.fits.format import fit_lines
-from analysis.scaling.point_reading import read_points
+from analysis.scaling.points import read_points
 from analysis.scaling.rules import Rule, check_rules
 from gems.utils.units import counted, number
 

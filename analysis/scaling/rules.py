@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from analysis.metrics.statistics import Interval, fewest_values, further_values
+from analysis.metrics.statistics import Interval, further_values, min_values
 from analysis.scaling.efficiency import base_points, may_join, neighbours, scaling_kind
 from analysis.scaling.points import Point
 from gems.trace import SOURCES
@@ -43,7 +43,7 @@ class Rule:
 
 
 def check_rules(points: Sequence[Point]) -> list[Rule]:
-    """Return all rules in their order, checked on the points of a study (see `analysis.scaling.point_reading.read_points`)."""
+    """Return all rules in their order, checked on the points of a study (see `analysis.scaling.points.read_points`)."""
     return [Rule(number, title, *check(points)) for number, (title, check) in enumerate(_CHECKS, start=1)]
 
 
@@ -106,7 +106,7 @@ def _intervals(points: Sequence[Point]) -> Finding:
     without = [point for point in random if point.step_interval_s.is_range]
     if without:
         return False, (
-            f"{_named(map(_name, without))} have fewer than {fewest_values()} steps, so bars are ranges; raise train.steps, "
+            f"{_named(map(_name, without))} have fewer than {min_values()} steps, so bars are ranges; raise train.steps, "
             "or repeat the runs"
         )
     unlike = [_name(point) for point in random if _are_unlike(point.run_intervals_s)]

@@ -30,7 +30,7 @@ BASE = (
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A planted cause: its name, where the attribution must show it, and what plants it."""
+    """A planted cause: its name, the cause to which the attribution must charge it, and the overrides."""
 
     name: str
     cause: str
@@ -65,7 +65,7 @@ def main(overrides: list[str]) -> int:
         for plant in PLANTS:
             grew_s = {cause: time_s - causes_s[""][cause] for cause, time_s in causes_s[plant.name].items()}
             lost_s, landed_s = step_s[plant.name] - step_s[""], grew_s[plant.cause]
-            rest = max(map(rest_of, runs[plant.name]))
+            rest = max(map(residual_share, runs[plant.name]))
             results.append({
                 "schedule": schedule, "planted": plant.name, "cause": plant.cause, "step_s": step_s[plant.name],
                 "lost_s": lost_s, "landed_s": landed_s, "share": landed_s / lost_s, "rest": rest, "grew_s": grew_s,
@@ -76,7 +76,7 @@ def main(overrides: list[str]) -> int:
     return int(any(found["share"] < MIN_SHARE or found["rest"] > MAX_REST for found in results))
 
 
-def rest_of(found: Attribution) -> float:
+def residual_share(found: Attribution) -> float:
     """Return the share of the gap between step and ideal that the parts miss, of the run or of the worst rank."""
     gap_s = found.step_s - found.ideal_s
     sums = [sum(found.run_s.values()), *map(sum, zip(*found.causes_s.values(), strict=True))]

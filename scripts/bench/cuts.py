@@ -38,7 +38,7 @@ LARGEST = {"vgg": "vgg116", "resnet": "resnet110_v2"}
 DEVICE = "16GB"
 
 
-def run_of(model: str, schedule: str, ranks: int, *words: str) -> RunSpec:
+def zoo_run(model: str, schedule: str, ranks: int, *words: str) -> RunSpec:
     """Return the run of a model of the zoo."""
     sizes = [f"data.height_px={SIDE_PX}", f"data.width_px={SIDE_PX}", f"data.num_classes={NUM_CLASSES}"]
     data = [f"data={SEQUENCES[model]}"] if model in SEQUENCES else ["data=synthetic", *sizes]
@@ -61,7 +61,7 @@ def rows(only: str) -> list[dict[str, Any]]:
             continue
         for ranks in RANKS:
             for schedule in SCHEDULES:
-                spec = run_of(model, schedule, ranks)
+                spec = zoo_run(model, schedule, ranks)
                 try:
                     case = partition_case(spec, lowered_schedule(spec))
                 except ConfigError as error:
@@ -78,7 +78,7 @@ def rows(only: str) -> list[dict[str, Any]]:
                     "time_ratio": {each.partition.method: each.step_s / ours.step_s for each in judged[1:]},
                 }  # fmt: skip
                 if schedule == "gems_master":
-                    pipeline = run_of(model, "1f1b", ranks)
+                    pipeline = zoo_run(model, "1f1b", ranks)
                     found_for = partition_by("exact", partition_case(pipeline, lowered_schedule(pipeline), case.profile))
                     cost = case.problem("peak_bytes").cost(found_for.boundaries)
                     row["peak_ratio"][PIPELINE] = cost / max(ours.peak_bytes)
@@ -111,7 +111,7 @@ def largest_models() -> list[dict[str, Any]]:
     table = Table("family:<8", "ranks:>6", "method:>18", "depth:>8", "M parameters:>14.1f", "ours over it:>14.2f")
     for family, model in LARGEST.items():
         for ranks in RANKS:
-            spec = run_of(model, "1f1b", ranks, f"machine.device_bytes={DEVICE}")
+            spec = zoo_run(model, "1f1b", ranks, f"machine.device_bytes={DEVICE}")
             schedule = lowered_schedule(spec)
             methods = ("exact", "mcap", "torchgpipe_size", "torchgpipe_time", "pipedream", "even")
             entries = max_model_sizes(spec, "depth", methods, lambda changed, schedule=schedule: partition_case(changed, schedule))  # type: ignore[misc]

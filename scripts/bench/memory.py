@@ -33,8 +33,8 @@ from scripts.bench.memory_rig import (
     all_offloaded,
     engine_under,
     hook_traffic,
-    memory_case_of,
     one_rank,
+    one_rank_case,
     planned_outcome,
 )
 from scripts.bench.rig import MIB, Table, child, machine, parser
@@ -98,12 +98,12 @@ def traffic(only: str) -> list[dict[str, Any]]:
 def measured_policy(model: str, side_px: int, policy: str) -> dict[str, Any]:
     """Measure one policy in this process, beside its prediction."""
     words = [f"parallel.micro_batches={MICRO_BATCHES}", "parallel.micro_batch_size=1", "schedule=1f1b"]
-    (kept,) = memory_case_of(one_rank(model, side_px, *words)).kept.ranks
+    (kept,) = one_rank_case(one_rank(model, side_px, *words)).kept.ranks
     limit = kept.peak_bytes - kept.peak_activation_bytes // 2
     words += [word.format(limit=limit) for word in POLICIES[policy]]
     spec = one_rank(model, side_px, *words)
     try:
-        outcome = planned_outcome(spec, memory_case_of(spec))
+        outcome = planned_outcome(spec, one_rank_case(spec))
     except GemsError as error:
         return {"refused": str(error)}
     (rank,) = outcome.ranks

@@ -28,7 +28,7 @@ from gems.engine.supervision.monitor import _open_gpu
 from gems.errors import DoesNotFitError
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec
-from scripts.bench.memory_rig import PEERS, PlainLoop, engine_under, memory_case_of, one_rank, planned_outcome
+from scripts.bench.memory_rig import PEERS, PlainLoop, engine_under, one_rank, one_rank_case, planned_outcome
 from scripts.bench.rig import GIB, MIB, Table, child, in_turns, log, parser, seconds
 from scripts.calibrate import bandwidth
 
@@ -184,7 +184,7 @@ def run_alone(model: str, side_px: int, policy: str, rates: dict[str, float]) ->
     ]
     spec = one_rank(model, side_px, *_machine(rates), *limits, *_two_micro_batches(), f"memory={policy}")
     try:
-        outcome = planned_outcome(spec, memory_case_of(spec))
+        outcome = planned_outcome(spec, one_rank_case(spec))
         made = engine_under(spec, outcome)
         found = made.peaks()
     except (torch.OutOfMemoryError, DoesNotFitError) as error:
@@ -199,7 +199,7 @@ def _build(way: str, model: str, side_px: int, rates: dict[str, float]) -> Steps
     """Build a step: our engine's under a policy, or another's hooks in a plain loop."""
     if way in OURS:
         spec = one_rank(model, side_px, *_machine(rates), PROFILE, *_two_micro_batches(), *OURS[way])
-        return engine_under(spec, planned_outcome(spec, memory_case_of(spec)))
+        return engine_under(spec, planned_outcome(spec, one_rank_case(spec)))
     if way == "torchtune":
         try:
             PEERS[way]()

@@ -56,7 +56,7 @@ def one_rank(model: str, side_px: int, *words: str) -> RunSpec:
     return compose([f"model={model}", "data=synthetic", *sizes, *one, *words])
 
 
-def memory_case_of(spec: RunSpec) -> MemoryCase:
+def one_rank_case(spec: RunSpec) -> MemoryCase:
     """Return what the policies of a one-rank run plan for."""
     return memory_case(spec, compute_schedule(spec), (0, len(layers_of(spec.model, spec.data))))
 

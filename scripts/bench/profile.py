@@ -38,7 +38,7 @@ MAX_ERROR = 0.05
 STATE_COPIES = 3  # parameters, gradients, momentum
 
 
-def run_of(model: str, side_px: int, device: str) -> RunSpec:
+def model_run(model: str, side_px: int, device: str) -> RunSpec:
     """Return the run that a row is about."""
     sizes = [f"data.height_px={side_px}", f"data.width_px={side_px}"]
     return compose([f"model={model}", "data=synthetic", *sizes, f"machine={device}"])
@@ -97,7 +97,7 @@ class Alone:
 
 def measure_model(table: Table, model: str, side_px: int, device: str, source: str) -> list[dict[str, Any]]:
     """Return the rows of one model at one size: a stage and a number of micro-batches in flight each."""
-    spec = run_of(model, side_px, device)
+    spec = model_run(model, side_px, device)
     run = (spec.model, spec.data, spec.parallel.micro_batch_size, spec.train.dtype, spec.machine)
     taken = measured_profile(*run) if source == "measured" else fake_profile(*run)
     if device == "cuda":
@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     if given.stage:
         model, side_px, device, *numbers = given.stage
         first, end, num_in_flight = map(int, numbers)
-        print(json.dumps(Alone(run_of(model, int(side_px), device), first, end).peaks(num_in_flight)))
+        print(json.dumps(Alone(model_run(model, int(side_px), device), first, end).peaks(num_in_flight)))
         return 0
     if given.device == "cuda" and not torch.cuda.is_available():
         log("bench-profile: torch sees no GPU here: unmeasured")

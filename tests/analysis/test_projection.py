@@ -14,7 +14,7 @@ import analysis.scaling.projection
 from analysis.__main__ import main
 from analysis.plots.figure import source_mark
 from analysis.scaling.efficiency import title
-from analysis.scaling.point_reading import read_points
+from analysis.scaling.points import read_points
 from analysis.scaling.projection import COMPUTE, Projection, machine_constants, project, published, varied
 from gems.config.resolve import resolve
 from gems.config.schema import (

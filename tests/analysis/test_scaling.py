@@ -17,8 +17,7 @@ from analysis.__main__ import main
 from analysis.cli.scaling import study_table, write_study
 from analysis.plots.scaling import scaling_figure
 from analysis.scaling.efficiency import agreements, base_points, point_rows, scaling_kind, title
-from analysis.scaling.point_reading import read_point, read_points
-from analysis.scaling.points import Point
+from analysis.scaling.points import Point, read_point, read_points
 from gems.config.schema import CostConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes, write_trace

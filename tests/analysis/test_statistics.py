@@ -7,11 +7,11 @@ import pytest
 
 from analysis.metrics.statistics import (
     Interval,
-    fewest_values,
     further_values,
     harmonic_mean,
     median_draws,
     median_interval,
+    min_values,
     percentile,
     percentile_interval,
 )
@@ -50,7 +50,7 @@ def test_too_few_values_have_a_range_that_says_so() -> None:
     few = median_interval([3.0, 1.0, 2.0, 2.5, 4.0])
     assert (few.low, few.value, few.high, few.is_range) == (1.0, 2.5, 4.0, True)
     assert not median_interval([3.0, 1.0, 2.0, 2.5, 4.0, 5.0]).is_range
-    assert (fewest_values(0.95), fewest_values(0.9), fewest_values(0.5)) == (6, 5, 2)
+    assert (min_values(0.95), min_values(0.9), min_values(0.5)) == (6, 5, 2)
     one = median_interval([2.0])
     assert (one.low, one.high, one.relative_half_width) == (2.0, 2.0, 0.0)
 

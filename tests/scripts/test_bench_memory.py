@@ -15,8 +15,8 @@ from scripts.bench.memory_rig import (
     all_offloaded,
     engine_under,
     hook_traffic,
-    memory_case_of,
     one_rank,
+    one_rank_case,
     plain_loss,
     planned_outcome,
 )
@@ -84,7 +84,7 @@ def test_ours_moves_each_storage_once_and_nothing_else():
 @pytest.mark.parametrize("words", [["memory=keep"], ["memory=recompute"]], ids=["keep", "recompute"])
 def test_peaks_are_measured_where_they_were_predicted(words):
     spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "schedule=1f1b", *words)
-    outcome = planned_outcome(spec, memory_case_of(spec))
+    outcome = planned_outcome(spec, one_rank_case(spec))
     found = engine_under(spec, outcome).peaks()
     (walked,) = outcome.ranks
     assert found.activation_bytes == pytest.approx(walked.peak_activation_bytes, rel=0.05)

@@ -8,13 +8,14 @@ from analysis.scaling.fits.fit import (
     MAX_EXTRAPOLATION,
     Fit,
     Residual,
+    Series,
     best_fits,
     fit_law,
     fit_laws,
+    make_series,
     why_not_fitted,
 )
 from analysis.scaling.fits.laws import LAWS, Law
-from analysis.scaling.fits.series import Series, make_series
 
 __all__ = [
     "CHOICES", "LAWS", "MAX_EXTRAPOLATION", "Fit", "Law", "Residual", "Series", "best_fits", "fit_law", "fit_laws", "make_series",

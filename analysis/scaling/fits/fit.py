@@ -7,17 +7,44 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from analysis.metrics.statistics import Interval, percentile_interval
-from analysis.scaling.efficiency import scaling_kind
+from analysis.metrics.statistics import Interval, median_draws, percentile_interval
+from analysis.scaling.efficiency import base_points, scaling_kind
 from analysis.scaling.fits.laws import LAWS, Law
-from analysis.scaling.fits.series import FEWEST_POINTS, Series, make_series
 from analysis.scaling.points import Point
 from gems.errors import ConfigError, one_of
+from gems.trace import SOURCES
 
 MAX_EXTRAPOLATION = 4
+MIN_POINTS = 3
+NUM_DRAWS = 1000
 CHOICES = (*LAWS, "all", "none")
 _FLOOR, _HANDICAP = 1e-4, 1.1
 _MAX_LOG = 2.0  # of a resampled deviation: beyond it a law is meaningless, and exp() would overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """What an image costs over ranks. A prediction is never mixed with what ran.
+
+    Attributes:
+        line: the line of the study.
+        source: of all points.
+        ranks: shape (num_points,), rising.
+        rank_s_per_image: what an image of the base costs, in seconds of one rank, shape (num_points,).
+        deviations: how far the medians of resampled steps lie from the medians, as logarithms of their ratio; shape
+            (num_draws, num_points), 0 where steps are all alike.
+    """
+
+    line: str
+    source: str
+    ranks: np.ndarray
+    rank_s_per_image: np.ndarray
+    deviations: np.ndarray
+
+    @property
+    def num_ranks(self) -> int:
+        """How many different numbers of ranks there are."""
+        return len(np.unique(self.ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +137,53 @@ class Fit:
         return np.stack([np.minimum(low, value), value, np.maximum(high, value)])
 
 
+def make_series(points: Sequence[Point]) -> list[Series]:
+    """Return a series for each line that has three numbers of ranks of one source, of the most real such source.
+
+    A comparison and a study in which images and ranks change apart have none: there what an image costs is no
+    function of the ranks. Points whose work cannot be held against that of the base are left out.
+    """
+    if scaling_kind(points) in ("comparison", "mixed"):
+        return []
+    found = []
+    for line, base in sorted(base_points(points).items()):
+        of_sources = [_series(line, source, base, points) for source in SOURCES]
+        enough = [series for series in of_sources if series.num_ranks >= MIN_POINTS]
+        found += enough[:1]
+    return found
+
+
+def _series(line: str, source: str, base: Point, points: Sequence[Point]) -> Series:
+    shares = {
+        point: share
+        for point in sorted(points, key=lambda point: point.ranks)
+        if (point.line, point.source) == (line, source) and (share := point.work_beside(base)) is not None
+    }
+    return Series(
+        line,
+        source,
+        np.array([point.ranks for point in shares], dtype=float),
+        np.array([point.rank_s_per_image / share for point, share in shares.items()]),
+        np.stack([_deviations(point, seed) for seed, point in enumerate(shares)], axis=1)
+        if shares
+        else np.empty((NUM_DRAWS, 0)),
+    )
+
+
+def _deviations(point: Point, seed: int) -> np.ndarray:
+    if min(point.step_s) == max(point.step_s):
+        return np.zeros(NUM_DRAWS)
+    drawn: np.ndarray = np.log(median_draws(point.step_s, NUM_DRAWS, seed) / point.step_median_s)
+    return drawn
+
+
 def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
     """Fit a law to a series.
 
     Raises:
         ConfigError: the series has fewer numbers of ranks than the law needs.
     """
-    if series.num_ranks < law.fewest_points:
+    if series.num_ranks < law.min_points:
         raise ConfigError("fit", law.name, too_few(law, series.num_ranks), "add points to the study")
     ranks, costs_s = series.ranks, series.rank_s_per_image
     coefficients = law.solve(ranks, 1.0 / costs_s, costs_s[None])
@@ -144,7 +211,7 @@ def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
 
 def too_few(law: Law, num_ranks: int) -> str:
     """Report how many numbers of ranks a law needs, and how many there are."""
-    return f"needs points on {law.fewest_points} numbers of ranks of one source; the most on a line are {num_ranks}"
+    return f"needs points on {law.min_points} numbers of ranks of one source; the most on a line are {num_ranks}"
 
 
 def _resampled(series: Series, fitted_s: np.ndarray, num_fitted: int, seed: int) -> np.ndarray:
@@ -196,9 +263,9 @@ def fit_laws(points: Sequence[Point], choice: str = "all", seed: int = 0) -> lis
         raise ConfigError("fit", choice, one_of(CHOICES))
     laws = _laws(choice)
     series = make_series(points)
-    if choice in LAWS and not any(each.num_ranks >= LAWS[choice].fewest_points for each in series):
+    if choice in LAWS and not any(each.num_ranks >= LAWS[choice].min_points for each in series):
         raise ConfigError("fit", choice, "; ".join(why_not_fitted(points, choice)), "add points to the study")
-    fits = [fit_law(law, each, seed) for each in series for law in laws if each.num_ranks >= law.fewest_points]
+    fits = [fit_law(law, each, seed) for each in series for law in laws if each.num_ranks >= law.min_points]
     return sorted(fits, key=lambda fit: (fit.line, _merit(fit)))
 
 
@@ -223,9 +290,9 @@ def why_not_fitted(points: Sequence[Point], choice: str = "all") -> list[str]:
     most = max((each.num_ranks for each in make_series(points)), default=None)
     if most is None:
         return [
-            f"a fit needs points on {FEWEST_POINTS} numbers of ranks of one source in strong, weak or capability scaling"
+            f"a fit needs points on {MIN_POINTS} numbers of ranks of one source in strong, weak or capability scaling"
         ]
-    return [f"{law.name} {too_few(law, most)}" for law in _laws(choice) if most < law.fewest_points]
+    return [f"{law.name} {too_few(law, most)}" for law in _laws(choice) if most < law.min_points]
 
 
 def _laws(choice: str) -> list[Law]:

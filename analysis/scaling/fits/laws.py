@@ -26,7 +26,7 @@ class Law:
     Attributes:
         name: of the law.
         formula: y in terms of its parameters.
-        fewest_points: numbers of ranks that a fit needs: one more than it has parameters, five for the normal form.
+        min_points: numbers of ranks that a fit needs: one more than it has parameters, five for the normal form.
         solve: returns coefficients, shape (num_fits, num_coefficients), for ranks (num_points,), weights (num_points,) and
             values y (num_fits, num_points).
         predict: returns y, shape (num_fits, num_ranks), for coefficients and ranks (num_ranks,).
@@ -37,7 +37,7 @@ class Law:
 
     name: str
     formula: str
-    fewest_points: int
+    min_points: int
     solve: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
     predict: Callable[[np.ndarray, np.ndarray], np.ndarray]
     parameters: Callable[[np.ndarray], Parameters]
