@@ -10,6 +10,7 @@ import numpy as np
 
 from analysis.attribution.causes import CAUSES, Attribution
 from gems.errors import ConfigError
+from gems.utils.tables import table
 from gems.utils.units import counted, time_unit
 
 COLUMNS = ("rank", "part", "time_s", "share_of_step", "own_s")
@@ -39,29 +40,25 @@ def attribution_dict(found: Attribution) -> dict[str, Any]:
 def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
     """Return a row for each part of the step, in time and percent of it; with `with_ranks` followed by a row for each rank."""
     unit = time_unit([found.step_s])
+    parts = {"ideal": found.ideal_s} | {LABELS[cause]: time_s for cause, time_s in found.run_s.items()}
     rows = [
-        ("ideal", found.ideal_s),
-        *((LABELS[cause], time_s) for cause, time_s in found.run_s.items()),
-        ("step", found.step_s),
+        (name, time_s / unit.size, _percent(time_s, found)) for name, time_s in (*parts.items(), ("step", found.step_s))
     ]
-    width = max(len(name) for name, _ in rows)
     head = f"{found.source} run, mean of {counted(found.num_steps, 'step')}; undisturbed times from {found.times_from}"
-    lines = [head, f"  {'':<{width}}{f'time [{unit.name}]':>14}{'of the step [%]':>17}"]
-    lines += [f"  {name:<{width}}{time_s / unit.size:>14.3f}{_percent(time_s, found):>17.2f}" for name, time_s in rows]
-    if with_ranks:
-        lines += ["", *_rank_lines(found)]
-    return "\n".join(lines)
+    shown = table({"": "", f"time [{unit.name}]": ".3f", "of the step [%]": ".2f"}, rows, title=head, indent=2)
+    return f"{shown}\n\n{_rank_table(found)}" if with_ranks else shown
 
 
-def _rank_lines(found: Attribution) -> list[str]:
+def _rank_table(found: Attribution) -> str:
     """Return a row for each rank, in percent of the step; ideal and causes sum to 100."""
-    used = [cause for cause in CAUSES if any(abs(_percent(s, found)) >= 0.005 for s in found.causes_s[cause])]
-    head = f"  {'rank':>6}{'ideal':>10}" + "".join(f"{LABELS[cause]:>16}" for cause in used)
-    lines = [head + "   (% of the step)"]
-    for rank in range(len(found.causes_s[CAUSES[0]])):
-        shares = "".join(f"{_percent(found.causes_s[cause][rank], found):>16.2f}" for cause in used)
-        lines.append(f"  {rank:>6}{_percent(found.ideal_s, found):>10.2f}{shares}")
-    return lines
+    shares = {cause: [_percent(time_s, found) for time_s in found.causes_s[cause]] for cause in CAUSES}
+    used = {LABELS[cause]: of_ranks for cause, of_ranks in shares.items() if any(map(abs, of_ranks))}
+    rows = [
+        (rank, _percent(found.ideal_s, found), *of_rank)
+        for rank, of_rank in enumerate(zip(*used.values(), strict=True))
+    ]
+    columns = {"rank": "d", "ideal": ".2f"} | dict.fromkeys(used, ".2f")
+    return table(columns, rows, title="% of the step", indent=2)
 
 
 def largest_line(found: Attribution, count: int = 3) -> str:

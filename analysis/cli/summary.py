@@ -14,6 +14,7 @@ from analysis.metrics.run_metrics import Metrics
 from analysis.metrics.statistics import min_values
 from gems.errors import ConfigError
 from gems.trace import Trace
+from gems.utils.tables import name_values
 from gems.utils.units import UNKNOWN, Unit, bytes_unit, counted, number, percent, time_unit
 
 MAX_RANK_ROWS = 16
@@ -37,11 +38,8 @@ def summary_table(metrics: Metrics, trace: Trace, extra: Mapping[str, str]) -> s
         *_prediction_rows(trace),
         *extra.items(),
     ]
-    width = max(len(name) for name, _ in rows)
-    lines = [_headline(trace), *(f"  {name:<{width}}  {value}" for name, value in rows)]
-    if not metrics.num_steps:
-        lines.append(f"  no figures of time: {_why_none(metrics)}")
-    return "\n".join(line.rstrip() for line in lines)
+    shown = name_values(rows, title=_headline(trace))
+    return shown if metrics.num_steps else f"{shown}\n  no figures of time: {_why_none(metrics)}"
 
 
 def summary_dict(metrics: Metrics, trace: Trace) -> dict[str, Any]:

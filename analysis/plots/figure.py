@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from analysis.io.files import from_answer
 from analysis.scaling.points import format_error
 from gems.errors import ConfigError, one_of
 
@@ -97,3 +98,13 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=DPI, facecolor="white")
     except OSError as error:
         raise ConfigError("out", path, f"cannot be written ({error.strerror or error})") from error
+
+
+def draw_answer_file(path: Path, out: Path, key: str, command: str, build: Callable[[dict[str, Any]], Figure]) -> None:
+    """Draw an answer of `command` in a file, which `key` names, to a picture (PNG, PDF or SVG by the suffix).
+
+    Raises:
+        ConfigError: the file holds no such answer, or the picture cannot be written.
+    """
+    check_picture_path(out)
+    save_figure(from_answer(path, key, command, build), out)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.io.files import from_answer
 from analysis.plots.figure import (
     TEXT_COLOUR,
     WIDTH_IN,
-    check_picture_path,
+    draw_answer_file,
     empty_figure,
-    save_figure,
     scaled_pt,
     set_title,
     style_axes,
@@ -29,17 +27,11 @@ Points = list[tuple[float, float]]
 
 
 def draw_memory_plans(path: Path, out: Path) -> None:
-    """Draw the answer of `gems memory` to a picture (PNG, PDF or SVG by the suffix).
+    """Draw the answer of `gems memory`, see `draw_answer_file`.
 
     Each policy is a line: the rank that holds most, over one simulated step, with the device's limit if there is one.
-
-    Raises:
-        ConfigError: the file holds no such answer, or the picture cannot be written.
     """
-    check_picture_path(out)
-    save_figure(
-        from_answer(path, "memory", "gems memory", lambda answer: memory_plans_figure(answer, answer["curves"])), out
-    )  # fmt: skip
+    draw_answer_file(path, out, "memory", "gems memory", lambda answer: memory_plans_figure(answer, answer["curves"]))
 
 
 def memory_plans_figure(answer: dict[str, Any], curves: list[dict[str, Any]]) -> Figure:

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from analysis.io.files import from_answer
 from analysis.plots.figure import (
     TEXT_COLOUR,
     WIDTH_IN,
-    check_picture_path,
+    draw_answer_file,
     empty_figure,
-    save_figure,
     scaled_pt,
     set_title,
     style_axes,
@@ -32,22 +30,18 @@ ROW_IN, BARS_IN = 0.42, 1.7
 
 
 def draw_partition(path: Path, out: Path) -> None:
-    """Draw the answer of `gems partition` to a picture (PNG, PDF or SVG by the suffix).
+    """Draw the answer of `gems partition`, see `draw_answer_file`.
 
     Layers are drawn side by side, first to last: their times, their bytes, and a row for each method with its stages and
     their peaks.
-
-    Raises:
-        ConfigError: the file holds no such answer, or the picture cannot be written.
     """
-    check_picture_path(out)
-    save_figure(
-        from_answer(
-            path, "partition", "gems partition",
-            lambda answer: partition_figure(answer, answer["drawn_layers"], answer["methods"]),
-        ),
+    draw_answer_file(
+        path,
         out,
-    )  # fmt: skip
+        "partition",
+        "gems partition",
+        lambda answer: partition_figure(answer, answer["drawn_layers"], answer["methods"]),
+    )
 
 
 def partition_figure(answer: dict[str, Any], layers: list[dict[str, Any]], methods: list[dict[str, Any]]) -> Figure:

@@ -5,16 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis.io.files import from_answer
-from analysis.plots.figure import (
-    TEXT_COLOUR,
-    WIDTH_IN,
-    check_picture_path,
-    new_figure,
-    save_figure,
-    scaled_pt,
-    set_title,
-)
+from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, draw_answer_file, new_figure, scaled_pt, set_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,13 +15,8 @@ COLOURS = {"forward": "#0072b2", "backward": "#e69f00"}
 
 
 def draw_placement(path: Path, out: Path) -> None:
-    """Draw the answer of `gems place --json` to a picture (PNG, PDF or SVG by the suffix).
-
-    Raises:
-        ConfigError: the file holds no such answer, or the picture cannot be written.
-    """
-    check_picture_path(out)
-    save_figure(from_answer(path, "placement", "gems place", placement_figure), out)
+    """Draw the answer of `gems place --json`, see `draw_answer_file`."""
+    draw_answer_file(path, out, "placement", "gems place", placement_figure)
 
 
 def placement_figure(answer: dict[str, Any]) -> Figure:

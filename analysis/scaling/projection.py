@@ -250,10 +250,10 @@ def projection_table(found: Projection) -> str:
     lines = [f"simulated on constants from {found.calibrated_from}; {describe_error(found)}"]
     for place in found.places:
         beside = place.published
-        words = f"   published {100 * beside.efficiency:.2f} ({beside.source})" if beside else ""
+        published_text = f"   published {100 * beside.efficiency:.2f} ({beside.source})" if beside else ""
         lines.append(
             f"{place.point.line:<32}{place.point.ranks:>6} ranks  {100 * place.efficiency:6.2f} %"
-            f"  band {100 * place.low:.2f} to {100 * place.high:.2f}{words}"
+            f"  band {100 * place.low:.2f} to {100 * place.high:.2f}{published_text}"
         )
     lines.append(f"efficiency [%] of the largest points with a constant {SHARE:.0%} less, {SHARE:.0%} more")
     lines += [

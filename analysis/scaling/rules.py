@@ -44,7 +44,10 @@ class Rule:
 
 def check_rules(points: Sequence[Point]) -> list[Rule]:
     """Return all rules in their order, checked on the points of a study (see `analysis.scaling.points.read_points`)."""
-    return [Rule(number, title, *check(points)) for number, (title, check) in enumerate(_CHECKS, start=1)]
+    return [
+        Rule(number, title, *((True, check) if isinstance(check, str) else check(points)))
+        for number, (title, check) in enumerate(_CHECKS, start=1)
+    ]
 
 
 def rule_lines(rules: Sequence[Rule]) -> list[str]:
@@ -95,10 +98,6 @@ def _means(points: Sequence[Point]) -> Finding:
     return (True, "images/s are the images of a step over its median time; their mean in the CSV is the harmonic one")
 
 
-def _ratios(points: Sequence[Point]) -> Finding:
-    return True, "an efficiency is the ratio of two medians of time; no ratios are averaged"
-
-
 def _intervals(points: Sequence[Point]) -> Finding:
     random = [point for point in points if not point.is_deterministic]
     if not random:
@@ -123,10 +122,6 @@ def _are_unlike(runs: Sequence[Interval]) -> bool:
     return any(
         not run.overlaps(other) for run, other in combinations(runs, 2) if not run.is_range and not other.is_range
     )
-
-
-def _normality(points: Sequence[Point]) -> Finding:
-    return True, "intervals are bootstrapped and assume no distribution"
 
 
 def _comparisons(points: Sequence[Point]) -> Finding:
@@ -261,13 +256,14 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(shown[:-1]) + (" and " if len(shown) > 1 else "") + shown[-1]
 
 
-_CHECKS: tuple[tuple[str, Callable[[Sequence[Point]], Finding]], ...] = (
+# A rule that every study keeps has its text in place of a check.
+_CHECKS: tuple[tuple[str, Callable[[Sequence[Point]], Finding] | str], ...] = (
     ("state the base case and its absolute figure", _base),
     ("leave out no part of the system without saying why", _subset),
     ("means: arithmetic of costs, harmonic of rates", _means),
-    ("average no ratios", _ratios),
+    ("average no ratios", "an efficiency is the ratio of two medians of time; no ratios are averaged"),
     ("intervals for what is not deterministic", _intervals),
-    ("assume no normal distribution", _normality),
+    ("assume no normal distribution", "intervals are bootstrapped and assume no distribution"),
     ("compare by intervals", _comparisons),
     ("check whether the median is sufficient", _tails),
     ("document factors and set-up", _documentation),
