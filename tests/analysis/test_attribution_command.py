@@ -110,7 +110,7 @@ def test_a_trace_without_a_schedule_is_one_line(
     write_trace(tmp_path / "bare.h5", bare)
     assert main(["attribution", str(tmp_path / "bare.h5")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("analysis: trace=") and "holds no actions" in line
+    assert line.startswith("analysis: trace=") and "holds no schedule" in line
     assert "lost most" not in summary_table(run_metrics(bare), bare, {})
 
 
