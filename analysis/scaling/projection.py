@@ -16,9 +16,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.schedule.schedule import Schedule
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import activation_cap
-from gems.simulation.costs import schedule_costs
-from gems.simulation.costs import simulate_step
+from gems.simulation.costs import activation_cap, schedule_costs, simulate_step
 from gems.simulation.jitter import Arrivals, arrivals_of, median_of, noisy_steps
 
 SHARE = 0.2  # by which a constant may be off, either way

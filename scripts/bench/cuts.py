@@ -21,8 +21,8 @@ from gems.partition.compare import PLAIN, compare
 from gems.partition.max_model_size import max_model_sizes
 from gems.partition.methods import METHODS as ALL_METHODS
 from gems.partition.methods import partition_case, partition_by
-from gems.simulation.costs import network_in_seconds
 from gems.simulation.build import lowered_schedule
+from gems.simulation.costs import network_in_seconds
 from scripts.bench.rig import MIB, Table, machine, parser, spread
 
 SIDE_PX, MICRO_BATCHES, NUM_CLASSES = 256, 8, 1000

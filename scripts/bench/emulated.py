@@ -17,9 +17,7 @@ from typing import Any
 from gems.config.compose import compose
 from gems.schedule import FAMILIES
 from gems.schedule.simulate import simulate
-from gems.simulation.costs import activation_cap
-from gems.simulation.costs import schedule_costs
-from gems.simulation.costs import network_in_units
+from gems.simulation.costs import activation_cap, network_in_units, schedule_costs
 from gems.utils.atomic_io import read_json
 from scripts.bench.rig import Table, counted_steps_s, finished_run, machine
 
@@ -100,7 +98,9 @@ def run_case(case: Case, overrides: list[str]) -> dict[str, Any]:
     network = network_in_units(spec)
     if not any(word.startswith(LINK_KEYS) for word in overrides):
         network = replace(network, latency=hop_s / unit_s)
-    simulated_s = simulate(schedule, schedule_costs(spec, schedule.placement), network, activation_cap(spec)).span * unit_s
+    simulated_s = (
+        simulate(schedule, schedule_costs(spec, schedule.placement), network, activation_cap(spec)).span * unit_s
+    )
     emulated_s = statistics.median(times_s)
     return {
         "schedule": case.name, "ranks": case.ranks, "micro_batches": case.micro_batches, "hop_s": hop_s,

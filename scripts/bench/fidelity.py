@@ -40,10 +40,9 @@ from gems.schedule.costs import StageCosts
 from gems.schedule.memory import memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
-from gems.simulation.costs import schedule_costs
-from gems.simulation.costs import simulate_step
 from gems.simulation.build import lowered_schedule
 from gems.simulation.calibration import Calibration, calibration_of
+from gems.simulation.costs import schedule_costs, simulate_step
 from gems.simulation.profiled_costs import with_profiled_costs
 from gems.trace import KINDS, Trace
 from gems.utils.atomic_io import read_json

@@ -30,10 +30,10 @@ from gems.memory.registry import plan_of
 from gems.models import layers_of
 from gems.models.build import as_tuple
 from gems.profile.profilers.layer_run import training_loss
-from gems.simulation.memory_case import memory_case
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.simulation.build import compute_schedule
+from gems.simulation.memory_case import memory_case
 from scripts.bench.rig import allocator_peaks
 
 MIN_BYTES = 1024  # torchtune's min_offload_size

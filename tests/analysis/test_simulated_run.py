@@ -22,8 +22,7 @@ from gems.runs.simulated_run import main as simulate_run
 from gems.runs.simulated_run import simulated_trace
 from gems.schedule.memory import memory_over_time
 from gems.simulation.build import lowered_schedule
-from gems.simulation.costs import schedule_costs
-from gems.simulation.costs import simulate_step
+from gems.simulation.costs import schedule_costs, simulate_step
 from gems.trace import KINDS, STREAMS, Trace
 
 MEMORY = {
