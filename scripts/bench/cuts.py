@@ -20,7 +20,7 @@ from gems.errors import ConfigError
 from gems.partition.compare import PLAIN, compare
 from gems.partition.max_model_size import max_model_sizes
 from gems.partition.methods import METHODS as ALL_METHODS
-from gems.partition.methods import partition_case, partition_by
+from gems.partition.methods import partition_by, partition_case
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import network_in_seconds
 from scripts.bench.rig import MIB, Table, machine, parser, spread
@@ -79,7 +79,9 @@ def rows(only: str) -> list[dict[str, Any]]:
                 }  # fmt: skip
                 if schedule == "gems_master":
                     pipeline = zoo_run(model, "1f1b", ranks)
-                    found_for = partition_by("exact", partition_case(pipeline, lowered_schedule(pipeline), case.profile))
+                    found_for = partition_by(
+                        "exact", partition_case(pipeline, lowered_schedule(pipeline), case.profile)
+                    )
                     cost = case.problem("peak_bytes").cost(found_for.boundaries)
                     row["peak_ratio"][PIPELINE] = cost / max(ours.peak_bytes)
                 table.row(
@@ -114,7 +116,9 @@ def largest_models() -> list[dict[str, Any]]:
             spec = zoo_run(model, "1f1b", ranks, f"machine.device_bytes={DEVICE}")
             schedule = lowered_schedule(spec)
             methods = ("exact", "mcap", "torchgpipe_size", "torchgpipe_time", "pipedream", "even")
-            entries = max_model_sizes(spec, "depth", methods, lambda changed, schedule=schedule: partition_case(changed, schedule))  # type: ignore[misc]
+            entries = max_model_sizes(
+                spec, "depth", methods, lambda changed, schedule=schedule: partition_case(changed, schedule)
+            )  # type: ignore[misc]
             for each in entries:
                 ratio = entries[0].num_parameters / max(1, each.num_parameters)
                 table.row(family, ranks, each.method, each.value, each.num_parameters / 1e6, ratio)
