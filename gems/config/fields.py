@@ -80,7 +80,8 @@ class Rule:
 
     def _check_number(self, key: str, value: float) -> None:
         is_real = isinstance(value, float)
-        if not math.isfinite(value) or value < self.min or (self.above is not None and value <= self.above):
+        is_finite = not is_real or math.isfinite(value)  # isfinite refuses whole numbers that no float holds
+        if not is_finite or value < self.min or (self.above is not None and value <= self.above):
             raise ConfigError(key, value, f"must be {self._lower}{' and finite' if is_real else ''}", self.help)
         if value > (most := min(self.max, MAX_REAL if is_real else MAX_INT)):
             raise ConfigError(key, value, f"must be at most {_plain(most)}", self.help)

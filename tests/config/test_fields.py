@@ -24,6 +24,7 @@ def refusal(*words: str) -> str:
     [
         ("seed=9223372036854775808", "seed=9223372036854775808: must be at most 9223372036854775807"),
         ("model.depth=9223372036854775807", "model.depth=9223372036854775807: must be at most 100000"),
+        (f"seed={'1' * 400}", "must be at most 9223372036854775807"),
         ("model.vocabulary=-1", "model.vocabulary=-1: must be 0 or more"),
         ("cost.unit_s=1e-300", "cost.unit_s=1e-300: must be 0 or from 1e-30 to 1e+30"),
         ("cost.times=[[1]]", "cost.times[0]=[1]: must be a number"),
