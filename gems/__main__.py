@@ -7,23 +7,32 @@ import sys
 from gems.cli.framework import Verb, main
 
 VERBS = {
-    "schedule": Verb("gems.cli.schedule:show_schedule", "prints the schedule: grid, JSON, or with format=torch its CSV; level=lowered shows all actions",
+    "schedule": Verb("gems.cli.schedule:show_schedule",
+    "prints the schedule: grid, JSON, or with format=torch its CSV; level=lowered shows all actions",
                      flags=("level=lowered", "level=compute", "format=torch")),
     "simulate": Verb("gems.cli.simulate:show_simulation",
                      "predicts time, efficiency and memory of a step, and how far it is from the bound"),
-    "profile": Verb("gems.cli.profile:show_profile", "takes the time and the bytes of every layer; --from FILE,FILE,... extrapolates, --hdf5 FILE writes",
+    "profile": Verb("gems.cli.profile:show_profile",
+    "takes the time and the bytes of every layer; --from FILE,FILE,... extrapolates, --hdf5 FILE writes",
                     choices={"--from": (), "--hdf5": ()}),
-    "partition": Verb("gems.cli.partition:show_partition", "cuts the model: --compare all methods, --largest depth|resolution|micro_batch, --picture FILE",
-                      flags=("--compare",), choices={"--largest": ("depth", "resolution", "micro_batch"), "--picture": ()}),
-    "memory": Verb("gems.cli.memory:show_memory", "what becomes of each layer's activations, and what that costs: --compare all policies, --picture FILE",
+    "partition": Verb("gems.cli.partition:show_partition",
+    "cuts the model: --compare all methods, --largest depth|resolution|micro_batch, --picture FILE",
+                      flags=("--compare",), choices={"--largest": ("depth", "resolution", "micro_batch"),
+                      "--picture": ()}),
+    "memory": Verb("gems.cli.memory:show_memory",
+    "what becomes of each layer's activations, and what that costs: --compare all policies, --picture FILE",
                    flags=("--compare",), choices={"--picture": ()}),
-    "place": Verb("gems.cli.place:show_dlplacer", "on which devices a model's operators run: --devices N, --method auto|cp_sat|milp|heft, --picture FILE",
+    "place": Verb("gems.cli.place:show_dlplacer",
+    "on which devices a model's operators run: --devices N, --method auto|cp_sat|milp|heft, --picture FILE",
                   choices={"--devices": (), "--method": ("auto", "cp_sat", "milp", "heft"), "--picture": ()}),
-    "plan": Verb("gems.cli.plan:show_plan", "the fastest configurations on parallel.gpus=N: --global-batch N, --top 10, --budget S, --epochs FILE, --write FILE; "
+    "plan": Verb("gems.cli.plan:show_plan",
+    "the fastest configurations on parallel.gpus=N: --global-batch N, --top 10, --budget S, --epochs FILE, --write FILE; "
                  "or --hybrid: data against model parallelism",
                  flags=("--hybrid",),
-                 choices=dict.fromkeys(("--top", "--global-batch", "--budget", "--write", "--epochs", "--efficiency", "--speedup"), ())),
-    "verify": Verb("gems.cli.verify:verify", "compares the configured run with one unsplit process: max relative error"),
+                 choices=dict.fromkeys(("--top", "--global-batch", "--budget", "--write", "--epochs", "--efficiency",
+                 "--speedup"), ())),
+    "verify": Verb("gems.cli.verify:verify",
+    "compares the configured run with one unsplit process: max relative error"),
 }  # fmt: skip
 
 

@@ -33,7 +33,10 @@ class ConfigError(GemsError):
 
 
 class DoesNotFitError(GemsError):
-    """More memory is needed than there is: names the rank, the bytes needed, the limit with its key, and what to change."""
+    """More memory is needed than there is.
+
+    Names the rank, the bytes needed, the limit with its key, and what to change.
+    """
 
     exit_code = 3
 

@@ -1,11 +1,11 @@
 """Calibrate a machine: short probes of its messages, sums and computes become a machine's file with the fits' errors.
 
 `python -m scripts.calibrate --out DIR/machine/NAME.yaml` starts two ranks here (`--ranks`); the file then serves as
-`--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N 2 -n 2 python -m gems.engine.transport.speed_probe
-probe.json`, and `--probe probe.json` reads it. `--kind emulated` calibrates emulated devices, whose messages wait for ranks
-to wake up. `--base NAME` takes the rest from a machine of conf/. `--runs RUN ...` takes the noise from finished runs.
-The copy engines of a GPU are timed too. `--held-out ANSWER.json` records the error that
-`scripts.bench.fidelity` found with such a calibration.
+`--config-dir DIR machine=NAME`. On a cluster the probe runs as a job, `srun -N 2 -n 2 python -m
+gems.engine.transport.speed_probe probe.json`, and `--probe probe.json` reads it. `--kind emulated` calibrates emulated
+devices, whose messages wait for ranks to wake up. `--base NAME` takes the rest from a machine of conf/. `--runs RUN
+...` takes the noise from finished runs. The copy engines of a GPU are timed too. `--held-out ANSWER.json` records the
+error that `scripts.bench.fidelity` found with such a calibration.
 """
 
 from __future__ import annotations

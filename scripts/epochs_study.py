@@ -1,17 +1,18 @@
 """Epochs to a target loss of a small network as the global batch grows: the table that `gems plan --epochs` reads.
 
-One process trains a residual network on the toolkit's tissue and accumulates the gradients of micro-batches. Normalisation
-is within a sample, so that a global batch is equivalent to as many samples over any number of data-parallel workers. Each
-global batch is tried with several learning rates, and the one that takes fewest epochs over all seeds counts, as each batch
-has a best rate of its own (McCandlish et al. 2018, arXiv 1812.06162). The validation loss is evaluated eight times an epoch;
-the moment at which it reached the target is interpolated between two evaluations.
+One process trains a residual network on the toolkit's tissue and accumulates the gradients of micro-batches.
+Normalisation is within a sample, so that a global batch is equivalent to as many samples over any number of
+data-parallel workers. Each global batch is tried with several learning rates, and the one that takes fewest epochs over
+all seeds counts, as each batch has a best rate of its own (McCandlish et al. 2018, arXiv 1812.06162). The validation
+loss is evaluated eight times an epoch; the moment at which it reached the target is interpolated between two
+evaluations.
 
     python -m scripts.epochs_study --out epochs.json
     python -m gems plan --hybrid --epochs epochs.json ...
 
-The file holds a run for each batch and seed, and lets the planner fit E(B) = E_min (1 + B / B_crit) to them, or read them as a
-table if they do not follow that law; the fit and its largest residuals are printed. A batch that does not reach the target
-within --most-epochs is left out and named.
+The file holds a run for each batch and seed, and lets the planner fit E(B) = E_min (1 + B / B_crit) to them, or read
+them as a table if they do not follow that law; the fit and its largest residuals are printed. A batch that does not
+reach the target within --most-epochs is left out and named.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from gems.planner.hybrid.inputs import GivenEpochs, epochs_json
 from gems.planner.hybrid.noise_scale_fit import EpochRun, NoiseFit, fit_noise_scale
 from gems.utils.atomic_io import write_json
 
-MODEL = ("model=resnet20_v1", "model.depth=8", "model.width=4", "model.norm=group", "data=tissue", "data.height_px=16", "data.width_px=16",
+MODEL = ("model=resnet20_v1", "model.depth=8", "model.width=4", "model.norm=group", "data=tissue", "data.height_px=16",
+"data.width_px=16",
          "data.train_samples=2048", "data.validation_samples=512", "train.momentum=0.9")  # fmt: skip
 MICRO_BATCH = 64
 BATCHES = (8, 16, 32, 64, 128, 256, 512)
@@ -147,7 +149,9 @@ def learning_rates(global_batch: int) -> tuple[float, ...]:
 
 
 def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[list[dict[str, float]], list[int]]:
-    """Train at every batch, rate and seed; return a row for each batch and seed, and the batches that never reached the target.
+    """Train at every batch, rate and seed.
+
+    Return a row for each batch and seed, and the batches that never reached the target.
 
     The rate of a batch is the one with the smallest mean over the seeds, among those that reach it with all seeds.
     """

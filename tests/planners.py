@@ -15,7 +15,8 @@ from tests.partition.profiles import random_profile
 
 SIZES = (
     "stash_bytes", "output_bytes", "output_grad_bytes", "unsaved_input_bytes", "workspace_bytes", "forward_peak_bytes",
-    "backward_peak_bytes", "held_for_weights_bytes", "cheap_bytes", "cheap_first_peak_bytes", "cheap_peak_bytes", "plain_peak_bytes",
+    "backward_peak_bytes", "held_for_weights_bytes", "cheap_bytes", "cheap_first_peak_bytes", "cheap_peak_bytes",
+    "plain_peak_bytes",
 )  # fmt: skip
 TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "cheap_s")
 RUN = (

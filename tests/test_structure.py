@@ -64,7 +64,8 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 FOREIGN: dict[str, tuple[str, ...]] = {
     "gems": (),
     "jobs": (
-        "gems.errors", "gems.utils", "gems.schedule", "gems.config", "gems.data", "gems.models", "gems.memory", "gems.partition",
+        "gems.errors", "gems.utils", "gems.schedule", "gems.config", "gems.data", "gems.models", "gems.memory",
+        "gems.partition",
         "gems.planner", "gems.simulation", "gems.runs", "gems.launch", "gems.cli.framework",
     ),
     "analysis": (
@@ -79,7 +80,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "mpi4py": ("gems.engine",),
     "mpi4py.MPI": ("gems.engine.transport.mpi",),
     "torch": (
-        "gems.engine", "gems.autograd", "gems.profile.profilers", "gems.models.blocks", "gems.models.build", "gems.models.imported",
+        "gems.engine", "gems.autograd", "gems.profile.profilers", "gems.models.blocks", "gems.models.build",
+        "gems.models.imported",
     ),
     "submitit": ("jobs.slurm",),
     "matplotlib": ("analysis.plots",),

@@ -14,8 +14,10 @@ from gems.config.schema import RunSpec
 
 # Keys whose values are the user's own words: any text is right.
 FREE_TEXT = {
-    "name", "runs_dir", "cache_dir", "cluster.name", "machine.name", "machine.calibrated_from", "cluster.account", "cluster.account_suffix", "cluster.partition", "cluster.mpi",
-    "cluster.python", "cluster.charge_unit", "cluster.container_image", "data.path", "model.path", "profile.path", "schedule.path",
+    "name", "runs_dir", "cache_dir", "cluster.name", "machine.name", "machine.calibrated_from", "cluster.account",
+    "cluster.account_suffix", "cluster.partition", "cluster.mpi",
+    "cluster.python", "cluster.charge_unit", "cluster.container_image", "data.path", "model.path", "profile.path",
+    "schedule.path",
     "train.initial_checkpoint", "model.target",
 }  # fmt: skip
 NO_WORD = st.from_regex(r"zq[a-z]{1,8}", fullmatch=True)
@@ -24,7 +26,8 @@ NO_NUMBER = st.one_of(NO_WORD, st.sampled_from(["''", "1x", "0x", "1..2", "1e", 
 HUGE = ["10000000000000000000000000000000000000000", str(2**63), str(2**200), "1" * 400]
 NO_INT = st.one_of(
     NO_NUMBER,
-    st.sampled_from(["1.5", "nan", "inf", "-inf", "1e30", "-1", "-99999999999999999999", "[1]", "{a: 1}", "[]", "{}", *HUGE]),
+    st.sampled_from(["1.5", "nan", "inf", "-inf", "1e30", "-1", "-99999999999999999999", "[1]", "{a: 1}", "[]", "{}",
+    *HUGE]),
     st.integers(max_value=-1).map(str),
 )  # fmt: skip
 NO_FLOAT = st.one_of(
@@ -57,7 +60,8 @@ HALVES = [
     "$(",
 ]
 UNKNOWN = [
-    "${oops}", "${oc.env:NO_SUCH_VARIABLE_HERE}", "${oops.oops}", "${.oops}", "${oc.decode:1}x${oops}", "${no_such:1}", "${oc.select:}",
+    "${oops}", "${oc.env:NO_SUCH_VARIABLE_HERE}", "${oops.oops}", "${.oops}", "${oc.decode:1}x${oops}", "${no_such:1}",
+    "${oc.select:}",
     "${oc.env:}",
 ]  # fmt: skip
 
@@ -121,36 +125,46 @@ UNKNOWN_OPTIONS = st.sampled_from([*GROUPS, "experiment"]).flatmap(
     .map(lambda name: Mistake((f"{group}={name}",), group))
 )  # fmt: skip
 FORMS = st.one_of(
-    st.tuples(st.sampled_from([key.name for key in KEYS]), st.sampled_from(HALVES)).map(lambda two: Mistake(("=".join(two),))),
+    st.tuples(st.sampled_from([key.name for key in KEYS]),
+    st.sampled_from(HALVES)).map(lambda two: Mistake(("=".join(two),))),
     st.tuples(st.sampled_from([key.name for key in KEYS]), st.sampled_from(UNKNOWN)).map(
         lambda two: Mistake(("=".join(two),), two[0])),
     st.sampled_from([key.name for key in KEYS]).map(lambda name: Mistake((f"{name}=${{{name}}}",), name)),
     st.sampled_from(KNOWN).map(lambda name: Mistake((f"~{name}",), name)),
     st.sampled_from(KNOWN).map(lambda name: Mistake((name,))),
-    st.sampled_from(["=", "==", "=1", "+", "~", "++", "+=", "~=1", "++=1", "a=b=c=", ",", "[", "", " ", "@", "a@b=c", "+a@=", "a@:b=c",
-                     "model@=resnet20_v1", "model@x=resnet20_v1", "model@_global_=resnet20_v1", "hydra=x", "hydra.job.chdir=x",
+    st.sampled_from(["=", "==", "=1", "+", "~", "++", "+=", "~=1", "++=1", "a=b=c=", ",", "[", "", " ", "@", "a@b=c",
+    "+a@=", "a@:b=c",
+                     "model@=resnet20_v1", "model@x=resnet20_v1", "model@_global_=resnet20_v1", "hydra=x",
+                     "hydra.job.chdir=x",
                      "hydra.run=x", "hydra/launcher=x", "hydra.searchpath=x", "hydra.searchpath=[x]", "hydra.searchpath=[file://x]",
-                     "hydra.searchpath=[pkg://no.such]", "hydra.searchpath=[1]", "hydra.searchpath={}", "--config-dir", "--config-dir=",
-                     "--config-dir=/no/such", "--config-name=x", "--config-path=x", "-cn", "-cp", "--cfg=x", "--package", "--cfg",
+                     "hydra.searchpath=[pkg://no.such]", "hydra.searchpath=[1]", "hydra.searchpath={}", "--config-dir",
+                     "--config-dir=",
+                     "--config-dir=/no/such", "--config-name=x", "--config-path=x", "-cn", "-cp", "--cfg=x",
+                     "--package", "--cfg",
                      "--info=x", "--dry-rum", "-", "--", "---", "--=", "model=null", "schedule=[]",
                      "parallel=x", "model=resnet20_v1,resnet18", "seed=1,2", "seed=range(1,3)", "seed=choice(1,2)",
-                     "name=glob(*)", "seed=sort(1,2)", "seed=shuffle(1,2)", "seed=int(x)", "seed=float(1)", "seed=nope(1)", "name=???",
-                     "model=???", "experiment=???", "experiment=[]", "experiment=[quickstart,nope]", "cluster=auto,auto",
-                     "study=emulated_scaling", "run_schema=x", "defaults=[]", "_self_=1", "_target_=os.system", "name._target_=x",
+                     "name=glob(*)", "seed=sort(1,2)", "seed=shuffle(1,2)", "seed=int(x)", "seed=float(1)",
+                     "seed=nope(1)", "name=???",
+                     "model=???", "experiment=???", "experiment=[]", "experiment=[quickstart,nope]",
+                     "cluster=auto,auto",
+                     "study=emulated_scaling", "run_schema=x", "defaults=[]", "_self_=1", "_target_=os.system",
+                     "name._target_=x",
                      "model._target_=x", "seed=1 seed=2", "seed =1x", "\tseed=x"]).map(lambda word: Mistake((word,))),
     TEXT.filter(lambda word: "=" not in word and not word.startswith("--") and word not in ("-h", "-m", "-r")).map(
         lambda word: Mistake((word,))),
     st.tuples(st.sampled_from(["name", "cluster.account", "cluster.partition", "cluster.mpi"]),
               st.sampled_from(["a\nb", "a\x00b", "a\x1bb", "a\rb", "a\u2028b", "a\x7f", "\u202ea"])).map(
         lambda two: Mistake((f"{two[0]}='{two[1]}'",))),
-    st.sampled_from(["name='a/b'", "name=..", "name=.", "name=''", f"name={'a' * 300}", f"name={'é' * 200}", "name=null", 
+    st.sampled_from(["name='a/b'", "name=..", "name=.", "name=''", f"name={'a' * 300}", f"name={'é' * 200}",
+    "name=null",
                      "runs_dir=''", f"runs_dir={'x' * 5000}", f"runs_dir={'/x' * 3000}", "runs_dir=null",
                      "name='$(touch owned)/x'"]).map(lambda word: Mistake((word,))),
 )  # fmt: skip
 # Values that may be right where they stand, or be too many, too few or in each other's way.
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "4", "5", "7", "8", "16", "33", "1000000", "1000000000",
                            "9223372036854775807"])  # fmt: skip
-SHARES = st.sampled_from(["0", "1e-300", "1e-9", "0.1", "0.5", "0.999", "1", "1.0001", "2", "10", "1e9", "1e30", "1e300"])  # fmt: skip
+SHARES = st.sampled_from(["0", "1e-300", "1e-9", "0.1", "0.5", "0.999", "1", "1.0001", "2", "10", "1e9", "1e30",
+"1e300"])  # fmt: skip
 
 
 def _perhaps(key: Key) -> SearchStrategy[str]:
@@ -185,7 +199,8 @@ def _perhaps(key: Key) -> SearchStrategy[str]:
 
 PERHAPS_ONE = st.one_of(
     st.sampled_from([key for key in KEYS if key.name not in SLOW]).flatmap(_perhaps),
-    st.sampled_from([key for key in KEYS if key.name.startswith(("parallel", "schedule", "data", "machine", "memory", "cost")) and key.name not in SLOW]).flatmap(_perhaps),
+    st.sampled_from([key for key in KEYS if key.name.startswith(("parallel", "schedule", "data", "machine", "memory",
+    "cost")) and key.name not in SLOW]).flatmap(_perhaps),
     st.sampled_from(GROUPS).flatmap(lambda group: st.sampled_from(options_of(group)).map(f"{group}={{}}".format)),
     st.sampled_from(options_of("experiment")).map("experiment={}".format),
 )  # fmt: skip
@@ -196,30 +211,51 @@ PERHAPS = st.lists(PERHAPS_ONE, min_size=1, max_size=6).map(lambda words: Mistak
 CONTRARY = st.sampled_from(
     [
         "parallel.partitions=9 parallel.boundaries=[0,5,11]", "parallel.boundaries=[0,0,11]", "parallel.boundaries=[]",
-        "parallel.boundaries=[0]", "parallel.boundaries=[-1,3,11]", "parallel.boundaries=[0,3,99]", "parallel.boundaries=[5,3,11]",
-        "parallel.partitions=2 parallel.boundaries=[0,11]", "parallel.partitions=1000", "parallel.partitions=13 schedule=1f1b",
-        "parallel.micro_batches=7 schedule=gems_master", "parallel.micro_batches=6 parallel.replications=4 parallel.parts=2",
+        "parallel.boundaries=[0]", "parallel.boundaries=[-1,3,11]", "parallel.boundaries=[0,3,99]",
+        "parallel.boundaries=[5,3,11]",
+        "parallel.partitions=2 parallel.boundaries=[0,11]", "parallel.partitions=1000",
+        "parallel.partitions=13 schedule=1f1b",
+        "parallel.micro_batches=7 schedule=gems_master",
+        "parallel.micro_batches=6 parallel.replications=4 parallel.parts=2",
         "schedule=gems_mast parallel.replications=4", 
         "data.height_px=1", "data.width_px=2 data.height_px=2", "schedule=capped",
-        "schedule=capped schedule.activation_cap=1e-6 machine=simulated", "schedule.activation_cap=1e-9 machine=simulated",
+        "schedule=capped schedule.activation_cap=1e-6 machine=simulated",
+        "schedule.activation_cap=1e-9 machine=simulated",
         "schedule.activation_cap=1 schedule.activation_cap_bytes=5", "schedule.activation_cap_bytes=5", "schedule=file",
         "schedule=file schedule.path=/no/such", "memory=plan", "memory=lms", "memory=vdnn_dyn", "memory=lms_limit",
-        "memory=vdnn_all machine=simulated", "memory=recompute schedule.memory_actions=[R]", "memory.target_reduction=1.5", "memory.sync_mode=9",
-        "machine.device_bytes=1", "machine.device_bytes=1 parallel.partitions=2", "memory=plan memory.target_reduction=0.99 machine.device_bytes=1",
-        "memory=plan memory.limit_bytes=1", "machine.host_bytes=1 memory=vdnn_all", "data=folder", "data=folder data.path=/no/such",
-        "data=tokens", "model=gnmt", "model=gnmt data=tokens", "train.steps=1 train.warmup_steps=1", "model.target=no_such_pkg.Net",
-        "model.target=os.path", "model.target=math.pi", "model.kwargs.a=1", "model.path=/tmp", "cluster=mini cluster.nodes=3 parallel.partitions=2",
-        "cluster=mini parallel.partitions=2 cluster.ranks_per_node=5", "cluster.nodes=2 parallel.partitions=2", "cluster=frontier cluster.minutes=100000 cluster.account=x",
-        "cluster.launcher=srun cluster.python=\"'\"", "cluster.limits=[{a: 1}]", "cluster.limits=[1]", "cluster.limits=[{minutes: x}]",
-        "cluster.device_order=[0,0]", "cluster.gpus_per_node=4 parallel.partitions=8 cluster.ranks_per_node=8", "+cluster.sbatch.nodes=2 cluster=slurm",
-        "cluster=slurm +cluster.sbatch.a.b=2", "cluster=slurm cluster.environment={'a b': c}", "cluster.environment={a: [1]}",
-        "cluster=slurm +cluster.environment.PATH=[1]", "cluster.container_image=x", "cluster.container=pyxis cluster.container_image=x",
-        "model.depth=21", "model.version=3", "model.block=zq", "model.norm=layer", "model.dropout=1", "model.dropout=2", "model.auxiliary=true",
-        "profile.path=/no/such parallel.partitions=2", "profile.path=/ parallel.partitions=2", "train.initial_checkpoint=/no/such",
-        "train.initial_checkpoint=/", "data.train_samples=1 parallel.micro_batch_size=8", "data.field_of_view_px=100000000", "profile=incremental parallel.partitions=2 profile.on=zq",
-        "cost.times=[] machine=simulated", "cost.times=[0] machine=simulated", "cost.times=[nan]", "cost.activations=[-1]", "cost.times=[[1]]",
-        "cluster.modules=['a b']", "cluster.hosts=['a b']", "cluster.srun=[[a]]", "cluster.setup=[[a]]", "cluster.setup=[null]", "schedule.memory_actions=[zq]",
-        "schedule.placements=[zq]", "schedule.memory_actions=[null]", "schedule.max_stages=1 parallel.partitions=4", "machine.device=cuda machine.kind=zq",
+        "memory=vdnn_all machine=simulated", "memory=recompute schedule.memory_actions=[R]",
+        "memory.target_reduction=1.5", "memory.sync_mode=9",
+        "machine.device_bytes=1", "machine.device_bytes=1 parallel.partitions=2",
+        "memory=plan memory.target_reduction=0.99 machine.device_bytes=1",
+        "memory=plan memory.limit_bytes=1", "machine.host_bytes=1 memory=vdnn_all", "data=folder",
+        "data=folder data.path=/no/such",
+        "data=tokens", "model=gnmt", "model=gnmt data=tokens", "train.steps=1 train.warmup_steps=1",
+        "model.target=no_such_pkg.Net",
+        "model.target=os.path", "model.target=math.pi", "model.kwargs.a=1", "model.path=/tmp",
+        "cluster=mini cluster.nodes=3 parallel.partitions=2",
+        "cluster=mini parallel.partitions=2 cluster.ranks_per_node=5", "cluster.nodes=2 parallel.partitions=2",
+        "cluster=frontier cluster.minutes=100000 cluster.account=x",
+        "cluster.launcher=srun cluster.python=\"'\"", "cluster.limits=[{a: 1}]", "cluster.limits=[1]",
+        "cluster.limits=[{minutes: x}]",
+        "cluster.device_order=[0,0]", "cluster.gpus_per_node=4 parallel.partitions=8 cluster.ranks_per_node=8",
+        "+cluster.sbatch.nodes=2 cluster=slurm",
+        "cluster=slurm +cluster.sbatch.a.b=2", "cluster=slurm cluster.environment={'a b': c}",
+        "cluster.environment={a: [1]}",
+        "cluster=slurm +cluster.environment.PATH=[1]", "cluster.container_image=x",
+        "cluster.container=pyxis cluster.container_image=x",
+        "model.depth=21", "model.version=3", "model.block=zq", "model.norm=layer", "model.dropout=1", "model.dropout=2",
+        "model.auxiliary=true",
+        "profile.path=/no/such parallel.partitions=2", "profile.path=/ parallel.partitions=2",
+        "train.initial_checkpoint=/no/such",
+        "train.initial_checkpoint=/", "data.train_samples=1 parallel.micro_batch_size=8",
+        "data.field_of_view_px=100000000", "profile=incremental parallel.partitions=2 profile.on=zq",
+        "cost.times=[] machine=simulated", "cost.times=[0] machine=simulated", "cost.times=[nan]",
+        "cost.activations=[-1]", "cost.times=[[1]]",
+        "cluster.modules=['a b']", "cluster.hosts=['a b']", "cluster.srun=[[a]]", "cluster.setup=[[a]]",
+        "cluster.setup=[null]", "schedule.memory_actions=[zq]",
+        "schedule.placements=[zq]", "schedule.memory_actions=[null]", "schedule.max_stages=1 parallel.partitions=4",
+        "machine.device=cuda machine.kind=zq",
         "cluster=perlmutter cluster.gpus_per_node=99", "machine.device=cuda:0", 
     ]
-).map(lambda text: Mistake(tuple(text.split(" ")) if "'" not in text else tuple(text.replace("a b", "a\x01b").replace(" ", "\x02").replace("\x01", " ").replace("\x02", "\n").split("\n"))))  # fmt: skip
+).map(lambda text: Mistake(tuple(text.split(" ")) if "'" not in text else tuple(text.replace("a b",
+"a\x01b").replace(" ", "\x02").replace("\x01", " ").replace("\x02", "\n").split("\n"))))  # fmt: skip

@@ -190,7 +190,10 @@ def _own(graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: f
 
 
 def _by_cause(lost: Mapping[str, float], own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what each rank loses to each cause: the mean over ranks is `lost`, the sum over causes alike on all ranks."""
+    """Return what each rank loses to each cause.
+
+    The mean over ranks is `lost`, the sum over causes alike on all ranks.
+    """
     more = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
     spent = np.sum([more[cause] for cause in CAUSES], axis=0)
     waits = {cause: max(0.0, lost[cause] - float(own[cause].mean())) for cause in CAUSES}

@@ -100,7 +100,8 @@ def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tu
     nodes = np.flatnonzero(~graph.is_arrival)
     fields = np.array([
         (
-            graph.rank[node], KINDS.index(a.kind.value), a.stage, 0 if a.segment is None else a.segment + 1, a.direction,
+            graph.rank[node], KINDS.index(a.kind.value), a.stage, 0 if a.segment is None else a.segment + 1,
+            a.direction,
             0 if a.micro_batch is None else a.micro_batch + 1,
         )
         for node in nodes for a in (actions[node],)
@@ -221,7 +222,8 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
 def _shorten_unseen(graph: Graph, table: np.ndarray, lag: np.ndarray) -> None:
     """Bound the flight times of messages that nobody waited for: a busy rank sees them late.
 
-    They count at most as the median of those on the same link that were waited for, or as the shortest if there are none.
+    They count at most as the median of those on the same link that were waited for, or as the shortest if there are
+    none.
     """
     users, receives = graph.needed(RECV_KINDS)
     exposed = table[receives] > table[graph.before[users]]

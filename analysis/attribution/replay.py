@@ -33,7 +33,10 @@ class Times:
 
 
 def start_table(graph: Graph, begin_s: np.ndarray, data_s: np.ndarray, input_s: np.ndarray) -> np.ndarray:
-    """Return the rows of `Graph` with the times known before the first action, (rows, R, N) in seconds; nodes are NaN."""
+    """Return the rows of `Graph` with the times known before the first action, (rows, R, N) in seconds.
+
+    Nodes are NaN.
+    """
     nodes = np.full((graph.num_nodes, *begin_s.shape[1:]), np.nan)
     always = np.full((1, *begin_s.shape[1:]), -np.inf)
     return np.concatenate([nodes, np.maximum(begin_s, data_s), input_s, always])

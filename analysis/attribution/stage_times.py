@@ -23,11 +23,11 @@ Part = tuple[Kind, int, int | None]
 def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the undisturbed time of each node, (nodes,) in seconds, 0 unless it computes, and the source of the times.
 
-    Of an emulated or simulated run these are the configured costs. Otherwise, among the ranks that run the same stage in
-    any replica or direction, it is the fastest one's median over steps and micro-batches, so that a rank that is always
-    slow stands out against its peers. Without a peer it is the rank's own median; if the trace has a measured profile, a
-    rank that is slower against it than most by more than STRAGGLES is scaled to their ratio. Without a profile, a rank
-    that is always slow counts as a slow stage.
+    Of an emulated or simulated run these are the configured costs. Otherwise, among the ranks that run the same stage
+    in any replica or direction, it is the fastest one's median over steps and micro-batches, so that a rank that is
+    always slow stands out against its peers. Without a peer it is the rank's own median; if the trace has a measured
+    profile, a rank that is slower against it than most by more than STRAGGLES is scaled to their ratio. Without a
+    profile, a rank that is always slow counts as a slow stage.
     """
     places = graph.of_kinds(*COMPUTE_KINDS)
     found = np.zeros(graph.num_nodes)

@@ -38,7 +38,10 @@ def attribution_dict(found: Attribution) -> dict[str, Any]:
 
 
 def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
-    """Return a row for each part of the step, in time and percent of it; with `with_ranks` followed by a row for each rank."""
+    """Return a row for each part of the step, in time and percent of it.
+
+    With `with_ranks` followed by a row for each rank.
+    """
     unit = time_unit([found.step_s])
     parts = {"ideal": found.ideal_s} | {LABELS[cause]: time_s for cause, time_s in found.run_s.items()}
     rows = [

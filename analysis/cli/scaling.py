@@ -132,7 +132,8 @@ def study_table(points: Sequence[Point]) -> str:
     """Return a line for each point with the 95 % interval of its median; efficiencies in %."""
     unit = time_unit([point.step_median_s for point in points])
     columns = {
-        "schedule": "", "source": "", "ranks": "d", "images/s": RIGHT, f"step [{unit.name}]": RIGHT, "95 % interval": RIGHT,
+        "schedule": "", "source": "", "ranks": "d", "images/s": RIGHT, f"step [{unit.name}]": RIGHT,
+        "95 % interval": RIGHT,
         "p95": RIGHT, "parallel [%]": ".1f", "compute [%]": ".1f",
     }  # fmt: skip
     rows = [

@@ -23,13 +23,16 @@ RUN_HELP = "run folder or trace file"
 # Verbs that draw an answer of `gems ... --json`: the function, the help, and the help on the file.
 DRAWN_ANSWERS = {
     "partition": (
-        "partition.draw_partition", "draw an answer of `gems partition --json` with its layers", "the file that gems partition writes",
+        "partition.draw_partition", "draw an answer of `gems partition --json` with its layers",
+        "the file that gems partition writes",
     ),
     "memory": (
-        "memory_plans.draw_memory_plans", "draw an answer of `gems memory`: bytes over time by policy", "the file that gems memory writes",
+        "memory_plans.draw_memory_plans", "draw an answer of `gems memory`: bytes over time by policy",
+        "the file that gems memory writes",
     ),
     "placement": (
-        "placement.draw_placement", "draw an answer of `gems place --json`: operators on devices over time", "the file that gems place writes",
+        "placement.draw_placement", "draw an answer of `gems place --json`: operators on devices over time",
+        "the file that gems place writes",
     ),
 }  # fmt: skip
 
@@ -91,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
     add_out(export, "file to write; default perfetto.json, events.csv or extrap.jsonl")
     export.add_argument("--format", choices=("perfetto", "csv", "extrap"), required=True)
     for made, about in (
-        (report, "run folder, trace file, or name of a run or study"), (export, "as for report; several for extrap alone"),
+        (report, "run folder, trace file, or name of a run or study"),
+        (export, "as for report; several for extrap alone"),
     ):  # fmt: skip
         made.add_argument("runs", nargs="+", metavar="RUN", help=about)
         made.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder in which names are looked up")

@@ -16,8 +16,8 @@ RUN_YAML, STUDY_JSON = "run.yaml", "study.json"
 def find_runs(names: Sequence[str], runs_dir: Path) -> list[Path]:
     """Return the run folders and trace files that `names` name, each once.
 
-    A name is a path, or the name of a run or a study below `runs_dir`; a run's name without its signature stands for all
-    runs of that name. Of a study those points are taken that have a trace.
+    A name is a path, or the name of a run or a study below `runs_dir`; a run's name without its signature stands for
+    all runs of that name. Of a study those points are taken that have a trace.
 
     Raises:
         ConfigError: there is none of a name, or a study none of whose points has a trace.

@@ -140,7 +140,8 @@ def _add_run_files(trace: Trace, folder: RunFolder) -> list[str]:
     """
     notes = []
     for path, add in (
-        (folder.provenance_json, _add_commit), (folder.schedule_json, _add_schedule), (folder.partition_json, _add_boundaries),
+        (folder.provenance_json, _add_commit), (folder.schedule_json, _add_schedule),
+        (folder.partition_json, _add_boundaries),
         (folder.memory_json, _add_memory_plan), (folder.profile_json, _add_layer_times),
     ):  # fmt: skip
         if not path.exists():

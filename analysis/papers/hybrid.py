@@ -94,7 +94,8 @@ def table(found: list[Projection]) -> str:
     """Return the projections as text: gains, crossing points, and every input with its mark."""
     gains = render(
         {
-            "network": "", "devices": RIGHT, "N x M": RIGHT, "gain": RIGHT, "95 %": RIGHT, "published": "", "which is": "",
+            "network": "", "devices": RIGHT, "N x M": RIGHT, "gain": RIGHT, "95 %": RIGHT, "published": "",
+            "which is": "",
             "shows": "",
         },
         [_gain_row(each) for one in found for each in one.gains if each.published is not None],

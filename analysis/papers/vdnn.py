@@ -215,7 +215,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         difference = f"{row.difference:+.1f} " + ("points" if row.unit == "%" else "%")
     return (
         row.network, UNKNOWN if row.num_images is None else str(row.num_images), row.quantity, row.unit,
-        *(UNKNOWN if figure is None else f"{figure:.{0 if row.unit == 'networks' else 1}f}" for figure in (row.ours, row.published)),
+        *(UNKNOWN if figure is None else f"{figure:.{0 if row.unit == 'networks' else 1}f}" for figure in (row.ours,
+        row.published)),
         difference, UNKNOWN if row.published is None else row.source,
     )  # fmt: skip
 

@@ -57,7 +57,8 @@ class Window:
 class Call:
     """One call: it reads one buffer and writes one, whole or, in a branch of a fork, a slice of the joined one.
 
-    `flops` and `moved_bytes` are those of forward, the bytes what it reads and writes; a ReLU is counted with its convolution.
+    `flops` and `moved_bytes` are those of forward, the bytes what it reads and writes; a ReLU is counted with its
+    convolution.
     """
 
     name: str

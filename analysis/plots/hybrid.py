@@ -1,4 +1,7 @@
-"""The picture of data parallelism beside workers of several devices: speed-up over devices, bands, and break-even points."""
+"""The picture of data parallelism beside workers of several devices.
+
+Speed-up over devices, bands, and break-even points.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ MESSAGE = ("step", "stage", "direction", "micro_batch")
 class Curve:
     """Bytes on one rank's device: `held_bytes[i]` from `time_ms[i]` on, time from the step's start.
 
-    `buffer_bytes` are the buffers of messages among them (0 in a measured run, which does not distinguish them), `host_bytes` the copies in host memory.
+    `buffer_bytes` are the buffers of messages among them (0 in a measured run, which does not distinguish them),
+    `host_bytes` the copies in host memory.
     """
 
     rank: int

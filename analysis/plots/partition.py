@@ -32,8 +32,8 @@ ROW_IN, BARS_IN = 0.42, 1.7
 def draw_partition(path: Path, out: Path) -> None:
     """Draw the answer of `gems partition`, see `draw_answer_file`.
 
-    Layers are drawn side by side, first to last: their times, their bytes, and a row for each method with its stages and
-    their peaks.
+    Layers are drawn side by side, first to last: their times, their bytes, and a row for each method with its stages
+    and their peaks.
     """
     draw_answer_file(
         path,

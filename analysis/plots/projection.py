@@ -64,7 +64,8 @@ def _draw_line(axes: Axes, found: Projection, line: str, colour: str) -> None:
     )  # fmt: skip
     base = mine[0].point
     axes.plot(
-        ranks, [100 * place.efficiency for place in mine], color=colour, linewidth=1.3, linestyle=(0, (4, 2)), marker="^",
+        ranks, [100 * place.efficiency for place in mine], color=colour, linewidth=1.3, linestyle=(0, (4, 2)),
+        marker="^",
         markerfacecolor="none", label=f"{line} (base {base.images_per_s:.3g} images/s on {base.ranks} ranks)",
     )  # fmt: skip
     for place in mine:

@@ -88,7 +88,8 @@ def read_schedule(path: Path) -> tuple[Schedule, StageCosts]:
 def _as_trace(schedule: Schedule, simulated: Simulation) -> tuple[Trace, StepWindow]:
     """Return the compute actions and copies as the events of one step."""
     rows = [
-        (rank, 0, KINDS.index(action.kind.value), action.stage, -1 if action.segment is None else action.segment, action.direction, action.micro_batch,
+        (rank, 0, KINDS.index(action.kind.value), action.stage, -1 if action.segment is None else action.segment,
+        action.direction, action.micro_batch,
          _STREAM_OF.get(action.kind, STREAMS.index("compute")), round(start * UNIT_NS), round(end * UNIT_NS), 0, 0, 0)
         for rank, row in enumerate(schedule.rows)
         for action, start, end in zip(row, simulated.start[rank], simulated.end[rank], strict=True)

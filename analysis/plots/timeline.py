@@ -78,9 +78,9 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
     """Build the picture of one step, by default the last whole one that is not a warm-up step.
 
     One lane a world rank, the first 64 of them; F in blue, B in orange, I in red, W in green and R in purple, light
-    and dark for the two directions or for the stages of a rank, with the micro-batch in the box if it fits; idle time is
-    the grey of the lane; transfers are thin bars below the lane, from posting to completion, and copies to and from host memory
-    below these. Time is in ms from the first rank's begin.
+    and dark for the two directions or for the stages of a rank, with the micro-batch in the box if it fits; idle time
+    is the grey of the lane; transfers are thin bars below the lane, from posting to completion, and copies to and from
+    host memory below these. Time is in ms from the first rank's begin.
 
     Raises:
         ConfigError: no such step, or the trace has no events.

@@ -33,7 +33,10 @@ def looks_json() -> list[dict[str, Any]]:
 
 
 def look_numbers(events: np.ndarray) -> np.ndarray:
-    """Return each event's place in LOOKS by its kind and its shade (the direction after `shaded`); 255 for what has no look."""
+    """Return each event's place in LOOKS by its kind and its shade (the direction after `shaded`).
+
+    255 for what has no look.
+    """
     table = np.full((len(KINDS), 2), NOT_DRAWN, np.uint8)
     for number, look in enumerate(LOOKS):
         for kind in look.kinds:
@@ -90,8 +93,8 @@ def windows_json(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, 
 def memory_block(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any] | None:
     """Return the curves of bytes held on the device and in host memory, and the samples; None without any byte.
 
-    Each curve has `offsets[lane]` where a rank's points begin in `time_ns` (from `origin_ns`) and `value_bytes`; a value
-    holds until the next point.
+    Each curve has `offsets[lane]` where a rank's points begin in `time_ns` (from `origin_ns`) and `value_bytes`; a
+    value holds until the next point.
     """
     ranks = np.unique(events["rank"])
     curves = []

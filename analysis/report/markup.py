@@ -20,7 +20,8 @@ class Html(str):
 def element(tag: str, /, *children: str, **attributes: str | bool) -> Html:
     """Return an element; children that are not `Html` are texts, and are escaped, as attributes are.
 
-    An underscore in an attribute's name becomes a dash, and one at its end is dropped (`class_`); True sets the name alone.
+    An underscore in an attribute's name becomes a dash, and one at its end is dropped (`class_`); True sets the name
+    alone.
     """
     parts = [tag]
     for key, value in attributes.items():

@@ -159,7 +159,8 @@ def _charts(place: int, trace: Trace) -> list[Html]:
         return []
     times_ms = step_times_s(steps) * 1e3
     charts = (
-        line_chart(f"{name}-{place}", steps["step"], y, "optimizer step", f"{title}, {trace.source}", is_from_zero=is_from_zero)
+        line_chart(f"{name}-{place}", steps["step"], y, "optimizer step", f"{title}, {trace.source}",
+        is_from_zero=is_from_zero)
         for name, y, title, is_from_zero in (
             ("loss", steps["loss"], "Training loss", False), ("step-times", times_ms, "Step time in ms", True),
         )

@@ -40,8 +40,8 @@ def base_points(points: Sequence[Point]) -> dict[str, Point]:
 def scaling_kind(points: Sequence[Point]) -> str:
     """Return the kind of a scaling study: strong, weak, capability, comparison or mixed.
 
-    Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its images grow in a line;
-    a comparison has one number of ranks.
+    Strong keeps the images of a step, weak those of a rank; in capability scaling the model or its images grow in a
+    line; a comparison has one number of ranks.
     """
     if len({point.ranks for point in points}) == 1:
         return "comparison"

@@ -162,8 +162,8 @@ class Point:
     def efficiency_interval(self, base: Point) -> Interval | None:
         """Return the parallel efficiency with its 95 % interval, both step times being uncertain.
 
-        If one has too few steps for an interval, the bounds are the extremes of both ranges. None without an efficiency;
-        for the base itself it is exactly 1.
+        If one has too few steps for an interval, the bounds are the extremes of both ranges. None without an
+        efficiency; for the base itself it is exactly 1.
         """
         value = self.efficiency(base)
         if value is None or self is base:

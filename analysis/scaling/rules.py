@@ -1,4 +1,6 @@
-"""Which claims a plot of a study supports: the twelve rules of Hoefler and Belli (SC 2015, doi 10.1145/2807591.2807644) as checks.
+"""Which claims a plot of a study supports.
+
+The twelve rules of Hoefler and Belli (SC 2015, doi 10.1145/2807591.2807644) as checks.
 
 Their advice to measure until the median is known well enough is the thirteenth.
 """

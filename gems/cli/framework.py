@@ -43,8 +43,8 @@ class Options:
 class Verb:
     """A command: `module:function`, called with (RunSpec, Options), or with (words, Options) if `takes_words`.
 
-    `flags` take no value; `choices` take one of some values, or any value if none is listed. The function returns an exit
-    code, or None for 0.
+    `flags` take no value; `choices` take one of some values, or any value if none is listed. The function returns an
+    exit code, or None for 0.
     """
 
     target: str

@@ -56,12 +56,14 @@ def _answer(spec: RunSpec, found: Placement) -> dict[str, Any]:
         "width_px": spec.data.width_px, "micro_batch_size": spec.parallel.micro_batch_size,
         "dtype": spec.train.dtype, "machine": spec.machine.name, "devices": devices.num,
         "link_latency_s": devices.latency_s, "link_bytes_per_s": 1 / devices.s_per_byte if devices.s_per_byte else None,
-        "limit_bytes": devices.limit_bytes, "contention": devices.has_contention, "operators": graph.num_ops, "pieces": found.num_pieces,
+        "limit_bytes": devices.limit_bytes, "contention": devices.has_contention, "operators": graph.num_ops,
+        "pieces": found.num_pieces,
         "method": found.method, "step_s": timed.span_s, "one_device_s": one_s, "speed_up": found.speed_up,
         "bound_s": found.bound_s, "gap": found.gap, "optimal": found.is_optimal, "solve_s": found.solve_s,
         "closed_form_speed_up": one_s / closed_s if closed_s else 1.0,
         "published_speed_up": PUBLISHED.get((spec.model.name, devices.num)), "published_is": "recalled, not confirmed",
-        "moved_bytes": sum(graph.ops[u].output_bytes for u in (*outputs, *gradients)), "messages": len(outputs) + len(gradients),
+        "moved_bytes": sum(graph.ops[u].output_bytes for u in (*outputs, *gradients)),
+        "messages": len(outputs) + len(gradients),
         "held_bytes": devices.held(graph, timed.places),
         "busy_s": [
             sum(op.time_s for op, place in zip(graph.ops, timed.places, strict=True) if place == device)

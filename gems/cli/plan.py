@@ -27,7 +27,8 @@ from gems.utils.units import GIB
 
 HYBRID = "--hybrid"
 NUM_BEST, BUDGET_S = 10, 40.0
-# Of the budget, where nothing has been found to fit: when the search gives way to one for anything that fits, and that one to
+# Of the budget, where nothing has been found to fit: when the search gives way to one for anything that fits, and that
+# one to
 # what would make it fit.
 SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
 
@@ -35,8 +36,9 @@ SEARCH_SHARE, LEAN_SHARE = 0.5, 0.75
 def show_plan(spec: RunSpec, options: Options) -> int:
     """Print the best configurations on parallel.gpus GPUs (by default those of the run), best first.
 
-    --global-batch gives the images of a step (by default the run's own), and with --epochs FILE several of them, which are then
-    compared by the time to the target. --top says how many are printed, --budget how many seconds the search may take,
+    --global-batch gives the images of a step (by default the run's own), and with --epochs FILE several of them, which
+    are then compared by the time to the target. --top says how many are printed, --budget how many seconds the search
+    may take,
     --write FILE writes the first as an experiment. --hybrid compares data with model parallelism instead.
 
     Raises:
@@ -134,7 +136,8 @@ def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) ->
 def _answer(spec: RunSpec, found: Found[Choice], num_gpus: int) -> dict[str, Any]:
     first = found.best[0]
     return {
-        "source": "simulated", "model": spec.model.name, "height_px": spec.data.height_px, "width_px": spec.data.width_px,
+        "source": "simulated", "model": spec.model.name, "height_px": spec.data.height_px,
+        "width_px": spec.data.width_px,
         "machine": spec.machine.name, "device_bytes": spec.machine.device_bytes, "gpus": num_gpus,
         "choices": [choice.to_json(first) for choice in found.best], "is_exact": found.is_exact,
         "candidates": found.num_candidates, "simulated": found.num_simulated, "too_large": found.num_too_large,

@@ -120,7 +120,8 @@ def _choice(choice: Choice, num_samples: int | None) -> dict[str, Any]:
     return {
         "workers": choice.workers, "ways": choice.ways, "global_batch": batch,
         "step_s": step_s, "images_per_s": None if step_s is None else batch / step_s,
-        "steps_per_epoch": None if num_samples is None else num_samples / batch, "epochs": choice.epochs, "cost": choice.cost, "speedup": _quantity(choice.speedup), "over_data_parallel": _quantity(choice.gain),
+        "steps_per_epoch": None if num_samples is None else num_samples / batch, "epochs": choice.epochs,
+        "cost": choice.cost, "speedup": _quantity(choice.speedup), "over_data_parallel": _quantity(choice.gain),
         "time_s": _quantity(choice.time_s), "gpu_hours": _quantity(choice.gpu_hours),
         "is_extrapolated": choice.is_extrapolated,
     }  # fmt: skip

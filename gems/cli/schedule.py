@@ -27,7 +27,8 @@ TORCH = "format=torch"
 def show_schedule(spec: RunSpec, options: Options) -> int:
     """Print the schedule of a resolved run: compute actions, or with level=lowered the list that ranks run.
 
-    The JSON carries the costs of the stages beside the schedule, for drawings. format=torch gives the compute actions as the CSV that torch.distributed.pipelining loads.
+    The JSON carries the costs of the stages beside the schedule, for drawings. format=torch gives the compute actions
+    as the CSV that torch.distributed.pipelining loads.
 
     Raises:
         ConfigError: counts or a cap that the family cannot serve, or a format that cannot say the schedule.

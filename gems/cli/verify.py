@@ -21,7 +21,8 @@ def verify(spec: RunSpec, options: Options) -> int:
     if options.json:
         print_json({
             "schedule": spec.schedule.name, "partitions": spec.parallel.partitions, "replicas": spec.parallel.replicas,
-            "micro_batches": spec.parallel.micro_batches, "model": title_of(spec.model), "steps": STEPS, **asdict(found),
+            "micro_batches": spec.parallel.micro_batches, "model": title_of(spec.model), "steps": STEPS,
+            **asdict(found),
         })  # fmt: skip
         return 0 if found.is_equal and found.has_predicted_bytes else 1
     print(

@@ -180,7 +180,10 @@ def _store_schema() -> None:
 
 
 def _register(default: _DefaultCluster) -> None:
-    """Give Hydra what is no file: the schema, the default cluster, and the registered options; a file of a name wins."""
+    """Give Hydra what is no file: the schema, the default cluster, and the registered options.
+
+    A file of a name wins.
+    """
     _store_schema()
     store = ConfigStore.instance()
     for group in REGISTERED:

@@ -42,7 +42,8 @@ def check_experiment(path: Path) -> None:
     """
     if path.suffix != ".yaml" or not path.parent.is_dir():
         raise ConfigError(
-            "--write", path, "must be a file NAME.yaml in an existing folder", "conf/experiment/NAME.yaml for make submit CONF=NAME"
+            "--write", path, "must be a file NAME.yaml in an existing folder",
+            "conf/experiment/NAME.yaml for make submit CONF=NAME"
         )  # fmt: skip
 
 

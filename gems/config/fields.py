@@ -17,15 +17,16 @@ T = TypeVar("T")
 MAX_INT = 2**63 - 1
 # Products and quotients of a few numbers between these two stay finite.
 MIN_REAL, MAX_REAL = 1e-30, 1e30
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "a mapping"}  # fmt: skip
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list",
+dict: "a mapping"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a field may hold, or each entry of a list.
 
-    `choices` may be a function, so that a registry is asked when a value is checked. `accepts` judges a text, and `form`
-    describes the texts that it accepts. A field with `in_run_id=False` changes no result of a run.
+    `choices` may be a function, so that a registry is asked when a value is checked. `accepts` judges a text, and
+    `form` describes the texts that it accepts. A field with `in_run_id=False` changes no result of a run.
     """
 
     help: str = ""

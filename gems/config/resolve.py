@@ -37,7 +37,10 @@ def global_batch(spec: RunSpec) -> int:
 
 
 def _resolve_counts(spec: RunSpec) -> ParallelConfig:
-    """Derive replications, parts and micro-batches, their product, from those given (GEMS: two replications at least)."""
+    """Derive replications, parts and micro-batches, their product, from those given (GEMS.
+
+    Two replications at least).
+    """
     parallel = spec.parallel
     is_gems = _has_runs(spec)
     total, runs, parts = parallel.micro_batches, parallel.replications, parallel.parts
@@ -104,7 +107,8 @@ def check_batch(spec: RunSpec) -> None:
         return
     if global_batch(spec) > spec.data.train_samples and not DATASETS[spec.data.name].counts_itself:
         raise ConfigError(
-            "data.train_samples", spec.data.train_samples, f"must be {global_batch(spec)} or more, the samples of one step",
+            "data.train_samples", spec.data.train_samples,
+            f"must be {global_batch(spec)} or more, the samples of one step",
             "use more samples, or fewer micro-batches or replicas",
         )  # fmt: skip
 

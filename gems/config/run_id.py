@@ -1,4 +1,7 @@
-"""The run's ID, which ends its folder's name: a hash of what the user asked for, so that the same run finds its folder."""
+"""The run's ID, which ends its folder's name.
+
+A hash of what the user asked for, so that the same run finds its folder.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,10 @@ def _flags(mpiexec: str) -> tuple[str, ...]:
 
 
 def mpi_family() -> str | None:
-    """Return the family of the mpiexec that ranks here would start by, mpich or openmpi; None for others, or for none."""
+    """Return the family of the mpiexec that ranks here would start by, mpich or openmpi.
+
+    None for others, or for none.
+    """
     try:
         return _family(_find_mpiexec())
     except ConfigError:

@@ -60,8 +60,8 @@ class Verification:
 def verify(spec: RunSpec) -> Verification:
     """Run two steps of a resolved run in ranks of this machine and compare them with one unsplit process.
 
-    Compared are every parameter, gradient and running statistic of every copy on every rank. Both compute in float64, or
-    in train.dtype if that is not the default.
+    Compared are every parameter, gradient and running statistic of every copy on every rank. Both compute in float64,
+    or in train.dtype if that is not the default.
 
     Raises:
         ConfigError: a configuration that cannot be run here.

@@ -32,7 +32,8 @@ class MemoryPolicy:
         make: Makes the plan of a case; raises DoesNotFitError if nothing that the policy can do keeps the limit.
         needs_limit: Whether it must know how much a device has.
         takes_target: Whether memory.target_reduction may stand in for the limit.
-        quick_ways, slow_ways: Values of memory.recompute with which `gems plan` tries it, by what one evaluation takes; ""
+        quick_ways, slow_ways: Values of memory.recompute with which `gems plan` tries it, by what one evaluation takes;
+        ""
             for a policy that does not read it.
     """
 
@@ -89,7 +90,8 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 def published_plans(case: MemoryCase) -> list[MemoryPlan]:
     """Return the plans of the published policies that can be had under the case's limit."""
     makers: list[Callable[[], MemoryPlan]] = [
-        partial(vdnn_dyn, case), partial(vdnn_dyn, case, asynchronous=True), partial(lms, case), partial(lms_limit, case),
+        partial(vdnn_dyn, case), partial(vdnn_dyn, case, asynchronous=True), partial(lms, case),
+        partial(lms_limit, case),
         *(partial(recompute, case, how) for how in RECOMPUTES),
     ]  # fmt: skip
     plans = []

@@ -18,8 +18,9 @@ from gems.models.steps import Fork, Step, is_chain
 class Operator:
     """A part of a layer.
 
-    `path` is where the module of a step stands in that of its layer, "" for a whole layer, None for a join, which puts what
-    it reads together along the channels. `feeders` are the operators that it reads, in order; none for the first of all.
+    `path` is where the module of a step stands in that of its layer, "" for a whole layer, None for a join, which puts
+    what it reads together along the channels. `feeders` are the operators that it reads, in order; none for the first
+    of all.
     """
 
     name: str

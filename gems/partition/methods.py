@@ -44,7 +44,10 @@ Boundaries = Callable[["PartitionCase"], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PartitionMethod:
-    """A method: `cut` takes a case, an objective and a budget in seconds; without `needs_profile` it only counts layers."""
+    """A method: `cut` takes a case, an objective and a budget in seconds.
+
+    Without `needs_profile` it only counts layers.
+    """
 
     cut: Callable[[PartitionCase, str, float], Partition]
     needs_profile: bool = True

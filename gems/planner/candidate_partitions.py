@@ -59,7 +59,10 @@ class Cuts:
         return self._by_bytes[counts]
 
     def within(self, schedule: Schedule, optimizer: str, limit_bytes: int) -> tuple[int, ...] | None:
-        """Return the exact cut of a lowered schedule, of the least time within the bytes; None where its tables are too large."""
+        """Return the exact cut of a lowered schedule, of the least time within the bytes.
+
+        None where its tables are too large.
+        """
         case = PartitionCase(self.spans.profile, schedule, optimizer, limit_bytes)
         case.__dict__["spans"] = self.spans
         num_tables = sum(len(rank.moments) * len(rank.stages) for rank in dict.fromkeys(case.memory))

@@ -59,8 +59,8 @@ class _Made:
 class Planner:
     """Judges candidates for a run: `spec` is the resolved one that says everything that no candidate chooses.
 
-    `epochs` gives the epochs to the target by global batch, where they are known: then choices are ranked by the seconds to it.
-    `_made` holds profiles, loads and cuts, which do not depend on the limit.
+    `epochs` gives the epochs to the target by global batch, where they are known: then choices are ranked by the
+    seconds to it. `_made` holds profiles, loads and cuts, which do not depend on the limit.
     """
 
     spec: RunSpec
@@ -167,7 +167,10 @@ class Planner:
         return replace(spec, parallel=parallel, schedule=schedule, memory=memory, cost=cost, cluster=cluster)
 
     def evaluate(self, one: Candidate) -> Choice | TooLarge | None:
-        """Cut, schedules and simulates a candidate; None where its counts, or a policy where keeping fits, make no sense."""
+        """Cut, schedules and simulates a candidate.
+
+        None where its counts, or a policy where keeping fits, make no sense.
+        """
         if one.memory == KEEP:
             found = self._kept(one)
             self._fits[one] = isinstance(found, Choice)
@@ -283,7 +286,10 @@ class Planner:
         return _Made(boundaries, run, compute_schedule(run))
 
     def _costs(self, run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> StageCosts:
-        """Return what the list is simulated with: the profile's seconds, or on a machine without real layers its own costs."""
+        """Return what the list is simulated with.
+
+        The profile's seconds, or on a machine without real layers its own costs.
+        """
         if run.machine.kind != "real":
             return schedule_costs(run, schedule.placement)
         spans = self.cuts(run.parallel.micro_batch_size).spans

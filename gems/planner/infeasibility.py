@@ -32,7 +32,8 @@ def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], n
     limit = planner.limit_bytes
     if limit is None or not (found.num_too_large or found.num_pruned_bytes):
         raise ConfigError(
-            "parallel.gpus", num_gpus, f"none of {len(asked)} configurations could be judged", "give more time: --budget S"
+            "parallel.gpus", num_gpus, f"none of {len(asked)} configurations could be judged",
+            "give more time: --budget S"
         )  # fmt: skip
     begin = time.perf_counter()
     end = max(end, begin + MIN_S)
@@ -55,7 +56,10 @@ def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], n
 
 
 def _least_memory(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> tuple[int, Choice] | None:
-    """Return the smallest device memory that works, to within 5 %, with what fits there; None where none was found in time."""
+    """Return the smallest device memory that works, to within 5 %, with what fits there.
+
+    None where none was found in time.
+    """
     low = high = limit
     best = None
     while best is None and time.perf_counter() < end:

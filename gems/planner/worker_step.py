@@ -32,8 +32,8 @@ class Step:
 def with_degree(spec: RunSpec, degree: int) -> RunSpec:
     """Return a resolved run with one pipeline of `degree` partitions and the same mini-batch of a worker.
 
-    On one device the layers run one after another. A real machine has the costs of its profile unless others are given. Those
-    of cost=uniform are of equal parts, so that more parts are smaller ones.
+    On one device the layers run one after another. A real machine has the costs of its profile unless others are given.
+    Those of cost=uniform are of equal parts, so that more parts are smaller ones.
     """
     cost, before = spec.cost, spec.parallel.partitions
     if spec.machine.kind == "real" and cost == CostConfig():

@@ -108,7 +108,10 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 
 def _byte_code(name: str, source: bytes) -> bytes:
-    """Return a module's byte-code file. Its file name is within the archive: no file in a job's folder is taken for it."""
+    """Return a module's byte-code file. Its file name is within the archive.
+
+    No file in a job's folder is taken for it.
+    """
     code = compile(source, f"{CODE_ZIP}/{name}", "exec", dont_inherit=True, optimize=0)
     header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(source)
     return header + marshal.dumps(code, WITHOUT_REFERENCES)

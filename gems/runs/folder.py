@@ -23,7 +23,8 @@ from gems.utils.atomic_io import read_json, write_json
 from gems.utils.registry import load_plugins
 
 OF_ALL_ATTEMPTS = (
-    "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts", "checkpoints",
+    "run.yaml", "costs.json", "schedule.json", "partition.json", "profile.json", "memory.json", "attempts",
+    "checkpoints",
 )  # fmt: skip
 CANCELLED_JSON = "cancelled.json"
 OF_PREPARATION = ("status.json", "provenance.json", "provenance")

@@ -54,8 +54,8 @@ class Heartbeat:
 class Beat:
     """The last mark of a rank: step -1 is outside of training; action "finished" is a clean end.
 
-    `alive_ns` is its last sign of life, 0 where nothing gives any; `waits_for` what it waits for, empty while it works or
-    where that is not known; `moved_ns` when it last began an action, or to wait or to work within one.
+    `alive_ns` is its last sign of life, 0 where nothing gives any; `waits_for` what it waits for, empty while it works
+    or where that is not known; `moved_ns` when it last began an action, or to wait or to work within one.
     """
 
     pid: int

@@ -42,7 +42,8 @@ def runs_of_name(
     """Return all runs below a folder that have a name, whatever their ids, in order.
 
     Raises:
-        ConfigError: there is none. `problem` describes that; the nearest names are given, or `advice` if there are none.
+        ConfigError: there is none. `problem` describes that; the nearest names are given, or `advice` if there are
+            none.
     """
     entries = sorted(folders(runs_dir))
     same = [path for path in entries if is_run(path) and run_name(path) == name]

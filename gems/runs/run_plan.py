@@ -61,7 +61,10 @@ class RunPlan:
 
     @property
     def stage_costs(self) -> StageCosts:
-        """What the schedule is simulated with: in the units of `costs`, or under a memory policy in seconds and bytes."""
+        """What the schedule is simulated with.
+
+        In the units of `costs`, or under a memory policy in seconds and bytes.
+        """
         return schedule_costs(self.run, self.schedule.placement) if self.memory is None else self.memory.costs
 
     @property
@@ -203,7 +206,8 @@ def _outcome(run: RunSpec, case: MemoryCase) -> PlanOutcome:
         DoesNotFitError: it leaves too much on a device or in host memory.
     """
     key = repr((
-        run.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer, case.limit_bytes,
+        run.memory, case.schedule.digest(), case.profile, case.network, case.boundaries, case.optimizer,
+        case.limit_bytes,
         case.d2h_bytes_per_s, case.h2d_bytes_per_s, case.least_bytes, case.num_replicas,
     ))  # fmt: skip
     made = MemoryPlan.from_json(cached(run.cache_dir, "memory", key, lambda: plan_of(run.memory, case).to_json()))

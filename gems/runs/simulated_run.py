@@ -125,7 +125,8 @@ def _credentials(spec: RunSpec) -> dict[str, object]:
     """Return what a machine is known from, and how far predictions with it were off, where it says so."""
     machine = spec.machine
     found = {
-        "calibrated_from": machine.calibrated_from, "held_out_error": machine.held_out_error, "noise": machine.noise or None,
+        "calibrated_from": machine.calibrated_from, "held_out_error": machine.held_out_error,
+        "noise": machine.noise or None,
     }  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}
 

@@ -45,7 +45,10 @@ class WaitingChain:
         return max(ways.values(), key=len)
 
     def text(self, rank: int | None = None) -> str:
-        """Describe in one line for whom `rank` waits, and that one, to the root; without a rank, who has waited longest."""
+        """Describe in one line for whom `rank` waits, and that one, to the root.
+
+        Without a rank, who has waited longest.
+        """
         if rank is None or rank not in self.standings:
             waiting = [one for one in self.standings.values() if one.state is State.WAITS]
             if not waiting:

@@ -36,7 +36,8 @@ COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECV_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
 COPY_KINDS = frozenset({Kind.OFFLOAD, Kind.PREFETCH})
-# What waits for a copy on the rank itself: FREE for the copy out, whose memory is free behind it, AWAIT for the copy back.
+# What waits for a copy on the rank itself: FREE for the copy out, whose memory is free behind it, AWAIT for the copy
+# back.
 WAIT_KINDS = frozenset({Kind.FREE, Kind.AWAIT})
 RANK_KINDS = frozenset({Kind.REDUCE_GRAD, Kind.STEP})
 # What a rank goes on behind only when it has ended; the others post.
@@ -51,9 +52,9 @@ class Action(NamedTuple):
     """One item of a rank's list.
 
     Text form: `[stage][.segment]KIND[micro_batch][/direction]`, as in `2F5`, `0SEND_B3/1`; direction 0 is not
-    written. A segment is a part of its stage, counted from 0. A transfer carries the stage of the rank that runs it: `0SEND_F5` pairs with `1RECV_F5`.
-    REDUCE_GRAD and STEP act on all that a rank holds and carry its lowest stage.
-    A tuple and not a dataclass: equal in use, and several times cheaper to make and to hash.
+    written. A segment is a part of its stage, counted from 0. A transfer carries the stage of the rank that runs it:
+    `0SEND_F5` pairs with `1RECV_F5`. REDUCE_GRAD and STEP act on all that a rank holds and carry its lowest stage. A
+    tuple and not a dataclass: equal in use, and several times cheaper to make and to hash.
     """
 
     kind: Kind

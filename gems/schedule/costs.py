@@ -49,8 +49,8 @@ class StageCosts:
     `activation` is what forward keeps, `held_for_weights` what is left of it between I and W, `boundary_bytes[s]`
     what stage s hands to stage s + 1 (and gets back as gradient), `copy` the time of moving the stage's activations
     one way between device and host memory, `boundary` the part of `activation` that a recomputed stage keeps. `reduce`
-    and `step` are the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part of
-    `reduce` in which the links between nodes are full. `segments` has the parts of each stage that runs in segments.
+    and `step` are the times of the rank-wide actions, found by the lowest stage of the rank, and `reduce_link` the part
+    of `reduce` in which the links between nodes are full. `segments` has the parts of each stage that runs in segments.
     """
 
     forward: tuple[float, ...]

@@ -1,10 +1,10 @@
 """What must be complete before an action may start, and the two ends of a transfer. Every other part asks here.
 
 In a chain a transfer joins neighbours. Between the stages of a graph (`Placement.feeders`) it names the stage at the
-other end in place of a segment: `2.5SEND_F0` carries what stage 2 made to the rank of stage 5, and pairs with `5.2RECV_F0`.
-What a stage makes goes once to each other rank that reads it, in the name of the lowest stage that does so there. Each
-reader's gradient comes back by itself, so that all are added up where autograd would, in its order. The stages of a graph
-run whole, with a full backward.
+other end in place of a segment: `2.5SEND_F0` carries what stage 2 made to the rank of stage 5, and pairs with
+`5.2RECV_F0`. What a stage makes goes once to each other rank that reads it, in the name of the lowest stage that does
+so there. Each reader's gradient comes back by itself, so that all are added up where autograd would, in its order. The
+stages of a graph run whole, with a full backward.
 """
 
 from __future__ import annotations

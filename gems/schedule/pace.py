@@ -14,9 +14,9 @@ class Pace:
     """What disturbs one pipeline beside the costs of its stages.
 
     Compute on `slow_rank`, a rank of the pipeline, takes `slowdown` times as long. A rank where a direction begins
-    reads one input after the other from the beginning of the step on, each in `input` units of time. `slowdowns` says how
-    many times as long everything takes that each rank does, 1 for all of them where none are given; `late`, by the stage
-    that names a reduction, when peers in other replicas join it at the earliest.
+    reads one input after the other from the beginning of the step on, each in `input` units of time. `slowdowns` says
+    how many times as long everything takes that each rank does, 1 for all of them where none are given; `late`, by the
+    stage that names a reduction, when peers in other replicas join it at the earliest.
     """
 
     slow_rank: int | None = None

@@ -12,8 +12,8 @@ class Placement:
     Ranks here are places inside one pipeline, 0 to `num_ranks` - 1. With `replicas` copies of the pipeline, world
     rank = replica x num_ranks + rank.
 
-    Stages form a chain, unless `feeders` names, for each stage, the lower ones whose outputs it reads, ascending. Stage 0 alone reads
-    none there (it reads the data), the last is read by none (it makes the loss), all others by some.
+    Stages form a chain, unless `feeders` names, for each stage, the lower ones whose outputs it reads, ascending. Stage
+    0 alone reads none there (it reads the data), the last is read by none (it makes the loss), all others by some.
 
     Raises:
         ValueError: `feeders` are no such graph.

@@ -20,8 +20,9 @@ class Schedule:
 
     `num_micro_batches` counts all of a step over both directions; a micro-batch runs in one direction.
     `passes` names what has been done to the compute-only list that a generator made. `num_stages` is the stages that
-    the model is cut into, `num_segments` those of each stage (None where a stage runs whole), `has_transfers` says whether transfers are in the list, so that data of other ranks comes
-    only through them, and `needs` keeps what `gems.schedule.dependencies` has answered for this schedule.
+    the model is cut into, `num_segments` those of each stage (None where a stage runs whole), `has_transfers` says
+    whether transfers are in the list, so that data of other ranks comes only through them, and `needs` keeps what
+    `gems.schedule.dependencies` has answered for this schedule.
     """
 
     name: str

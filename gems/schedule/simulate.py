@@ -259,9 +259,9 @@ class RankTime:
     """The time of one rank in one step, in the unit of the costs; the parts add up to the step.
 
     `useful` is F, B, I and W; `recompute` is R; `link` is waiting while the awaited message was under way, the exposed
-    communication; `input` is waiting for the input of a micro-batch; `reduce` is the gradient reduction with its waiting for
-    peers; `step` the optimizer's; `idle` the rest, in which the rank waits for others to compute, for room under the
-    cap, or for copies to come back.
+    communication; `input` is waiting for the input of a micro-batch; `reduce` is the gradient reduction with its
+    waiting for peers; `step` the optimizer's; `idle` the rest, in which the rank waits for others to compute, for room
+    under the cap, or for copies to come back.
     """
 
     useful: float

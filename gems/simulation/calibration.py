@@ -68,15 +68,18 @@ class Calibration:
         values = self.machine()
         node = self.links.get("node")
         return Network(
-            latency=values["link_latency_s"], per_byte=1 / values["link_bytes_per_s"], ranks_per_node=self.ranks_per_node,
-            node_latency=0.0 if node is None else node.latency_s, node_per_byte=0.0 if node is None else 1 / node.bytes_per_s,
+            latency=values["link_latency_s"], per_byte=1 / values["link_bytes_per_s"],
+            ranks_per_node=self.ranks_per_node,
+            node_latency=0.0 if node is None else node.latency_s,
+            node_per_byte=0.0 if node is None else 1 / node.bytes_per_s,
         )  # fmt: skip
 
 
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
     """Fit latency and bandwidth by least squares of relative errors, so that small messages count as large ones do.
 
-    Where the best line would have a negative latency or rate, that one is 0 (or as good as free) and the other alone is fitted.
+    Where the best line would have a negative latency or rate, that one is 0 (or as good as free) and the other alone is
+    fitted.
 
     Raises:
         ConfigError: fewer than two different sizes, or times that are not above 0.
@@ -102,7 +105,9 @@ def _alone(column: np.ndarray) -> float:
 
 
 def noise_of(times_s: np.ndarray) -> float:
-    """Return the relative standard deviation of computes that should take equally long: an array of repetitions x ranks.
+    """Return the relative standard deviation of computes that should take equally long.
+
+    An array of repetitions x ranks.
 
     By the middle half of each rank's times, so that a few interruptions do not count as noise; the median over ranks.
 
@@ -170,8 +175,8 @@ def machine_yaml(
 ) -> str:
     """Return the text of a machine's file, for conf/machine/ or the folder machine/ of one that --config-dir names.
 
-    `origin` says what it was measured on; `comments` are lines more that head it. With `base` the rest is that machine's.
-    A noise above what predictions take, on a machine that others use too, is cut to that.
+    `origin` says what it was measured on; `comments` are lines more that head it. With `base` the rest is that
+    machine's. A noise above what predictions take, on a machine that others use too, is cut to that.
     """  # fmt: skip
     fits = [
         f"{level}: {fit.latency_s:.3g} s and {fit.bytes_per_s:.3g} bytes/s, median error of the fit {fit.error:.1%}"

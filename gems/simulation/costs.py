@@ -53,7 +53,10 @@ def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
 
 
 def gradient_bytes(run: RunSpec, placement: Placement, rank: int) -> int:
-    """Return the bytes of gradients that a rank reduces: those of its share of the model, twice that in two directions."""
+    """Return the bytes of gradients that a rank reduces.
+
+    Those of its share of the model, twice that in two directions.
+    """
     stages = {stage for _, stage in placement.stages_on(rank)}
     return run.cost.param_bytes * len(stages) * placement.num_ranks // placement.num_stages
 

@@ -116,8 +116,8 @@ def noisy_steps(
     which gives the distribution of when it is ready for its reductions. A step then is a simulation of replica 0 in
     which each reduction begins when the last of all replicas is ready, drawn from that distribution: of R replicas
     the largest of R draws, so that no replica but one is simulated however many there are. `arrivals` is that
-    distribution where it is known (`arrivals_of`), for it does not depend on the number of replicas. `pace` is what disturbs
-    replica 0 besides; the others have none of it.
+    distribution where it is known (`arrivals_of`), for it does not depend on the number of replicas. `pace` is what
+    disturbs replica 0 besides; the others have none of it.
 
     Raises:
         ScheduleError: the schedule would not run.
@@ -129,7 +129,8 @@ def noisy_steps(
     return [
         simulate(
             schedule, costs, network, cap,
-            replace(pace, slowdowns=tuple(mine.tolist()), late={} if arrivals is None else arrivals.last(num_replicas - 1, rng)),
+            replace(pace, slowdowns=tuple(mine.tolist()),
+            late={} if arrivals is None else arrivals.last(num_replicas - 1, rng)),
         )
         for mine in factors
     ]  # fmt: skip

@@ -30,7 +30,8 @@ def memory_case(
     """
     machine = spec.machine
     return MemoryCase(
-        profile or profile_of(spec), schedule, boundaries, optimizer_name(spec), spec.memory.limit_bytes or machine.device_bytes,
+        profile or profile_of(spec), schedule, boundaries, optimizer_name(spec),
+        spec.memory.limit_bytes or machine.device_bytes,
         machine.d2h_bytes_per_s, machine.h2d_bytes_per_s, network_in_seconds(spec), spec.memory.min_offload_bytes,
         spec.parallel.replicas,
     )  # fmt: skip
@@ -57,7 +58,8 @@ def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:
     limit, on_host = spec.machine.host_bytes, node_host_bytes(spec, outcome.host_bytes)
     if limit is not None and on_host > limit:
         raise DoesNotFitError(
-            f"host memory of {_ranks_on_node(spec, outcome.host_bytes)} ranks on a node under memory={policy}", on_host, limit,
+            f"host memory of {_ranks_on_node(spec, outcome.host_bytes)} ranks on a node under memory={policy}", on_host,
+            limit,
             "recompute more (memory=recompute, memory=plan), use more nodes, or a smaller image or micro-batch",
             key="machine.host_bytes",
         )  # fmt: skip

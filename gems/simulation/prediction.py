@@ -108,7 +108,8 @@ class Prediction:
             **{
                 f"{name}_s": [getattr(time, part) * unit_s for time in self.times]
                 for name, part in (
-                    ("useful", "useful"), ("recompute", "recompute"), ("link_wait", "link"), ("input_wait", "input"), ("reduce", "reduce"),
+                    ("useful", "useful"), ("recompute", "recompute"), ("link_wait", "link"), ("input_wait", "input"),
+                    ("reduce", "reduce"),
                     ("optimizer", "step"), ("idle", "idle"),
                 )
             },

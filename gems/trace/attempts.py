@@ -20,9 +20,9 @@ def join_attempts(traces: Sequence[Trace]) -> Trace:
     """Join the traces of attempts, given in their order, on the clock of the first that counts.
 
     An attempt that went on from a checkpoint takes up the steps of those before it. What they did of the steps that it
-    repeats was lost, and is left out, so each step stands once. An attempt that began at the first step, or from another
-    run's state, has nothing before it. Clocks of other nodes have nothing in common, so an attempt lies by the time of day at
-    its beginning, and at least GAP_NS behind the one before. The root attributes are those of the last.
+    repeats was lost, and is left out, so each step stands once. An attempt that began at the first step, or from
+    another run's state, has nothing before it. Clocks of other nodes have nothing in common, so an attempt lies by the
+    time of day at its beginning, and at least GAP_NS behind the one before. The root attributes are those of the last.
     """
     chain = _chain(traces)
     if len(chain) == 1:

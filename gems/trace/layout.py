@@ -10,7 +10,8 @@ import numpy as np
 
 SCHEMA_VERSION = "1.2"
 SOURCES = ("measured", "emulated", "simulated")
-# The kinds of actions, and behind them what a rank does beside its list: INPUT, waiting for the data of a step or micro-batch.
+# The kinds of actions, and behind them what a rank does beside its list: INPUT, waiting for the data of a step or
+# micro-batch.
 KINDS = (
     "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "STEP", "I", "W", "R", "OFFLOAD", "PREFETCH",
     "FREE", "AWAIT", "INPUT",

@@ -45,7 +45,10 @@ def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] |
 
 
 def keep_cached(configured: str | None, kind: str, key: str, document: dict[str, Any]) -> None:
-    """Keep a result for this key and version of the toolkit, whole or not at all; where that cannot be, nothing happens."""
+    """Keep a result for this key and version of the toolkit, whole or not at all.
+
+    Where that cannot be, nothing happens.
+    """
     path = _path(configured, kind, key)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with contextlib.suppress(OSError):

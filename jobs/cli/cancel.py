@@ -85,7 +85,10 @@ def _is_confirmed(seen: Overview) -> bool:
 
 
 def _stop_study(study: StudyRecord) -> str | None:
-    """Mark a study as cancelled, and wait until its command starts no more points; return a note if that is not known."""
+    """Mark a study as cancelled, and wait until its command starts no more points.
+
+    Return a note if that is not known.
+    """
     study.mark_cancelled()
     pause, deadline_s = threading.Event(), time.monotonic() + COMMAND_LIMIT_S
     while study.is_running_here() and not _runs_point_itself(study):

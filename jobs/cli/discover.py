@@ -1,4 +1,7 @@
-"""`python -m jobs discover`: a draft of this site's cluster preset, from its SLURM; a person reads it before it is used."""
+"""`python -m jobs discover`: a draft of this site's cluster preset, from its SLURM.
+
+A person reads it before it is used.
+"""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ def study(words: Sequence[str], options: Options) -> int:
     """Run `python -m jobs study study=NAME [key=value ...]`; the overrides go to every point.
 
     Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the next call submits
-    the others; with --wait the command stays until all have ended. Return the worst of the exit codes of the points that
-    ran meanwhile and of the drawing. With --dry-run nothing runs, and the points are printed; with --stop the study is
-    cancelled, as by `jobs cancel`. Above cluster.confirm_above_gpu_hours of all points together it asks first.
+    the others; with --wait the command stays until all have ended. Return the worst of the exit codes of the points
+    that ran meanwhile and of the drawing. With --dry-run nothing runs, and the points are printed; with --stop the
+    study is cancelled, as by `jobs cancel`. Above cluster.confirm_above_gpu_hours of all points together it asks first.
 
     Raises:
         ConfigError: no such study, a point that cannot be composed, or nobody to confirm; then none has run.

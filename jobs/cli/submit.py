@@ -37,9 +37,9 @@ def prepare_run(spec: RunSpec, options: Options) -> int:
 def submit(spec: RunSpec, options: Options) -> int:
     """Run here and return the exit code, or submit to SLURM and return 0, or 1 if the user does not confirm the cost.
 
-    A job goes through `jobs.preflight.checks` before it is queued, and an expensive one must be confirmed on the terminal
-    or by --yes. With --dry-run nothing starts and no folder is made: the batch script (here: the launcher's command line)
-    goes to stdout as it would be used, the resources and the preflight to stderr.
+    A job goes through `jobs.preflight.checks` before it is queued, and an expensive one must be confirmed on the
+    terminal or by --yes. With --dry-run nothing starts and no folder is made: the batch script (here: the launcher's
+    command line) goes to stdout as it would be used, the resources and the preflight to stderr.
 
     Raises:
         ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to confirm.

@@ -53,8 +53,8 @@ BY_OTHERS = (9, 15)  # signals by which a launcher, a scheduler or a user ends r
 class Evidence:
     """What is known of a run; empty or None for what there is not, and `errors` of the queries that failed.
 
-    `failure` is the rank at fault by the launcher's output, records and heartbeats; `trace_steps` the number of complete
-    steps in the trace; `resume_step` the step at which the newest checkpoint resumes.
+    `failure` is the rank at fault by the launcher's output, records and heartbeats; `trace_steps` the number of
+    complete steps in the trace; `resume_step` the step at which the newest checkpoint resumes.
     """
 
     run: RunStatus

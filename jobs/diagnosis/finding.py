@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from gems.runs.failure_cause import FailureCause
 
-# The causes of findings without a time, the most specific first. The scheduler's orders come last among what is certain:
+# The causes of findings without a time, the most specific first. The scheduler's orders come last among what is
+# certain:
 # a run that hangs after its failure is ended by its time limit.
 BY_SPECIFICITY = (
     FailureCause.DEVICE, FailureCause.HOST_MEMORY, FailureCause.WRONG_MPI, FailureCause.DEVICE_MEMORY,

@@ -37,20 +37,27 @@ PATTERNS = (
     _pattern(FailureCause.NODE, NODE_FAILURE.pattern),
     _pattern(FailureCause.NODE, r"(?i)(?:task|batch|job) launch .*failed.*prolog|prolog (?:failure|failed|error)"),
     # MPICH's own shared memory, left behind by killed ranks, reads as a lack of memory.
-    _pattern(FailureCause.LAUNCHER, r"MPIDI_POSIX\w*\(\d+\).*[Oo]ut of memory|unable to open shared memory|mpich_shm_\S+.*(?:denied|exists)"),
-    _pattern(FailureCause.DEVICE_MEMORY, r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|OutOfMemoryError|cudaErrorMemoryAllocation"
+    _pattern(FailureCause.LAUNCHER,
+    r"MPIDI_POSIX\w*\(\d+\).*[Oo]ut of memory|unable to open shared memory|mpich_shm_\S+.*(?:denied|exists)"),
+    _pattern(FailureCause.DEVICE_MEMORY,
+    r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|OutOfMemoryError|cudaErrorMemoryAllocation"
              r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|hipErrorOutOfMemory"),
-    _pattern(FailureCause.HOST_MEMORY, r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill(?:er)?[:\s]|exceeded (?:job |step )?memory limit"
+    _pattern(FailureCause.HOST_MEMORY,
+    r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill(?:er)?[:\s]|exceeded (?:job |step )?memory limit"
              r"|srun: error: " + NODE + r": tasks? [\d,-]+: Out Of Memory"),
-    _pattern(FailureCause.HOST_MEMORY, r"Out of memory: Killed process|Memory cgroup out of memory|[Kk]illed by the cgroup out-of-memory handler"),
-    _pattern(FailureCause.HOST_MEMORY, r"\bMemoryError\b|std::bad_alloc|DefaultCPUAllocator: .*allocate memory|Cannot allocate memory"
+    _pattern(FailureCause.HOST_MEMORY,
+    r"Out of memory: Killed process|Memory cgroup out of memory|[Kk]illed by the cgroup out-of-memory handler"),
+    _pattern(FailureCause.HOST_MEMORY,
+    r"\bMemoryError\b|std::bad_alloc|DefaultCPUAllocator: .*allocate memory|Cannot allocate memory"
              r"|insufficient shared memory"),
     _pattern(FailureCause.DEVICE, r"(?i)uncorrectable (?:ECC|NVLink) error|uncorrectable ECC|fallen off the bus|fell off the bus"
              r"|NVRM: Xid .*: (?:48|62|63|64|74|79|92|94|95|119|120|140),|no CUDA-capable device is detected"
              r"|CUDA-capable devices? (?:\(s\) )?(?:is|are) busy or unavailable|GPU requires reset"),
-    _pattern(FailureCause.FILE_SYSTEM, r"No space left on device|Disk quota exceeded|Stale (?:NFS )?file handle|Input/output error"
+    _pattern(FailureCause.FILE_SYSTEM,
+    r"No space left on device|Disk quota exceeded|Stale (?:NFS )?file handle|Input/output error"
              r"|Read-only file system|Transport endpoint is not connected|Remote I/O error"),
-    _pattern(FailureCause.WRONG_MPI, r"MPI sees a world of \d+|not built with SLURM's PMI support|unsupported PMI version"
+    _pattern(FailureCause.WRONG_MPI,
+    r"MPI sees a world of \d+|not built with SLURM's PMI support|unsupported PMI version"
              r"|PMI2?_(?:Init|Job_GetId|KVS\w*) .*fail|lib(?:mpi|pmi|pmix)\w*\.so[.\w]*: cannot open shared object file"
              r"|(?:can not|cannot) load PMIx|Couldn't find the specified plugin name for mpi|(?:invalid|Invalid) MPI type"
              r"|GPU_SUPPORT_ENABLED is requested, but GTL library is not linked|pmix_psquash|OPAL ERROR: .*[Pp]mix|PMIX ERROR"
@@ -58,9 +65,12 @@ PATTERNS = (
     _pattern(FailureCause.LAUNCHER, r"execve\(\): |[Uu]nable to create step|slurmstepd: error: .*[Nn]o such file"
              r"|srun: error: (?:Unable to|Invalid|Task launch)|cannot be started|: command not found|[Mm]odule\(s\) are unknown"
              r"|Unable to locate a modulefile"),
-    _pattern(FailureCause.EXCEPTION, r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)"),
-    _pattern(FailureCause.EXCEPTION, r"NCCL (?:error|WARN .*failed)|ncclInternalError|ncclUnhandledCudaError", may_follow=True),
-    _pattern(FailureCause.EXCEPTION, r"MPICH ERROR|UCX +ERROR|Fatal error in \w*MPI|Fatal error in internal_", may_follow=True),
+    _pattern(FailureCause.EXCEPTION,
+    r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)"),
+    _pattern(FailureCause.EXCEPTION, r"NCCL (?:error|WARN .*failed)|ncclInternalError|ncclUnhandledCudaError",
+    may_follow=True),
+    _pattern(FailureCause.EXCEPTION, r"MPICH ERROR|UCX +ERROR|Fatal error in \w*MPI|Fatal error in internal_",
+    may_follow=True),
     _pattern(FailureCause.KILLED, r"\bBus error\b|Segmentation fault|Illegal instruction", may_follow=True),
 )  # fmt: skip
 # Exceptions that a rank meets because another one has gone.

@@ -39,8 +39,8 @@ class Diagnosis:
     """What has become of a run; None for what is not known.
 
     `text` is the line of the source that tells the cause, `stages` those of the rank in its pipeline, `trace_steps` the
-    complete steps in the trace, `resume_step` the step at which the newest checkpoint resumes, `blamed_node` the node to
-    leave out.
+    complete steps in the trace, `resume_step` the step at which the newest checkpoint resumes, `blamed_node` the node
+    to leave out.
     """
 
     folder: RunFolder
@@ -77,7 +77,8 @@ class Diagnosis:
             "schema": SCHEMA, "run": self.folder.path.name, "run_folder": str(self.folder.path), "state": self.state,
             "cause": str(self.cause), "text": self.text, "source": self.source, "stages": list(self.stages),
             **{name: getattr(self, name) for name in names}, "advice": list(self.advice),
-            "evidence": [{"source": each.source, "cause": str(each.cause), "text": each.text} for each in self.evidence],
+            "evidence": [{"source": each.source, "cause": str(each.cause),
+            "text": each.text} for each in self.evidence],
             "not_asked": list(self.not_asked), "paragraph": self.paragraph(),
         }  # fmt: skip
 

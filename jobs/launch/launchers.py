@@ -46,7 +46,10 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
 
 
 def _probe(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the arguments that start a probing rank in some ms: outside of a container by its file, without site packages."""
+    """Return the arguments that start a probing rank in some ms.
+
+    Outside of a container by its file, without site packages.
+    """
     bare = ["-I", "-S"] if job.container is None else []
     if job.snapshot:
         return [*bare, *from_snapshot(folder.code_zip, placement_check.__name__)]
@@ -69,8 +72,8 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
     """Return the command line for one step of all ranks, or of another program, inside a SLURM allocation.
 
     Tasks per node are given because a block distribution would fill the first nodes, CPUs per task because srun ignores
-    sbatch's since 22.05. Unless the preset binds GPUs, all GPUs of a node are visible to each of its ranks, which choose
-    by local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One failed rank ends the step.
+    sbatch's since 22.05. Unless the preset binds GPUs, all GPUs of a node are visible to each of its ranks, which
+    choose by local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One failed rank ends the step.
     """
     gpus = job.gpu_option
     return [

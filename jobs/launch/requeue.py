@@ -64,10 +64,12 @@ def will_restart(job: Job | None) -> bool:
 
 
 def kill_reason(log: Path | None = None) -> str | None:
-    """Read from the job's own output why SLURM ends it: a FailureCause, REQUEUED, or SLURM's own words; None if unknown.
+    """Read from the job's own output why SLURM ends it: a FailureCause, REQUEUED, or SLURM's own words.
 
-    In a batch script SLURM writes the message to stderr before it sends SIGTERM; `log` is what this process has added to
-    its stderr unless it is given.
+    None if unknown.
+
+    In a batch script SLURM writes the message to stderr before it sends SIGTERM; `log` is what this process has added
+    to its stderr unless it is given.
     """
     log, start = (_stderr(), LOG_START_BYTES) if log is None else (log, 0)
     try:
@@ -135,11 +137,13 @@ def requeue_run(
     folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], why: str, step: int | None,
     work: Callable[[], None] | None,
 ) -> str | None:  # fmt: skip
-    """Put this process's job back into the queue, or submit `work` as a new job if SLURM refuses; return the error, or None.
+    """Put this process's job back into the queue, or submit `work` as a new job if SLURM refuses.
 
-    requeues.json and status.json, which takes the `facts`, are written before SLURM is asked: it may end this process at
-    once, and ends the command that asked before that has its answer. A new job waits until status.json has its number,
-    so the two never run at once.
+    Return the error, or None.
+
+    requeues.json and status.json, which takes the `facts`, are written before SLURM is asked: it may end this process
+    at once, and ends the command that asked before that has its answer. A new job waits until status.json has its
+    number, so the two never run at once.
     """
     job_id = str(own_job_id())
     facts = facts | {"requeue_count": add_requeue(folder, why, LAUNCHER, step)}

@@ -31,7 +31,9 @@ CHECKPOINTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check and its outcome: `ok` is None if there was nothing to check it by; `said` tells what was found, or why not.
+    """A check and its outcome: `ok` is None if there was nothing to check it by.
+
+    `said` tells what was found, or why not.
 
     `refusal` is the error of a check that forbids the job; one that only warns has none.
     """

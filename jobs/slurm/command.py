@@ -13,7 +13,8 @@ QUERY_LIMIT_S, SITE_LIMIT_S = 10.0, 30.0
 USER_FORMATS = ("SINFO_", "SACCTMGR_", "SQUEUE_", "SACCT_")  # a user's own formats would hide the columns asked for
 # Messages of commands that reach no SLURM, as opposed to a refusal.
 UNREACHABLE = (
-    "Unable to contact slurm controller", "Could not establish a configuration source", "Unable to process configuration",
+    "Unable to contact slurm controller", "Could not establish a configuration source",
+    "Unable to process configuration",
     "Socket timed out", "Zero Bytes were transmitted", "connect failure", "Connection refused", "slurmdbd",
     "Slurm accounting storage is disabled", "not running a supported accounting_storage plugin",
     "Resource temporarily unavailable",
@@ -69,7 +70,8 @@ def run_slurm(argv: Sequence[str], stdin: str = "", limit_s: float | None = None
     }
     try:
         ended = subprocess.run(
-            list(argv), env=environment | {"LC_ALL": "C"}, input=stdin, capture_output=True, text=True, errors="replace",
+            list(argv), env=environment | {"LC_ALL": "C"}, input=stdin, capture_output=True, text=True,
+            errors="replace",
             timeout=limit_s,
         )  # fmt: skip
     except FileNotFoundError:

@@ -16,7 +16,8 @@ CANCELLED = re.compile(
 )
 NODE_FAILURE = re.compile(r"[Nn]ode failure on (?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)")
 REASONS: tuple[tuple[str, str], ...] = (
-    ("PREEMPTION", FailureCause.PREEMPTED), ("TIME LIMIT", FailureCause.TIME_LIMIT), ("NODE FAILURE", FailureCause.NODE),
+    ("PREEMPTION", FailureCause.PREEMPTED), ("TIME LIMIT", FailureCause.TIME_LIMIT),
+    ("NODE FAILURE", FailureCause.NODE),
     ("JOB REQUEUE", REQUEUED),
 )  # fmt: skip
 
@@ -39,7 +40,10 @@ class Cancellation:
 
 
 def parse_cancellation(line: str) -> Cancellation | None:
-    """Parse `*** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***`; times are the node's local ones."""
+    """Parse `*** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***`.
+
+    Times are the node's local ones.
+    """
     found = CANCELLED.search(line)
     if found is None:
         return None

@@ -146,7 +146,10 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_mpi_types(text: str) -> tuple[str, ...]:
-    """Parse `srun --mpi=list`: a heading, then a word on each line; newer releases list versions on a line of their own."""
+    """Parse `srun --mpi=list`: a heading, then a word on each line.
+
+    Newer releases list versions on a line of their own.
+    """
     words = [line.removeprefix("srun:").strip() for line in text.splitlines()]
     return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
 

@@ -1,9 +1,9 @@
 """Several small points of a study in one job, one after another, as `cluster.runs_per_job` allows.
 
 They do not run side by side under `srun --exact`: a study is there to be timed, and neighbours on a node share memory
-bandwidth, links, power and cores of the system. It is also robust: whether steps that overlap get disjoint CPUs and GPUs
-depends on SLURM's release and on the site. The job takes one slot in the queue, the resources of the largest point, and
-the minutes of all.
+bandwidth, links, power and cores of the system. It is also robust: whether steps that overlap get disjoint CPUs and
+GPUs depends on SLURM's release and on the site. The job takes one slot in the queue, the resources of the largest
+point, and the minutes of all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loss attribution on planted causes: emulated runs of 4 ranks, without and with one cause each, in turns A B A B.
 
-The planted loss is how much longer a step takes with the cause than without; the landed one is how much more the attribution
-charges to that cause. Takes Hydra overrides, for every run. Prints a table on stderr and JSON on stdout; the exit code is 1
-if less than 90 % lands, or if the parts miss the gap by more than 0.5 % of it.
+The planted loss is how much longer a step takes with the cause than without; the landed one is how much more the
+attribution charges to that cause. Takes Hydra overrides, for every run. Prints a table on stderr and JSON on stdout;
+the exit code is 1 if less than 90 % lands, or if the parts miss the gap by more than 0.5 % of it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""How each method partitions the whole zoo, and what that costs: peak bytes and predicted step time over the exact partition's.
+"""How each method partitions the whole zoo, and what that costs.
 
-Every model of conf/model with enough layers, on 4 and 8 ranks, under 1f1b and gems_master, at 256 x 256 px (sequences of
-50 tokens), one micro-batch of 1; profiles are fake ones, and the peaks the memory model's. Under gems_master a rank
+Peak bytes and predicted step time over the exact partition's.
+
+Every model of conf/model with enough layers, on 4 and 8 ranks, under 1f1b and gems_master, at 256 x 256 px (sequences
+of 50 tokens), one micro-batch of 1; profiles are fake ones, and the peaks the memory model's. Under gems_master a rank
 holds a pair of stages; `exact_plain` is the best partition of a pipeline that ignores that, for one micro-batch in
-flight, and `exact_1f1b` the one for a pipeline under 1F1B. The table is followed by the largest VGG and ResNet that each
-method trains on 16 GB, for each number of ranks, and the ratio to torchgpipe's.
+flight, and `exact_1f1b` the one for a pipeline under 1F1B. The table is followed by the largest VGG and ResNet that
+each method trains on 16 GB, for each number of ranks, and the ratio to torchgpipe's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Emulated against simulated: the step time of real MPI ranks with timed waits for compute, beside the event simulation.
 
-The link of the simulation is the hop that the ranks measured at the start of the run: a message of the same size between
-neighbours, with the time that a rank takes to wake up. Takes Hydra overrides, for every case: with
+The link of the simulation is the hop that the ranks measured at the start of the run: a message of the same size
+between neighbours, with the time that a rank takes to wake up. Takes Hydra overrides, for every case: with
 `machine.link_latency_s` or `machine.link_bytes_per_s` those count instead. Prints a table on stderr and JSON on stdout;
 the exit code is 1 if a case differs by more than its limit.
 """

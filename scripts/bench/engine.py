@@ -1,13 +1,14 @@
 """Engine speed beside torch.distributed.pipelining: the engines alone, and the best schedules of both at equal peak.
 
-Engines: images/s of our 1f1b beside Schedule1F1B, A B A B. Both run the same ResNet, partition, micro-batches and images,
-with one thread each and SGD with momentum; ours moves data by MPI, theirs by gloo. First in the same two processes, so that
-the memory settings of our engine serve both; then each in processes of its own, started in turn, as a user of either has it.
+Engines: images/s of our 1f1b beside Schedule1F1B, A B A B. Both run the same ResNet, partition, micro-batches and
+images, with one thread each and SGD with momentum; ours moves data by MPI, theirs by gloo. First in the same two
+processes, so that the memory settings of our engine serve both; then each in processes of its own, started in turn, as
+a user of either has it.
 
-Best: our best schedule beside theirs at equal or lower measured peak. Every contender trains the same ResNet on the same two
-ranks, images and micro-batches; stages are equal if there are as many. Times are medians over rounds in which all take
-turns. A peak is the most bytes of all tensors at once, weights and optimizer included, in the first step of each, counted
-from torch's storages alike for both. Schedules that cannot run are named with the reason.
+Best: our best schedule beside theirs at equal or lower measured peak. Every contender trains the same ResNet on the
+same two ranks, images and micro-batches; stages are equal if there are as many. Times are medians over rounds in which
+all take turns. A peak is the most bytes of all tensors at once, weights and optimizer included, in the first step of
+each, counted from torch's storages alike for both. Schedules that cannot run are named with the reason.
 
 Takes Hydra overrides, for every case; prints medians and ratios on stderr and JSON on stdout.
 """

@@ -1,17 +1,17 @@
 """Held-out fidelity: predicted step times and peaks beside runs that no constant was taken from.
 
 Emulated: the links are calibrated by a probe of 8 ranks (`scripts.calibrate`), and 14 other runs of 4 to 16 ranks are
-compared with their simulation: schedules, micro-batches, caps, message sizes and replicas. Real: a tiny ResNet on 2 ranks,
-its layers profiled on this machine; four runs give how much longer compute takes in a run than alone, as a factor and as host
-time of each layer and pass (before and after the others, to detect a machine that changes its speed), and four other runs of
-other sizes and schedules are compared.
-A simulation without noise knows nothing of other tenants of the host, which take a second or two at a time: of a real run the
-first quartile of its steps counts, and of three profiles the fastest. The peak of an emulated run is that of its median step
-too; that of the whole run, which one late message decides, is shown beside it.
+compared with their simulation: schedules, micro-batches, caps, message sizes and replicas. Real: a tiny ResNet on 2
+ranks, its layers profiled on this machine; four runs give how much longer compute takes in a run than alone, as a
+factor and as host time of each layer and pass (before and after the others, to detect a machine that changes its
+speed), and four other runs of other sizes and schedules are compared. A simulation without noise knows nothing of other
+tenants of the host, which take a second or two at a time: of a real run the first quartile of its steps counts, and of
+three profiles the fastest. The peak of an emulated run is that of its median step too; that of the whole run, which one
+late message decides, is shown beside it.
 
-Prints a table on stderr and JSON on stdout, with the median and the worst error; the exit code is 1 above the limits. The
-error can be kept beside a calibration: `python -m scripts.calibrate --held-out`. Takes `--part emulated|real`, `--steps N`
-and Hydra overrides for every case. Needs an idle machine: it prints how busy it was.
+Prints a table on stderr and JSON on stdout, with the median and the worst error; the exit code is 1 above the limits.
+The error can be kept beside a calibration: `python -m scripts.calibrate --held-out`. Takes `--part emulated|real`,
+`--steps N` and Hydra overrides for every case. Needs an idle machine: it prints how busy it was.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ EMULATED = [
     "train.warmup_steps=1",
 ]  # fmt: skip
 REAL = [
-    "machine=cpu", "data=synthetic", "parallel.partitions=2", "profile=measured", "cost=profile", "train.evaluate=false",
+    "machine=cpu", "data=synthetic", "parallel.partitions=2", "profile=measured", "cost=profile",
+    "train.evaluate=false",
     "train.warmup_steps=2",
 ]  # fmt: skip
 EVENT_KEY = ("kind", "stage", "segment", "direction", "micro_batch")
@@ -138,7 +139,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How much longer compute takes in a run than in its profile: a factor, and host seconds of each pass of a layer."""
+    """How much longer compute takes in a run than in its profile.
+
+    A factor, and host seconds of each pass of a layer.
+    """
 
     factor: float
     pass_s: float
@@ -210,7 +214,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         "is_within_limits": median <= STEP_LIMITS[0] and worst <= STEP_LIMITS[1] and peak <= PEAK_LIMIT,
         "rows": [
             {
-                "part": row.part, "case": row.name, "predicted_s": row.predicted.step_s, "observed_s": row.observed.step_s,
+                "part": row.part, "case": row.name, "predicted_s": row.predicted.step_s,
+                "observed_s": row.observed.step_s,
                 "step_error": row.step_error, "peak_error": row.peak_error, "most_error": row.most_error,
             }
             for row in rows

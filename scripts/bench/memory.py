@@ -1,13 +1,14 @@
 """What memory policies move and hold, on the processor.
 
-Traffic: bytes moved to host memory over the unique bytes that autograd saved, with every layer's saved tensors offloaded:
-ours by the counters of the engine's activation store in a training step, torch's save_on_cpu by what its hook copies, and
-torchtune's rule (torchtune itself is not installed). Parameters, buffers and images count in neither; what a hook copies of
-parameters besides is given apart. Unique is each storage once, however many tensors share it, by a hook of its own.
+Traffic: bytes moved to host memory over the unique bytes that autograd saved, with every layer's saved tensors
+offloaded: ours by the counters of the engine's activation store in a training step, torch's save_on_cpu by what its
+hook copies, and torchtune's rule (torchtune itself is not installed). Parameters, buffers and images count in neither;
+what a hook copies of parameters besides is given apart. Unique is each storage once, however many tensors share it, by
+a hook of its own.
 
 Peaks: for each policy the most bytes of a step on one rank, as the engine counts saved storages and as torch's profiler
-sees its allocator, beside what `gems memory` predicts from a profile on fake tensors; each in a process of its own, with two
-micro-batches of one image (1f1b). A policy with a limit is given the peak less half of what is saved.
+sees its allocator, beside what `gems memory` predicts from a profile on fake tensors; each in a process of its own,
+with two micro-batches of one image (1f1b). A policy with a limit is given the peak less half of what is saved.
 
 The exit code is 1 if ours moves anything twice, a predicted peak is more than 5 % off, or a run fails.
 """

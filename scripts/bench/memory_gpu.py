@@ -3,9 +3,9 @@
 `--part bandwidth`: pinned copies each way and both at once, of 1, 16 and 256 MiB. `--part overhead`: a step of our plan
 with half of the activations' peak saved over a step that keeps all, beside torch's save_on_cpu with pinned memory,
 torchtune's OffloadActivations if it is installed, and torch.utils.checkpoint around each layer; all take turns in one
-process, medians. `--part largest`: the largest square image that ResNet-110-v2 trains at under each policy. `--part peaks`:
-allocated, reserved and NVML's peaks beside the prediction. Each case runs in a process of its own, and cases that do not
-fit are named.
+process, medians. `--part largest`: the largest square image that ResNet-110-v2 trains at under each policy. `--part
+peaks`: allocated, reserved and NVML's peaks beside the prediction. Each case runs in a process of its own, and cases
+that do not fit are named.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def _child(*words: str) -> dict[str, Any]:
 def compare_ways(model: str, side_px: int, rounds: int, rates: dict[str, float]) -> dict[str, Any]:
     """Time a step in every way, in turn and in one process, and return medians beside what each holds in a step.
 
-    A way that does not fit, or cannot be imported, is named with the reason. `held_bytes` is the most beyond parameters,
-    gradients and optimizer state.
+    A way that does not fit, or cannot be imported, is named with the reason. `held_bytes` is the most beyond
+    parameters, gradients and optimizer state.
     """
     row: dict[str, Any] = {"model": model, "side_px": side_px, "ways": {}}
     running: dict[str, Steps] = {}

@@ -1,7 +1,7 @@
 """A run of one rank under a memory policy, and what others do with saved tensors, for the memory benchmarks.
 
-The peers (torch's save_on_cpu, torchtune's rule, checkpointing) run the same layers, loss and optimizer in a plain loop.
-What a hook copies is counted when it copies it.
+The peers (torch's save_on_cpu, torchtune's rule, checkpointing) run the same layers, loss and optimizer in a plain
+loop. What a hook copies is counted when it copies it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How long the exact partition of synthetic models takes, and how far it is proven: one line for each case.
 
-Costs are those of real stages: 4 times the parameters, in flight times (the stash and the input of the first layer), and
-the largest transient. Inputs vary so much that a stage may hold more without its first layer; the monotone cases are
-without inputs. Tables are made before the clock starts.
+Costs are those of real stages: 4 times the parameters, in flight times (the stash and the input of the first layer),
+and the largest transient. Inputs vary so much that a stage may hold more without its first layer; the monotone cases
+are without inputs. Tables are made before the clock starts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The plan's simulated step over each named policy's at that policy's own peak, and its gap to the bound.
 
-Every CNN of conf/model at 512 x 512 and 2048 x 2048 px, one image a micro-batch, on one rank (a chain: one micro-batch) and
-on four (1f1b, eight micro-batches); fake profiles on the machine given. For each rival the limit is the rival's own peak, and
-the ratio the plan's step over the rival's: never above 1. A rival that no memory can serve, or that is the plan that keeps
-all, is left out. Chains are those of one rank; `gap` is the plan's step over the proven bound, less 1.
+Every CNN of conf/model at 512 x 512 and 2048 x 2048 px, one image a micro-batch, on one rank (a chain: one micro-batch)
+and on four (1f1b, eight micro-batches); fake profiles on the machine given. For each rival the limit is the rival's own
+peak, and the ratio the plan's step over the rival's: never above 1. A rival that no memory can serve, or that is the
+plan that keeps all, is left out. Chains are those of one rank; `gap` is the plan's step over the proven bound, less 1.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def rivals(case: MemoryCase) -> Iterator[tuple[str, MemoryPlan]]:
     limited = replace(case, limit_bytes=int(static + LIMITED * (kept - static)))
     for name, policy in (
         ("vdnn_dyn", lambda: vdnn_dyn(limited)), ("vdnn_dyn_async", lambda: vdnn_dyn(limited, asynchronous=True)),
-        ("lms", lambda: lms(limited)), ("recompute", lambda: recompute(case)), ("selective", lambda: recompute(case, "selective")),
+        ("lms", lambda: lms(limited)), ("recompute", lambda: recompute(case)),
+        ("selective", lambda: recompute(case, "selective")),
     ):  # fmt: skip
         try:
             found = policy()
@@ -89,7 +90,8 @@ def compared(
     limit = max(theirs.peak_bytes)
     found = plan(case, limit, budget_s, [other])
     row = {
-        **named, "rival": rival, "limit_bytes": limit, "kept_bytes": max(case.kept.peak_bytes), "kept_s": case.kept.step_s,
+        **named, "rival": rival, "limit_bytes": limit, "kept_bytes": max(case.kept.peak_bytes),
+        "kept_s": case.kept.step_s,
         "rival_s": theirs.step_s, "plan_s": found.outcome.step_s, "ratio": found.outcome.step_s / theirs.step_s,
         "bound_s": found.bound_s, "gap": found.gap, "method": found.method,
     }  # fmt: skip
@@ -110,7 +112,8 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     if gaps:
         within = sum(gap <= CHAIN_GAP for gap in gaps)
         answer["chains"] = {
-            "median_gap": statistics.median(gaps), "most_gap": max(gaps), "within_5_percent": within, "cases": len(gaps),
+            "median_gap": statistics.median(gaps), "most_gap": max(gaps), "within_5_percent": within,
+            "cases": len(gaps),
         }  # fmt: skip
     return answer
 
@@ -126,7 +129,8 @@ def main() -> int:
     given = options.parse_args()
     machine()
     table = Table(
-        "model:<15", "px:>5", "P:>3", "rival:>16", "of kept:>9.3f", "rival/kept:>12.3f", "plan/kept:>11.3f", "ratio:>8.3f",
+        "model:<15", "px:>5", "P:>3", "rival:>16", "of kept:>9.3f", "rival/kept:>12.3f", "plan/kept:>11.3f",
+        "ratio:>8.3f",
         "gap %:>8.2f",
     )  # fmt: skip
     found = []

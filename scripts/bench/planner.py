@@ -1,10 +1,10 @@
 """The planner: seconds to an answer for ResNet-1001-v2 at 2048 x 2048 px on 8 and 64 GPUs, and its choice beside running all.
 
-`--only large` plans the eight cases of modelled GPUs in nodes of eight: 16, 32, 80 and 141 GB of memory, with the rates of a
-V100, V100, A100 and H200, links of 12.5 GB/s between and 100 GB/s within nodes, and 2 TB of host memory a node, all assumed.
-`--only small` runs every configuration of a small space on 4 emulated ranks, and compares the fastest with the plan's choice.
-Profiles are taken before, into the cache. Prints rows on stderr and JSON on stdout; the exit code is 1 if an answer takes
-60 s, or if the choice is 3 % slower than the best.
+`--only large` plans the eight cases of modelled GPUs in nodes of eight: 16, 32, 80 and 141 GB of memory, with the rates
+of a V100, V100, A100 and H200, links of 12.5 GB/s between and 100 GB/s within nodes, and 2 TB of host memory a node,
+all assumed. `--only small` runs every configuration of a small space on 4 emulated ranks, and compares the fastest with
+the plan's choice. Profiles are taken before, into the cache. Prints rows on stderr and JSON on stdout; the exit code is
+1 if an answer takes 60 s, or if the choice is 3 % slower than the best.
 """
 
 from __future__ import annotations
@@ -92,13 +92,17 @@ def small() -> dict[str, Any]:
     picked = next(row for one, row in rows if one == found.best[0].candidate)
     best = min((row for _, row in rows), key=lambda row: row["emulated_s"])
     return {
-        "configurations": len(rows), "picked": picked, "best": best, "slower": picked["emulated_s"] / best["emulated_s"] - 1,
+        "configurations": len(rows), "picked": picked, "best": best,
+        "slower": picked["emulated_s"] / best["emulated_s"] - 1,
         "rows": [row for _, row in rows],
     }  # fmt: skip
 
 
 def small_space(planner: Planner) -> list[Candidate]:
-    """Return 40 configurations of 4 ranks: those that follow from counts, every one of a pipeline of 4 ranks before others."""
+    """Return 40 configurations of 4 ranks.
+
+    Those that follow from counts, every one of a pipeline of 4 ranks before others.
+    """
     every = candidates(SMALL_GPUS, SMALL_BATCH, planner.profile(1).num_layers, has_policies=False)
     several = [one for one in every if one.partitions > 1 and one.micro_batches > 1]
     searched = ("zb_h1", "zb_v", "interleaved_1f1b")

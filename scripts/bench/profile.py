@@ -1,10 +1,11 @@
 """How near a predicted peak is to the allocator's: each stage of a model cut in four, alone in a process of its own.
 
-Predicted: the memory of a stage by the tables over the layers' profile, taken on fake tensors: parameters, gradients and
-momentum, buffers, inputs, and the larger of the peaks of forward and backward, with one micro-batch in flight and with two.
-Measured: the engine's stage runs forward and backward with gradients in place; on a processor torch's profiler records every
-allocation and release of its allocator, on a GPU the allocator's own peak and what it has reserved are read. `--device cuda`
-predicts by a profile measured there (`--source measured`). The exit code is 1 if an error of allocated bytes is above 5 %.
+Predicted: the memory of a stage by the tables over the layers' profile, taken on fake tensors: parameters, gradients
+and momentum, buffers, inputs, and the larger of the peaks of forward and backward, with one micro-batch in flight and
+with two. Measured: the engine's stage runs forward and backward with gradients in place; on a processor torch's
+profiler records every allocation and release of its allocator, on a GPU the allocator's own peak and what it has
+reserved are read. `--device cuda` predicts by a profile measured there (`--source measured`). The exit code is 1 if an
+error of allocated bytes is above 5 %.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def measure_model(table: Table, model: str, side_px: int, device: str, source: s
             rows.append(row)
             reserved = found["reserved_bytes"]
             table.row(
-                model, side_px, stage, num_in_flight, predicted / MIB, found["allocated_bytes"] / MIB, 100 * row["error"],
+                model, side_px, stage, num_in_flight, predicted / MIB, found["allocated_bytes"] / MIB,
+                100 * row["error"],
                 note="" if reserved is None else f"reserved {reserved / MIB:.1f} MiB",
             )  # fmt: skip
     return rows

@@ -1,11 +1,12 @@
 """A trace of a million events: how long until it is read, drawn, made into a page, shown, and exported.
 
-The trace is synthetic: one simulated step, repeated until there are enough events, each some per cent longer or shorter.
-Shapes: `steps` is many steps of 16 ranks, `ranks` some steps of 1024, `step` a single long one of 64; `study` is no such
-trace, but the page of 11 points from 8 to 1024 ranks. If there is a headless Chromium it shows the page: the time until its
-first picture is drawn, and that of a picture of all events.
+The trace is synthetic: one simulated step, repeated until there are enough events, each some per cent longer or
+shorter. Shapes: `steps` is many steps of 16 ranks, `ranks` some steps of 1024, `step` a single long one of 64; `study`
+is no such trace, but the page of 11 points from 8 to 1024 ranks. If there is a headless Chromium it shows the page: the
+time until its first picture is drawn, and that of a picture of all events.
 
-The exit code is 1 if reading and drawing, or making and showing the page, take 10 s or more together (of the study 60 s).
+The exit code is 1 if reading and drawing, or making and showing the page, take 10 s or more together (of the study 60
+s).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from scripts.bench.rig import machine, parser
 LIMIT_S, STUDY_LIMIT_S = 10.0, 60.0
 STUDY = "study"
 WORDS = (
-    "machine=simulated", "cost=uniform", "cost.unit_s=0.001", "cost.activation_bytes=4194304", "schedule=1f1b", "cost.link=0.1",
+    "machine=simulated", "cost=uniform", "cost.unit_s=0.001", "cost.activation_bytes=4194304", "schedule=1f1b",
+    "cost.link=0.1",
     "train.warmup_steps=0",
 )  # fmt: skip
 SHAPES = {"steps": (16, 1, 64), "ranks": (8, 128, 32), "step": (64, 1, 64)}  # partitions, replicas, micro-batches

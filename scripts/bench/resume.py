@@ -1,11 +1,11 @@
 """Resume against an undisturbed run: a rank is killed at random moments again and again, and the ends are compared.
 
-A small run is started by `python -m jobs submit` and killed by SIGKILL in a random rank, in a random step and at a random
-moment of it, `kills=20` times; each time the same command resumes from the newest checkpoint. Its losses and
+A small run is started by `python -m jobs submit` and killed by SIGKILL in a random rank, in a random step and at a
+random moment of it, `kills=20` times; each time the same command resumes from the newest checkpoint. Its losses and
 weights are compared with those of an undisturbed run, bit by bit. Then a run with another number of partitions and
-replicas goes on from the middle of the undisturbed one, and the largest relative differences of losses and parameters are
-reported. Takes `kills=`, `seed=` and Hydra overrides. Prints a table on stderr and JSON on stdout; the exit code is 1 if
-bits differ.
+replicas goes on from the middle of the undisturbed one, and the largest relative differences of losses and parameters
+are reported. Takes `kills=`, `seed=` and Hydra overrides. Prints a table on stderr and JSON on stdout; the exit code is
+1 if bits differ.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ OVERRIDES = [
 ]  # fmt: skip
 # as many images a step: two pipelines of one rank each, without GEMS's second direction
 OTHER = [
-    "parallel.partitions=1", "parallel.replicas=2", "schedule=1f1b", "parallel.replications=null", "parallel.parts=null",
+    "parallel.partitions=1", "parallel.replicas=2", "schedule=1f1b", "parallel.replications=null",
+    "parallel.parts=null",
     "parallel.micro_batches=1",
 ]  # fmt: skip
 
@@ -139,7 +140,10 @@ def bits(whole: Path, killed: Path, steps: int = STEPS) -> dict[str, Any]:
 
 
 def differences(whole: Path, other: Path, begin: int) -> dict[str, float]:
-    """Return the largest relative differences from step `begin` on: of losses, and of layers' weights in the maximum norm."""
+    """Return the largest relative differences from step `begin` on.
+
+    Of losses, and of layers' weights in the maximum norm.
+    """
     curves, states = _outcomes(whole, other)
     first, second = (curve["loss"][curve["step"] >= begin] for curve in curves)
     weights = [

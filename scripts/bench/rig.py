@@ -43,7 +43,8 @@ def log(text: str) -> None:
 def machine() -> dict[str, Any]:
     """Print one line about this machine, and return it as facts: where and when figures were taken."""
     facts = {
-        "cpu": _cpu(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0], "python": platform.python_version(),
+        "cpu": _cpu(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0],
+        "python": platform.python_version(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }  # fmt: skip
     log(", ".join(f"{name} {value}" for name, value in facts.items()))

@@ -3,7 +3,8 @@
 A B A B interleaved in one process: a full backward, then ours (input gradient now, weight gradient later), then torch's
 own helper (torch.distributed.pipelining's stage_backward_input and stage_backward_weight). The ratio of a pair of
 neighbours in time is taken, and the median of those printed. On a processor with one thread the time is the process's
-own, so that other processes disturb less. `--device cuda` runs the same on a GPU. The exit code is 1 if a gradient differs.
+own, so that other processes disturb less. `--device cuda` runs the same on a GPU. The exit code is 1 if a gradient
+differs.
 """
 
 from __future__ import annotations
@@ -215,7 +216,8 @@ def main(argv: list[str]) -> int:
     if device.type == "cpu":
         keep_freed_memory()  # as the ranks of a run
     table = Table(
-        "(I then W) over the full backward:<36", "full ms:9.2f", "ours:8.2f", "of it I:9.2f", "torch:8.2f", "of it I:9.2f",
+        "(I then W) over the full backward:<36", "full ms:9.2f", "ours:8.2f", "of it I:9.2f", "torch:8.2f",
+        "of it I:9.2f",
         "held/stash MB:>16",
     )  # fmt: skip
     rows = []

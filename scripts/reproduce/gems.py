@@ -1,7 +1,7 @@
 """The scaling figure of GEMS (Jain et al., SC 2020): ResNet-1001-v2 on up to 1024 V100, simulated, beside its 97.32 %.
 
-Runs the missing points of conf/study/gems_1024.yaml, and prints and draws the study with the bands of its constants. Takes
-Hydra overrides, as `runs_dir=DIR`.
+Runs the missing points of conf/study/gems_1024.yaml, and prints and draws the study with the bands of its constants.
+Takes Hydra overrides, as `runs_dir=DIR`.
 """
 
 import subprocess

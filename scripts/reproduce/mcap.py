@@ -1,8 +1,8 @@
 """The figure of mCAP (Dreuning et al., Euro-Par 2022): how many more parameters fit than by other partitioners.
 
-The paper states 1.55 times in its abstract; its networks, rivals and GPUs could not be read. Here the deepest VGG and ResNet
-are sought that each method trains on 16 GB, by predicted peaks (`make bench-cuts`): parameters by mCAP, and by the exact
-partition, over those by torchgpipe's two methods. `--json` prints one object.
+The paper states 1.55 times in its abstract; its networks, rivals and GPUs could not be read. Here the deepest VGG and
+ResNet are sought that each method trains on 16 GB, by predicted peaks (`make bench-cuts`): parameters by mCAP, and by
+the exact partition, over those by torchgpipe's two methods. `--json` prints one object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def ratios() -> list[dict[str, Any]]:
         found.setdefault((row["family"], row["ranks"]), {})[row["method"]] = row["num_parameters"]
     return [
         {
-            "family": family, "ranks": ranks, "method": method, "over": rival, "published": PUBLISHED if method == "mcap" else None,
+            "family": family, "ranks": ranks, "method": method, "over": rival,
+            "published": PUBLISHED if method == "mcap" else None,
             "ratio": parameters[method] / max(1, parameters[rival]),
         }
         for (family, ranks), parameters in found.items()

@@ -105,7 +105,8 @@ def test_gaps_the_step_and_the_ends_are_the_hosts() -> None:
 def test_waiting_for_the_batch_is_input() -> None:
     trace = by_hand(
         ONE_RANK,
-        [(0, "INPUT", -1, -1, 0, 2), (0, "F", 0, 0, 2.5, 3.5), (0, "B", 0, 0, 3.5, 5.5), (0, "REDUCE_GRAD", 0, -1, 5.5, 6),
+        [(0, "INPUT", -1, -1, 0, 2), (0, "F", 0, 0, 2.5, 3.5), (0, "B", 0, 0, 3.5, 5.5),
+        (0, "REDUCE_GRAD", 0, -1, 5.5, 6),
          (0, "STEP", 0, -1, 6, 6)],
         (0, 6),
     )  # fmt: skip

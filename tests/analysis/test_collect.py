@@ -42,7 +42,8 @@ def folder(tmp_path) -> RunFolder:
 
 def test_a_finished_run_becomes_one_trace_with_pictures(folder):
     leave_parts(folder, [3, 3])
-    write_json(folder.result_json, {"validation_accuracy": 0.75, "validation_majority": 0.5, "schedule_rows": ["0F0", "1F0"],
+    write_json(folder.result_json, {"validation_accuracy": 0.75, "validation_majority": 0.5,
+    "schedule_rows": ["0F0", "1F0"],
                                     "schedule_sha256": "ab"})  # fmt: skip
     collected = collect(folder.path)
     trace = read_trace(folder.trace_h5)

@@ -76,7 +76,8 @@ def test_lowered_files_and_csv_draw_the_same(tmp_path: Path) -> None:
     found = [
         draw_schedule(path, tmp_path / "x.svg").start
         for path in (
-            written(tmp_path, made), written(tmp_path, lower(made), name="l.json"), written(tmp_path, made, name="t.csv"),
+            written(tmp_path, made), written(tmp_path, lower(made), name="l.json"),
+            written(tmp_path, made, name="t.csv"),
         )
     ]  # fmt: skip
     assert found[0] == found[1] == found[2]

@@ -97,7 +97,8 @@ def test_compute_efficiency_is_useful_compute_over_ranks_and_step_time(write: Wr
 def test_strong_scaling_by_its_definition(write: Write) -> None:
     """T(p0) p0 / (T(p) p)."""
     points = read_points(
-        [write(partitions=2, times_ms=(9, 40)), write(partitions=4, times_ms=(9, 25)), write(partitions=8, times_ms=(9, 20))]
+        [write(partitions=2, times_ms=(9, 40)), write(partitions=4, times_ms=(9, 25)),
+        write(partitions=8, times_ms=(9, 20))]
     )  # fmt: skip
     assert scaling_kind(points) == "strong"
     assert efficiencies(points) == pytest.approx([1.0, 40 * 2 / (25 * 4), 40 * 2 / (20 * 8)])

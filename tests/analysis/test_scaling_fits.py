@@ -28,7 +28,10 @@ Runs = Callable[..., list[Path]]
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
-    """Return the function that writes runs of weak scaling, one for each number of replicas of 4 ranks; Amdahl's law."""
+    """Return the function that writes runs of weak scaling, one for each number of replicas of 4 ranks.
+
+    Amdahl's law.
+    """
 
     def make(*replicas: int, source: str = "measured", count: int = 12, **attributes: object) -> list[Path]:
         folders = []

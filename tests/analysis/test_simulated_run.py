@@ -49,7 +49,8 @@ def make(tmp_path: Path) -> Make:
                 runs_dir=str(tmp_path / "runs"),
                 schedule=ScheduleConfig(name=name, path=str(path)),
                 parallel=ParallelConfig(partitions=partitions, micro_batches=micro_batches, **more),
-                cost=CostConfig(unit_s=0.01, activation_bytes=1 << 20, boundary_bytes=1 << 18, offload=1.0, param_bytes=1 << 21),
+                cost=CostConfig(unit_s=0.01, activation_bytes=1 << 20, boundary_bytes=1 << 18, offload=1.0,
+                param_bytes=1 << 21),
                 machine=MachineConfig(kind="simulated", link_latency_s=0.002),
                 train=TrainConfig(steps=3, warmup_steps=1),
             )

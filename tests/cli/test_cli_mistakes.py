@@ -1,4 +1,7 @@
-"""gems.cli.framework: every mistake is one line on stderr and code 2, never a traceback; also in a process of its own."""
+"""gems.cli.framework: every mistake is one line on stderr and code 2, never a traceback.
+
+Also in a process of its own.
+"""
 
 from __future__ import annotations
 

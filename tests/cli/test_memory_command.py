@@ -110,7 +110,8 @@ def test_replicas_reduce_gradients_under_every_policy(gems_: Gems) -> None:
     """Slow links: the step of three replicas is the all-reduce for the most part, and a policy costs a smaller share."""
     links = "machine.link_bytes_per_s=2000"
     alone, many = (
-        json.loads(gems_("memory", *RUN, links, f"parallel.replicas={n}", "memory=vdnn_all", "--json").out)["choices"][0]
+        json.loads(gems_("memory", *RUN, links, f"parallel.replicas={n}", "memory=vdnn_all",
+        "--json").out)["choices"][0]
         for n in (1, 3)
     )  # fmt: skip
     assert many["step_s"] > alone["step_s"] and many["peak_bytes"] == alone["peak_bytes"]

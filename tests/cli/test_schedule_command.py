@@ -155,7 +155,8 @@ def test_the_command_ends_with_the_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "name", "words"),
-    [("1X1\n", "made.csv", "is no compute action"), ("{}", "made.json", "holds no schedule|schema"), ("{", "made.json", "holds no schedule")],
+    [("1X1\n", "made.csv", "is no compute action"), ("{}", "made.json", "holds no schedule|schema"),
+    ("{", "made.json", "holds no schedule")],
 )  # fmt: skip
 def test_files_that_hold_no_schedule(tmp_path: Path, text: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -38,7 +38,8 @@ def check(cluster: ClusterConfig) -> None:
         ({"modules": ["gcc", "a; touch owned"]}, r"^cluster\.modules\[1\]='a; touch owned': must be names of modules"),
         ({"modules": ["--force"]}, r"^cluster\.modules\[0\]='--force': "),
         ({"hosts": ["a b"]}, r"^cluster\.hosts\[0\]='a b': must be patterns of host names"),
-        ({"account": "a\ntouch owned"}, r"^cluster\.account='a\\ntouch owned': must be printable text on one line, or null"),
+        ({"account": "a\ntouch owned"},
+        r"^cluster\.account='a\\ntouch owned': must be printable text on one line, or null"),
         ({"partition": ""}, r"^cluster\.partition='': must be printable text"),
         ({"mpi": "pmi2\r"}, r"^cluster\.mpi="),
         ({"device_order": [3, 2, 1, 1]}, r"^cluster\.device_order=\[3, 2, 1, 1\]: must hold each of 0 to 3 once"),
@@ -47,7 +48,8 @@ def check(cluster: ClusterConfig) -> None:
         ({"node_memory_bytes": 0}, r"^cluster\.node_memory_bytes=0: must be 1 or more"),
         ({"container": "docker"}, r"^cluster\.container=docker: allowed: none, apptainer, singularity, pyxis; .*; did you mean "),
         ({"container_image": "a.sif"}, r"^cluster\.container_image=a\.sif: needs a container runtime; set cluster\.container"),
-        ({"container": "pyxis", "container_image": "a", "launcher": "ibrun"}, r"^cluster\.container=pyxis: is a plug-in of srun"),
+        ({"container": "pyxis", "container_image": "a", "launcher": "ibrun"},
+        r"^cluster\.container=pyxis: is a plug-in of srun"),
         ({"charge_per": "hour"}, r"^cluster\.charge_per=hour: allowed: gpu-hour, node-hour"),
         ({"charge_rate": -1.0, "charge_per": "gpu-hour"}, r"^cluster\.charge_rate=-1\.0: must be 0 or more"),
         ({"charge_rate": 2.0}, r"^cluster\.charge_per=null: must be given beside cluster\.charge_rate=2"),
@@ -100,7 +102,8 @@ def test_limits_go_through_a_run_yaml() -> None:
 
 @pytest.mark.parametrize(
     ("row", "line"),
-    [({"minuts": 3}, r"^cluster\.limits\[0\]\.minuts=3: allowed: .*minutes"), (7, r"^cluster\.limits\[0\]=7: must be a mapping")],
+    [({"minuts": 3}, r"^cluster\.limits\[0\]\.minuts=3: allowed: .*minutes"),
+    (7, r"^cluster\.limits\[0\]=7: must be a mapping")],
 )  # fmt: skip
 def test_a_limit_of_another_form(row: Any, line: str) -> None:
     with pytest.raises(ConfigError, match=line):

@@ -1,4 +1,7 @@
-"""machine.slow_rank, machine.slowdown and cost.input_load: what they do to a run on paper, and where they are refused."""
+"""machine.slow_rank, machine.slowdown and cost.input_load.
+
+What they do to a run on paper, and where they are refused.
+"""
 
 from __future__ import annotations
 

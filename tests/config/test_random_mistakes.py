@@ -153,7 +153,8 @@ def check(said: Said, mistake: Mistake) -> None:
 def random(num: int) -> Callable[[Any], Any]:
     """The same `num` cases in every run."""
     return settings(
-        max_examples=num * TIMES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=num * TIMES, deadline=None, derandomize=True, database=None,
+        suppress_health_check=list(HealthCheck)
     )  # fmt: skip
 
 
@@ -204,8 +205,10 @@ def test_files_that_hold_something_else(jobs: Jobs, folder: Folder, tmp_path_fac
 @pytest.mark.parametrize(
     "words",
     [
-        ["seed=-1"], ["parallel.partitions=1e30"], ["experiment=quickstar"], ["name='$(touch owned)/x'"], ["data.height_px=${oops}"],
-        ["schedule=file", "schedule.path=/"], ["name=\udc80"], ["cluster.python=\"'\""], ["machine.device_bytes=1", "parallel.partitions=2"],
+        ["seed=-1"], ["parallel.partitions=1e30"], ["experiment=quickstar"], ["name='$(touch owned)/x'"],
+        ["data.height_px=${oops}"],
+        ["schedule=file", "schedule.path=/"], ["name=\udc80"], ["cluster.python=\"'\""],
+        ["machine.device_bytes=1", "parallel.partitions=2"],
         ["train.steps=99999999999999999999"],
     ],
 )  # fmt: skip

@@ -21,7 +21,8 @@ def test_round_trip_through_yaml_and_json() -> None:
     spec = RunSpec(
         name="x", seed=7,
         parallel=ParallelConfig(partitions=2, boundaries=[0, 3, 5]),
-        cluster=ClusterConfig(environment={"A": "1"}, sbatch={"mem": "10G", "exclusive": True}, setup=["module load x"]),
+        cluster=ClusterConfig(environment={"A": "1"}, sbatch={"mem": "10G", "exclusive": True},
+        setup=["module load x"]),
     )  # fmt: skip
     assert RunSpec.from_dict(yaml.safe_load(yaml.safe_dump(spec.to_dict()))) == spec
     assert RunSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec

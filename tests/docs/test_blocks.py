@@ -38,7 +38,8 @@ def run(words: list[str], folder: Path) -> None:
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": programs, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error::SyntaxWarning"}
     ended = subprocess.run(
-        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_LIMIT_S,
+        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=COMMAND_LIMIT_S,
     )  # fmt: skip
     assert ended.returncode == 0, f"{words[-1]}\nended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
 

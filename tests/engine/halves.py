@@ -10,7 +10,10 @@ from gems.schedule.schedule import Schedule
 
 
 def halved(schedule: Schedule, delay: int | None = 0) -> Schedule:
-    """Put I in the place of each B of a compute-only schedule, and its W `delay` backwards later; None is at the end."""
+    """Put I in the place of each B of a compute-only schedule, and its W `delay` backwards later.
+
+    None is at the end.
+    """
     return replace(schedule, rows=tuple(_row(row, delay) for row in schedule.rows))
 
 

@@ -98,14 +98,16 @@ def conv(**more: object) -> nn.Conv2d:
 
 NETS = {
     "norm_dropout_pool": lambda: [
-        conv(bias=False), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Dropout(0.4), nn.MaxPool2d(2), conv(), nn.AvgPool2d(2),
+        conv(bias=False), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Dropout(0.4), nn.MaxPool2d(2), conv(),
+        nn.AvgPool2d(2),
         nn.Flatten(), nn.Linear(16, 5), nn.Dropout(0.5),
     ],
     "in_place": lambda: [
         conv(), nn.ReLU(inplace=True), conv(), nn.Dropout(0.3, inplace=True), conv(), nn.BatchNorm2d(CHANNELS),
         nn.ReLU(inplace=True), Residual(), Residual(),
     ],
-    "in_place_on_products": lambda: [conv(), nn.SiLU(inplace=True), Biased(), ReadFirst(), conv(), nn.RReLU(inplace=True)],
+    "in_place_on_products": lambda: [conv(), nn.SiLU(inplace=True), Biased(), ReadFirst(), conv(),
+    nn.RReLU(inplace=True)],
     "own_state": lambda: [
         conv(), Centred(), nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True),
         nn.utils.parametrizations.spectral_norm(conv()), nn.BatchNorm2d(CHANNELS, momentum=None), Centred(),

@@ -92,7 +92,8 @@ def test_a_table_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pyte
     [
         ([at(0, "0-3"), at(1, "4-7")], 4, []),
         ([at(0, "0-7"), at(1, "0-7")], 4, []),  # not bound at all: nobody is in the way
-        ([at(0, "0-3"), at(1, "0-3")], 4, ["ranks 0-1 on node n1 share CPUs 0-3, fewer than 4 a rank, and the node has 8"]),
+        ([at(0, "0-3"), at(1, "0-3")], 4,
+        ["ranks 0-1 on node n1 share CPUs 0-3, fewer than 4 a rank, and the node has 8"]),
         ([at(0, "0-1", node_cpus=2), at(1, "0-1", node_cpus=2)], 2, []),  # the node has no more
         ([at(0, "0"), at(1, "0", node="n2")], 1, []),
         (

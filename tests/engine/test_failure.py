@@ -78,7 +78,8 @@ def mpi_error() -> BaseException:
 @pytest.mark.parametrize(
     ("error", "cause_class", "words"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory on device", "Tried to allocate"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory on device",
+        "Tried to allocate"),
         (MemoryError(), "out of memory on host", "MemoryError: (the node's memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory on host", "Cannot allocate"),
         (OSError(errno.ENOSPC, "No space left on device", "/scratch/x"), "file system", "ENOSPC"),

@@ -102,7 +102,10 @@ def test_a_stopped_rank_is_blamed_and_the_others_leave_their_stacks(tmp_path):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("how", "state"), [("free", "works"), ("holding", "is silent")])
 def test_a_rank_that_never_comes_back_from_c_is_blamed(tmp_path, how: str, state: str):
-    """`holding`: the C code keeps the interpreter, so no thread of that rank runs; its stacks are written all the same."""
+    """`holding`: the C code keeps the interpreter, so no thread of that rank runs.
+
+    Its stacks are written all the same.
+    """
     run = Run(tmp_path, "1", "2", how)
     run.wait_for_step(1, 2)
     begin_s = time.monotonic()
@@ -118,7 +121,10 @@ def test_a_rank_that_never_comes_back_from_c_is_blamed(tmp_path, how: str, state
 
 @pytest.mark.timeout(240)
 def test_a_rank_that_is_slow_but_moves_is_left_alone(tmp_path):
-    """The last rank waits for two forwards of three seconds each, the first for yet longer: no action takes the limit."""
+    """The last rank waits for two forwards of three seconds each, the first for yet longer.
+
+    No action takes the limit.
+    """
     run = Run(
         tmp_path, cost__unit_s=1.0, cost__forward=3.0, parallel__micro_batches=1, train__steps=1, train__warmup_steps=0,
         schedule__name="gpipe", data__prefetch_steps=0,

@@ -77,7 +77,8 @@ def linear() -> nn.Module:
 
 NETWORKS: dict[str, Callable[[], list[nn.Module]]] = {
     "in place": lambda: [
-        linear(), nn.ReLU(inplace=True), linear(), nn.Dropout(0.3, inplace=True), nn.LeakyReLU(0.2, inplace=True), linear(),
+        linear(), nn.ReLU(inplace=True), linear(), nn.Dropout(0.3, inplace=True), nn.LeakyReLU(0.2, inplace=True),
+        linear(),
     ],
     "norms and dropout": lambda: [
         linear(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.GELU(), linear(), nn.BatchNorm1d(WIDTH, momentum=None),

@@ -53,7 +53,10 @@ def test_norms_and_layers_without_weights_hold_nothing():
 
 @pytest.mark.parametrize("is_metered", [True, False], ids=["metered", "later"])
 def test_i_lets_the_stash_go_but_for_what_w_reads(is_metered):
-    """Of conv, norm, ReLU, conv: the first output, which the norm read, is free after I; what the second conv read is not."""
+    """Of conv, norm, ReLU, conv: the first output, which the norm read, is free after I.
+
+    What the second conv read is not.
+    """
     seen: dict[str, weakref.ref] = {}
 
     class Look(nn.Module):

@@ -86,7 +86,8 @@ def test_a_job_that_starts_again_leaves_a_run_alone_that_went_on_as_another(tiny
     ],
 )  # fmt: skip
 def test_a_run_has_gone_on_as_a_later_job_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, restarts: str | None, noted: str | None, other: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, restarts: str | None, noted: str | None,
+    other: str | None
 ) -> None:  # fmt: skip
     for name, value in (("SLURM_JOB_ID", own), ("SLURM_RESTART_COUNT", restarts)):
         if value is None:

@@ -171,7 +171,8 @@ def test_a_stall_blames_the_silent_rank(prepared: Prepared, write_failed: WriteF
 @pytest.mark.parametrize(
     ("why", "cause"),
     [
-        (" DUE TO TIME LIMIT", FailureCause.TIME_LIMIT), (" DUE TO PREEMPTION", FailureCause.PREEMPTED), ("", FailureCause.CANCELLED),
+        (" DUE TO TIME LIMIT", FailureCause.TIME_LIMIT), (" DUE TO PREEMPTION", FailureCause.PREEMPTED),
+        ("", FailureCause.CANCELLED),
         (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", FailureCause.NODE),
     ],
 )  # fmt: skip
@@ -254,7 +255,8 @@ def test_records_of_others_at_the_same_time_go_by_the_clock(prepared: Prepared, 
 
 
 def test_an_exception_before_the_ranks_began(prepared: Prepared) -> None:
-    folder = failed(prepared(), "0: Traceback (most recent call last):", "0: ModuleNotFoundError: No module named 'torch'",
+    folder = failed(prepared(), "0: Traceback (most recent call last):",
+    "0: ModuleNotFoundError: No module named 'torch'",
                     "srun: error: n1: task 0: Exited with exit code 1")  # fmt: skip
     told = of(folder)
     assert (told.cause, told.rank) == (FailureCause.EXCEPTION, 0)

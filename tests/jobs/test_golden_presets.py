@@ -1,6 +1,7 @@
 """The script of every cluster preset for one paper configuration, as it was when someone last read it.
 
-After a wanted change: GEMS_RENEW_GOLDEN=1 python -m pytest tests/jobs/test_golden_presets.py, then read `git diff tests/golden`.
+After a wanted change: GEMS_RENEW_GOLDEN=1 python -m pytest tests/jobs/test_golden_presets.py, then read `git diff
+tests/golden`.
 """
 
 from __future__ import annotations

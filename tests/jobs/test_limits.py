@@ -39,7 +39,8 @@ def check(spec: RunSpec) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "partition", "qos", "row"),
-    [(1, "normal", None, 1), (2, "normal", None, 1), (3, "normal", None, 2), (8, "normal", "high", 2), (9, "large", None, 3),
+    [(1, "normal", None, 1), (2, "normal", None, 1), (3, "normal", None, 2), (8, "normal", "high", 2),
+    (9, "large", None, 3),
      (900, "large", None, 3), (5, "normal", "debug", 0), (700, None, "debug", 0)],
 )  # fmt: skip
 def test_the_first_limit_that_fits(

@@ -33,7 +33,8 @@ def site(slurm: FakeSlurm) -> FakeSlurm:
     """Two partitions: gpu, the default one, of 3 nodes with 4 GPUs and one that is down, and cpu."""
     slurm.says("scontrol", row("gpu", default="YES", most=3, time="02:00:00"), row("cpu", time="UNLIMITED", total=900))
     slurm.says(
-        "sinfo", "gpu*|2|64|512000|gpu:a100:4(S:0-3)|idle~", "gpu*|1|64|512000|gpu:a100:4|mixed", "gpu*|1|8|9000|(null)|down*",
+        "sinfo", "gpu*|2|64|512000|gpu:a100:4(S:0-3)|idle~", "gpu*|1|64|512000|gpu:a100:4|mixed",
+        "gpu*|1|8|9000|(null)|down*",
         "cpu|900|128|256000|(null)|allocated",
     )  # fmt: skip
     return slurm

@@ -85,7 +85,10 @@ def test_a_run_whose_ranks_never_started_shows_the_batch_scripts_log(
 
 
 def test_following_to_the_end(prepared: Prepared, slurm: FakeSlurm, capfd: pytest.CaptureFixture[str]) -> None:
-    """Pending, starting, a log that is replaced by a second one, and an end; nothing is lost and nothing comes twice."""
+    """Pending, starting, a log that is replaced by a second one, and an end.
+
+    Nothing is lost and nothing comes twice.
+    """
     slurm.says("squeue", "41|PENDING|N/A|Priority|one")
     folder = prepared()
     folder.write_status("submitted", job_id="41")

@@ -34,7 +34,8 @@ def test_a_job_takes_so_many_points_in_their_order(point: Callable[..., Point]) 
 
 def test_points_of_several_nodes_or_other_settings_or_of_this_machine_go_alone(point: Callable[..., Point]) -> None:
     first, two, other, here, last = (
-        point("seed=0"), point("cluster.nodes=2"), point("cluster.partition=high"), point("cluster=local", "cluster.nodes=1"),
+        point("seed=0"), point("cluster.nodes=2"), point("cluster.partition=high"),
+        point("cluster=local", "cluster.nodes=1"),
         point("parallel.partitions=2"),
     )  # fmt: skip
     assert pack_points([first, two, other, here, last]) == [(first, last), (two,), (other,), (here,)]

@@ -59,7 +59,8 @@ def test_an_answer_counts_for_thirty_days(resolved: Callable[..., RunSpec], tmp_
 @pytest.mark.parametrize(
     "more",
     [{"mpi": "pmix"}, {"environment": {"A": "1"}}, {"modules": ["gcc"]}, {"setup": ["true"]}, {"srun": ["--network=x"]},
-     {"container": "apptainer", "container_image": "a.sif"}, {"partition": "other"}, {"python": "other"}, {"name": "other"},
+     {"container": "apptainer", "container_image": "a.sif"}, {"partition": "other"}, {"python": "other"},
+     {"name": "other"},
      {"gpus_per_node": 2}],
 )  # fmt: skip
 def test_an_answer_is_of_one_environment(
@@ -127,15 +128,20 @@ def ended(*tail: str, code: int = 1, timed_out: bool = False) -> Ended:
 @pytest.mark.parametrize(
     ("left", "how", "error", "says"),
     [
-        ({"error": "x", "config_error": ["cluster.mpi", "default", "MPI sees a world of 1", "give pmi2"], "exit_code": 2},
+        ({"error": "x", "config_error": ["cluster.mpi", "default", "MPI sees a world of 1", "give pmi2"],
+        "exit_code": 2},
          ended(), ConfigError, r"^cluster\.mpi=pmi2: MPI sees a world of 1; give pmi2$"),
-        ({"error": "ImportError: libmpi.so", "config_error": [], "exit_code": 4}, ended(), RankFailedError, "ImportError: libmpi"),
+        ({"error": "ImportError: libmpi.so", "config_error": [], "exit_code": 4}, ended(), RankFailedError,
+        "ImportError: libmpi"),
         (None, ended("OMPI was not built with SLURM's PMI support", "srun: error: n1: task 0: Exited with exit code 1"),
          RankFailedError, "ended with code 1 before MPI had started, with cluster.mpi=pmi2: OMPI was not built .*; MPICH takes"),
-        (None, ended("waiting", timed_out=True), StalledError, "did not end within 180 s: waiting; MPICH takes cluster.mpi=pmi2"),
-        ({**FOUND, "wall_s": None, "device_message": "trying"} | {"takes_device_memory": True}, ended("Segmentation fault"),
+        (None, ended("waiting", timed_out=True), StalledError,
+        "did not end within 180 s: waiting; MPICH takes cluster.mpi=pmi2"),
+        ({**FOUND, "wall_s": None, "device_message": "trying"} | {"takes_device_memory": True},
+        ended("Segmentation fault"),
          ConfigError, r"^machine\.transport=auto: MPI claims to take .* when it got some: Segmentation fault; use"),
-        ({**FOUND, "ranks": [FOUND["ranks"][0], {**FOUND["ranks"][1], "sees_folder": False}]}, ended(code=0), ConfigError,
+        ({**FOUND, "ranks": [FOUND["ranks"][0], {**FOUND["ranks"][1], "sees_folder": False}]}, ended(code=0),
+        ConfigError,
          r"^runs_dir=.*: node n2 does not see it; use a folder that all nodes share$"),
         (FOUND, ended("Aborted", code=134), RankFailedError, "the probe's two ranks ended with code 134: Aborted"),
     ],

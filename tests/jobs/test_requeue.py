@@ -85,7 +85,8 @@ def scontrol(slurm: FakeSlurm, line: str, refuses: str = "") -> None:
 
 
 def test_a_run_out_of_time_is_put_back_until_the_bound(
-    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], collected: list[RunFolder], capfd: pytest.CaptureFixture[str]
+    slurm: FakeSlurm, in_job: Callable[..., tuple[int, RunFolder]], collected: list[RunFolder],
+    capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     scontrol(slurm, shown(left_s=100))
     for number in (1, 2):

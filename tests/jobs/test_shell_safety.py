@@ -33,10 +33,13 @@ open({notes!r} + ".env", "wb").write(b"\\0".join(k + b"=" + v for k, v in os.env
 print("Submitted batch job 41")
 """
 ODD = [
-    "it's", 'two "quotes"', "a  b", "a\tb", "line\nbreak", "cr\rlf\r\n", "$(touch owned)", "`touch owned`", "$HOME", "${IFS}",
+    "it's", 'two "quotes"', "a  b", "a\tb", "line\nbreak", "cr\rlf\r\n", "$(touch owned)", "`touch owned`", "$HOME",
+    "${IFS}",
     "; touch owned", "| touch owned", "& touch owned &", "&& touch owned", "> owned", "' ; touch owned ; '",
-    '" ; touch owned ; "', "'\"'\"' ; touch owned", "x\n touch owned\n", "x\n#SBATCH --partition=other\n", "#", "# no comment",
-    "-x", "--wrap=touch owned", "--", "~", "*", "?", "[a]", "{a,b}", "!!", "\\", "\\'", "%j", "%t_%x", "a\0b", "ünïcode ✓", "\u202e",
+    '" ; touch owned ; "', "'\"'\"' ; touch owned", "x\n touch owned\n", "x\n#SBATCH --partition=other\n", "#",
+    "# no comment",
+    "-x", "--wrap=touch owned", "--", "~", "*", "?", "[a]", "{a,b}", "!!", "\\", "\\'", "%j", "%t_%x", "a\0b",
+    "ünïcode ✓", "\u202e",
     "a=b", "a:b", "a,b", "",
 ]  # fmt: skip
 SLOTS: dict[str, Callable[[RunSpec, str], RunSpec]] = {

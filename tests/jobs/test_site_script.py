@@ -135,12 +135,14 @@ def test_apptainer(resolved: Callable[..., RunSpec], runtime: str) -> None:
     ]  # fmt: skip
     sweep = sweep_by_srun(job_spec(on(resolved, **image, python="python3.12")), FOLDER)
     assert sweep[sweep.index(runtime) :] == [
-        runtime, "exec", "--bind=/runs/it's mine", "--pwd=/runs/it's mine", "--nv", "my image.sif", "python3.12", CODE_ZIP,
+        runtime, "exec", "--bind=/runs/it's mine", "--pwd=/runs/it's mine", "--nv", "my image.sif", "python3.12",
+        CODE_ZIP,
         "gems.launch.mpich_cleanup",
     ]  # fmt: skip
     live = command(job_spec(on(resolved, **image, archive_code=False)), FOLDER)
     assert live[live.index("exec") + 1 :] == [
-        f"--bind={ROOT}", "--bind=/runs/it's mine", f"--pwd={ROOT}", "--nv", "my image.sif", "python3", "-m", *IN_JOB[1:],
+        f"--bind={ROOT}", "--bind=/runs/it's mine", f"--pwd={ROOT}", "--nv", "my image.sif", "python3", "-m",
+        *IN_JOB[1:],
     ]  # fmt: skip
 
 
@@ -180,7 +182,8 @@ def test_no_value_of_a_preset_is_read_by_a_shell(resolved: Callable[..., RunSpec
     spec = on(resolved, account=odd, account_suffix=odd, partition=odd, environment={"ODD": odd})
     lines = [line for line in script(replace(spec, runs_dir=str(tmp_path))) if not line.startswith("exec ")]
     shown = subprocess.run(
-        ["bash", "-c", "\n".join([*lines, 'printf %s "$ODD"'])], cwd=tmp_path, capture_output=True, text=True, check=True
+        ["bash", "-c", "\n".join([*lines, 'printf %s "$ODD"'])], cwd=tmp_path, capture_output=True, text=True,
+        check=True
     )  # fmt: skip
     assert shown.stdout == odd and list(tmp_path.iterdir()) == []
     (line,) = (line for line in lines if "--partition" in line)

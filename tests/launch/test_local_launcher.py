@@ -1,4 +1,7 @@
-"""gems.launch.local_launcher and gems.launch.mpich_cleanup: command lines, environments, and processes that must end."""
+"""gems.launch.local_launcher and gems.launch.mpich_cleanup.
+
+Command lines, environments, and processes that must end.
+"""
 
 from __future__ import annotations
 

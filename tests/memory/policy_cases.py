@@ -35,8 +35,8 @@ def network(kinds: str, sizes: Sequence[int] = (), spare: int = 0, device: str =
 
     u is a convolution whose product nobody saves, with a norm behind it.
 
-    `sizes` are the outputs in MiB, 64 for each unless given. A convolution's output is saved by its own activation and by
-    the layer behind, a pooling's by the layer behind; a block saves two more storages, one of which is no product.
+    `sizes` are the outputs in MiB, 64 for each unless given. A convolution's output is saved by its own activation and
+    by the layer behind, a pooling's by the layer behind; a block saves two more storages, one of which is no product.
     """
     layers = []
     for index, letter in enumerate(kinds):

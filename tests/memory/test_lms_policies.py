@@ -27,7 +27,10 @@ NET = "cccbcccbccccl"
 
 
 def between(profile: ModelProfile, name: str, ranks: int, micro_batches: int, share: float | None) -> MemoryCase:
-    """A case whose limit lies between a little above what vDNN needs, and what is held when all is kept; None for more."""
+    """A case whose limit lies between a little above what vDNN needs, and what is held when all is kept.
+
+    None for more.
+    """
     case = case_of(profile, name, ranks, micro_batches)
     most = max(case.kept.peak_bytes)
     if share is None:

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WORDS = (
-    "model.target=my_nets.unet.OwnUNet", "model.kwargs={width:4}", "data=synthetic", "data.height_px=18", "data.width_px=14",
+    "model.target=my_nets.unet.OwnUNet", "model.kwargs={width:4}", "data=synthetic", "data.height_px=18",
+    "data.width_px=14",
     "parallel.partitions=3", "parallel.micro_batches=4", "parallel.micro_batch_size=2",
 )  # fmt: skip
 

@@ -172,7 +172,8 @@ def test_the_size_of_an_image_means_nothing_to_them() -> None:
 
 @pytest.mark.parametrize(
     ("model", "source", "advice"),
-    [("resnet", "tokens", "data=folder"), ("gnmt", "tokens", "data=token_pairs"), ("gnmt", "synthetic", "data=token_pairs"),
+    [("resnet", "tokens", "data=folder"), ("gnmt", "tokens", "data=token_pairs"),
+    ("gnmt", "synthetic", "data=token_pairs"),
      ("biglstm", "token_pairs", "data=tokens")],
 )  # fmt: skip
 def test_a_model_that_cannot_read_the_data_is_refused_in_one_line(model: str, source: str, advice: str) -> None:

@@ -93,7 +93,8 @@ def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int =
     """Small images, but for a policy that counts in the segments of an allocator, of 2 and 20 MiB."""
     side_px = 320 if memory.name == "lms_limit" else SIDE_PX
     spec = toys.make_spec(
-        schedule, partitions, replicas, model=ModelConfig(name=network, **NETWORKS[network]), data=DataConfig(height_px=side_px, width_px=side_px, **IMAGES),
+        schedule, partitions, replicas, model=ModelConfig(name=network, **NETWORKS[network]),
+        data=DataConfig(height_px=side_px, width_px=side_px, **IMAGES),
         partition__name="even", train__learning_rate=LEARNING_RATE,
     )  # fmt: skip
     return replace(spec, memory=replace(memory, min_offload_bytes=0))

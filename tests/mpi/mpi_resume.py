@@ -35,7 +35,8 @@ def _drop_layers(model, data):
     """Batch norm, whose statistics and counter move, and dropout, which draws random numbers."""
     flat = 4 * data.height_px * data.width_px
     return (
-        Layer("conv", "toy", "torch.nn:Conv2d", (("in_channels", 3), ("out_channels", 4), ("kernel_size", 3), ("padding", 1))),
+        Layer("conv", "toy", "torch.nn:Conv2d",
+        (("in_channels", 3), ("out_channels", 4), ("kernel_size", 3), ("padding", 1))),
         Layer("norm", "toy", "torch.nn:BatchNorm2d", (("num_features", 4), ("momentum", None))),
         Layer("drop", "toy", "torch.nn:Dropout", (("p", 0.3),)),
         Layer("flatten", "toy", "torch.nn:Flatten", ()),

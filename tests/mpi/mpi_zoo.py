@@ -40,7 +40,8 @@ def make_spec(name: str, schedule: str, partitions: int, replicas: int = 1, **ch
 @pytest.mark.parametrize(
     ("name", "schedule", "partitions", "replicas"),
     [("unet", "gems_master", 4, 1), ("unet", "zb_h1", 2, 2), ("amoebanet", "gems_master", 3, 1),
-     ("biglstm", "gems_master", 2, 1), ("biglstm", "zb_h1", 2, 2), ("gnmt", "1f1b", 4, 1), ("gnmt", "gems_master", 2, 2)],
+     ("biglstm", "gems_master", 2, 1), ("biglstm", "zb_h1", 2, 2), ("gnmt", "1f1b", 4, 1),
+     ("gnmt", "gems_master", 2, 2)],
 )  # fmt: skip
 def test_trains_as_one_process(comm, name, schedule, partitions, replicas):
     spec = make_spec(name, schedule, partitions, replicas)

@@ -36,7 +36,8 @@ def case_of(spec: RunSpec) -> PartitionCase:
     size = spec.data.height_px * spec.data.width_px * spec.parallel.micro_batch_size
     made = [
         LayerProfile(
-            layer.name, layer.kind, float(1 + i % 3), param_bytes=400 * (1 + i), stash_bytes=size * 4 // (1 + 4 * i // len(layers)),
+            layer.name, layer.kind, float(1 + i % 3), param_bytes=400 * (1 + i),
+            stash_bytes=size * 4 // (1 + 4 * i // len(layers)),
             output_bytes=size, output_grad_bytes=size, forward_peak_bytes=size * 5, backward_peak_bytes=size * 3,
         )
         for i, layer in enumerate(layers)

@@ -110,7 +110,8 @@ def layer(class_name: str, name: str | None = None, **options: object) -> Layer:
 def skipping() -> tuple[Layer, ...]:
     """A U-Net of two levels, one of whose skips nothing saves."""
     return (
-        layer("Down", "down1", i=3, o=8, is_raw=True), layer("Down", "down2", i=8, o=16), layer("Middle", "middle1", i=16),
+        layer("Down", "down1", i=3, o=8, is_raw=True), layer("Down", "down2", i=8, o=16),
+        layer("Middle", "middle1", i=16),
         layer("Middle", "middle2", i=16), layer("Up", "up2", i=16, skip=16, o=8), layer("Up", "up1", i=8, skip=8, o=8),
         layer("Head", i=8, classes=3),
     )  # fmt: skip
@@ -186,8 +187,8 @@ def whole_stage(layers: Sequence[Layer], first: int, end: int, shape: tuple[int,
 def saved_by_parts(layers: Sequence[Layer], cuts: Sequence[int], shape: tuple[int, ...] = SHAPE) -> dict[Parts, int]:
     """Run the parts of a model one behind the other, each with a graph of its own.
 
-    Gives the bytes of storages, but for parameters and images, by where they are seen: the parts that save them, and the
-    parts that hand them on.
+    Gives the bytes of storages, but for parameters and images, by where they are seen: the parts that save them, and
+    the parts that hand them on.
     """
     modules = nn.ModuleList(build_layers(layers, 0, len(layers), seed=0))
     values: tuple[Tensor, ...] = (torch.randn(shape),)

@@ -87,7 +87,10 @@ class TestOverlap:
 
 class TestSharedLinks:
     def test_sums_of_one_node_pass_its_link_one_after_another(self) -> None:
-        """P=4 on one node of 4, with replicas on others: pair {1, 2} is final 2 before {0, 3} and fills the link for 5."""
+        """P=4 on one node of 4, with replicas on others.
+
+        Pair {1, 2} is final 2 before {0, 3} and fills the link for 5.
+        """
         made = lower(generate("gems_master", 4, 2))
         alone = simulate(made, gems_costs(4, 0.0)).span
         costs = gems_costs(4, 6.0, 5.0)

@@ -41,8 +41,10 @@ def test_closed_forms_with_equal_thirds(num_ranks: int, cap: float) -> None:
     ("placement", "cap", "allow", "copy", "expected"),
     [
         (linear(8), 1, "recompute", 0, 0.763), (v(8), 1, "recompute", 0, 0.814), (v(8), 2, "recompute", 0, 0.909),
-        (wave(8, 4), 1, "recompute", 0, 0.875), (wave(8, 4), 1.5, "recompute", 0, 0.910), (v(4), 1, "recompute", 0, 0.882),
-        (wave(4, 4), 1, "recompute", 0, 0.933), (v(16), 1, "recompute", 0, 0.780), (wave(16, 4), 1, "recompute", 0, 0.828),
+        (wave(8, 4), 1, "recompute", 0, 0.875), (wave(8, 4), 1.5, "recompute", 0, 0.910),
+        (v(4), 1, "recompute", 0, 0.882),
+        (wave(4, 4), 1, "recompute", 0, 0.933), (v(16), 1, "recompute", 0, 0.780),
+        (wave(16, 4), 1, "recompute", 0, 0.828),
         (linear(8), 1, "offload", 1, 0.60), (v(8), 1, "offload", 2, 0.857), (wave(8, 4), 1, "offload", 2, 1.0),
         (v(8), 1.5, "offload", 2, 1.0), (v(16), 1, "offload", 2, 0.857),
     ],

@@ -114,7 +114,8 @@ def test_nothing_starts_before_its_data(name: str) -> None:
     schedule = lower(generate(name, 4, 8, 4))
     played = play(schedule, lambda action: 1 + len(str(action)) % 3, link=0.25)
     end = {
-        action: at for row, ends in zip(schedule.rows, played.end, strict=True) for action, at in zip(row, ends, strict=True)
+        action: at for row, ends in zip(schedule.rows, played.end, strict=True) for action,
+        at in zip(row, ends, strict=True)
     }  # fmt: skip
     for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True):
         last_end = 0.0

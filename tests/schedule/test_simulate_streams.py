@@ -139,7 +139,10 @@ def test_reduction_and_step_cost_what_they_cost() -> None:
 
 
 def test_copies_run_beside_compute_and_one_at_a_time() -> None:
-    """Two copies out of 3 each: the second begins when the first ends, and compute goes on; B waits for the way back."""
+    """Two copies out of 3 each: the second begins when the first ends, and compute goes on.
+
+    B waits for the way back.
+    """
     made = one_rank("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0PREFETCH1 0B1 0PREFETCH0 0B0", 2)
     played = simulate(validate(made), costs_of(1, copy=(3.0,)))
     times = times_of(made, played)
@@ -182,7 +185,10 @@ def test_recomputation_keeps_the_boundary_and_is_not_useful() -> None:
 
 
 def test_what_is_held_between_the_two_halves_of_a_backward() -> None:
-    """I lets go of all but what W needs: with 0.25 held, four forwards and inputs fit under 1.75; with 1 they do not."""
+    """I lets go of all but what W needs: with 0.25 held, four forwards and inputs fit under 1.75.
+
+    With 1 they do not.
+    """
     made = one_rank("0F0 0I0 0F1 0I1 0F2 0I2 0F3 0I3 0W0 0W1 0W2 0W3", 4)
     assert simulate(validate(made), costs_of(1, held_for_weights=(0.25,)), cap=1.75).peak == (1.75,)
     assert simulate(made, costs_of(1)).peak == (4.0,)

@@ -1,4 +1,7 @@
-"""gems.schedule.formats.torch_csv: torch's own validator and simulator accept our exports, and its schedules are read."""
+"""gems.schedule.formats.torch_csv.
+
+Torch's own validator and simulator accept our exports, and its schedules are read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Faults on a mini cluster, one a test: how the run ends, how soon, what is told of it, and what its trace still holds."""
+"""Faults on a mini cluster, one a test.
+
+How the run ends, how soon, what is told of it, and what its trace still holds.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ def job_fields(cluster: MiniSlurm, job: str) -> dict[str, str]:
 def ended(
     cluster: MiniSlurm, name: str, job: str, folder: RunFolder, limit_s: float, since_s: float | None = None
 ) -> dict[str, Any]:
-    """Wait for the end of a run and of its job, and gives status, SLURM's fields and the diagnosis; fills the table's row."""
+    """Wait for the end of a run and of its job, and gives status, SLURM's fields and the diagnosis.
+
+    Fills the table's row.
+    """
     begin_s = time.monotonic() if since_s is None else since_s
     wait_until(
         lambda: folder.read_status().get("state") not in GOES_ON
@@ -94,7 +100,8 @@ def ended(
     told = json.loads(asked.stdout)
     line = f"{told['cause']}: rank {told['rank']} on {told['node']}: {told['text']}"
     ROWS.append(
-        Fault(name, str(status.get("state")), status.get("exit_code"), fields["JobState"], seconds, told["trace_steps"], line)
+        Fault(name, str(status.get("state")), status.get("exit_code"), fields["JobState"], seconds, told["trace_steps"],
+        line)
     )  # fmt: skip
     return {"status": status, "fields": fields, "told": told, "seconds": seconds}
 
@@ -367,6 +374,7 @@ def start_daemon(cluster: MiniSlurm, node: str) -> None:
         words = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node, *words]
     start(cluster, words)
     wait_until(
-        lambda: cluster.run("sinfo", "--noheader", f"--nodes={node}", "--partition=debug", "--format=%T").stdout.strip() == "idle",
+        lambda: cluster.run("sinfo", "--noheader", f"--nodes={node}", "--partition=debug",
+        "--format=%T").stdout.strip() == "idle",
         60, f"{node} does not come back", lambda: cluster.run("sinfo").stdout,
     )  # fmt: skip

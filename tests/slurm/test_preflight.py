@@ -100,7 +100,8 @@ def test_a_job_probes_first(mini_slurm: MiniSlurm, tmp_path: Path, mpi: str) -> 
     (tmp_path / "step.py").write_text(IN_A_JOB)
     (tmp_path / "job.sh").write_text(f'#!/bin/sh\ncd "{ROOT}" && PYTHONPATH=. exec "{sys.executable}" "$1" "$2"\n')
     ended = mini_slurm.run(
-        "sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path / 'out'}", str(tmp_path / "job.sh"),
+        "sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path / 'out'}",
+        str(tmp_path / "job.sh"),
         str(tmp_path / "step.py"), str(folder), env={"GEMS_CACHE_DIR": str(tmp_path / "cache")}, timeout_s=200,
     )  # fmt: skip
     said = (tmp_path / "out").read_text()

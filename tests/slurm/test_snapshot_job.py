@@ -1,4 +1,7 @@
-"""A job runs the code that it was submitted with, and leaves a record of itself; on the mini cluster, with a hostile name."""
+"""A job runs the code that it was submitted with, and leaves a record of itself.
+
+On the mini cluster, with a hostile name.
+"""
 
 from __future__ import annotations
 

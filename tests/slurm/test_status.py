@@ -1,4 +1,7 @@
-"""Status, logs and cancel on the mini cluster: a pending and a running job, a log to its end, and jobs that are ended."""
+"""Status, logs and cancel on the mini cluster.
+
+A pending and a running job, a log to its end, and jobs that are ended.
+"""
 
 from __future__ import annotations
 

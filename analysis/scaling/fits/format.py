@@ -58,7 +58,10 @@ def _extrapolated(fit: Fit, ranks: int) -> dict[str, float]:
 
 
 def curve_ranks(fit: Fit) -> np.ndarray:
-    """Return the ranks at which a fit is drawn: evenly on a logarithmic axis, the ends of data and of the limit among them."""
+    """Return the ranks at which a fit is drawn.
+
+    Evenly on a logarithmic axis, the ends of data and of the limit among them.
+    """
     within = np.geomspace(fit.first_ranks, fit.last_ranks, NUM_CURVE_POINTS)
     beyond = np.geomspace(fit.last_ranks, fit.limit_ranks, NUM_CURVE_POINTS // 2)
     within[[0, -1]], beyond[[0, -1]] = (fit.first_ranks, fit.last_ranks), (fit.last_ranks, fit.limit_ranks)

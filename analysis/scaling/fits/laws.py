@@ -27,7 +27,8 @@ class Law:
         name: of the law.
         formula: y in terms of its parameters.
         min_points: numbers of ranks that a fit needs: one more than it has parameters, five for the normal form.
-        solve: returns coefficients, shape (num_fits, num_coefficients), for ranks (num_points,), weights (num_points,) and
+        solve: returns coefficients, shape (num_fits, num_coefficients), for ranks (num_points,), weights (num_points,)
+        and
             values y (num_fits, num_points).
         predict: returns y, shape (num_fits, num_ranks), for coefficients and ranks (num_ranks,).
         parameters: returns the named parameters, each (num_fits,), of coefficients; the first row is the fit itself
@@ -139,7 +140,8 @@ LAWS: dict[str, Law] = {
             _usl_parameters, lambda _: 3,
         ),
         Law(
-            "pmnf", "y = constant + sum of at most 2 terms c p^i log2(p)^j", 5, choose_terms, term_values, _pmnf_parameters,
+            "pmnf", "y = constant + sum of at most 2 terms c p^i log2(p)^j", 5, choose_terms, term_values,
+            _pmnf_parameters,
             lambda found: 1 + 2 * count_terms(found),
         ),
     )

@@ -1,7 +1,7 @@
 """Non-negative least squares over sets of columns, and the performance-model normal form that chooses among them.
 
-The normal form is a constant and at most two terms c p^i log2(p)^j (Calotoiu et al., SC 2013, section 3). Exponents are those
-that the Extra-P tool tries by default; of its larger ones only those that a cost of one rank can have.
+The normal form is a constant and at most two terms c p^i log2(p)^j (Calotoiu et al., SC 2013, section 3). Exponents are
+those that the Extra-P tool tries by default; of its larger ones only those that a cost of one rank can have.
 """
 
 from __future__ import annotations

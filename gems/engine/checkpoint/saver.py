@@ -148,7 +148,10 @@ class Saver:
         return write_shard(folder / shard_name(self._control.rank), self._source.host_tensors())
 
     def _complete(self) -> str | None:
-        """Wait until all ranks have written and rank 0 has completed the checkpoint; return what went wrong, if anything."""
+        """Wait until all ranks have written and rank 0 has completed the checkpoint.
+
+        Return what went wrong, if anything.
+        """
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._heartbeat.beat(pending.step, "checkpoint")

@@ -50,7 +50,8 @@ def report_failure(folder: RunFolder, rank: int, error: BaseException, frames: S
     record: dict[str, Any] = {
         "rank": rank, "node": os.uname().nodename, "pid": os.getpid(),
         "step": beat.step if beat else -1, "action": beat.action if beat else "start",
-        "stage": stage_number(beat.action) if beat else None, "cause": cause, "cause_class": str(classify_error(error).cause),
+        "stage": stage_number(beat.action) if beat else None, "cause": cause,
+        "cause_class": str(classify_error(error).cause),
         "kind": type(error).__name__, "errno": error.errno if isinstance(error, OSError) else None,
         "traceback": lines[-MAX_LINES:], "waits_for": getattr(error, "waits_for", None), **_memory(), "mpi": _mpi(),
         "exit_code": code, "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -1,4 +1,7 @@
-"""The recorder: times what a rank does and counts what it holds, for its part of the trace; needs torch on a GPU only."""
+"""The recorder: times what a rank does and counts what it holds, for its part of the trace.
+
+Needs torch on a GPU only.
+"""
 
 from __future__ import annotations
 

@@ -294,7 +294,10 @@ class Watchdog:
         return True
 
     def _check_others(self, now_s: float) -> None:
-        """Check whether another rank has found a hang; if so, write stacks here, and end this process some time later."""
+        """Check whether another rank has found a hang.
+
+        If so, write stacks here, and end this process some time later.
+        """
         if self._seen_s is None:
             if not self._ending.locked() and self._folder.stalled_json.exists():
                 self._seen_s = now_s

@@ -207,7 +207,10 @@ class Transport:
         self.wait(self.comm.Ibarrier(), "the other ranks")
 
     def round_trip_s(self, sent: Sendable, got: Sendable) -> float:
-        """Return the seconds in which a message goes from rank 0 to rank 1 and another one back; collective over two."""
+        """Return the seconds in which a message goes from rank 0 to rank 1 and another one back.
+
+        Collective over two.
+        """
         other = 1 - self.rank
         begin = time.perf_counter()
         if self.rank == 0:

@@ -73,7 +73,8 @@ def compare(
 ) -> Difference:
     """Run the schedule and compare each copy of each tensor after every step; collective."""
     pipeline = build_pipeline(spec, comm, device, schedule=schedule, boundaries=boundaries, plan=plan)
-    loader = BatchLoader(spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.image_micro_batches, pipeline.label_micro_batches,
+    loader = BatchLoader(spec, open_dataset(spec.data, spec.seed), pipeline.replica, pipeline.image_micro_batches,
+    pipeline.label_micro_batches,
                 DTYPES[spec.train.dtype], device)  # fmt: skip
     pipeline.set_training(True)
     reference = train_unsplit(spec, pipeline.schedule, device) if comm.rank == 0 else None

@@ -61,7 +61,8 @@ def train_unsplit(spec: RunSpec, schedule: Schedule, device: torch.device) -> It
         for samples in copies:
             for buffer, value in zip(statistics, start, strict=True):
                 buffer.copy_(value)
-            # Summed over a copy first and then over copies: in a deep network another order shows at 1e-12 a step later.
+            # Summed over a copy first and then over copies: in a deep network another order shows at 1e-12 a step
+            # later.
             for images, labels in _micro_batches(spec, dataset, step, samples, dtype, device):
                 values: tuple[Tensor, ...] = (images,)
                 for module in modules:

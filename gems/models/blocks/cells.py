@@ -36,8 +36,8 @@ class Cell(nn.Module):
     """A cell: both inputs are brought to `channels`, then `pairs` of operations add states, and some are joined.
 
     Takes the output of the last cell (N, channels_last, H, W) and of the one before it (N, channels_before, H, W, or
-    twice as many pixels a side after a reduction); the first cell has only one. Gives (N, channels * len(joined), H', W'),
-    where a reduction cell halves the sides, rounded up, and the last cell's output as it came, unless `is_last`.
+    twice as many pixels a side after a reduction); the first cell has only one. Gives (N, channels * len(joined), H',
+    W'), where a reduction cell halves the sides, rounded up, and the last cell's output as it came, unless `is_last`.
     """
 
     def __init__(

@@ -118,7 +118,8 @@ class Attention(nn.Module):
 class ContextDecoder(nn.Module):
     """An upper LSTM layer of the decoder: takes the output of the layer below and the context, both (T, N, width).
 
-    Gives the output (T, N, width), to which `is_residual` adds that below, and the context as it came, unless `is_last`.
+    Gives the output (T, N, width), to which `is_residual` adds that below, and the context as it came, unless
+    `is_last`.
     """
 
     def __init__(self, width: int, is_residual: bool, is_last: bool) -> None:

@@ -69,7 +69,10 @@ def _gains(case: HybridCase, ways: int, devices: Sequence[int]) -> list[tuple[in
 
 
 def _crossing_band(ways: int, devices: Sequence[int], draws: Sequence[HybridCase]) -> tuple[float | None, float | None]:
-    """Return the middle 95 % of where the draws cross, on a line between listed numbers; None for an end that does not."""
+    """Return the middle 95 % of where the draws cross, on a line between listed numbers.
+
+    None for an end that does not.
+    """
     if not draws:
         return None, None
     places = sorted(_interpolated(_gains(case, ways, devices)) for case in draws)

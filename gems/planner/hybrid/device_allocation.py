@@ -68,7 +68,10 @@ class HybridPlan:
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """Three choices over all numbers of devices: the fastest, the cheapest in GPU-hours, and the cheapest of the nearly fastest."""
+    """Three choices over all numbers of devices.
+
+    The fastest, the cheapest in GPU-hours, and the cheapest of the nearly fastest.
+    """
 
     fastest: Choice
     nearly_fastest: Choice
@@ -78,8 +81,8 @@ class Picks:
 def picks(plan: HybridPlan) -> Picks | None:
     """Pick among the choices whose epochs do not stand far beyond what was measured, where there are such.
 
-    Times are compared by what they are relative to each other, so that none need be known in seconds. Nearly fastest is what
-    takes at most NEARLY times the least.
+    Times are compared by what they are relative to each other, so that none need be known in seconds. Nearly fastest is
+    what takes at most NEARLY times the least.
     """
     known = [choice for row in plan.rows for choice in row.choices if not choice.is_extrapolated]
     known = known or [choice for row in plan.rows for choice in row.choices]

@@ -1,9 +1,11 @@
-"""Data parallelism against workers of several devices: end-to-end time C = T x S x E (Pal et al., IEEE Micro 39(5), 2019).
+"""Data parallelism against workers of several devices.
+
+End-to-end time C = T x S x E (Pal et al., IEEE Micro 39(5), 2019).
 
 T is the time of a step, S the steps of an epoch, E the epochs to the target. N workers of M devices each take, over one
-worker on one device, C_1 / C = SU^M SE_N N E_1 / E_N: SU^M is the speed-up of a worker's step by M-way model parallelism,
-SE_N the scaling efficiency of N workers. Workers of M devices beat M N workers of one exactly where
-SU^M > M (SE_MN / SE_N) (E_N / E_MN).
+worker on one device, C_1 / C = SU^M SE_N N E_1 / E_N: SU^M is the speed-up of a worker's step by M-way model
+parallelism, SE_N the scaling efficiency of N workers. Workers of M devices beat M N workers of one exactly where SU^M >
+M (SE_MN / SE_N) (E_N / E_MN).
 """
 
 from __future__ import annotations
@@ -83,7 +85,10 @@ class HybridCase:
         return ways * efficiencies * epochs
 
     def gain(self, workers: int, ways: int) -> float:
-        """Return the time of data parallelism on the same devices over that of N workers of M ways: above 1 hybrid wins."""
+        """Return the time of data parallelism on the same devices over that of N workers of M ways.
+
+        Above 1 hybrid wins.
+        """
         return self.speedup(ways) / self.threshold(workers, ways)
 
     def seconds(self, cost: float) -> float | None:

@@ -80,7 +80,8 @@ class EpochTable:
         batches = self.global_batches
         if self.is_extrapolated(global_batch) and not self.beyond:
             raise ConfigError(
-                "global batch", f"{global_batch:g}", f"epochs are known from {batches[0]:g} to {batches[-1]:g} samples a step",
+                "global batch", f"{global_batch:g}",
+                f"epochs are known from {batches[0]:g} to {batches[-1]:g} samples a step",
                 "measure more, or let the file of --epochs say beyond: true, or model: noise_scale",
             )  # fmt: skip
         if len(batches) == 1:

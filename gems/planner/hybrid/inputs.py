@@ -1,4 +1,7 @@
-"""What the hybrid planner is given on its command line: epochs, scaling efficiency, and speed-ups of model parallelism."""
+"""What the hybrid planner is given on its command line.
+
+Epochs, scaling efficiency, and speed-ups of model parallelism.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,9 @@ def read_epochs(path: Path) -> GivenEpochs:
     """Read epochs by global batch.
 
     A CSV has columns global_batch and epochs, and may have low and high, the ends of a 95 % interval; a JSON object has
-    such rows under `runs`. Several rows of one batch are repetitions: their mean counts, and their range is its interval.
-    In JSON `model` chooses table (with `beyond: true` it goes on outside of its range) or noise_scale, which is fitted to the
-    runs, or given by `e_min` and `b_crit`; `samples_per_epoch` may be there.
+    such rows under `runs`. Several rows of one batch are repetitions: their mean counts, and their range is its
+    interval. In JSON `model` chooses table (with `beyond: true` it goes on outside of its range) or noise_scale, which
+    is fitted to the runs, or given by `e_min` and `b_crit`; `samples_per_epoch` may be there.
 
     Raises:
         ConfigError: a file that cannot be read, a number that is none, or runs without a noise scale.
@@ -96,8 +99,8 @@ def read_efficiency(path: Path, schedule: str = "") -> GivenEfficiency:
     """Read SE_N: what `analysis scaling` wrote (its CSV, or its JSON), or columns workers and efficiency (low, high, ways).
 
     Of a scaling study SE_N is the median step of the fewest replicas over that of N, for pipelines of equally many
-    partitions and an equal batch of each replica; so the fewest replicas count as without loss. Of several schedules the
-    run's own counts; of several sources for one point measured before emulated before simulated.
+    partitions and an equal batch of each replica; so the fewest replicas count as without loss. Of several schedules
+    the run's own counts; of several sources for one point measured before emulated before simulated.
 
     Raises:
         ConfigError: a file that cannot be read, no weak scaling in it, or several schedules and none is the run's.

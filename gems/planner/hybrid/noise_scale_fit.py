@@ -38,9 +38,9 @@ class NoiseFit:
 def fit_noise_scale(runs: Sequence[EpochRun]) -> NoiseFit:
     """Fit E(B) = E_min (1 + B / B_crit), a line in B (McCandlish et al. 2018, section 2.3, and its appendix on fits).
 
-    Runs scatter in proportion to their epochs, so that each weighs with the inverse square of what is fitted for it, in a
-    few rounds. The 95 % intervals are of Student's t on the runs beyond two, taken on the logarithms of the two figures,
-    whose correlation is kept; two runs alone give none.
+    Runs scatter in proportion to their epochs, so that each weighs with the inverse square of what is fitted for it, in
+    a few rounds. The 95 % intervals are of Student's t on the runs beyond two, taken on the logarithms of the two
+    figures, whose correlation is kept; two runs alone give none.
 
     Raises:
         ConfigError: fewer than two global batches, or epochs that do not grow with the batch.

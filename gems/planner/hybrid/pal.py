@@ -1,8 +1,11 @@
-"""The projections of Pal et al. (IEEE Micro 39(5), 2019, arXiv 1907.13257): their inputs, each with how well it is known.
+"""The projections of Pal et al. (IEEE Micro 39(5), 2019, arXiv 1907.13257).
 
-The abstract gives three gains of hybrid over data parallelism alone, "at least", and is confirmed from its text. What they
-were reckoned from is recalled from the paper and has not been checked against it, and for two networks the growth of the
-epochs is not known at all: it is derived here from the gain itself, so that recomputing that gain proves nothing.
+Their inputs, each with how well it is known.
+
+The abstract gives three gains of hybrid over data parallelism alone, "at least", and is confirmed from its text. What
+they were reckoned from is recalled from the paper and has not been checked against it, and for two networks the growth
+of the epochs is not known at all: it is derived here from the gain itself, so that recomputing that gain proves
+nothing.
 """
 
 from __future__ import annotations
@@ -139,7 +142,10 @@ def _batch(value: float) -> Input:
 
 
 def _derived(workers: int, gain: float, half: float, speedup: Input, digits: int) -> dict[int, Input]:
-    """Return what the epochs must grow by from `workers` to twice as many for a published gain: circular, and marked so."""
+    """Return what the epochs must grow by from `workers` to twice as many for a published gain.
+
+    Circular, and marked so.
+    """
     low, value, high = (WAYS * (1.0 + each) / speedup.value for each in (gain - half, gain, gain + half))
     name = f"epochs on {WAYS * workers} devices over those on {workers}"
     return {
@@ -187,8 +193,8 @@ def crossing_of(network: Network, draws: Sequence[HybridCase] = ()) -> Crossing:
 def noise_scale_of(network: Network) -> NoiseScale | None:
     """Return the noise scale that a network's epochs imply, or None where they have none.
 
-    Of numbers it is fitted to those that grow, of a ratio r from N to 2 N workers solved: B_crit = N b (2 - r) / (r - 1). A
-    ratio of 2 or more is beyond the law: its steps are saturated.
+    Of numbers it is fitted to those that grow, of a ratio r from N to 2 N workers solved: B_crit = N b (2 - r) / (r -
+    1). A ratio of 2 or more is beyond the law: its steps are saturated.
     """
     batch = network.worker_batch.value
     if not network.is_ratio:

@@ -1,1 +1,4 @@
-"""One plan over partitions, replicas, schedule, cap, micro-batches and memory policy: what there is to choose, and the search."""
+"""One plan over partitions, replicas, schedule, cap, micro-batches and memory policy.
+
+What there is to choose, and the search.
+"""

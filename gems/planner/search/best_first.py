@@ -9,7 +9,10 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Scored(Protocol):
-    """What evaluating a candidate gives where it fits: seconds, the fewer the better, and bytes, which tell equals apart."""
+    """What evaluating a candidate gives where it fits.
+
+    Seconds, the fewer the better, and bytes, which tell equals apart.
+    """
 
     @property
     def score_s(self) -> float:
@@ -45,9 +48,9 @@ class Found(Generic[S]):
     """The best, first first, and what became of all candidates.
 
     `num_simulated` were scored, `num_too_large` did not fit when they were cut and played, `num_pruned_bytes` and
-    `num_pruned_time` were left out by their bounds, `num_impossible` have counts that their schedule cannot serve or a policy
-    that keeping makes pointless, and `num_left` were not reached in the time. `least_needed_bytes` is the least that was found
-    too large, None where nothing was.
+    `num_pruned_time` were left out by their bounds, `num_impossible` have counts that their schedule cannot serve or a
+    policy that keeping makes pointless, and `num_left` were not reached in the time. `least_needed_bytes` is the least
+    that was found too large, None where nothing was.
     """
 
     best: tuple[S, ...]
@@ -70,9 +73,9 @@ class Found(Generic[S]):
 class Rules(Generic[C, S]):
     """How candidates are judged.
 
-    `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and the second with some; one
-    that `is_pruned` is below its bytes. `evaluate` gives None for a candidate that cannot be. Those of a later `turn`, which are slower to
-    evaluate, come after all others.
+    `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and the second with
+    some; one that `is_pruned` is below its bytes. `evaluate` gives None for a candidate that cannot be. Those of a
+    later `turn`, which are slower to evaluate, come after all others.
     """
 
     least_s: Callable[[C], float]

@@ -18,12 +18,12 @@ _SPLIT_LINEAR = ("zb_h1", "zb_h2")
 class Load:
     """What one micro-batch of a whole model is: times in seconds, sizes in bytes.
 
-    `longest_s` is the largest layer's forward and backward, `least_forward` the least share that forward has of a layer's
-    time, `least_again` the least that a layer takes with its forward run twice, over its time. `kept_bytes` is what the
-    uncut model keeps for backward, `cheap_bytes` what it keeps at least where all but products is made again,
+    `longest_s` is the largest layer's forward and backward, `least_forward` the least share that forward has of a
+    layer's time, `least_again` the least that a layer takes with its forward run twice, over its time. `kept_bytes` is
+    what the uncut model keeps for backward, `cheap_bytes` what it keeps at least where all but products is made again,
     `crossing_bytes` what of that a cut takes out of the stash, by cut, largest first: what is first saved behind it.
-    `handed_bytes` is the most that a layer hands on. `param_bytes` and `buffer_bytes` are the model's, `transient_bytes`
-    the least that its largest layer makes at once.
+    `handed_bytes` is the most that a layer hands on. `param_bytes` and `buffer_bytes` are the model's,
+    `transient_bytes` the least that its largest layer makes at once.
     """
 
     num_layers: int
@@ -81,11 +81,12 @@ def load_of(profile: ModelProfile) -> Load:
 def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s: float = 0.0) -> float:
     """Return seconds below which no cut of a candidate can be, links being free.
 
-    The heaviest rank computes at least its share. Beyond that, where a rank holds one stage and the backward is whole: rank
-    r begins when the stages before it have run forward and ends before they run backward, so that a step of M has
-    N t_r + sum of t_s over s < r <= M for every r; the cut that makes the least M gives M = T / (1 - (1 - 1/N)^P), with T
-    the model's time (and with every forward run again a times N for N, where a is the least that this adds to a layer). A split backward leaves of that the beginning. In GEMS the runs' backwards follow each other
-    (reference of its closed form: gems.schedule.bounds). With a cap of K the micro-batches K apart follow each other.
+    The heaviest rank computes at least its share. Beyond that, where a rank holds one stage and the backward is whole:
+    rank r begins when the stages before it have run forward and ends before they run backward, so that a step of M has
+    N t_r + sum of t_s over s < r <= M for every r; the cut that makes the least M gives M = T / (1 - (1 - 1/N)^P), with
+    T the model's time (and with every forward run again a times N for N, where a is the least that this adds to a
+    layer). A split backward leaves of that the beginning. In GEMS the runs' backwards follow each other (reference of
+    its closed form: gems.schedule.bounds). With a cap of K the micro-batches K apart follow each other.
 
     Args:
         one: the candidate.
@@ -119,10 +120,10 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
 def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int, held: Sequence[float] = ()) -> int:
     """Return bytes below which the fullest rank of a candidate cannot be, whatever its cut.
 
-    All ranks together hold the parameters with their gradients and states, once for each direction. With all activations
-    kept a rank in the middle of its step holds c stashes of its part: of a whole A, cut to be least on the fullest rank, that
-    is A / (sum of 1 / c). What is made again is there at once for a stage, or for one of its segments. What a cut takes out of
-    the stash is left out for the worst cuts there are.
+    All ranks together hold the parameters with their gradients and states, once for each direction. With all
+    activations kept a rank in the middle of its step holds c stashes of its part: of a whole A, cut to be least on the
+    fullest rank, that is A / (sum of 1 / c). What is made again is there at once for a stage, or for one of its
+    segments. What a cut takes out of the stash is left out for the worst cuts there are.
 
     Args:
         one: the candidate.
@@ -167,8 +168,8 @@ def min_in_flight(one: Candidate) -> Sequence[float]:
 def held_at_once(schedule: Schedule) -> list[float]:
     """Return a lower bound of the micro-batches that each rank has in flight on each of its stages at once.
 
-    A rank's peak is the largest over its actions, and so at least the mean over any of them: here the action at which the
-    stage with the fewest in flight has most, and those at which each stage has most.
+    A rank's peak is the largest over its actions, and so at least the mean over any of them: here the action at which
+    the stage with the fewest in flight has most, and those at which each stage has most.
     """
     found = []
     for row in schedule.rows:

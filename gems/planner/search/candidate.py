@@ -18,8 +18,8 @@ MAX_FORWARDS = 2**14  # stages x micro-batches of one step
 class Candidate:
     """One configuration: ranks of a pipeline and its copies, schedule with its sizes, micro-batches of a pipeline, policy.
 
-    `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one run, `chunks` the stages of a
-    rank where the schedule leaves that free, `how` the way of a policy that has several.
+    `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one run, `chunks` the
+    stages of a rank where the schedule leaves that free, `how` the way of a policy that has several.
     """
 
     partitions: int
@@ -101,7 +101,8 @@ class Candidate:
 def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: bool = True) -> list[Candidate]:
     """Return all configurations that use every device and make steps of the global batch.
 
-    Left out is what another candidate always replaces: GPipe and layer parallelism, which 1F1B with a cap does with less.
+    Left out is what another candidate always replaces: GPipe and layer parallelism, which 1F1B with a cap does with
+    less.
 
     Args:
         num_gpus: partitions x replicas.

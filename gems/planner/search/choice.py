@@ -24,8 +24,9 @@ MAX_REASONS = 3
 class Choice:
     """A configuration with one simulated step of it.
 
-    `peak_bytes` and `host_bytes` have an entry a rank of one pipeline; `split` gives `parts_s`, which only the best are asked for. `score_s` is what choices are ranked by: the step, or the seconds to the target
-    where the epochs to it are known (`epochs`).
+    `peak_bytes` and `host_bytes` have an entry a rank of one pipeline; `split` gives `parts_s`, which only the best are
+    asked for. `score_s` is what choices are ranked by: the step, or the seconds to the target where the epochs to it
+    are known (`epochs`).
     """
 
     candidate: Candidate

@@ -11,8 +11,8 @@ from gems.planner.search.candidate import KEEP, Candidate
 def guess_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> float:
     """Return about what the fullest rank of a candidate holds.
 
-    Of equal stages: of each micro-batch in flight what the policy keeps on the device, what one of them brings back at once,
-    and what a layer makes meanwhile. Arguments as of `bounds.least_bytes`.
+    Of equal stages: of each micro-batch in flight what the policy keeps on the device, what one of them brings back at
+    once, and what a layer makes meanwhile. Arguments as of `bounds.least_bytes`.
     """
     static = static_bytes(one, load, param_copies, buffer_copies) / one.partitions
     held, stages, part = guess_in_flight(one), one.num_stages, load.kept_bytes / one.num_stages

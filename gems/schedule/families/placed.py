@@ -14,8 +14,8 @@ def placed(
 ) -> Schedule:
     """Build the schedule that runs the stages of a graph in the order of a placement in time.
 
-    A rank runs forward of its stages in the order given, then their backward, then the next micro-batch: it may begin that one
-    while others are still at this one (Pal et al. 2019 place one micro-batch).
+    A rank runs forward of its stages in the order given, then their backward, then the next micro-batch: it may begin
+    that one while others are still at this one (Pal et al. 2019 place one micro-batch).
     """
     rows = tuple(
         tuple(

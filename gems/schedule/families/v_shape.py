@@ -32,7 +32,8 @@ def _min_peak(p: int) -> int:
 
 
 @schedule_family(
-    "v_half", step_units=_half_step_units, peak_units=lambda s: min(s.n, _half_peak(s.p)), placement=v, stages_per_rank=2,
+    "v_half", step_units=_half_step_units, peak_units=lambda s: min(s.n, _half_peak(s.p)), placement=v,
+    stages_per_rank=2,
     siblings="v",
 )  # fmt: skip
 def v_half(request: Request) -> Schedule:

@@ -22,8 +22,8 @@ def to_torch_csv(schedule: Schedule) -> str:
     Transfers, the reduction and the step are left out: torch puts its own there.
 
     Raises:
-        ConfigError: the schedule says what that format cannot: two directions, segments of a stage, recomputation or copies to host
-            memory.
+        ConfigError: the schedule says what that format cannot: two directions, segments of a stage, recomputation or
+            copies to host memory.
     """
     if schedule.num_directions > 1:
         raise ConfigError(

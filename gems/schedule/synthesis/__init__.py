@@ -57,8 +57,8 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     """Return the fastest schedule found for a request; `rivals` are schedules that it must not be slower than.
 
     Templates are patterns (modulo scheduling), bettered by annealing and, where OR-tools is installed, by its solver;
-    a list scheduler makes finite steps of them, and the best of these are varied. All of it takes a number of steps that
-    follows from `budget_s`, so the result is the same for the same request on any machine. Those of `rivals` that
+    a list scheduler makes finite steps of them, and the best of these are varied. All of it takes a number of steps
+    that follows from `budget_s`, so the result is the same for the same request on any machine. Those of `rivals` that
     keep the cap, with the same ranks and micro-batches, take part. The winner is validated.
 
     Raises:

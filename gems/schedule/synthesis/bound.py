@@ -11,11 +11,11 @@ from gems.schedule.synthesis.problem import Problem
 def span_bound(problem: Problem, allow: Sequence[str] = ()) -> float:
     """Return ticks that no step on this placement and under this cap is shorter than; infinite where none can pass.
 
-    Held on each rank, with heads and tails of the chain: its work, its forwards and input gradients with the way back to
-    stage 0, and the memory-time of what it holds (size x shortest lifetime, over cap x time; the bound of the
-    controllable-memory schedules, Qi et al. 2024). With memory actions a rank may buy memory-time: recomputation for time
-    of the rank, copies for time of its copy engines. Each is taken at its best rate, in fractions of a micro-batch and
-    without regard to the other, so the bound holds but may not be reached.
+    Held on each rank, with heads and tails of the chain: its work, its forwards and input gradients with the way back
+    to stage 0, and the memory-time of what it holds (size x shortest lifetime, over cap x time; the bound of the
+    controllable-memory schedules, Qi et al. 2024). With memory actions a rank may buy memory-time: recomputation for
+    time of the rank, copies for time of its copy engines. Each is taken at its best rate, in fractions of a micro-batch
+    and without regard to the other, so the bound holds but may not be reached.
     """
     directions = [way for way in range(problem.num_directions) if problem.num_in(way)]
     reached = [problem.reached(way) for way in directions]

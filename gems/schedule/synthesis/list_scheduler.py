@@ -17,9 +17,9 @@ NEVER = 1 << 60
 class Rules:
     """How the list scheduler decides, in ticks.
 
-    A forward starts at most `lead` ahead of its key, an input gradient at most `lead_backward`. A weight gradient counts
-    as `defer` later than its key when a rank may choose. A rank idles at most `patience` for an operation that is on
-    its way and comes before the one that it could start. Activations are asked back `ahead` operations early.
+    A forward starts at most `lead` ahead of its key, an input gradient at most `lead_backward`. A weight gradient
+    counts as `defer` later than its key when a rank may choose. A rank idles at most `patience` for an operation that
+    is on its way and comes before the one that it could start. Activations are asked back `ahead` operations early.
     """
 
     lead: int = NEVER
@@ -37,8 +37,8 @@ class Listing:
     """Plays a step forward in time; each rank takes what is ready, has room, and comes first by its key.
 
     Room is lent so that every micro-batch that has started can still end, in the order of their starts (the banker's
-    algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. Rows list micro-batch x 6 S + operation, operations
-    as in `Acting`. `span` is in ticks, `NEVER` where the step did not end.
+    algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. Rows list micro-batch x 6 S + operation,
+    operations as in `Acting`. `span` is in ticks, `NEVER` where the step did not end.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from gems.schedule.synthesis.problem import Problem
 class Template:
     """When the operations of one period's micro-batches start, in grains.
 
-    `starts[g][operation]` has operations as in `Acting` up to 3 S. Micro-batch m follows row m mod G, (m div G) periods later. `overflow` is the size above the
-    cap, summed over ranks, which a list scheduler then has to wait for.
+    `starts[g][operation]` has operations as in `Acting` up to 3 S. Micro-batch m follows row m mod G, (m div G) periods
+    later. `overflow` is the size above the cap, summed over ranks, which a list scheduler then has to wait for.
     """
 
     period: int

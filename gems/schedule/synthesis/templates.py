@@ -81,7 +81,8 @@ def patterns(
 ) -> Iterator[Template]:
     """Yield the template of the shortest period that keeps the cap, and before it a shorter one that overflows little.
 
-    Tries periods from the lower bound up to `longest`, and for each the phases of the micro-batches against one another.
+    Tries periods from the lower bound up to `longest`, and for each the phases of the micro-batches against one
+    another.
     """
     steps = 2 * group * problem.num_stages
     period = least_period(problem, acts, group)

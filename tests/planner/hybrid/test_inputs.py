@@ -86,7 +86,8 @@ def test_a_missing_file_and_one_of_bytes_are_one_line(tmp_path: Path) -> None:
 
 
 def test_efficiency_from_a_scaling_study(tmp_path: Path) -> None:
-    rows = ["1f1b,measured,1,2,16,1.0", "1f1b,measured,2,2,32,1.25", "1f1b,simulated,2,2,32,9.0", "1f1b,simulated,4,2,64,2.0",
+    rows = ["1f1b,measured,1,2,16,1.0", "1f1b,measured,2,2,32,1.25", "1f1b,simulated,2,2,32,9.0",
+    "1f1b,simulated,4,2,64,2.0",
             "1f1b,emulated,1,4,16,1.0", "1f1b,emulated,2,4,32,1.6"]  # fmt: skip
     found = read_efficiency(written(tmp_path, HEAD + "\n".join(rows) + "\n"))
     table = found.table

@@ -23,7 +23,8 @@ class Case:
 
 CASES = st.lists(
     st.builds(
-        Case, st.integers(1, 30).map(float), st.floats(0.0, 1.0), st.sampled_from(["fits", "fits", "large", "pruned", "none"]),
+        Case, st.integers(1, 30).map(float), st.floats(0.0, 1.0),
+        st.sampled_from(["fits", "fits", "large", "pruned", "none"]),
         st.integers(0, 3), st.integers(0, 3),
     ),
     max_size=40,

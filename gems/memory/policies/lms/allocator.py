@@ -81,7 +81,8 @@ class Counts:
     def to_json(self) -> dict[str, int]:
         """Return the counters as torch's memory statistics name them, flat."""
         names = (
-            "reclaimed", "reclaimed_bytes", "pinned", "pinned_bytes", "paged_in_bytes", "speculative", "speculative_missed",
+            "reclaimed", "reclaimed_bytes", "pinned", "pinned_bytes", "paged_in_bytes", "speculative",
+            "speculative_missed",
         )  # fmt: skip
         counts = {name: int(getattr(self, name)) for name in names}
         return counts | {f"alloc_distribution.{source}": self.alloc_distribution[source] for source in SOURCES}
