@@ -1,4 +1,6 @@
-"""A data set of one's own: tiles in one array, PATH/images.npy, uint8 of (N, C, H, W), with their classes in PATH/labels.npy.
+"""Define your own data set of tiles.
+
+The tiles are one array, PATH/images.npy, uint8 of (N, C, H, W), with their classes in PATH/labels.npy.
 
 The arrays are mapped, not read: a rank touches only the tiles of its own micro-batches.
 """

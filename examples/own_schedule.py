@@ -1,4 +1,6 @@
-"""A schedule of one's own: `plugins=[examples.own_schedule] schedule=waves parallel.partitions=4 parallel.micro_batches=8`.
+"""Define your own schedule.
+
+Use it with `plugins=[examples.own_schedule] schedule=waves parallel.partitions=4 parallel.micro_batches=8`.
 
 GPipe in waves of P micro-batches: it holds P of them in place of N, and pays for the idle time of each wave.
 """

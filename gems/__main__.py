@@ -26,8 +26,8 @@ VERBS = {
     "on which devices a model's operators run: --devices N, --method auto|cp_sat|milp|heft, --picture FILE",
                   choices={"--devices": (), "--method": ("auto", "cp_sat", "milp", "heft"), "--picture": ()}),
     "plan": Verb("gems.cli.plan:show_plan",
-    "the fastest configurations on parallel.gpus=N: --global-batch N, --top 10, --budget S, --epochs FILE, --write FILE; "
-                 "or --hybrid: data against model parallelism",
+    "the fastest configurations on parallel.gpus=N: --global-batch N, --top 10, --budget S, --epochs FILE, "
+                 "--write FILE; or --hybrid: data against model parallelism",
                  flags=("--hybrid",),
                  choices=dict.fromkeys(("--top", "--global-batch", "--budget", "--write", "--epochs", "--efficiency",
                  "--speedup"), ())),

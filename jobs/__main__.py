@@ -8,17 +8,21 @@ from gems.cli.framework import AUTO_CLUSTER, Verb, main
 
 VERBS = {
     "submit": Verb(
-        "jobs.cli.submit:submit", "run here, or on SLURM when the cluster preset says so: after a preflight, and a question if the job is expensive "
-        "[--yes]; [--auto-cluster: this machine's preset, unless the experiment or cluster=NAME chooses one]",
+        "jobs.cli.submit:submit",
+        "run here, or on SLURM when the cluster preset says so: after a preflight, and a question if the job is "
+        "expensive [--yes]; [--auto-cluster: this machine's preset, unless the experiment or cluster=NAME chooses one]",
         ("--dry-run", "--yes", AUTO_CLUSTER),
     ),
     "probe": Verb(
-        "jobs.cli.probe:probe", "try MPI and device memory with two ranks, here or as a small job: [key=value ...] [--limit MINUTES]",
+        "jobs.cli.probe:probe",
+        "try MPI and device memory with two ranks, here or as a small job: [key=value ...] "
+        "[--limit MINUTES]",
         (), {"--limit": ()}, takes_words=True,
     ),
     "study": Verb("jobs.cli.study:study",
     "run the points of a study that are missing or failed: study=NAME [key=value ...]; "
-                  "draw all of them [--wait: until all jobs have ended; --stop: cancel all of it; --yes: however much they cost]",
+                  "draw all of them [--wait: until all jobs have ended; --stop: cancel all of it; "
+                  "--yes: however much they cost]",
                   ("--dry-run", "--wait", "--stop", "--yes"), takes_words=True),
     "status": Verb("jobs.cli.status:status",
     "the runs and studies below runs_dir=runs, or those named: state, step, images/s, loss; "

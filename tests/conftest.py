@@ -1,4 +1,7 @@
-"""What all tests share: a cache of their own, and ranks that give way to each other, since there are more of them than cores."""
+"""Set up what all tests share.
+
+Tests have a cache of their own, and ranks that give way to each other, since there are more of them than cores.
+"""
 
 from __future__ import annotations
 

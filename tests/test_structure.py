@@ -1,4 +1,7 @@
-"""The folders of the packages: who may import whom, how large they are, and that no files import each other in a circle."""
+"""Test the folders of the packages.
+
+Covers who may import whom, how large they are, and that no files import each other in a circle.
+"""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ _STATUS = st.fixed_dictionaries(
                                                        "images_per_s", "loss", "steps", "num_steps", "rank", "utc")},
 ).map(lambda made: json.dumps(made).encode())  # fmt: skip
 MANGLED = st.one_of(
-    _YAML.map(_experiment), st.sampled_from(YAMLS).map(lambda text: _experiment(b"# @package _global_\n" + text.encode())),
+    _YAML.map(_experiment),
+    st.sampled_from(YAMLS).map(lambda text: _experiment(b"# @package _global_\n" + text.encode())),
     st.builds(_in, st.sampled_from(["model", "data", "cluster", "schedule", "machine", "memory"]), _DATA),
     (_DATA | changed(SCHEDULE)).map(_schedule), changed(SCHEDULE).map(_schedule),
     st.sampled_from(CSVS).map(lambda text: _schedule(text.encode(), "s.csv")),

@@ -20,7 +20,10 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The counted steps: their numbers, and begin and length of each, as `analysis.metrics.run_metrics.step_times_s` charges them."""
+    """Hold the number, begin and length of each counted step.
+
+    Lengths are as `analysis.metrics.run_metrics.step_times_s` charges them.
+    """
 
     steps: np.ndarray
     begin_ns: np.ndarray
@@ -39,7 +42,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The times of the counted steps, and each rank's waits for messages, copies and input, (ranks, R, N) in seconds."""
+    """Hold the times of the counted steps, and what each rank waited for.
+
+    Waits are for messages, copies and input, each in seconds of shape (ranks, R, N).
+    """
 
     window: Window
     times: Times

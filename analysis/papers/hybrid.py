@@ -31,14 +31,18 @@ PAPER = "Pal et al., IEEE Micro 39(5), 2019, arXiv 1907.13257"
 
 HEAD = f"""\
 Hybrid over data parallelism alone: the projections of {PAPER}, recomputed.
-N workers of M = 2 devices gain SU^2 / 2 x E_2N / E_N over 2 N workers of one, where the scaling efficiency is 1, as the paper is
+N workers of M = 2 devices gain SU^2 / 2 x E_2N / E_N over 2 N workers of one, where the scaling efficiency is 1, as \
+the paper is
 recalled to assume: what workers lose to each other is on hybrid's side, so that its gains are "at least". Bands are the
 rounding of the inputs' last digits. Three gains stand in the abstract and are confirmed; the inputs are not."""
 
 CAUTION = """\
-What this shows. Inception-V3's gains come out of a speed-up and of epochs that do not contain them: what is recalled of the
-inputs agrees with the confirmed abstract to three digits, and is still unchecked. Of GNMT and BigLSTM the epochs are not
-known here: their growth was derived from the published gain, so that their gains come out whatever the truth is, and their
+What this shows. Inception-V3's gains come out of a speed-up and of epochs that do not contain them: what is recalled \
+of the
+inputs agrees with the confirmed abstract to three digits, and is still unchecked. Of GNMT and BigLSTM the epochs are \
+not
+known here: their growth was derived from the published gain, so that their gains come out whatever the truth is, and \
+their
 crossing points are no better. A crossing "by the noise scale" stands on E(B) = E_min (1 + B / B_crit), fitted to
 Inception-V3's epochs on 32 devices and more or solved from a derived ratio, which is not the paper's."""
 

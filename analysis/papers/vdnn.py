@@ -40,7 +40,11 @@ the datasheet's, the share 0.75 of them that of the public VGG timings."""
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A network of the paper: its name there, the option of `model=`, the side of its images, images in a mini-batch."""
+    """Describe a network of the paper.
+
+    `title` is its name there, `model` the option of `model=`, `side_px` the side of its images. The last field counts
+    the images in a mini-batch.
+    """
 
     title: str
     model: str

@@ -225,6 +225,10 @@ class Device:
         return max(call.flops / self.flops_per_s, call.moved_bytes / self.memory_bytes_per_s)
 
     def backward_s(self, call: Call) -> float:
-        """Return the seconds of backward: twice forward, once for the first convolution, whose images need no gradient."""
+        """Return the seconds of a backward call.
+
+        It takes twice as long as forward, except that the first convolution takes as long as forward: its images need
+        no gradient.
+        """
         is_first = call.kind is CallKind.CONV and call.reads == 0
         return (1 if is_first else 2) * self.forward_s(call)

@@ -115,7 +115,10 @@ def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
 
 
 def thinned(curve: Curve) -> Curve:
-    """Leave of a long curve the first, least, most and last bytes of each column of pixels, so that it looks the same."""
+    """Thin a long curve so that it looks the same when drawn.
+
+    Each column of pixels keeps its first, least, most and last bytes.
+    """
     if len(curve.time_ms) <= 4 * MAX_COLUMNS:
         return curve
     column = np.floor(curve.time_ms / max(curve.time_ms[-1], 1e-12) * MAX_COLUMNS).astype(np.int64)

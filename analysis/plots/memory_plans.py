@@ -60,7 +60,8 @@ def memory_plans_figure(answer: dict[str, Any], curves: list[dict[str, Any]]) ->
         figure, device,
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']} on "
         f"{counted(answer['partitions'], 'rank')}",
-        f"the rank that holds most, SIMULATED, a prediction ({answer['profile_source']} profile, {answer['profile_device']})",
+        f"the rank that holds most, SIMULATED, a prediction "
+        f"({answer['profile_source']} profile, {answer['profile_device']})",
     )  # fmt: skip
     return figure
 

@@ -65,7 +65,8 @@ def waterfall_figure(attribution: Attribution) -> Figure:
     source = SOURCE_MARKS.get(attribution.source, attribution.source)
     set_title(
         figure, axes, f"Where the time of a step goes: {source}",
-        f"mean of {counted(attribution.num_steps, 'step')} over {counted(len(attribution.causes_s['bubble']), 'rank')}, "
+        f"mean of {counted(attribution.num_steps, 'step')} "
+        f"over {counted(len(attribution.causes_s['bubble']), 'rank')}, "
         f"{100 * attribution.efficiency:.1f} % of it ideal",
     )  # fmt: skip
     return figure

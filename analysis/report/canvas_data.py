@@ -78,7 +78,7 @@ def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:
 
 
 def windows_json(trace: Trace, events: np.ndarray, origin_ns: int) -> dict[str, Any]:
-    """Return begin and end of the steps that are shown, in ns from `origin_ns`, and which of them is looked at first."""
+    """Return the begin and end of the steps shown, in ns from `origin_ns`, and the step to look at first."""
     shown = np.unique(events["step"])
     steps = np.sort(trace.steps[np.isin(trace.steps["step"], shown)], order="step")
     first = step_window(trace).step

@@ -23,7 +23,10 @@ PEAKS = (
 
 
 def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | None) -> Table:
-    """Return a row for each rank: host, time in compute and its share, peaks in MiB, and lost time by cause if known."""
+    """Return a table with a row for each rank.
+
+    Columns are the host, the time in compute and its share, peaks in MiB, and the lost time by cause if known.
+    """
     hosts = trace.attributes.get("hostnames", ())
     lost = {} if causes is None else {f"{cause} [ms/step]": found for cause, found in causes.causes_s.items()}
     rows: list[tuple[Cell, ...]] = []
@@ -46,7 +49,10 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | 
 
 
 def stage_table(name: str, trace: Trace) -> Table | None:
-    """Return a row for each stage: its layers, the median of each kind of compute in ms, and their sum over the stages' mean."""
+    """Return a table with a row for each stage.
+
+    Columns are its layers, the median of each kind of compute in ms, and their sum over the stages' mean.
+    """
     medians = stage_medians_s(trace)
     if not medians:
         return None

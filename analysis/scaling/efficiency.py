@@ -68,7 +68,10 @@ def most_real(points: Sequence[Point]) -> list[Point]:
 
 
 def neighbours(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Return the neighbours on each line, the most real point of each number of ranks, also those too far to be joined."""
+    """Return the pairs of neighbours on each line.
+
+    Each number of ranks counts with its most real point. Pairs too far apart to be joined are included.
+    """
     return [
         pair
         for line in dict.fromkeys(point.line for point in points)

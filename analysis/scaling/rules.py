@@ -107,14 +107,14 @@ def _intervals(points: Sequence[Point]) -> Finding:
     without = [point for point in random if point.step_interval_s.is_range]
     if without:
         return False, (
-            f"{_named(map(_name, without))} have fewer than {min_values()} steps, so bars are ranges; raise train.steps, "
-            "or repeat the runs"
+            f"{_named(map(_name, without))} have fewer than {min_values()} steps, so bars are ranges; "
+            "raise train.steps, or repeat the runs"
         )
     unlike = [_name(point) for point in random if _are_unlike(point.run_intervals_s)]
     if unlike:
         return False, (
-            f"runs of {_named(unlike)} differ by more than their steps do, which the intervals leave out; repeat the runs, and "
-            "say from how many each figure is"
+            f"runs of {_named(unlike)} differ by more than their steps do, which the intervals leave out; "
+            "repeat the runs, and say from how many each figure is"
         )
     return True, "every point that is not deterministic has the 95 % interval of its median"
 
@@ -153,8 +153,8 @@ def _tails(points: Sequence[Point]) -> Finding:
     ]
     if slow:
         return False, (
-            f"the 95th percentile exceeds the median by more than {100 * TAIL:.0f} % at {_named(slow)}; quote it beside "
-            "the median, and look at the slow steps in the timeline"
+            f"the 95th percentile exceeds the median by more than {100 * TAIL:.0f} % at {_named(slow)}; "
+            "quote it beside the median, and look at the slow steps in the timeline"
         )
     return True, "the 95th percentile is shown with the median and is close to it"
 
@@ -208,8 +208,8 @@ def _bounds(points: Sequence[Point]) -> Finding:
     ]
     if above:
         return False, (
-            f"{_named(above)} are above the ideal line, so the base is no bound; take a base that is not short of memory, "
-            "with as many micro-batches a rank"
+            f"{_named(above)} are above the ideal line, so the base is no bound; "
+            "take a base that is not short of memory, with as many micro-batches a rank"
         )
     return (True, "the ideal from the base on is drawn, and the compute efficiency is in the table if it is known")
 
@@ -221,7 +221,8 @@ def _lines(points: Sequence[Point]) -> Finding:
     if kind == "mixed":
         return (
             False,
-            "images and ranks change independently, so points are not joined; keep the images of a step, or those of a rank",
+            "images and ranks change independently, so points are not joined; "
+            "keep the images of a step, or those of a rank",
         )
     apart = [
         f"{point.ranks} and {after.ranks} ranks of {point.line}"

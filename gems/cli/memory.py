@@ -142,8 +142,8 @@ def _head(answer: dict[str, Any]) -> str:
     limit = "no limit" if answer["limit_bytes"] is None else f"limit {answer['limit_bytes'] / MIB:.0f} MiB a rank"
     return (
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']} on "
-        f"{counted(answer['partitions'], 'rank')}, {counted(answer['micro_batches'], 'micro-batch', 'es')}, {limit}: predicted "
-        f"({answer['profile_source']} profile, {answer['profile_device']})"
+        f"{counted(answer['partitions'], 'rank')}, {counted(answer['micro_batches'], 'micro-batch', 'es')}, "
+        f"{limit}: predicted ({answer['profile_source']} profile, {answer['profile_device']})"
     )
 
 
@@ -167,16 +167,19 @@ def _table(answer: dict[str, Any]) -> str:
     width = max(24, *(len(row["layers"]) for row in entry["segments"]))
     lines = [
         _head(answer),
-        f"{entry['policy']}: peak {max(entry['peak_bytes']) / MIB:.1f} MiB, host {max(entry['host_bytes']) / MIB:.1f} MiB, "
-        f"{100 * entry['saved']:.1f} % of activations saved, step {entry['step_s'] * 1e3:.3f} ms "
-        f"({100 * (entry['overhead'] or 0.0):+.1f} % over keep)",
-        f"{'stage':>5} {'layers':<{width}} {'choice':<10}{'MiB':>9}{'out ms':>10}{'back ms':>10}{'hidden ms':>11}{'exposed ms':>11}{'again ms':>10}",
+        f"{entry['policy']}: peak {max(entry['peak_bytes']) / MIB:.1f} MiB, "
+        f"host {max(entry['host_bytes']) / MIB:.1f} MiB, {100 * entry['saved']:.1f} % of activations saved, "
+        f"step {entry['step_s'] * 1e3:.3f} ms ({100 * (entry['overhead'] or 0.0):+.1f} % over keep)",
+        f"{'stage':>5} {'layers':<{width}} {'choice':<10}{'MiB':>9}{'out ms':>10}{'back ms':>10}"
+        f"{'hidden ms':>11}{'exposed ms':>11}{'again ms':>10}",
     ]
     for row in entry["segments"]:
         is_moved = row["choice"] == Choice.OFFLOAD.value and row["out_s"] is not None
         times = [
             f"{row['out_s'] * 1e3:>10.3f}{row['back_s'] * 1e3:>10.3f}" if is_moved else f"{'-':>10}{'-':>10}",
-            f"{max(0.0, row['copy_s'] - row['exposed_s']) * 1e3:>11.3f}{row['exposed_s'] * 1e3:>11.3f}" if is_moved else f"{'-':>11}{'-':>11}",
+            f"{max(0.0, row['copy_s'] - row['exposed_s']) * 1e3:>11.3f}{row['exposed_s'] * 1e3:>11.3f}"
+            if is_moved
+            else f"{'-':>11}{'-':>11}",
             f"{row['again_s'] * 1e3:>10.3f}" if row["again_s"] else f"{'-':>10}",
         ]  # fmt: skip
         lines.append(

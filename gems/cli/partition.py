@@ -1,4 +1,7 @@
-"""`gems partition`: how the configured model is partitioned, and what each rank then holds, for one method or for all."""
+"""Show how `gems partition` partitions the configured model, and what each rank then holds.
+
+This is for one method or for all.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,8 @@ def _table(answer: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
     for entry in entries:
         ratio = "-" if entry["time_ratio"] is None else f"{entry['time_ratio']:.2f}"
         lines.append(
-            f"{entry['method']:<16}{max(entry['peak_bytes']) / MIB:>10.1f}{entry['peak_ratio']:>7.2f}{max(entry['reserved_bytes']) / MIB:>10.1f}"
+            f"{entry['method']:<16}{max(entry['peak_bytes']) / MIB:>10.1f}{entry['peak_ratio']:>7.2f}"
+            f"{max(entry['reserved_bytes']) / MIB:>10.1f}"
             f"{entry['step_s'] * 1e3:>10.2f}{ratio:>7}{entry['solve_s']:>9.2f}  {_proof(entry)}"
         )
     for entry in entries:

@@ -86,14 +86,17 @@ def _table(answer: dict[str, Any]) -> Sequence[str]:
         links = f"links of {rate / 1e9:g} GB/s and {answer['link_latency_s'] * 1e6:g} us"
     width = max(8, *(len(row["operator"]) for row in answer["placement"]))
     lines = [
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, micro-batch {answer['micro_batch_size']}, "
-        f"{answer['operators']} operators in {answer['pieces']} pieces on {answer['devices']} x {answer['machine']}, {links}: predicted",
-        f"{'operator':<{width}}{'device':>7}{'F from ms':>11}{'takes':>9}{'B from ms':>11}{'takes':>9}{'holds MiB':>11}",
+        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, "
+        f"micro-batch {answer['micro_batch_size']}, {answer['operators']} operators in {answer['pieces']} pieces "
+        f"on {answer['devices']} x {answer['machine']}, {links}: predicted",
+        f"{'operator':<{width}}{'device':>7}{'F from ms':>11}{'takes':>9}"
+        f"{'B from ms':>11}{'takes':>9}{'holds MiB':>11}",
     ]
     for row in answer["placement"]:
         lines.append(
-            f"{row['operator']:<{width}}{row['device']:>7}{row['forward_start_s'] * 1e3:>11.3f}{row['forward_s'] * 1e3:>9.3f}"
-            f"{row['backward_start_s'] * 1e3:>11.3f}{row['backward_s'] * 1e3:>9.3f}{row['held_bytes'] / MIB:>11.1f}"
+            f"{row['operator']:<{width}}{row['device']:>7}{row['forward_start_s'] * 1e3:>11.3f}"
+            f"{row['forward_s'] * 1e3:>9.3f}{row['backward_start_s'] * 1e3:>11.3f}"
+            f"{row['backward_s'] * 1e3:>9.3f}{row['held_bytes'] / MIB:>11.1f}"
         )
     proof = "optimal" if answer["optimal"] else f"at most {100 * answer['gap']:.2f} % above the shortest"
     lines += [
@@ -101,7 +104,8 @@ def _table(answer: dict[str, Any]) -> Sequence[str]:
         + ", holds MiB " + " ".join(f"{held / MIB:.0f}" for held in answer["held_bytes"])
         + f", {answer['messages']} messages of {answer['moved_bytes'] / MIB:.1f} MiB in all",
         f"step {answer['step_s'] * 1e3:.3f} ms, one device {answer['one_device_s'] * 1e3:.3f} ms: "
-        f"speed-up {answer['speed_up']:.3f} (min of devices and work over critical path: {answer['closed_form_speed_up']:.3f})",
+        f"speed-up {answer['speed_up']:.3f} "
+        f"(min of devices and work over critical path: {answer['closed_form_speed_up']:.3f})",
         f"{proof}: bound {answer['bound_s'] * 1e3:.3f} ms, by {answer['method']} in {answer['solve_s']:.1f} s",
     ]  # fmt: skip
     if answer["pieces"] == answer["operators"]:

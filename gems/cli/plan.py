@@ -60,7 +60,9 @@ def show_plan(spec: RunSpec, options: Options) -> int:
 
 
 def planned_answer(spec: RunSpec, options: Options) -> tuple[dict[str, Any], Found[Choice]]:
-    """Return what `gems plan` prints, as plain data and as what was found, and writes the experiment that it is told to.
+    """Return what `gems plan` prints, as plain data and as what was found.
+
+    Also write the experiment that it is told to write.
 
     Raises:
         ConfigError: as `show_plan`.
@@ -126,7 +128,8 @@ def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) ->
         asked = [one for one in asked if one.micro_batch_size == spec.parallel.micro_batch_size]
     if not asked:
         raise ConfigError(
-            "--global-batch", batch, f"has no split over {num_gpus} GPUs into whole micro-batches and at most {num_layers} stages",
+            "--global-batch", batch, f"has no split over {num_gpus} GPUs "
+            f"into whole micro-batches and at most {num_layers} stages",
             "use a multiple of the GPUs",
         )  # fmt: skip
     check_batch(planner.run_of(asked[0]))
@@ -149,10 +152,11 @@ def _answer(spec: RunSpec, found: Found[Choice], num_gpus: int) -> dict[str, Any
 def _table(answer: dict[str, Any], found: Found[Choice]) -> str:
     first = found.best[0]
     lines = [
-        f"{answer['model']} {answer['height_px']} x {answer['width_px']} px on {answer['gpus']} GPUs ({answer['machine']}"
-        f"{_device(answer['device_bytes'])}), {first.candidate.global_batch} images a step: simulated, a prediction",
-        f"{'':>3}{'step [s]':>10}{'images/s':>10}{'peak [GiB]':>11}{'eff. [%]':>9}  {'ranks x copies':<15}{'micro-batches':<15}"
-        f"{'schedule':<24}{'memory':<19}loses to the first by",
+        f"{answer['model']} {answer['height_px']} x {answer['width_px']} px on {answer['gpus']} GPUs "
+        f"({answer['machine']}{_device(answer['device_bytes'])}), {first.candidate.global_batch} images a step: "
+        "simulated, a prediction",
+        f"{'':>3}{'step [s]':>10}{'images/s':>10}{'peak [GiB]':>11}{'eff. [%]':>9}  {'ranks x copies':<15}"
+        f"{'micro-batches':<15}{'schedule':<24}{'memory':<19}loses to the first by",
     ]  # fmt: skip
     for place, choice in enumerate(found.best, 1):
         one = choice.candidate
@@ -177,8 +181,9 @@ def _counts(found: Found[Choice], search_s: float) -> str:
         else f"ended by its budget with {found.num_left} not looked at: they may be better (--budget)"
     )
     return (
-        f"{found.num_candidates} configurations: {found.num_simulated} simulated, {found.num_too_large} too large when cut, "
-        f"{found.num_pruned_bytes} left out by bytes, {found.num_pruned_time} by time, {found.num_impossible} impossible or pointless; "
+        f"{found.num_candidates} configurations: {found.num_simulated} simulated, "
+        f"{found.num_too_large} too large when cut, {found.num_pruned_bytes} left out by bytes, "
+        f"{found.num_pruned_time} by time, {found.num_impossible} impossible or pointless; "
         f"{exact}; {search_s:.1f} s"
     )
 
@@ -197,10 +202,10 @@ def _write(path: Path, planner: Planner, first: Choice, num_gpus: int) -> None:
     base = replace(base, parallel=replace(base.parallel, micro_batches=None, replications=None, parts=None))
     name = path.stem
     comments = [
-        f"Made by `gems plan` of gems-train {__version__} on {datetime.now(UTC):%Y-%m-%d}, for {num_gpus} GPUs of {planner.spec.machine.name} "
-        f"and {one.global_batch} images a step.",
-        f"Predicted by simulation: {first.step_s:.4g} s a step, {first.images_per_s:.4g} images/s, efficiency {100 * first.efficiency:.1f} %, "
-        f"at most {max(first.peak_bytes)} bytes on a device.",
+        f"Made by `gems plan` of gems-train {__version__} on {datetime.now(UTC):%Y-%m-%d}, "
+        f"for {num_gpus} GPUs of {planner.spec.machine.name} and {one.global_batch} images a step.",
+        f"Predicted by simulation: {first.step_s:.4g} s a step, {first.images_per_s:.4g} images/s, "
+        f"efficiency {100 * first.efficiency:.1f} %, at most {max(first.peak_bytes)} bytes on a device.",
         "The same as: " + " ".join(one.overrides(first.boundaries)),
     ]  # fmt: skip
     write_experiment(path, experiment_text(run, base, name, comments))

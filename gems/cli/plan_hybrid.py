@@ -166,7 +166,10 @@ def _head(answer: Mapping[str, Any]) -> list[str]:
         known = "not given, taken as one whatever the batch: times are of an epoch (--epochs FILE)"
     elif "e_min" in epochs:
         runs = f", fitted to {len(epochs['runs'])} runs" if "runs" in epochs else ""
-        known = f"E(B) = E_min (1 + B / B_crit){runs}: E_min {_within(epochs, 'e_min')}, B_crit {_within(epochs, 'b_crit')} samples"
+        known = (
+            f"E(B) = E_min (1 + B / B_crit){runs}: "
+            f"E_min {_within(epochs, 'e_min')}, B_crit {_within(epochs, 'b_crit')} samples"
+        )
     else:
         known = f"a table of {len(epochs['runs'])} global batches"
     speedups = ", ".join(f"SU^{ways} {each['value']:.3g}" for ways, each in answer["speedups"].items())

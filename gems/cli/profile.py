@@ -56,7 +56,8 @@ def extrapolated(spec: RunSpec, points: Sequence[ModelProfile]) -> ModelProfile:
     found = extrapolate(points, data.height_px, data.width_px, spec.parallel.micro_batch_size)
     error = found.facts["error"]
     said = "not known: it takes three sizes" if error is None else (
-        f"at most {100 * error['time_s']:.1f} % of time and {100 * error['stash_bytes']:.1f} % of bytes at the points themselves"
+        f"at most {100 * error['time_s']:.1f} % of time and {100 * error['stash_bytes']:.1f} % of bytes "
+        "at the points themselves"
     )  # fmt: skip
     print(f"gems: extrapolated from {len(points)} profiles; error {said}", file=sys.stderr)
     return found
@@ -101,7 +102,10 @@ def table(profile: ModelProfile) -> Iterator[str]:
     )
     yield f"peak of the whole on one device: {format_bytes(whole_peak_bytes(profile))}, summed up from the layers"
     if "peak_bytes" in profile.facts:
-        yield f"peak of the whole on one device: {format_bytes(profile.facts['peak_bytes'])}, of the unsplit model under torch's tracker"
+        yield (
+            f"peak of the whole on one device: {format_bytes(profile.facts['peak_bytes'])}, "
+            "of the unsplit model under torch's tracker"
+        )
 
 
 def _row(layer: LayerProfile) -> str:

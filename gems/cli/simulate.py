@@ -46,8 +46,8 @@ def _summary(answer: dict[str, Any]) -> str:
         ("peak [units]", f"{max(answer['peak_units']):g}"),
     ]
     title = (
-        f"{answer['schedule']}: {answer['partitions']} ranks x {answer['replicas']} replicas, {answer['stages']} stages, "
-        f"{answer['micro_batches']} micro-batches: simulated, a prediction"
+        f"{answer['schedule']}: {answer['partitions']} ranks x {answer['replicas']} replicas, "
+        f"{answer['stages']} stages, {answer['micro_batches']} micro-batches: simulated, a prediction"
     )
     return name_values(rows, title=title)
 

@@ -1,4 +1,7 @@
-"""The cluster preset: how a site starts ranks, what a node of it has, and what it allows. Presets are data in `conf/cluster/`."""
+"""Define the cluster preset: how a site starts ranks, what its nodes have, and what it allows.
+
+Presets are data in `conf/cluster/`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ GPU_BIND = re.compile(
     r"((verbose|quiet),)*(none|closest|(single|per_task):\d+|map_gpu:\d+(\*\d+)?(,\d+(\*\d+)?)*|"
     r"mask_gpu:(0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*)"
 )
-MAP = r"(?:map_(?:cpu|ldom):(?P<map>\d+(?:,\d+)*)|mask_(?:cpu|ldom):(?P<mask>(?:0x)?[0-9a-fA-F]+(?:,(?:0x)?[0-9a-fA-F]+)*))"
+MAP = (
+    r"(?:map_(?:cpu|ldom):(?P<map>\d+(?:,\d+)*)|"
+    r"mask_(?:cpu|ldom):(?P<mask>(?:0x)?[0-9a-fA-F]+(?:,(?:0x)?[0-9a-fA-F]+)*))"
+)
 CPU_BIND = re.compile(rf"(?:(?:verbose|quiet),)*(?:none|cores|threads|sockets|ldoms|rank|rank_ldom|{MAP})")
 CPU_BINDS = (
     "none, cores, threads, sockets, ldoms, rank, rank_ldom, map_cpu:LIST, mask_cpu:LIST, map_ldom:LIST, mask_ldom:LIST"

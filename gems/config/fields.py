@@ -1,4 +1,7 @@
-"""Fields of the configuration: what each may hold and what it is for, as metadata that checks, --help and errors read."""
+"""Declare the fields of the configuration: what each may hold and what it is for.
+
+This is metadata that checks, --help and errors read.
+"""
 
 from __future__ import annotations
 

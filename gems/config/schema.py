@@ -64,8 +64,8 @@ class ModelConfig:
     block: str = text("auto", "residual block of a ResNet: basic, bottleneck, or auto, by depth and version")
     shortcut: str = text("auto", "shortcut of a ResNet: identity, projection, or auto, by block and version")
     width: int = number(
-        16, "channels of the first convolution, to which the others keep their proportion; of a language model, the size of "
-        "hidden states", min=1, max=MAX_SIDE,
+        16, "channels of the first convolution, to which the others keep their proportion; of a language model, "
+        "the size of hidden states", min=1, max=MAX_SIDE,
     )  # fmt: skip
     norm: str = text("batch", "normalization: batch, group or none")
     dropout: float = number(0.0, "share of values that the classifier drops, below 1", max=1)
@@ -160,8 +160,8 @@ class PartitionConfig:
 
     name: str = choice("exact", METHODS, "method of partitioning")
     objective: str = choice(
-        "auto", OBJECTIVES, "what the exact method minimizes on the worst rank, peak_bytes or time (among the partitions "
-        "that fit machine.device_bytes); auto: time for a run, peak_bytes for `gems partition`",
+        "auto", OBJECTIVES, "what the exact method minimizes on the worst rank, peak_bytes or time (among the "
+        "partitions that fit machine.device_bytes); auto: time for a run, peak_bytes for `gems partition`",
     )  # fmt: skip
     budget_s: float = number(30.0, "seconds of the exact method's search", above=0)
 
@@ -292,8 +292,8 @@ class TrainConfig:
     )  # fmt: skip
     keep_checkpoints: int = number(2, "newest checkpoints that stay", min=1, in_run_id=False)
     resume: str = text(
-        RESUME_AUTO, "where the run begins: at the newest complete checkpoint of its folder, at the first step, or at the "
-        "newest checkpoint of another folder", accepts=lambda word: word and word.isprintable(),
+        RESUME_AUTO, "where the run begins: at the newest complete checkpoint of its folder, at the first step, or at "
+        "the newest checkpoint of another folder", accepts=lambda word: word and word.isprintable(),
         form="must be auto, never, or the folder of a run or a checkpoint",
     )  # fmt: skip
     log_level: str = choice("info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False)

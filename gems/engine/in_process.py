@@ -63,7 +63,8 @@ def train(spec: RunSpec) -> TrainResult:
     if comm.size != spec.world_size:
         raise ConfigError(
             "parallel.partitions", spec.parallel.partitions,
-            f"with parallel.replicas={spec.parallel.replicas} needs {spec.world_size} ranks, and this world has {comm.size}",
+            f"with parallel.replicas={spec.parallel.replicas} needs {spec.world_size} ranks, "
+            f"and this world has {comm.size}",
             f"start the program by mpiexec -n {spec.world_size}",
         )  # fmt: skip
     found: RunFolder | GemsError | None = None

@@ -1,4 +1,8 @@
-"""Cuts of many candidates: by time for each placement, kept for all that share it, and within bytes where that is too large."""
+"""Cut the models of many candidates into stages.
+
+Each placement is cut by time, and the cut kept for all candidates that share it; where that is too large, the cut is
+within bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,10 @@ MAX_TABLE_BYTES = 2**29  # of the tables in which a cut within bytes is sought
 
 @dataclass(frozen=True, slots=True)
 class TimeCut:
-    """The cut of least time of a placement, and what its heaviest rank computes for one micro-batch at least, in seconds."""
+    """The cut of least time of a placement.
+
+    `bottleneck_s` is what its heaviest rank computes for one micro-batch at least, in seconds.
+    """
 
     boundaries: tuple[int, ...]
     bottleneck_s: float

@@ -102,7 +102,7 @@ class Planner:
         return 2 * one.turn + (one.turn > 1 and self.is_unlikely(one))
 
     def is_unlikely(self, one: Candidate) -> bool:
-        """Whether a candidate, by a guess of its bytes, is too large for its devices, or for the host memory of a node."""
+        """Return whether a candidate's guessed bytes are too many for its devices or a node's host memory."""
         if self.limit_bytes is not None and self.guess_bytes(one) > GUESSED * self.limit_bytes:
             return True
         on_host = guess_host_bytes(one, self.load(one.micro_batch_size))
@@ -217,7 +217,10 @@ class Planner:
         return model.peak_bytes(lower(made.compute), made.boundaries)
 
     def _faster(self, one: Candidate, made: _Made, peaks: tuple[int, ...]) -> tuple[_Made, tuple[int, ...]]:
-        """Return the exact cut within the bytes in the place of the one by bytes, where it can be had and keeps them."""
+        """Return the exact cut within the bytes, where it can be had and keeps them.
+
+        It takes the place of the cut by bytes, which is returned otherwise.
+        """
         assert self.limit_bytes is not None
         cuts = self.cuts(one.micro_batch_size)
         boundaries = cuts.within(lower(made.compute), optimizer_name(self.spec), self.limit_bytes)
@@ -258,7 +261,10 @@ class Planner:
         return TooLarge(least)
 
     def _scheduled(self, one: Candidate) -> Iterator[_Made]:
-        """Yield the candidate by its cut of least time, and as long as another one is asked for, by that of least bytes."""
+        """Yield the candidate by its cut of least time.
+
+        As long as another one is asked for, yield it by its cut of least bytes.
+        """
         cuts, profile = self.cuts(one.micro_batch_size), self.profile(one.micro_batch_size)
         if one.schedule == CAPPED:
             run = self.run_of(one)

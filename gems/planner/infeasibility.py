@@ -115,4 +115,7 @@ def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float
 
 def _named(choice: Choice) -> str:
     one = choice.candidate
-    return f"{one.partitions} partitions x {one.replicas}, {one.label}, memory={one.policy}, micro-batches of {one.micro_batch_size}"
+    return (
+        f"{one.partitions} partitions x {one.replicas}, {one.label}, memory={one.policy}, "
+        f"micro-batches of {one.micro_batch_size}"
+    )

@@ -22,7 +22,10 @@ Predict = Callable[[RunSpec], Prediction]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A simulated step: its seconds, the bytes of the fullest rank (None where they are not known), why it does not fit."""
+    """A simulated step.
+
+    It has its seconds, the bytes of the fullest rank (None where they are not known), and why it does not fit.
+    """
 
     step_s: float
     peak_bytes: int | None

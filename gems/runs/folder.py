@@ -161,7 +161,7 @@ class RunFolder:
         return self.path / "heartbeat" / f"rank{rank:04d}"
 
     def failed_json(self, rank: int) -> Path:
-        """What a failing rank leaves."""
+        """Return the path of the file that a failing rank leaves."""
         return self.path / f"FAILED.rank{rank:04d}.json"
 
     @property

@@ -30,12 +30,12 @@ class Heartbeat:
         self.beat(-1, "start")
 
     def beat(self, step: int, action: str) -> None:
-        """Marks that `action` of `step` begins now."""
+        """Mark that `action` of `step` begins now."""
         text = f"{self._head} {step} {action} {time.time_ns()}"
         self._map[:MARK_BYTES] = text.encode()[:MARK_BYTES].ljust(MARK_BYTES)
 
     def live(self, waits_for: str = "", moved_ns: int = 0) -> None:
-        """Marks that the process runs, what its own thread waits for (nothing while it works), and since when."""
+        """Mark that the process runs, what its own thread waits for (nothing while it works), and since when."""
         text = f"{time.time_ns()} {moved_ns} {waits_for}"
         size = SIZE_BYTES - MARK_BYTES
         self._map[MARK_BYTES:] = text.encode(errors="replace")[:size].ljust(size)
@@ -45,7 +45,7 @@ class Heartbeat:
         return _parse(self._map[:])
 
     def close(self) -> None:
-        """Mark a clean end and releases the file."""
+        """Mark a clean end and release the file."""
         self.beat(-1, "finished")
         self._map.close()
 

@@ -29,7 +29,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a rank stands: its last mark, for how long it works or waits there, what it waits for, and of which ranks."""
+    """Where a rank stands.
+
+    It has the rank's last mark, for how long it works or waits there, what it waits for, and of which ranks.
+    """
 
     rank: int
     node: str

@@ -1,4 +1,7 @@
-"""The program of a simulated run: `python -m gems.runs.simulated_run RUN_FOLDER` writes the trace that a run would leave."""
+"""Write the trace that a run would leave, from a simulation of it.
+
+This is the program of a simulated run: `python -m gems.runs.simulated_run RUN_FOLDER`.
+"""
 
 from __future__ import annotations
 

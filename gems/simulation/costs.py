@@ -1,4 +1,7 @@
-"""What a run's schedule costs: compute, links, all-reduce and pace by its configuration, and one simulated step of it."""
+"""Compute what a run's schedule costs, and simulate one step of it.
+
+Its compute, links, all-reduce and pace are by its configuration.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,10 @@ def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:
 
 
 def fits_host(spec: RunSpec, host_bytes: Sequence[int]) -> bool:
-    """Return whether a node's host memory holds what its ranks keep there, given in bytes for each rank of a pipeline."""
+    """Return whether a node's host memory holds what its ranks keep there.
+
+    `host_bytes` is given for each rank of a pipeline.
+    """
     limit = spec.machine.host_bytes
     return limit is None or node_host_bytes(spec, host_bytes) <= limit
 

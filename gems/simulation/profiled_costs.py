@@ -1,4 +1,7 @@
-"""Costs of a run from its model's profile and partition, in seconds and bytes, in the form in which they are configured."""
+"""Derive the costs of a run from its model's profile and partition.
+
+They are in seconds and bytes, in the form in which costs are configured.
+"""
 
 from __future__ import annotations
 

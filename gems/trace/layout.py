@@ -68,7 +68,10 @@ DTYPES = {name: np.dtype([(column, kind) for column, kind, _, _ in columns]) for
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """What the profile in a trace says that each layer takes for a micro-batch, in seconds, and the profile's source."""
+    """What each layer takes for a micro-batch, in seconds, by the profile in a trace.
+
+    The profile's source is given too.
+    """
 
     source: str
     forward_s: tuple[float, ...]

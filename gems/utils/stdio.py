@@ -1,4 +1,7 @@
-"""Libraries that print: what they write to stdout from C goes to stderr, so that a command's one JSON object stays alone."""
+"""Send what libraries write to stdout from C to stderr.
+
+A command's one JSON object thus stays alone on stdout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what the process writes to file descriptor 1 meanwhile, also what C's buffers still hold at the end.
+    """Send to stderr what the process writes to file descriptor 1 meanwhile.
+
+    This includes what C's buffers still hold at the end.
 
     HiGHS prints lines of its own for some mixed-integer programmes, whatever its options say.
     """

@@ -1,4 +1,7 @@
-"""`python -m jobs cancel`: SLURM's jobs by one scancel, a run of this machine by its launching process, studies as a whole."""
+"""Cancel runs and studies: `python -m jobs cancel`.
+
+SLURM's jobs end by one scancel, a run of this machine by its launching process, and a study as a whole.
+"""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ def format_draft(site: Site) -> str:
     """Return the draft as the text of a preset's file, with notes for the reader."""
     notes = _notes(site)
     lines = [
-        f"# Drafted by `python -m jobs discover` on {site.hosts[0]}, SLURM {site.config.get('SLURM_VERSION', 'unknown')}.",
+        f"# Drafted by `python -m jobs discover` on {site.hosts[0]}, "
+        f"SLURM {site.config.get('SLURM_VERSION', 'unknown')}.",
         "# Read it, add what it cannot know (modules, environment, cpu_bind, device_order, charge), and save it as",
         "# conf/cluster/NAME.yaml, NAME being the name below; then: python -m jobs submit cluster=NAME --dry-run",
     ]

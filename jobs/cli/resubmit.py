@@ -1,4 +1,7 @@
-"""`python -m jobs resubmit`: runs that have ended resume from their newest checkpoint, without the nodes that failed them."""
+"""Resume runs that have ended: `python -m jobs resubmit`.
+
+Each run resumes from its newest checkpoint, without the nodes that failed it.
+"""
 
 from __future__ import annotations
 

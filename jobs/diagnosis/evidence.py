@@ -1,4 +1,7 @@
-"""The evidence of a run's end, from its folder, its logs, SLURM's records and its trace, and what each piece of it shows."""
+"""Collect the evidence of a run's end, and what each piece of it shows.
+
+It comes from the run's folder, its logs, SLURM's records and its trace.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ PATTERNS = (
     _pattern(FailureCause.HOST_MEMORY,
     r"\bMemoryError\b|std::bad_alloc|DefaultCPUAllocator: .*allocate memory|Cannot allocate memory"
              r"|insufficient shared memory"),
-    _pattern(FailureCause.DEVICE, r"(?i)uncorrectable (?:ECC|NVLink) error|uncorrectable ECC|fallen off the bus|fell off the bus"
+    _pattern(FailureCause.DEVICE,
+    r"(?i)uncorrectable (?:ECC|NVLink) error|uncorrectable ECC|fallen off the bus|fell off the bus"
              r"|NVRM: Xid .*: (?:48|62|63|64|74|79|92|94|95|119|120|140),|no CUDA-capable device is detected"
              r"|CUDA-capable devices? (?:\(s\) )?(?:is|are) busy or unavailable|GPU requires reset"),
     _pattern(FailureCause.FILE_SYSTEM,
@@ -59,14 +60,16 @@ PATTERNS = (
     _pattern(FailureCause.WRONG_MPI,
     r"MPI sees a world of \d+|not built with SLURM's PMI support|unsupported PMI version"
              r"|PMI2?_(?:Init|Job_GetId|KVS\w*) .*fail|lib(?:mpi|pmi|pmix)\w*\.so[.\w]*: cannot open shared object file"
-             r"|(?:can not|cannot) load PMIx|Couldn't find the specified plugin name for mpi|(?:invalid|Invalid) MPI type"
-             r"|GPU_SUPPORT_ENABLED is requested, but GTL library is not linked|pmix_psquash|OPAL ERROR: .*[Pp]mix|PMIX ERROR"
-             r"|cannot load MPI library"),
+             r"|(?:can not|cannot) load PMIx|Couldn't find the specified plugin name for mpi"
+             r"|(?:invalid|Invalid) MPI type"
+             r"|GPU_SUPPORT_ENABLED is requested, but GTL library is not linked|pmix_psquash"
+             r"|OPAL ERROR: .*[Pp]mix|PMIX ERROR|cannot load MPI library"),
     _pattern(FailureCause.LAUNCHER, r"execve\(\): |[Uu]nable to create step|slurmstepd: error: .*[Nn]o such file"
-             r"|srun: error: (?:Unable to|Invalid|Task launch)|cannot be started|: command not found|[Mm]odule\(s\) are unknown"
-             r"|Unable to locate a modulefile"),
+             r"|srun: error: (?:Unable to|Invalid|Task launch)|cannot be started|: command not found"
+             r"|[Mm]odule\(s\) are unknown|Unable to locate a modulefile"),
     _pattern(FailureCause.EXCEPTION,
-    r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)"),
+    r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)"
+             r"(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)"),
     _pattern(FailureCause.EXCEPTION, r"NCCL (?:error|WARN .*failed)|ncclInternalError|ncclUnhandledCudaError",
     may_follow=True),
     _pattern(FailureCause.EXCEPTION, r"MPICH ERROR|UCX +ERROR|Fatal error in \w*MPI|Fatal error in internal_",

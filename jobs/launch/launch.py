@@ -153,7 +153,10 @@ class _AbortWatch:
         self._failed_s: float | None = None
 
     def is_overdue(self) -> bool:
-        """Return whether a rank's failure has been known for ABORT_LIMIT_S, or for DEATH_LIMIT_S if srun reported it."""
+        """Return whether a rank's failure has been known for too long.
+
+        The limit is ABORT_LIMIT_S, or DEATH_LIMIT_S if srun reported the failure.
+        """
         self._request.pass_on(self._folder)
         now_s = time.monotonic()
         if self._failed_s is not None:

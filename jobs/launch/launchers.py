@@ -1,4 +1,4 @@
-"""How ranks are started: from a job's resources to the command line of a launcher, in a container if the site needs one."""
+"""Build a launcher's command line from a job's resources, in a container if the site needs one."""
 
 from __future__ import annotations
 

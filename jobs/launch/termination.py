@@ -1,4 +1,7 @@
-"""The end of a run on request: the signal to save and stop, and runs that are requeued, preempted, cancelled, out of time."""
+"""End a run on request.
+
+The request is a signal to save and stop. Runs are requeued, preempted, cancelled, or out of time.
+"""
 
 from __future__ import annotations
 

@@ -138,8 +138,9 @@ def _skip_site(spec: RunSpec) -> Iterator[Check]:
 def _describe_counts(spec: RunSpec, job: JobSpec) -> str:
     parallel = spec.parallel
     return (
-        f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas, {job.tasks_per_node} "
-        f"on each of {job.nodes} nodes; {parallel.micro_batches} micro-batches of {parallel.micro_batch_size}, "
+        f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas, "
+        f"{job.tasks_per_node} on each of {job.nodes} nodes; {parallel.micro_batches} micro-batches of "
+        f"{parallel.micro_batch_size}, "
         f"{global_batch(spec)} samples a step"
     )
 

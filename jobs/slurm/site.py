@@ -1,4 +1,7 @@
-"""What SLURM knows of a site: its partitions and their nodes, its configuration, the accounts that this user may charge."""
+"""Read what SLURM knows of a site.
+
+That is its partitions and their nodes, its configuration, and the accounts that this user may charge.
+"""
 
 from __future__ import annotations
 

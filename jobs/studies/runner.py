@@ -78,7 +78,9 @@ class StudyRunner:
         self.waiting = [point for point, due in zip(points, is_due, strict=True) if due]
 
     def run(self) -> int:
-        """Start what is due, as far as the queue takes it, and return the worst exit code of what failed or could not start.
+        """Start what is due, as far as the queue takes it, and return the worst exit code.
+
+        The exit code is the worst of what failed or could not start.
 
         Points of this machine run here, one after another. Unless a signal to a point's run or a cancelled study ends
         the whole, only points without a slot in the queue are left in `waiting`.

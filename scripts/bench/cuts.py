@@ -76,7 +76,9 @@ def rows(only: str) -> list[dict[str, Any]]:
                     "model": model, "ranks": ranks, "schedule": schedule, "peak_bytes": max(ours.peak_bytes),
                     "step_s": ours.step_s, "gap": ours.partition.gap, "optimal": ours.partition.is_optimal,
                     "solve_s": ours.partition.solve_s,
-                    "peak_ratio": {each.partition.method: max(each.peak_bytes) / max(ours.peak_bytes) for each in judged[1:]},
+                    "peak_ratio": {
+                        each.partition.method: max(each.peak_bytes) / max(ours.peak_bytes) for each in judged[1:]
+                    },
                     "time_ratio": {each.partition.method: each.step_s / ours.step_s for each in judged[1:]},
                 }  # fmt: skip
                 if schedule == "gems_master":

@@ -1,4 +1,6 @@
-"""Emulated against simulated: the step time of real MPI ranks with timed waits for compute, beside the event simulation.
+"""Compare the emulated step time with the simulated one.
+
+Emulated steps are of real MPI ranks with timed waits for compute; simulated ones are of the event simulation.
 
 The link of the simulation is the hop that the ranks measured at the start of the run: a message of the same size
 between neighbours, with the time that a rank takes to wake up. Takes Hydra overrides, for every case: with

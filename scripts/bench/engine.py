@@ -79,12 +79,14 @@ def main(overrides: list[str]) -> int:
         log(
             f"{name}: ours {found['ours_images_per_s']:.1f} images/s, torch.distributed.pipelining "
             f"{found['torch_images_per_s']:.1f} images/s, ratio {found['ratio']:.3f} (medians of {ROUNDS} rounds of "
-            f"{STEPS} steps, A B A B; middle half of the rounds' ratios {found['ratio_p25']:.3f} to {found['ratio_p75']:.3f})"
+            f"{STEPS} steps, A B A B; "
+            f"middle half of the rounds' ratios {found['ratio_p25']:.3f} to {found['ratio_p75']:.3f})"
         )
         found["apart"] = apart = _apart(words)
         log(
-            f"{name}, each in its own processes: ratio {apart['ratio']:.3f} (medians of {STARTS} starts of each, in turn; "
-            f"ours {apart['ours_images_per_s']:.1f}, torch {apart['torch_images_per_s']:.1f} images/s)"
+            f"{name}, each in its own processes: ratio {apart['ratio']:.3f} "
+            f"(medians of {STARTS} starts of each, in turn; ours {apart['ours_images_per_s']:.1f}, "
+            f"torch {apart['torch_images_per_s']:.1f} images/s)"
         )
     results["best"] = compete(overrides)
     print(json.dumps(results))

@@ -131,7 +131,10 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A simulated step of a real run by its profile alone, and the same step in passes of layers (forward 1, backward 2)."""
+    """Estimate a step of a real run.
+
+    `by_profile` simulates it by its profile alone, `passes` counts it in passes of layers (forward 1, backward 2).
+    """
 
     by_profile: Observed
     passes: float

@@ -41,7 +41,10 @@ MIN_BYTES = 1024  # torchtune's min_offload_size
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Most bytes of one step: saved storages by the engine's count, the allocator's given out and reserved, host memory."""
+    """Hold the most bytes of one step.
+
+    They are saved storages by the engine's count, what the allocator has given out and reserved, and host memory.
+    """
 
     activation_bytes: int
     allocated_bytes: int

@@ -78,7 +78,10 @@ def made_up(shape: str, num_events: int, seed: int = 0) -> Trace:
 
 
 def study_row(folder: Path) -> dict[str, Any]:
-    """Measure the page of a study: 11 simulated points, from 1 to 128 copies of a pipeline of 8 ranks and some between."""
+    """Measure the page of a study of 11 simulated points.
+
+    The points are from 1 to 128 copies of a pipeline of 8 ranks.
+    """
     runs = []
     for replicas in (1, 2, 4, 8, 12, 16, 24, 32, 64, 96, 128):
         sizes = ("parallel.partitions=8", "parallel.micro_batches=32", f"parallel.replicas={replicas}", "train.steps=8")

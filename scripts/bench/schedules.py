@@ -48,7 +48,10 @@ def _request(num_ranks: int, num_micro_batches: int, cap: float, link: float = 0
 
 
 def targets() -> Iterator[Target]:
-    """Yield the settings of the figures in README.md, with equal times and free links unless the name tells otherwise."""
+    """Yield the settings of the figures in README.md.
+
+    Times are equal and links free unless the name tells otherwise.
+    """
     for ranks, num, link, asked in (
         (8, 32, 0.0, {1: 0.325, 1.5: 0.44, 2: 0.62, 3: 0.82, 4: 0.91, 6: 0.945, 8: 0.965}),
         (4, 24, 0.0, {1: 0.58, 1.5: 0.81, 2: 0.94}),
@@ -177,8 +180,8 @@ def large(budget_s: float) -> None:
         found = capped(request)
         taken_s = time.perf_counter() - begin
         print(
-            f"P={num_ranks} N={num_micro_batches} K={cap:g}: efficiency {found.efficiency:.3f}, bound {found.bound:.3f}, "
-            f"{found.placement}, built and validated in {taken_s:.1f} s"
+            f"P={num_ranks} N={num_micro_batches} K={cap:g}: efficiency {found.efficiency:.3f}, "
+            f"bound {found.bound:.3f}, {found.placement}, built and validated in {taken_s:.1f} s"
         )
 
 

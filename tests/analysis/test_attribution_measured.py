@@ -1,4 +1,7 @@
-"""Attribution of measured traces: stragglers among peers, gaps of the host, input, late messages, and what is refused."""
+"""Test the attribution of measured traces.
+
+Covers stragglers among peers, gaps of the host, input, late messages, and what is refused.
+"""
 
 from __future__ import annotations
 

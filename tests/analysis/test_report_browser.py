@@ -127,7 +127,8 @@ def test_hover_tells_of_the_very_event(page: Page, canvas: dict[str, float]) -> 
 def test_hover_in_the_memory_curve_tells_the_bytes(page: Page, canvas: dict[str, float]) -> None:
     page.evaluate("document.querySelector('canvas.memory').scrollIntoView({block: 'center'})")
     box = page.evaluate(
-        "(({left, top, width}) => ({left, top, width}))(document.querySelector('canvas.memory').getBoundingClientRect())"
+        "(({left, top, width}) => ({left, top, width}))"
+        "(document.querySelector('canvas.memory').getBoundingClientRect())"
     )
     page.mouse("mouseMoved", box["left"] + box["width"] / 2, box["top"] + 40)
     told = page.evaluate("gemsReport.tip()")

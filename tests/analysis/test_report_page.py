@@ -1,4 +1,7 @@
-"""The page of a report: what stands in it, that it is safe and whole, and the columns that its pictures are drawn from."""
+"""Test the page of a report.
+
+Covers what stands in it, that it is safe and whole, and the columns that its pictures are drawn from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`gems memory`: one policy's table, all policies side by side with a picture, and what simulate and schedule make of it."""
+"""Test `gems memory`.
+
+Covers one policy's table, all policies side by side with a picture, and what simulate and schedule make of it.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,10 @@ def test_simulate_gives_the_peaks_of_keeping_all_with_the_costs_of_a_profile(gem
 
 
 def test_replicas_reduce_gradients_under_every_policy(gems_: Gems) -> None:
-    """Slow links: the step of three replicas is the all-reduce for the most part, and a policy costs a smaller share."""
+    """Reduce gradients over slow links, where a policy costs a smaller share of the step.
+
+    The step of three replicas is the all-reduce for the most part.
+    """
     links = "machine.link_bytes_per_s=2000"
     alone, many = (
         json.loads(gems_("memory", *RUN, links, f"parallel.replicas={n}", "memory=vdnn_all",

@@ -1,4 +1,7 @@
-"""gems.config.constraints: a cap, its units, and what a search may use, refused with its key when they make no sense."""
+"""Test gems.config.constraints.
+
+Covers a cap, its units, and what a search may use, refused with its key when they make no sense.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,10 @@ def test_a_run_on_two_ranks_trains(folder: Path) -> None:
 
 def test_simulation_takes_the_time_of_the_closed_form(folder: Path) -> None:
     found = json.loads(shown(folder, "simulate"))
-    program = "from gems.schedule.bounds import *\nprint(json.dumps([step_units('mine', 4, 8, 1, 2), peak_units('mine', 4, 8)]))"
+    program = (
+        "from gems.schedule.bounds import *\n"
+        "print(json.dumps([step_units('mine', 4, 8, 1, 2), peak_units('mine', 4, 8)]))"
+    )
     assert [found["step_s"], max(found["peak_units"])] == pytest.approx(ask(folder, program))
 
 

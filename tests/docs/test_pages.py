@@ -92,7 +92,10 @@ def test_commands_stand_in_blocks_that_are_tested(page: Path) -> None:
 
 
 def test_prose_and_blocks_are_told_apart() -> None:
-    text = "# A b\n`model.x` [c](d.md)\n<!-- docs-test: add k=1 -->\n```sh\nmake run ARGS='a=1' # now\nx \\\n  y > z\n```\n"
+    text = (
+        "# A b\n`model.x` [c](d.md)\n<!-- docs-test: add k=1 -->\n"
+        "```sh\nmake run ARGS='a=1' # now\nx \\\n  y > z\n```\n"
+    )
     assert (code_words(text), links(text), anchors(text)) == (["model.x"], ["d.md"], {"a-b"})
     assert "make" not in prose(text)
     (block,) = blocks(text)

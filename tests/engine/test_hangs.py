@@ -37,7 +37,10 @@ def shared_memory():
 
 
 class Run:
-    """Ranks that run in the background until they end, or nobody records a failure's end for as long as the launcher waits."""
+    """Run ranks in the background until they end.
+
+    Otherwise nobody records a failure's end for as long as the launcher waits.
+    """
 
     def __init__(self, path: Path, *block: str, **changes: object) -> None:
         self.folder = prepare(make_spec("1f1b", NUM_RANKS, runs_dir=str(path), **CHANGES | changes))

@@ -60,7 +60,10 @@ def test_the_verb_runs_here(
 
 
 def test_without_torch_where_there_is_no_gpu() -> None:
-    code = "import gems.engine.transport.probe as p, sys; p._device('cpu', ()); print('torch' in sys.modules, 'mpi4py' in sys.modules)"
+    code = (
+        "import gems.engine.transport.probe as p, sys; p._device('cpu', ()); "
+        "print('torch' in sys.modules, 'mpi4py' in sys.modules)"
+    )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.stdout == "False False\n", ended.stderr
 

@@ -104,8 +104,8 @@ def test_device_memory_names_rank_stage_and_bytes(prepared: Prepared, write_fail
 
 def test_the_kernels_words_go_before_the_signal_that_it_sent(prepared: Prepared, write_failed: WriteFailed) -> None:
     folder = failed(prepared(), "srun: error: n2: task 1: Killed", "srun: error: n1: task 0: Terminated",
-                    batch="slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. Some of the step tasks have been OOM "
-                    "Killed.\n")  # fmt: skip
+                    batch="slurmstepd: error: Detected 1 oom_kill event in StepId=41.0. "
+                    "Some of the step tasks have been OOM Killed.\n")  # fmt: skip
     beat(folder, 0, 7, "0F1")
     beat(folder, 1, 7, "1B0", node="n2")
     write_failed(folder, 0, utc(9), "nothing came from rank 1", 5)
@@ -153,7 +153,9 @@ def test_a_stall_blames_the_silent_rank(prepared: Prepared, write_failed: WriteF
     beat(folder, 0, 7, "0B0", 40)
     beat(folder, 1, 7, "1F3", 1, node="n2")
     write_json(folder.path / "STALLED.json", {"rank": 0, "node": "n1", "step": 7, "action": "0B0", "waited_s": 60,
-                                              "utc": utc(70), "waits_for": "rank 0 waits for 1SEND_B0 of rank 1, which is silent"})  # fmt: skip
+                                              "utc": utc(70),
+                                             "waits_for": "rank 0 waits for 1SEND_B0 of rank 1, which is silent",
+                                              })  # fmt: skip
     write_failed(folder, 0, utc(71), "waited 60 s for 1SEND_B0", 5)
     told = of(folder)
     assert (told.cause, told.rank, told.node, told.action, told.source) == (

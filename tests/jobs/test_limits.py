@@ -80,7 +80,8 @@ def test_nodes_that_no_limit_of_the_partition_has(resolved: Callable[..., RunSpe
 def test_more_cpus_than_a_node_has_for_jobs(resolved: Callable[..., RunSpec]) -> None:
     check(on(resolved, usable_cpus_per_node=32))
     with pytest.raises(
-        ConfigError, match=r"^cluster\.cpus_per_rank=8: times 4 ranks a node is 32, and jobs may use 28 CPUs .*at most 7,"
+        ConfigError,
+        match=r"^cluster\.cpus_per_rank=8: times 4 ranks a node is 32, and jobs may use 28 CPUs .*at most 7,"
     ):  # fmt: skip
         check(on(resolved, usable_cpus_per_node=28))
     with pytest.raises(ConfigError, match=r"jobs may use 3 CPUs of a node; use fewer cluster\.ranks_per_node$"):

@@ -22,8 +22,8 @@ LIMIT = "slurmstepd: error: *** JOB 123 ON n1 CANCELLED AT 2026-11-20T12:00:00 D
          "FOR DETAILS ***", FailureCause.NODE),
         ("srun: error: Node failure on n2", FailureCause.NODE),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-20T12:00:00 ***", FailureCause.CANCELLED),
-        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0. Some of your processes may have been killed by "
-         "the cgroup out-of-memory handler.", FailureCause.HOST_MEMORY),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0. "
+         "Some of your processes may have been killed by the cgroup out-of-memory handler.", FailureCause.HOST_MEMORY),
         ("slurmstepd: error: Detected 2 oom_kill events in StepId=7.0. Some of the step tasks have been OOM Killed.",
          FailureCause.HOST_MEMORY),
         ("slurmstepd: error: StepId=7.0 exceeded memory limit (412345678 > 209715200), being killed",
@@ -42,8 +42,8 @@ LIMIT = "slurmstepd: error: *** JOB 123 ON n1 CANCELLED AT 2026-11-20T12:00:00 D
         ("OSError: [Errno 28] No space left on device: '/scratch/x/trace/rank0003.h5'", FailureCause.FILE_SYSTEM),
         ("OSError: [Errno 122] Disk quota exceeded", FailureCause.FILE_SYSTEM),
         ("OSError: [Errno 116] Stale file handle", FailureCause.FILE_SYSTEM),
-        ("[rank 0] ERROR failed on node n1 before the first step (start): cluster.mpi=none: MPI sees a world of 1 and SLURM "
-         "started 4 tasks; give the type that fits this MPI", FailureCause.WRONG_MPI),
+        ("[rank 0] ERROR failed on node n1 before the first step (start): cluster.mpi=none: "
+         "MPI sees a world of 1 and SLURM started 4 tasks; give the type that fits this MPI", FailureCause.WRONG_MPI),
         ("ImportError: libmpi.so.12: cannot open shared object file: No such file or directory",
         FailureCause.WRONG_MPI),
         ("RuntimeError: cannot load MPI library", FailureCause.WRONG_MPI),

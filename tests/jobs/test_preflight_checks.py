@@ -1,4 +1,7 @@
-"""The preflight: one list of checks before anything is queued, shown by a dry run too, and a question before dear jobs."""
+"""Test the preflight.
+
+It is one list of checks before anything is queued, shown by a dry run too, and a question before expensive jobs.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from jobs.launch.slurm_json import query_fields, record_end, record_start
 from tests.jobs.fake_slurm import FakeSlurm
 
 ONELINER = (
-    "JobId=41 JobName=my run=2 UserId=me(1000) GroupId=me(1000) JobState=RUNNING Reason=None NodeList=n[1-2] CPUs/Task=1 "
-    "Comment= Command=/runs/a b/logs/x.sh WorkDir=/home/me TRES=cpu=4,mem=12G,node=2 "
+    "JobId=41 JobName=my run=2 UserId=me(1000) GroupId=me(1000) JobState=RUNNING Reason=None NodeList=n[1-2] "
+    "CPUs/Task=1 Comment= Command=/runs/a b/logs/x.sh WorkDir=/home/me TRES=cpu=4,mem=12G,node=2 "
 )
 STEPS = ("41|run|RUNNING|0:0|00:01:00||n[1-2]||", "41.0|python|COMPLETED|0:0|00:00:50|4|n[1-2]|512M|7000")
 

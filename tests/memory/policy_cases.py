@@ -31,7 +31,9 @@ def made_layer(
 
 
 def network(kinds: str, sizes: Sequence[int] = (), spare: int = 0, device: str = "cpu") -> ModelProfile:
-    """A chain by its letters: c a convolution, p a pooling, b a block with a norm, i a layer that saves nothing, l linear.
+    """Build a chain of layers from its letters.
+
+    c is a convolution, p a pooling, b a block with a norm, i a layer that saves nothing, l a linear layer.
 
     u is a convolution whose product nobody saves, with a norm behind it.
 

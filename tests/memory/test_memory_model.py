@@ -34,7 +34,10 @@ def test_1f1b_by_hand() -> None:
 
 
 def test_a_split_backward_by_hand() -> None:
-    """One rank at I: state 96 and images 5, stash 340, the peak of the first layer's I 60, 50 left by the last, 8 given."""
+    """Check the peak of one rank at I, by hand.
+
+    State is 96 and images 5, the stash 340, the peak of the first layer's I 60, 50 are left by the last, 8 given.
+    """
     model = MemoryModel(BY_HAND, OPTIMIZERS["sgd"])
     whole = model.peak_bytes(lower(generate("layer_parallel", 1, 1)), (0, 2))
     split = model.peak_bytes(lower(generate("zb_h1", 1, 1)), (0, 2))

@@ -1,4 +1,7 @@
-"""gems.memory.timeline: bytes along a rank's list, against the memory model, figures by hand and brute-force counting."""
+"""Test gems.memory.timeline.
+
+Bytes along a rank's list are checked against the memory model, figures by hand and brute-force counting.
+"""
 
 from __future__ import annotations
 

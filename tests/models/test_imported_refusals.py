@@ -140,7 +140,8 @@ class TestConfiguration:
             "import sys; from gems.config.schema import *; from gems.models import *; "
             "from gems.models.imported.describe import resolve_target as resolve; "
             "model = resolve(ModelConfig(target='child_net.net')); data = DataConfig(height_px=2, width_px=2); "
-            "check_image(model, data, 1); print(*[layer.name for layer in layers_of(model, data)], 'torch' in sys.modules)"
+            "check_image(model, data, 1); "
+            "print(*[layer.name for layer in layers_of(model, data)], 'torch' in sys.modules)"
         )
         environment = os.environ | {"PYTHONPATH": str(ROOT), "GEMS_CACHE_DIR": str(tmp_path / "cache")}
         for expected in ("x", "x", "xx"):

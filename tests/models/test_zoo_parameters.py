@@ -45,7 +45,10 @@ def googlenet() -> int:
 
 
 def test_alexnet() -> None:
-    """Krizhevsky 2014: 64, 192, 384, 256, 256 filters of 11, 5, 3, 3, 3 px a side, then 6x6x256 - 4096 - 4096 - 1000."""
+    """Count the parameters of Krizhevsky 2014.
+
+    It has 64, 192, 384, 256, 256 filters of 11, 5, 3, 3, 3 px a side, then 6x6x256 - 4096 - 4096 - 1000.
+    """
     definition = conv(3, 64, 121) + conv(64, 192, 25) + conv(192, 384, 9) + conv(384, 256, 9)
     definition += conv(256, 256, 9) + linear(256 * 36, 4096) + linear(4096, 4096) + linear(4096, 1000)
     assert num_parameters(published("alexnet")) == definition == 61_100_840

@@ -1,4 +1,7 @@
-"""gems.runs.code_archive: one archive of the code, the same to the byte, that everything a job starts is imported from."""
+"""Test gems.runs.code_archive.
+
+It is one archive of the code, the same to the byte, that everything a job starts is imported from.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ def test_no_module_need_be_compiled(archive: Path) -> None:
 def test_the_same_code_gives_the_same_bytes(archive: Path, tmp_path: Path) -> None:
     """In a process with other hashes, which sets and interned words would show."""
     target = tmp_path / "other.zip"
-    code = "import sys, pathlib; from gems.runs.code_archive import take_snapshot; take_snapshot(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    code = (
+        "import sys, pathlib; from gems.runs.code_archive import take_snapshot; "
+        "take_snapshot(pathlib.Path(sys.argv[1]), sys.argv[2])"
+    )
     subprocess.run(
         [sys.executable, "-c", code, str(target), str(tmp_path / "cache")],
         env=os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True, timeout=120,
@@ -156,7 +162,10 @@ def refuse(*paths: object) -> None:
 
 def test_from_a_snapshot_the_same_snapshot_is_taken(archive: Path, tmp_path: Path) -> None:
     """A job that submits another one hands on what it runs itself."""
-    code = "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from gems.runs.code_archive import take_snapshot; print(take_snapshot(pathlib.Path(sys.argv[2])))"
+    code = (
+        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from gems.runs.code_archive import take_snapshot; "
+        "print(take_snapshot(pathlib.Path(sys.argv[2])))"
+    )
     said = subprocess.run(
         [sys.executable, "-P", "-c", code, str(archive), str(tmp_path / "code.zip")],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, cwd=tmp_path,

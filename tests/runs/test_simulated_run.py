@@ -168,7 +168,10 @@ def test_a_trace_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_nothing_heavy_is_loaded() -> None:
-    program = "import sys, gems.runs.simulated_run; print(*[m for m in ('torch', 'mpi4py', 'hydra', 'matplotlib') if m in sys.modules])"
+    program = (
+        "import sys, gems.runs.simulated_run; "
+        "print(*[m for m in ('torch', 'mpi4py', 'hydra', 'matplotlib') if m in sys.modules])"
+    )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout.strip()) == (0, "")
 

@@ -62,22 +62,35 @@ PICTURES: list[tuple[str, int, dict[str, object], tuple[float, float, float], fl
         .. F0 .. .. I0 W0 f1 .. .. i1 w1 F2 .. .. I2 W2 f3 .. .. i3 w3 ..
         .. .. F0 I0 W0 f1 .. .. .. .. i1 w1 F2 I2 W2 f3 .. .. .. .. i3 w3
     """),
-    ("zb_v", 6, {}, SPLIT, 0.5, """
-        F0a F1a F2a F3a F4a F0b I0b W0b F1b I1b W1b F2b I2b W2b F5a I0a W0a F3b I3b W3b I1a W1a F4b I4b W4b I2a W2a F5b I5b I3a W5b I4a W3a I5a W4a W5a ... ...
-        ... F0a F1a F2a F0b F3a F1b I0b W0b F2b I1b W1b F4a I0a W0a F3b I2b W2b F5a I1a W1a F4b I3b W3b I2a W2a F5b I4b I3a I5b I4a W4b I5a W3a W5b W4a W5a ...
-        ... ... F0a F0b F1a F1b F2a F2b I0b W0b F3a I0a W0a F3b I1b W1b F4a I1a W1a F4b I2b W2b F5a I2a W2a F5b I3b I3a I4b I4a I5b I5a W3b W3a W4b W4a W5b W5a
-    """),
-    ("v_min", 4, {}, SPLIT, 0.5, """
-        F0a F1a ... ... ... ... ... F0b I0b F2a W0b ... ... F1b I1b I0a W1b F3a W0a F2b I2b I1a W2b W1a ... F3b I3b I2a W3b W2a ... ... ... I3a W3a
-        ... F0a ... ... ... ... F0b F1a ... I0b W0b ... F1b F2a I0a I1b W0a W1b F2b F3a I1a I2b W1a W2b F3b ... I2a I3b W2a W3b ... ... I3a W3a ...
-        ... ... F0a ... ... F0b ... ... F1a ... I0b F1b W0b I0a F2a W0a I1b F2b W1b I1a F3a W1a I2b F3b W2b I2a W2a ... I3b W3b ... I3a W3a ... ...
-        ... ... ... F0a F0b ... ... ... ... F1a F1b I0b I0a W0b W0a F2a F2b I1b I1a W1b W1a F3a F3b I2b I2a W2b W2a ... ... I3b I3a W3b W3a ... ...
-    """),
-    ("v_half", 4, {}, SPLIT, 0.5, """
-        F0a F1a ... ... ... F0b I0b F2a W0b F1b I1b I0a W1b F3a W0a F2b I2b I1a W2b W1a ... F3b I3b I2a W3b W2a ... I3a W3a
-        ... F0a ... ... F0b F1a ... I0b F1b W0b I0a F2a I1b W0a F2b W1b I1a F3a I2b W1a F3b W2b I2a I3b W2a W3b I3a W3a ...
-        ... ... F0a F0b ... ... F1a F1b I0b I0a W0b W0a F2a F2b I1b I1a W1b W1a F3a F3b I2b I2a W2b W2a I3b I3a W3b W3a ...
-    """),
+    ("zb_v", 6, {}, SPLIT, 0.5,
+        "\n"
+        "        F0a F1a F2a F3a F4a F0b I0b W0b F1b I1b W1b F2b I2b W2b F5a I0a W0a F3b I3b W3b I1a "
+        "W1a F4b I4b W4b I2a W2a F5b I5b I3a W5b I4a W3a I5a W4a W5a ... ...\n"
+        "        ... F0a F1a F2a F0b F3a F1b I0b W0b F2b I1b W1b F4a I0a W0a F3b I2b W2b F5a I1a W1a "
+        "F4b I3b W3b I2a W2a F5b I4b I3a I5b I4a W4b I5a W3a W5b W4a W5a ...\n"
+        "        ... ... F0a F0b F1a F1b F2a F2b I0b W0b F3a I0a W0a F3b I1b W1b F4a I1a W1a F4b I2b "
+        "W2b F5a I2a W2a F5b I3b I3a I4b I4a I5b I5a W3b W3a W4b W4a W5b W5a\n"
+        "    "),
+    ("v_min", 4, {}, SPLIT, 0.5,
+        "\n"
+        "        F0a F1a ... ... ... ... ... F0b I0b F2a W0b ... ... F1b I1b I0a W1b F3a W0a "
+        "F2b I2b I1a W2b W1a ... F3b I3b I2a W3b W2a ... ... ... I3a W3a\n"
+        "        ... F0a ... ... ... ... F0b F1a ... I0b W0b ... F1b F2a I0a I1b W0a W1b F2b "
+        "F3a I1a I2b W1a W2b F3b ... I2a I3b W2a W3b ... ... I3a W3a ...\n"
+        "        ... ... F0a ... ... F0b ... ... F1a ... I0b F1b W0b I0a F2a W0a I1b F2b W1b "
+        "I1a F3a W1a I2b F3b W2b I2a W2a ... I3b W3b ... I3a W3a ... ...\n"
+        "        ... ... ... F0a F0b ... ... ... ... F1a F1b I0b I0a W0b W0a F2a F2b I1b I1a "
+        "W1b W1a F3a F3b I2b I2a W2b W2a ... ... I3b I3a W3b W3a ... ...\n"
+        "    "),
+    ("v_half", 4, {}, SPLIT, 0.5,
+        "\n"
+        "        F0a F1a ... ... ... F0b I0b F2a W0b F1b I1b I0a W1b F3a W0a F2b "
+        "I2b I1a W2b W1a ... F3b I3b I2a W3b W2a ... I3a W3a\n"
+        "        ... F0a ... ... F0b F1a ... I0b F1b W0b I0a F2a I1b W0a F2b W1b "
+        "I1a F3a I2b W1a F3b W2b I2a I3b W2a W3b I3a W3a ...\n"
+        "        ... ... F0a F0b ... ... F1a F1b I0b I0a W0b W0a F2a F2b I1b I1a "
+        "W1b W1a F3a F3b I2b I2a W2b W2a I3b I3a W3b W3a ...\n"
+        "    "),
     ("dualpipe_v", 4, {}, SPLIT, 0.5, """
         F0a F1a F2a F0b I0b W0b F1b F3a B1b --- F2b B0a --- B2b --- F3b ... B1a --- B3b --- I2a W2a I3a W3a
         ... F0a F0b F1a F1b F2a B0b --- F2b B0a --- F3a B1b --- F3b B1a --- B2b --- B2a --- I3b I3a W3b W3a

@@ -14,11 +14,16 @@ from gems.schedule.placement import linear
 from gems.schedule.schedule import Schedule
 from tests.schedule.drawings import drawn, play, played_rows, uniform_cost, with_rows
 
-GEMS_MASTER_4_RANKS_4_MICRO_BATCHES = """\
-rank    0 | F0 .. .. .. .. .. .. .. .. .. B0 -- f1 b1 -- F2 .. .. .. .. .. .. .. .. .. .. .. .. B2 -- f3 b3 -- .. .. .. .. .. ..
-rank    1 | .. F0 .. .. .. .. .. .. B0 -- f1 .. .. .. .. b1 -- F2 .. .. .. .. .. .. .. .. B2 -- f3 .. .. .. .. b3 -- .. .. .. ..
-rank    2 | .. .. F0 .. .. .. B0 -- f1 .. .. .. .. .. .. .. .. b1 -- F2 .. .. .. .. B2 -- f3 .. .. .. .. .. .. .. .. b3 -- .. ..
-rank    3 | .. .. .. F0 B0 -- f1 .. .. .. .. .. .. .. .. .. .. .. .. b1 -- F2 B2 -- f3 .. .. .. .. .. .. .. .. .. .. .. .. b3 --"""
+GEMS_MASTER_4_RANKS_4_MICRO_BATCHES = (
+    "rank    0 | F0 .. .. .. .. .. .. .. .. .. B0 -- f1 b1 -- F2 .. .. .. .. .. "
+    ".. .. .. .. .. .. .. B2 -- f3 b3 -- .. .. .. .. .. ..\n"
+    "rank    1 | .. F0 .. .. .. .. .. .. B0 -- f1 .. .. .. .. b1 -- F2 .. .. .. "
+    ".. .. .. .. .. B2 -- f3 .. .. .. .. b3 -- .. .. .. ..\n"
+    "rank    2 | .. .. F0 .. .. .. B0 -- f1 .. .. .. .. .. .. .. .. b1 -- F2 .. "
+    ".. .. .. B2 -- f3 .. .. .. .. .. .. .. .. b3 -- .. ..\n"
+    "rank    3 | .. .. .. F0 B0 -- f1 .. .. .. .. .. .. .. .. .. .. .. .. b1 -- "
+    "F2 B2 -- f3 .. .. .. .. .. .. .. .. .. .. .. .. b3 --"
+)
 
 
 def test_golden() -> None:

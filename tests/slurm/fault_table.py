@@ -27,8 +27,9 @@ def table() -> list[str]:
     return [
         head,
         *(
-            f"{row.name:<34} {row.state:<10} {'-' if row.exit_code is None else row.exit_code:>4} {row.slurm_state:<11} "
-            f"{row.seconds:>6.1f} {'-' if row.trace_steps is None else row.trace_steps:>5}  {row.diagnosis}"
+            f"{row.name:<34} {row.state:<10} {'-' if row.exit_code is None else row.exit_code:>4} "
+            f"{row.slurm_state:<11} {row.seconds:>6.1f} "
+            f"{'-' if row.trace_steps is None else row.trace_steps:>5}  {row.diagnosis}"
             for row in ROWS
         ),
     ]

@@ -43,7 +43,10 @@ def archive(folder: Path, number: int) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three attempts: steps 0 to 5 on one node, 4 to 6 on a node that booted later, 6 to 7 on one whose day is behind."""
+    """Write three attempts of a run.
+
+    Steps 0 to 5 are on one node, 4 to 6 on a node that booted later, 6 to 7 on one whose day is behind.
+    """
     write_attempt(tmp_path, 1, range(6), 500 * S, 1000 * S, continues=False)
     archive(tmp_path, 1)
     write_attempt(tmp_path, 2, range(4, 7), 3 * S, 1100 * S)

@@ -1,4 +1,7 @@
-"""A law fitted to a series: parameters with intervals, residuals, errors, and the range of ranks in which it is valid."""
+"""Represent a law fitted to a series.
+
+A fit has parameters with intervals, residuals, errors, and the range of ranks in which it is valid.
+"""
 
 from __future__ import annotations
 

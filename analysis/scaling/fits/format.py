@@ -107,7 +107,8 @@ def _describe(fit: Fit) -> str:
     largest = max(abs(residual.relative) for residual in fit.residuals)
     return (
         f"{fit.law}, {shown}; {fit.source}, {fit.first_ranks} to {fit.last_ranks} ranks, not valid beyond "
-        f"{fit.limit_ranks}; largest residual {100 * largest:.1f} %{r2}, misses a left-out point by {100 * fit.error:.1f} %"
+        f"{fit.limit_ranks}; largest residual {100 * largest:.1f} %{r2}, "
+        f"misses a left-out point by {100 * fit.error:.1f} %"
     )
 
 

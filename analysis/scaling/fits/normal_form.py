@@ -62,7 +62,9 @@ def design_of_terms(ranks: np.ndarray) -> np.ndarray:
 
 
 def choose_terms(ranks: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return coefficients of all terms, shape (num_fits, num_terms), of which at most two are not 0 beside the constant.
+    """Return the coefficients of all terms, of shape (num_fits, num_terms).
+
+    At most two of them are not 0 beside the constant.
 
     Terms are those that best predict each value from the others; every fit chooses its own. A term uses up two
     values, for its coefficient and its exponents, so that fewer than six have one term at most.

@@ -93,15 +93,18 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
     if shared:
         (node, uuid), group = shared[0]
         lines.append(
-            f"ranks {ranges(each.rank for each in group)} on node {node} share one GPU ({group[0].gpu_name}, {uuid}){_more(len(shared), 'GPUs')}; "
+            f"ranks {ranges(each.rank for each in group)} on node {node} share one GPU "
+            f"({group[0].gpu_name}, {uuid}){_more(len(shared), 'GPUs')}; "
             "see cluster.gpus_per_node, cluster.ranks_per_node, cluster.gpu_bind and cluster.device_order"
         )
     crowded = [(node, group) for node, here in of_node.items() if (group := _crowded(here, cpus_per_rank))]
     if crowded:
         node, group = crowded[0]
         lines.append(
-            f"ranks {ranges(each.rank for each in group)} on node {node} share CPUs {ranges(_union(group))}, fewer than {cpus_per_rank} a rank, "
-            f"and the node has {group[0].node_cpus}{_more(len(crowded), 'nodes')}; see cluster.cpu_bind and cluster.cpus_per_rank"
+            f"ranks {ranges(each.rank for each in group)} on node {node} share CPUs {ranges(_union(group))}, "
+            f"fewer than {cpus_per_rank} a rank, "
+            f"and the node has {group[0].node_cpus}{_more(len(crowded), 'nodes')}; "
+            "see cluster.cpu_bind and cluster.cpus_per_rank"
         )
     return lines
 

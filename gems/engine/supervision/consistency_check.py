@@ -31,6 +31,7 @@ def check_same_schedule(schedule: Schedule, comm: Comm) -> None:
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise ConfigError(
-                "schedule", schedule.name, f"rank {rank} has another schedule than rank 0 ({digest[:8]}, not {digests[0][:8]})",
+                "schedule", schedule.name,
+                f"rank {rank} has another schedule than rank 0 ({digest[:8]}, not {digests[0][:8]})",
                 "use the same code and run.yaml on all ranks",
             )  # fmt: skip

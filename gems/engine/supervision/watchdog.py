@@ -234,7 +234,10 @@ class Watchdog:
             self._check(beat, what, passed_s)
 
     def _check(self, beat: Beat, what: object, passed_s: float) -> None:
-        """End the job if the main thread has been in its action too long, unless it waits for a rank that makes progress."""
+        """End the job if the main thread has been in its action too long.
+
+        The job goes on while that thread waits for a rank that makes progress.
+        """
         if what is not None:
             if self._ticked_s - self._asked_s < max(TICK_S, self._limit_s / 10):
                 return
@@ -319,7 +322,7 @@ class Watchdog:
             faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _arm(self) -> None:
-        """Schedule a dump of the stacks for the case that C code holds the interpreter, so that this thread cannot run."""
+        """Schedule a dump of the stacks in case C code holds the interpreter and this thread cannot run."""
         self._armed_s = time.monotonic()
         if not self._ending.locked():
             faulthandler.dump_traceback_later(self._limit_s * 1.25 + LATE_S, file=self._stacks)

@@ -217,7 +217,7 @@ class StageBlock:
         return sum(factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items())
 
     def _path(self) -> None:
-        """Holds that the chosen options are one way from the first layer to the last."""
+        """Require the chosen options to form one way from the first layer to the last."""
         for layer in range(self.stage.first, self.stage.end):
             self.program.row({self.at[option]: 1.0 for option in self.covering[layer]}, low=1.0, high=1.0)
             if layer > self.stage.first:

@@ -59,7 +59,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class HybridPlan:
-    """The planner's answer; `base` are the workers and the ways of the fastest choice on the fewest devices that are known."""
+    """The planner's answer.
+
+    `base` is the workers and the ways of the fastest choice on the fewest devices that are known.
+    """
 
     base: tuple[int, int]
     rows: tuple[Row, ...]
@@ -121,7 +124,10 @@ def plan_hybrid(case: HybridCase, devices: Sequence[int], num_draws: int = NUM_D
 
 
 def _base(case: HybridCase, counts: Sequence[int]) -> tuple[tuple[int, int] | None, str]:
-    """Return workers and ways of the fastest choice on the fewest devices of which anything is known, or why there is none."""
+    """Return the workers and ways of the base, or why there is none.
+
+    The base is the fastest choice on the fewest devices of which anything is known.
+    """
     reason = "no number of devices is given"
     for count in counts:
         costs, left_out = _costs(case, count)

@@ -96,7 +96,10 @@ class GivenEfficiency:
 
 
 def read_efficiency(path: Path, schedule: str = "") -> GivenEfficiency:
-    """Read SE_N: what `analysis scaling` wrote (its CSV, or its JSON), or columns workers and efficiency (low, high, ways).
+    """Read SE_N from a file.
+
+    The file is what `analysis scaling` wrote (its CSV, or its JSON), or has the columns workers and efficiency (low,
+    high, ways).
 
     Of a scaling study SE_N is the median step of the fewest replicas over that of N, for pipelines of equally many
     partitions and an equal batch of each replica; so the fewest replicas count as without loss. Of several schedules

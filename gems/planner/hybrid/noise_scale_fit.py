@@ -59,7 +59,8 @@ def fit_noise_scale(runs: Sequence[EpochRun]) -> NoiseFit:
         if least <= 0.0 or slope <= 0.0:
             raise ConfigError(
                 "epochs", " ".join(f"{run.global_batch:g}:{run.epochs:g}" for run in runs),
-                "have no noise scale: " + ("they do not grow with the batch" if slope <= 0.0 else "they grow faster than it"),
+                "have no noise scale: "
+                + ("they do not grow with the batch" if slope <= 0.0 else "they grow faster than it"),
                 "use the table (model: table), or measure more batches and repetitions",
             )  # fmt: skip
         fitted = design @ line

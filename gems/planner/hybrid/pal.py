@@ -24,7 +24,10 @@ from gems.planner.hybrid.quantity import Quantity
 WAYS = 2
 # The epochs of the network whose numbers are recalled are flat below so many devices.
 GROWN_FROM = 32
-ABSTRACT = "the paper's abstract (arXiv 1907.13257; research.nvidia.com/publication/2019-07_optimizing-multi-gpu-parallelization-strategies-deep-learning-training)"
+ABSTRACT = (
+    "the paper's abstract (arXiv 1907.13257; research.nvidia.com/publication/"
+    "2019-07_optimizing-multi-gpu-parallelization-strategies-deep-learning-training)"
+)
 BODY = "the paper's body, from memory"
 
 

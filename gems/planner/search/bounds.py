@@ -153,7 +153,10 @@ def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: in
 
 
 def static_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> int:
-    """Return what all ranks of a pipeline together hold of parameters with their gradients and states, and of buffers."""
+    """Return the static bytes that all ranks of a pipeline hold together.
+
+    These are the parameters with their gradients and states, and the buffers.
+    """
     return one.num_directions * (param_copies * load.param_bytes + buffer_copies * load.buffer_bytes)
 
 

@@ -16,7 +16,10 @@ MAX_FORWARDS = 2**14  # stages x micro-batches of one step
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration: ranks of a pipeline and its copies, schedule with its sizes, micro-batches of a pipeline, policy.
+    """One configuration.
+
+    It has the ranks of a pipeline and its copies, the schedule with its sizes, the micro-batches of a pipeline, and the
+    policy.
 
     `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one run, `chunks` the
     stages of a rank where the schedule leaves that free, `how` the way of a policy that has several.
@@ -130,7 +133,10 @@ def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: 
 
 
 def _schedules(shape: Candidate) -> Iterator[Candidate]:
-    """Yield a shape with every schedule that serves its counts, 1F1B alone on one rank, on which all orders take as long."""
+    """Yield a shape with every schedule that serves its counts.
+
+    On one rank all orders take equally long, so that 1F1B alone is yielded.
+    """
     if shape.partitions == 1:
         yield shape
         return

@@ -70,9 +70,10 @@ class Choice:
 
 
 def reasons(first: Choice, other: Choice) -> list[str]:
-    """Report what costs a choice more than the first, each in milliseconds of a step and percent of the first's, largest first.
+    """Report what makes a choice cost more than the first, largest cost first.
 
-    The parts are compared for the same images, so that choices of different global batches compare too.
+    Each is given in milliseconds of a step and in percent of the first's. The parts are compared for the
+    same images, so that choices of different global batches compare too.
     """
     if other is first or first.step_s <= 0:
         return []

@@ -1,4 +1,7 @@
-"""Guesses: about how many bytes a candidate holds, too many or too few, for an order in which those that take long are tried."""
+"""Guess about how many bytes a candidate holds, too many or too few.
+
+The guesses give an order in which the candidates that take long are tried.
+"""
 
 from __future__ import annotations
 

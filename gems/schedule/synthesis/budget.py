@@ -1,4 +1,7 @@
-"""The budget: a fixed amount of work for a time, so that a search gives the same result on any machine and under any load."""
+"""Budget a search by a fixed amount of work for a time.
+
+A search thus gives the same result on any machine and under any load.
+"""
 
 from __future__ import annotations
 

@@ -159,7 +159,10 @@ class Listing:
         return None, coming, wake
 
     def has_room(self, rank: int, m: int, operation: int, size: int) -> bool:
-        """Whether `size` is free, and would leave room for all micro-batches that started before, and for the rest of this."""
+        """Return whether `size` is free and leaves enough room.
+
+        It must leave room for all micro-batches that started before, and for the rest of this one.
+        """
         room = self.problem.cap - self.used[rank] - size
         if room < 0:
             return False

@@ -42,7 +42,9 @@ def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Te
 
 
 def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template | None:
-    """Solve one period: every operation has a slot modulo it, and what is held at each begin of a forward keeps the cap.
+    """Solve one period.
+
+    Every operation has a slot modulo the period, and what is held at each begin of a forward keeps the cap.
 
     An operation starts at slot + period x turn. A rank holds, at a slot, what was begun by then and not ended: the sum
     over its activations of (turns between begin and end, and one more where the slot lies inside the rest).

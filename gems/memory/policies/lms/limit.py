@@ -40,7 +40,8 @@ def lms_limit(case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "
     Args:
         case: the run; its `limit_bytes` is what a rank may hold.
         limit_bytes: of the allocator; None or 0 for 0.95 of what the rank may hold. Without either nothing is
-        reclaimed. reclaim: "first" takes the least recently used that is large enough, "size" the one that fits best.
+            reclaimed.
+        reclaim: "first" takes the least recently used that is large enough, "size" the one that fits best.
 
     Raises:
         DoesNotFitError: a request that does not fit although everything that may leave has left.
