@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import reduce
 
 from gems.config.fields import Key, keys
-from gems.config.overrides import CONF, options_of
+from gems.config.overrides import CONF, REGISTERED, options_of
 from gems.config.schema import RunSpec
 
 WIDTH = 120
@@ -15,12 +15,12 @@ WIDTH = 120
 
 def key_help(spec: RunSpec) -> str:
     """Return the groups and keys of the configuration, with the values of `spec`."""
-    groups = [group.name for group in sorted(CONF.iterdir()) if options_of(group.name)]
+    groups = sorted({folder.name for folder in CONF.iterdir() if folder.is_dir()} | set(REGISTERED))
     return "\n".join(
         [
             "Choose an option of a group: group=option. Set a key: key=value; null derives the value.",
             *("", "== Groups =="),
-            *(_wrapped(f"{group}: {', '.join(options_of(group))}", 0) for group in groups),
+            *(_wrapped(f"{group}: {', '.join(options_of(group))}", 0) for group in groups if options_of(group)),
             *("", "== Keys =="),
             *(line for key in keys(RunSpec) for line in _lines(key, reduce(getattr, key.name.split("."), spec))),
         ]

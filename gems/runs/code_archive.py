@@ -22,7 +22,7 @@ from gems.utils.cache import cache_folder
 
 CODE_ZIP = "code.zip"
 PACKAGES = ("gems", "jobs", "analysis", "conf")
-SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt", ".js", ".css")
+SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt", ".js", ".css", ".typed")
 MAIN = "gems/runs/code_archive_main.py"  # the archive's own __main__.py
 UNCHECKED_HASH = (1).to_bytes(4, "little")  # PEP 552: byte-code that is never compared with its source
 WITHOUT_REFERENCES = 2  # version of marshal: later ones note how often an object is in use, which differs by process

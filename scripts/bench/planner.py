@@ -1,6 +1,6 @@
 """Time the planner, and compare its choice with running all configurations.
 
-Takes the seconds to an answer for ResNet-1001-v2 at 2048 x 2048 px on 8 and 64 GPUs.
+Counts the seconds to an answer for ResNet-1001-v2 at 2048 x 2048 px on 8 and 64 GPUs.
 
 `--only large` plans the eight cases of modelled GPUs in nodes of eight: 16, 32, 80 and 141 GB of memory, with the rates
 of a V100, V100, A100 and H200, links of 12.5 GB/s between and 100 GB/s within nodes, and 2 TB of host memory a node,

@@ -173,9 +173,9 @@ def test_ranks_that_begin_before_the_step_is_charged_are_told_as_they_were() -> 
 def test_what_cannot_be_attributed_is_refused_in_one_line() -> None:
     whole = trace_of(spec_of())
     for spoil, line in (
-        ({"schedule_rows": ()}, "holds no actions of ranks"),
+        ({"schedule_rows": ()}, "holds no schedule of the ranks"),
         ({"schedule_rows": ("0B0",)}, "has stages without a forward"),
-        ({"schedule_rows": ("0F0 1F0 0B0",)}, "waits for something that never comes"),
+        ({"schedule_rows": ("0F0 1F0 0B0",)}, "waits for something that never happens"),
         ({"schedule_rows": whole.schedule_rows[:3]}, "is no multiple of the 3 rows"),
         ({"steps": whole.steps[:1]}, "no step that every rank finished"),
         ({"events": whole.events[:-10]}, "lacks 3F6 on rank 3"),

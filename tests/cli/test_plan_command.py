@@ -12,6 +12,7 @@ import pytest
 import gems.errors
 import gems.partition.methods
 import gems.simulation.memory_case
+import gems.simulation.profiled_costs
 from gems.config.compose import compose
 from gems.config.resolve import global_batch
 from gems.config.run_id import run_id
@@ -74,7 +75,7 @@ def test_what_is_written_runs_as_planned(gems_: Gems, tmp_path: Path, monkeypatc
     def profile_of(spec: RunSpec) -> object:
         return sized(random_profile(NUM_LAYERS, 5, 0.9), spec.parallel.micro_batch_size)
 
-    for module in (gems.partition.methods, gems.simulation.memory_case):
+    for module in (gems.partition.methods, gems.simulation.memory_case, gems.simulation.profiled_costs):
         monkeypatch.setattr(module, "profile_of", profile_of)
     made = plan_run(spec)
     assert list(made.boundaries) == first["boundaries"]

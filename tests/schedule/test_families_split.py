@@ -56,7 +56,7 @@ def test_never_slower_than_the_handcrafted_schedule(
     p: int, n: int, warmup: int, cost: tuple[float, float, float]
 ) -> None:
     costs = uniform(p, p, *cost)
-    made = (zb_h1 if warmup == 1 else zb_h2)(p, n, costs)
+    made = (zb_h1 if warmup == 1 else zb_h2)(Request(p, n, costs=DepthCosts(p, *cost)))
     assert simulate(made, costs).span <= simulate(handcrafted(p, n, warmup), costs).span + 1e-9
 
 
