@@ -39,7 +39,7 @@ def shared_memory():
 class Run:
     """Run ranks in the background until they end.
 
-    They also count as ended when nobody records a failure's end for as long as the launcher waits.
+    They are stopped when nobody records a failure's end for as long as the launcher waits.
     """
 
     def __init__(self, path: Path, *block: str, **changes: object) -> None:
