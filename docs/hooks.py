@@ -74,8 +74,7 @@ def _docstring(thing: object) -> str:
 
 def commands() -> str:
     """Return a table of verbs for each of the three programs."""
-    from analysis.__main__ import VERBS as ANALYSIS
-    from analysis.cli.command_line import parser
+    from analysis.cli.verbs import parser
     from gems.__main__ import VERBS as GEMS
     from jobs.__main__ import VERBS as JOBS
 
@@ -83,7 +82,7 @@ def commands() -> str:
     programs = {
         "gems": {name: verb.help for name, verb in GEMS.items()},
         "jobs": {name: verb.help for name, verb in JOBS.items()},
-        "analysis": {name: analysis_help[name] for name in ANALYSIS},
+        "analysis": analysis_help,
     }
     tables = []
     for program, verbs in programs.items():

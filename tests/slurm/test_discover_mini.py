@@ -77,4 +77,6 @@ def test_a_drafted_preset_runs(other_cluster: MiniSlurm, tmp_path: Path, monkeyp
     )
     refused = jobs(*on_it, "parallel.replicas=2")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("jobs: cluster.nodes=4: cluster mini allows 1 to 2 nodes of partition debug; ")
+    assert refused.stderr.startswith(
+        "jobs: cluster.nodes=4: cluster mini allows jobs of 1-2 nodes in partition debug; "
+    )

@@ -196,7 +196,7 @@ def test_a_daemon_dies_and_the_ranks_live_on(
     assert found["fields"]["JobState"] == "NODE_FAIL"
     told, status = found["told"], found["status"]
     if status["state"] == "stopped":  # SLURM told the ranks, and they had the time to save
-        assert "node failure" in told["text"] and status["stopped_step"] >= steps, told
+        assert "node failed" in told["text"] and status["stopped_step"] >= steps, told
     else:
         assert told["cause"] == "node failed", told
     check_trace(folder, steps)
