@@ -15,6 +15,7 @@ from analysis.io.load import load_trace
 from analysis.scaling.points import read_points
 from gems.errors import ConfigError, one_of
 from gems.trace import DTYPES, KINDS, STREAMS, Trace
+from gems.utils.atomic_io import atomic_write
 
 ROWS = 1 << 14  # of a piece
 NAMES = {"kind": np.array(KINDS), "stream": np.array(STREAMS)}
@@ -90,12 +91,9 @@ def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Exp
 
 
 def _write(path: Path, name: str, pieces: Iterable[str]) -> Export:
-    """Write a file that appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
+        with atomic_write(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             file.writelines(pieces)
-        partial.replace(path)
     except OSError as error:
         raise ConfigError("out", path, f"cannot be written ({error.strerror or error})") from error
     return Export(path, name, path.stat().st_size)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gems
+from gems.utils.atomic_io import atomic_write
 from gems.utils.cache import cache_folder
 
 CODE_ZIP = "code.zip"
@@ -118,18 +119,14 @@ def _byte_code(name: str, source: bytes) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(data)
-    partial.chmod(0o444)  # other runs share it
-    partial.replace(path)
+    with atomic_write(path) as partial:
+        partial.write_bytes(data)
+        partial.chmod(0o444)  # other runs share it
 
 
 def _share(kept: Path, target: Path) -> None:
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        os.link(kept, partial)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(kept, partial)
-    partial.replace(target)
-    partial.unlink(missing_ok=True)  # a link in the place of one to the same file is no change, says POSIX
+    with atomic_write(target) as partial:
+        try:
+            os.link(kept, partial)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(kept, partial)

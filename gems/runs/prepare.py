@@ -16,7 +16,7 @@ from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders
 from gems.runs.provenance import write_bundle
 from gems.runs.run_plan import RunPlan, plan_run
-from gems.utils.atomic_io import write_json
+from gems.utils.atomic_io import atomic_write, write_json
 
 
 def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
@@ -43,9 +43,8 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
             _check_same(folder, spec)
             _refuse_running(folder)
             folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
-        partial = folder.path / "run.yaml.partial"
-        partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
-        partial.replace(folder.run_yaml)
+        with atomic_write(folder.run_yaml) as partial:
+            partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
         if made.costs != spec.cost:
             write_json(folder.costs_json, asdict(made.costs), indent=None)
         folder.write_schedule(made.schedule)

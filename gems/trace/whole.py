@@ -12,13 +12,13 @@ from gems.errors import ConfigError
 from gems.trace.hdf5 import get_attributes, open_trace, set_attributes
 from gems.trace.layout import COLUMNS, DEFAULTS, DTYPES, KINDS, SCHEMA_VERSION, STREAMS, LayerTimes, Trace
 from gems.trace.part import merge_parts, part_path
+from gems.utils.atomic_io import atomic_write
 
 
 def write_trace(path: Path, trace: Trace) -> None:
     """Write a whole trace, each column with its `units` and `long_name`; the file appears complete or not at all."""
-    partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with h5py.File(partial, "w") as file:
+    with atomic_write(path) as partial, h5py.File(partial, "w") as file:
         set_attributes(file, {**trace.attributes, "schema_version": SCHEMA_VERSION})
         for name, columns in COLUMNS.items():
             group = file.create_group(name)
@@ -46,7 +46,6 @@ def write_trace(path: Path, trace: Trace) -> None:
             ),
         ):
             dataset.attrs["units"], dataset.attrs["long_name"] = "1", long_name
-    partial.replace(path)
 
 
 def read_column(file: h5py.File, table: str, column: str) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gems
+from gems.utils.atomic_io import write_json
 
 
 def cache_folder(configured: str | None = None) -> Path:
@@ -23,20 +24,16 @@ def cache_folder(configured: str | None = None) -> Path:
 
 
 def cached(configured: str | None, kind: str, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the kept result of `make` for this key and version of the toolkit, or makes and keeps it.
-
-    A cache that cannot be written or read is passed over.
-    """
+    """Return the result kept for this key and version of the toolkit; if there is none, make and keep it."""
     found = read_cached(configured, kind, key)
-    if found is not None:
-        return found
-    made = make()
-    keep_cached(configured, kind, key, made)
-    return made
+    if found is None:
+        found = make()
+        keep_cached(configured, kind, key, found)
+    return found
 
 
 def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] | None:
-    """Return what is kept for this key and version of the toolkit; None where nothing can be read."""
+    """Return the result kept for this key and version of the toolkit; None if none can be read."""
     with contextlib.suppress(OSError, ValueError):
         document = json.loads(_path(configured, kind, key).read_text())
         if isinstance(document, dict):
@@ -45,16 +42,9 @@ def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] |
 
 
 def keep_cached(configured: str | None, kind: str, key: str, document: dict[str, Any]) -> None:
-    """Keep a result for this key and version of the toolkit, whole or not at all.
-
-    Where that cannot be, nothing happens.
-    """
-    path = _path(configured, kind, key)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    """Keep a result for this key and version of the toolkit, if the cache can be written."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(document))
-        partial.replace(path)
+        write_json(_path(configured, kind, key), document, indent=None)
 
 
 def _path(configured: str | None, kind: str, key: str) -> Path:

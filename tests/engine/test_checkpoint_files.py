@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_a_shard_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shard.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_shard(tmp_path / "rank0000.safetensors", pieces_of(TENSORS))
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_a_folder_that_was_not_prepared(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_trace_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = prepare(spec_of(runs_dir=str(tmp_path)))
-    RunFolder(folder.path).trace_h5.with_name("trace.h5.partial").mkdir()
+    RunFolder(folder.path).trace_h5.with_name(f"trace.h5.{os.getpid()}.partial").mkdir()
     assert main([str(folder.path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("gems: run folder=") and "cannot write there" in line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,8 +12,9 @@ from typing import Any
 
 from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
-from gems.engine.checkpoint.shard import ShardFile, sync_folder
+from gems.engine.checkpoint.shard import ShardFile
 from gems.schedule.schedule import Schedule
+from gems.utils.atomic_io import atomic_write, sync_to_disk
 
 SCHEMA = "gems.checkpoint/1"
 MANIFEST_JSON = "manifest.json"
@@ -52,14 +52,9 @@ class Manifest:
             OSError: it cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{MANIFEST_JSON}.partial"
-        with partial.open("w") as file:
-            json.dump({"schema": SCHEMA, **asdict(self)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / MANIFEST_JSON)
-        sync_folder(folder)
-        sync_folder(folder.parent)
+        with atomic_write(folder / MANIFEST_JSON, sync=True) as partial:
+            partial.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}))
+        sync_to_disk(folder.parent)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

@@ -9,12 +9,13 @@ a second copy nor the interpreter.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from gems.utils.atomic_io import atomic_write
 
 CHUNK_BYTES = 1 << 24
 ALIGN_BYTES = 8
@@ -52,23 +53,14 @@ def write_shard(path: Path, host_tensors: Mapping[str, HostTensor]) -> ShardFile
     """
     # wide types first: the header ends at a multiple of eight bytes, so each tensor is aligned to its type
     ordered = sorted(host_tensors.items(), key=lambda item: (-_width(item[1]), item[0]))
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            crc32 = num_bytes = 0
-            for data in (_header(ordered), *(piece.data for _, piece in ordered)):
-                for start in range(0, len(data), CHUNK_BYTES):
-                    chunk = data[start : start + CHUNK_BYTES]
-                    crc32 = zlib.crc32(chunk, crc32)
-                    file.write(chunk)
-                num_bytes += len(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    crc32 = num_bytes = 0
+    with atomic_write(path, sync=True) as partial, partial.open("wb") as file:
+        for data in (_header(ordered), *(piece.data for _, piece in ordered)):
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
+                crc32 = zlib.crc32(chunk, crc32)
+                file.write(chunk)
+            num_bytes += len(data)
     return ShardFile(path.name, num_bytes, crc32)
 
 
@@ -86,19 +78,6 @@ def find_damage(folder: Path, written: ShardFile) -> str | None:
     except OSError as error:
         return f"{written.name} cannot be read ({error.strerror})"
     return None if crc32 == written.crc32 else f"{written.name} has another checksum than it was written with"
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that new names in it survive a power failure.
-
-    Raises:
-        OSError: the folder is not there.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _header(ordered: list[tuple[str, HostTensor]]) -> memoryview:

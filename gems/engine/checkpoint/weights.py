@@ -11,6 +11,7 @@ from gems.engine.pipeline import Pipeline
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.runs.folder import RunFolder
+from gems.utils.atomic_io import atomic_write
 
 Weights = dict[str, dict[str, Tensor]]
 
@@ -30,10 +31,8 @@ def save(pipeline: Pipeline, folder: Path) -> None:
             for name, module in pipeline.named_layers((direction, stage))
         }
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"stage{stage:04d}.pt"
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
+        with atomic_write(folder / f"stage{stage:04d}.pt") as partial, partial.open("wb") as file:
+            torch.save(state, file)
 
 
 def load(folder: Path) -> Weights:
