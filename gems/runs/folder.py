@@ -1,9 +1,10 @@
-"""The run folder: what a run leaves, and where. `runs/<name>-<signature>/`."""
+"""The run folder: what a run leaves, and where. `runs/<name>-<run id>/`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from glob import escape
@@ -30,161 +31,76 @@ CANCELLED_JSON = "cancelled.json"
 OF_PREPARATION = ("status.json", "provenance.json", "provenance")
 
 
+class _Entry:
+    """A path below the folder of a run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths of one run."""
 
     path: Path
 
+    run_yaml = _Entry("run.yaml")  # the resolved configuration that every rank reads
+    costs_json = _Entry("costs.json")  # of the run's profile, with cost=profile only
+    schedule_json = _Entry("schedule.json")  # lowered and validated: the one list that every rank runs
+    partition_json = _Entry("partition.json")  # where the model is cut
+    profile_json = _Entry("profile.json")  # from which it was cut, if the cut needed one
+    memory_json = _Entry("memory.json")  # what becomes of activations, unless they are kept
+    status_json = _Entry("status.json")  # the run's state, written by the launcher
+    progress_json = _Entry("progress.json")  # the step that the ranks are in
+    result_json = _Entry("result.json")  # what rank 0 knew at the end
+    provenance_json = _Entry("provenance.json")  # summary of the folder `provenance`
+    provenance = _Entry("provenance")  # how the run was made
+    code_zip = _Entry(f"provenance/{CODE_ZIP}")  # the code when the run was prepared, which a job runs
+    job_sh = _Entry("provenance/job.sh")  # the batch script as submitted
+    slurm_json = _Entry("provenance/slurm.json")  # SLURM's record of the job, at each start and end
+    affinity_json = _Entry("provenance/affinity.json")  # cores and GPU of each rank
+    cancelled_json = _Entry(CANCELLED_JSON)  # who cancelled the run, and when
+    stop_json = _Entry("stop.json")  # who asked the run to save and stop at the end of a step, and why
+    stopped_json = _Entry("stopped.json")  # before which step the ranks stopped on request, and why
+    stalled_json = _Entry("STALLED.json")  # the hang that a rank detected
+    trace_h5 = _Entry("trace.h5")  # the merged trace
+    logs = _Entry("logs")  # the ranks' output
+    checkpoint = _Entry("checkpoint")  # the weights at the end
+    checkpoints = _Entry("checkpoints")  # the whole states to resume from, a folder for each step
+
     @classmethod
     def of(cls, spec: RunSpec) -> RunFolder:
-        """Return the folder of a resolved run, whether or not it is there."""
+        """Return the folder of a resolved run, whether or not it exists."""
         return cls(Path(spec.runs_dir).resolve() / f"{spec.name}-{run_id(spec)}")
 
     @property
-    def run_yaml(self) -> Path:
-        """The resolved configuration that every rank reads."""
-        return self.path / "run.yaml"
-
-    @property
-    def costs_json(self) -> Path:
-        """The costs of the run's profile, for cost=profile; there is none if the costs are those of run.yaml."""
-        return self.path / "costs.json"
-
-    @property
-    def schedule_json(self) -> Path:
-        """The lowered schedule that every rank reads: the one list that was validated."""
-        return self.path / "schedule.json"
-
-    @property
-    def partition_json(self) -> Path:
-        """Where the model is cut, for every rank to read."""
-        return self.path / "partition.json"
-
-    @property
-    def profile_json(self) -> Path:
-        """The profile that the cut stands on; there is none where the cut needs none."""
-        return self.path / "profile.json"
-
-    @property
-    def memory_json(self) -> Path:
-        """What becomes of activations, stage by stage; there is none where they are kept."""
-        return self.path / "memory.json"
-
-    @property
-    def status_json(self) -> Path:
-        """The run's state, written by the launcher."""
-        return self.path / "status.json"
-
-    @property
-    def result_json(self) -> Path:
-        """What rank 0 knew at the end."""
-        return self.path / "result.json"
-
-    @property
-    def provenance_json(self) -> Path:
-        """Which code made the run."""
-        return self.path / "provenance.json"
-
-    @property
-    def provenance(self) -> Path:
-        """Folder of all that is known of how the run was made; provenance.json is its summary."""
-        return self.path / "provenance"
-
-    @property
-    def code_zip(self) -> Path:
-        """The code as it was when the run was prepared, which a job runs from."""
-        return self.provenance / CODE_ZIP
-
-    @property
-    def job_sh(self) -> Path:
-        """The batch script as it was submitted."""
-        return self.provenance / "job.sh"
-
-    @property
-    def slurm_json(self) -> Path:
-        """SLURM's own record of the job, at each start and end."""
-        return self.provenance / "slurm.json"
-
-    @property
-    def affinity_json(self) -> Path:
-        """Where each rank runs, on which cores and which GPU."""
-        return self.provenance / "affinity.json"
-
-    @property
-    def progress_json(self) -> Path:
-        """How far the steps are, while they go on."""
-        return self.path / "progress.json"
-
-    @property
-    def cancelled_json(self) -> Path:
-        """Who wanted an end of the run, and when; there is none where nobody did."""
-        return self.path / CANCELLED_JSON
-
-    @property
-    def stop_json(self) -> Path:
-        """Who wants the run to save and stop at the end of a step, and why; there is none where nobody does."""
-        return self.path / "stop.json"
-
-    @property
-    def trace_h5(self) -> Path:
-        """The merged trace."""
-        return self.path / "trace.h5"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the ranks' output."""
-        return self.path / "logs"
-
-    @property
-    def checkpoint(self) -> Path:
-        """Folder of the weights at the end."""
-        return self.path / "checkpoint"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the whole states, to go on from after a stop or a failure: one folder for each step."""
-        return self.path / "checkpoints"
-
-    @property
-    def stopped_json(self) -> Path:
-        """Before which step the ranks stopped on request, and why; there is none where they did not."""
-        return self.path / "stopped.json"
-
-    @property
     def attempt(self) -> int:
-        """The number of the attempt that runs now, from 1: one more than there are archived ones."""
+        """The number of the attempt that runs now, from 1: one more than are archived."""
         return 1 + len(list((self.path / "attempts").glob("*/")))
 
     def heartbeat(self, rank: int) -> Path:
-        """File in which a rank marks the action that it is in."""
+        """Return the file in which a rank marks the action that it is in."""
         return self.path / "heartbeat" / f"rank{rank:04d}"
 
     def failed_json(self, rank: int) -> Path:
-        """Return the path of the file that a failing rank leaves."""
+        """Return the file that a failing rank leaves."""
         return self.path / f"FAILED.rank{rank:04d}.json"
 
-    @property
-    def stalled_json(self) -> Path:
-        """The stall that a rank found; there is none while ranks move."""
-        return self.path / "STALLED.json"
-
     def stacks(self, rank: int) -> Path:
-        """Where a rank's Python stacks go when ranks have stalled, or when somebody asks for them by SIGUSR1."""
+        """Return the file of a rank's Python stacks, written after a hang or on SIGUSR1."""
         return self.path / "stacks" / f"rank{rank:04d}.txt"
 
     def read_spec(self) -> RunSpec:
         """Read run.yaml, and import the plugins of the run.
 
         Raises:
-            ConfigError: there is none, it is not a run's configuration, or a plugin cannot be imported.
+            ConfigError: it is missing or no run's configuration, or a plugin cannot be imported.
         """
-        try:
+        with self._refusing(self.run_yaml):
             values = yaml.safe_load(self.run_yaml.read_text())
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            raise ConfigError(
-                "run folder", self.path, f"holds no readable run.yaml ({error})", "prepare it first"
-            ) from error
         if not isinstance(values, dict):
             raise ConfigError("run folder", self.path, "its run.yaml is not a configuration")
         spec = RunSpec.from_dict(values)
@@ -192,18 +108,12 @@ class RunFolder:
         return spec
 
     def read_run(self) -> RunSpec:
-        """Read run.yaml with the costs of the run's profile in place of its own: what is emulated and simulated.
+        """Read run.yaml with the costs of the run's profile in place of its own, for emulation and simulation.
 
         Raises:
             ConfigError: as `read_spec`, or a damaged costs.json.
         """
-        spec = self.read_spec()
-        try:
-            costs = read_json(self.costs_json)
-        except ValueError as error:
-            raise ConfigError(
-                "run folder", self.path, f"its costs.json is damaged ({error})", "prepare it again"
-            ) from error
+        spec, costs = self.read_spec(), self._read_optional(self.costs_json)
         return RunSpec.from_dict(spec.to_dict() | {"cost": costs}) if costs else spec
 
     def traced_yaml(self) -> str:
@@ -216,49 +126,49 @@ class RunFolder:
         """Read schedule.json.
 
         Raises:
-            ConfigError: there is none, or it is not a schedule.
+            ConfigError: it is missing, or no schedule.
         """
-        try:
+        with self._refusing(self.schedule_json):
             return from_json(json.loads(self.schedule_json.read_text()))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                "run folder", self.path, f"holds no readable schedule.json ({error})", "prepare it first"
-            ) from error
 
     def write_schedule(self, schedule: Schedule) -> None:
         """Write schedule.json."""
         write_json(self.schedule_json, to_json(schedule), indent=None)
 
     def read_boundaries(self) -> tuple[int, ...]:
-        """Read where the model is cut from partition.json; nothing for a run on paper.
+        """Read where the model is cut from partition.json; empty for an emulated or simulated run.
 
         Raises:
-            ConfigError: there is none, or it holds no boundaries.
+            ConfigError: it is missing, or holds no boundaries.
         """
-        try:
+        with self._refusing(self.partition_json):
             return tuple(int(cut) for cut in json.loads(self.partition_json.read_text())["boundaries"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                "run folder", self.path, f"holds no readable partition.json ({error})", "prepare it first"
-            ) from error
 
     def write_boundaries(self, boundaries: tuple[int, ...]) -> None:
         """Write partition.json."""
         write_json(self.partition_json, {"boundaries": list(boundaries)}, indent=None)
 
     def read_memory_plan(self) -> MemoryPlan | None:
-        """Read memory.json; None where there is none, since activations are kept then.
+        """Read memory.json; None if activations are kept.
 
         Raises:
             ConfigError: it holds no plan.
         """
-        try:
-            document = read_json(self.memory_json)
-        except ValueError as error:
-            raise ConfigError(
-                "run folder", self.path, f"its memory.json is damaged ({error})", "prepare it again"
-            ) from error
+        document = self._read_optional(self.memory_json)
         return MemoryPlan.from_json(document) if document else None
+
+    def read_status(self) -> dict[str, Any]:
+        """Read status.json; empty if it is missing.
+
+        Raises:
+            ConfigError: it is no JSON.
+        """
+        return self._read_optional(self.status_json, "move that folder away")
+
+    def write_status(self, state: str, **more: Any) -> None:
+        """Write status.json; `jobs.status.run_status` describes the states."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(self.status_json, {"state": state, "updated_utc": now, **more})
 
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
         """Move what an earlier attempt left to attempts/<number>/, so that nothing recorded is lost.
@@ -267,7 +177,7 @@ class RunFolder:
         """
         left = [entry for entry in self.path.iterdir() if entry.name not in (*OF_ALL_ATTEMPTS, *keep)]
         left += [path for path in also if path.exists()]
-        if not any(_is_record(entry) for entry in left):
+        if not any(each.name not in OF_PREPARATION and (each.is_file() or any(each.iterdir())) for each in left):
             return
         attempts = self.path / "attempts"
         attempts.mkdir(exist_ok=True)
@@ -277,37 +187,27 @@ class RunFolder:
         for entry in left:
             entry.rename(target / entry.name)
 
-    def write_status(self, state: str, **more: Any) -> None:
-        """Write status.json at once and whole; `jobs.status.run_status` words the states."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(self.status_json, {"state": state, "updated_utc": now, **more})
-
-    def read_status(self) -> dict[str, Any]:
-        """Read status.json, or nothing where there is none.
-
-        Raises:
-            ConfigError: it is no JSON.
-        """
+    @contextlib.contextmanager
+    def _refusing(self, path: Path) -> Iterator[None]:
         try:
-            return read_json(self.status_json)
-        except ValueError as error:
+            yield
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(
-                "run folder", self.path, f"its status.json is damaged ({error})", "move that folder away"
+                "run folder", self.path, f"holds no readable {path.name} ({error})", "prepare it first"
             ) from error
+
+    def _read_optional(self, path: Path, advice: str = "prepare it again") -> dict[str, Any]:
+        try:
+            return read_json(path)
+        except ValueError as error:
+            raise ConfigError("run folder", self.path, f"its {path.name} is damaged ({error})", advice) from error
 
 
 def older_folders(spec: RunSpec) -> list[Path]:
     """Return the folders beside a resolved run's own that hold the same configuration: earlier versions' IDs differ."""
     own, found = RunFolder.of(spec).path, []
     for path in sorted(own.parent.glob(f"{escape(spec.name)}-{'[0-9a-f]' * 8}")):
-        try:
+        with contextlib.suppress(ConfigError):  # no run, or one that cannot be read
             if path != own and run_id(RunFolder(path).read_spec()) == run_id(spec):
                 found.append(path)
-        except ConfigError:  # what is no run, or cannot be read, is no older folder
-            continue
     return found
-
-
-def _is_record(entry: Path) -> bool:
-    """Return whether a run, not its preparation alone, has left `entry`."""
-    return entry.name not in OF_PREPARATION and (entry.is_file() or any(entry.iterdir()))

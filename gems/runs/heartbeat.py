@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIZE_BYTES = 256
+FINISHED = "finished"  # the last action of a clean end
 MARK_BYTES = 160  # the mark of the rank's own thread; the rest is its watchdog's
 
 
@@ -46,7 +47,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """Mark a clean end and release the file."""
-        self.beat(-1, "finished")
+        self.beat(-1, FINISHED)
         self._map.close()
 
 

@@ -1,66 +1,234 @@
-"""Who waits for whom: from the ranks' last marks and the schedule to the ranks that hold all others up."""
+"""Who waits for whom: from the ranks' last heartbeats and the schedule to the ranks that hold all others up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-from gems.runs.heartbeat import Beat
-from gems.runs.rank_state import SILENT_AFTER_S, Standing, State, World, action_of
-from gems.schedule.action import RECV_KINDS
-from gems.schedule.dependencies import partner_of
+from gems.errors import ConfigError
+from gems.runs.heartbeat import FINISHED, Beat
+from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind
+from gems.schedule.dependencies import dependencies, other_stage, partner_of
 from gems.schedule.schedule import Schedule
 
+SILENT_AFTER_S = 10.0  # signs of life come every second; on a network's file system they may lag
+SENDS = "sends to leave"  # what a rank waits for whose own messages have yet to go
 SHOWN = 3
+Point = tuple[int, int]  # (step, index in the rank's row); -1 is before the first action
+
+
+class State(StrEnum):
+    """What a rank does, the likelier cause of a hang first; the value is its text in messages."""
+
+    SILENT = "is silent"
+    FINISHED = "has finished"
+    WORKS = "works"
+    WAITS = "waits"
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """A rank's last mark, for how long it works or waits there, what it waits for, and of which ranks."""
+
+    rank: int
+    node: str
+    pid: int
+    step: int
+    action: str
+    since_s: float
+    state: State
+    waits_for: str = ""
+    of_ranks: tuple[int, ...] = ()
+
+    def text(self, who: str, after: tuple[int, ...] = ()) -> str:
+        """Describe in a clause what the rank does; `after` begins with the rank that it waits for."""
+        where = f"in step {self.step}, action {self.action}"
+        if self.step < 0 or self.state is State.FINISHED:
+            where = f"outside of the steps ({self.action})"
+        since = f"{where} since {self.since_s:.0f} s"
+        if self.state is not State.WAITS:
+            return f"{who} {self.state} {since}"
+        receive = parse_action(self.waits_for)
+        is_receive = receive is not None and receive.kind in RECV_KINDS
+        what = partner_of(receive) if receive is not None and is_receive else self.waits_for
+        return f"{who} waits {since} for {what}" + (f" of rank {after[0]}" if after else "")
+
+
+class WaitGraph:
+    """The ranks of a run at one moment. Reads of `beats` only those that a question needs."""
+
+    def __init__(
+        self, schedule: Schedule, beats: Mapping[int, Beat], now_ns: int, silent_after_s: float = SILENT_AFTER_S
+    ) -> None:
+        self._schedule, self._beats, self._now_ns = schedule, beats, now_ns
+        self._silent_ns = silent_after_s * 1e9
+        self._index: dict[int, dict[Action, int]] = {}
+
+    def state(self, rank: int) -> RankState:
+        """Return what a rank does.
+
+        Raises:
+            KeyError: it has left no mark.
+        """
+        beat, state = self._beats[rank], self._state(rank)
+        waits = state is State.WAITS
+        since_s = max(0.0, (self._now_ns - max(beat.time_ns, beat.moved_ns)) * 1e-9)
+        return RankState(
+            rank, beat.node, beat.pid, beat.step, beat.action, since_s, state,
+            (beat.waits_for or self._guess(rank)) if waits else "", self._awaited(rank) if waits else (),
+        )  # fmt: skip
+
+    def held_up_by(self, rank: int) -> Iterator[Beat]:
+        """Yield the marks of all ranks that `rank` waits for, directly or through others."""
+        seen, queue = {rank}, [rank]
+        for at in queue:
+            if at not in self._beats:
+                continue
+            if at != rank:
+                yield self._beats[at]
+            after = self._awaited(at) if self._state(at) is State.WAITS else ()
+            queue += [other for other in after if other not in seen]
+            seen.update(after)
+
+    def _state(self, rank: int) -> State:
+        beat = self._beats[rank]
+        if beat.action == FINISHED:
+            return State.FINISHED
+        if self._is_silent(beat):
+            return State.SILENT
+        if beat.waits_for:
+            return State.WAITS
+        return State.WORKS if beat.alive_ns or not self._guess(rank) else State.WAITS
+
+    def _is_silent(self, beat: Beat) -> bool:
+        return beat.alive_ns > 0 and self._now_ns - max(beat.alive_ns, beat.time_ns) > self._silent_ns
+
+    def _guess(self, rank: int) -> str:
+        """Return what a rank whose heartbeat does not tell must be waiting for; empty if it need not wait."""
+        action = parse_action(self._beats[rank].action)
+        if action is None or action not in self._row(rank):
+            return ""
+        if action.kind is Kind.REDUCE_GRAD:
+            return "the sum of gradients" if self._late(rank) else ""
+        if action.kind in COMPUTE_KINDS:
+            for need in dependencies(action, self._schedule):
+                if need.kind in RECV_KINDS and (other := self._peer(rank, need)) in self._beats:
+                    index = self._row(other).get(partner_of(need))  # of the send, which has yet to be posted
+                    if index is not None and self._point(other) < (self._beats[rank].step, index):
+                        return str(need)
+        return ""
+
+    def _awaited(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that a waiting one waits for."""
+        what = self._beats[rank].waits_for or self._guess(rank)
+        receive = parse_action(what)
+        if receive is not None and receive.kind in RECV_KINDS:
+            return (self._peer(rank, receive),)
+        return self._without_receive(rank) if what == SENDS else self._late(rank)
+
+    def _late(self, rank: int) -> tuple[int, ...]:
+        """Return who has not come to the collective operation that `rank` is in, or is there and does not wait."""
+        action, num_ranks = parse_action(self._beats[rank].action), self._schedule.num_ranks
+        is_sum = action is not None and action.kind is Kind.REDUCE_GRAD
+        ranks: Iterable[int] = self._beats
+        if is_sum:
+            replicas = -(-len(self._beats) // num_ranks)
+            ranks = self._schedule.placement.reduce_group(rank % num_ranks, replicas)
+        step, index = self._point(rank)
+        late = []
+        for other in ranks:
+            if other == rank or other not in self._beats:
+                continue
+            row, point, beat = self._row(other), self._point(other), self._beats[other]
+            meets = -1 if index < 0 else len(row) - 1
+            if is_sum:
+                meets = next((i for action, i in row.items() if action.kind is Kind.REDUCE_GRAD), meets)
+            is_there = point == (step, meets) and (beat.waits_for != "" or not beat.alive_ns)
+            if self._is_silent(beat) or (point <= (step, meets) and not is_there):
+                late.append(other)
+        return tuple(late)
+
+    def _without_receive(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that have yet to post a receive of this rank's messages, or are silent."""
+        found: dict[int, None] = {}
+        for action in self._row(rank):
+            if action.kind in SEND_KINDS and (other := self._peer(rank, action)) in self._beats:
+                index = self._row(other).get(partner_of(action), -1)
+                if self._is_silent(self._beats[other]) or self._point(other) <= (self._beats[rank].step, index):
+                    found[other] = None
+        return tuple(found)
+
+    def _peer(self, rank: int, transfer: Action) -> int:
+        """Return the rank of the world at the other end of a transfer."""
+        first = rank - rank % self._schedule.num_ranks
+        return first + self._schedule.placement.ranks[transfer.direction][other_stage(transfer)]
+
+    def _point(self, rank: int) -> Point:
+        beat = self._beats[rank]
+        if beat.action == FINISHED:
+            return (1 << 62, 0)
+        action = parse_action(beat.action)
+        return beat.step, -1 if action is None else self._row(rank).get(action, -1)
+
+    def _row(self, rank: int) -> dict[Action, int]:
+        place = rank % self._schedule.num_ranks
+        if place not in self._index:
+            self._index[place] = {action: i for i, action in enumerate(self._schedule.rows[place])}
+        return self._index[place]
+
+
+def parse_action(mark: str) -> Action | None:
+    """Return the action of the schedule that a mark names; None for a phase outside of it, such as a checkpoint."""
+    try:
+        return Action.parse(mark)
+    except ConfigError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingChain:
     """Who waits for whom. `roots` are the ranks that hold others up and wait for nobody, the likeliest first.
 
-    Silent ones stand before those that work, and among these goes first who has been longest in one action. `cycle`
-    are ranks that wait for each other in a ring, when nobody else holds them up. `standings` are those of all ranks.
+    Silent ones come before those that work, and of these first who has been longest in one action. `cycle` are ranks
+    that wait for each other in a ring, if nobody else holds them up. `states` are those of all ranks.
     """
 
-    standings: Mapping[int, Standing]
-    roots: tuple[Standing, ...]
+    states: Mapping[int, RankState]
+    roots: tuple[RankState, ...]
     cycle: tuple[int, ...] = ()
 
     def path(self, rank: int) -> tuple[int, ...]:
         """Return the ranks from `rank` to a root, each waiting for the next; a ring ends where it began."""
-        goals = [root.rank for root in self.roots]
-        ways: dict[int, tuple[int, ...]] = {rank: (rank,)}
+        paths: dict[int, tuple[int, ...]] = {rank: (rank,)}
         queue = [rank]
         for at in queue:
-            for after in self.standings[at].of_ranks:
-                if after not in ways and after in self.standings:
-                    ways[after] = (*ways[at], after)
+            for after in self.states[at].of_ranks:
+                if after not in paths and after in self.states:
+                    paths[after] = (*paths[at], after)
                     queue.append(after)
-        found = [ways[goal] for goal in goals if goal in ways]
-        if found:
-            return found[0]
+        for root in self.roots:
+            if root.rank in paths:
+                return paths[root.rank]
         if rank in self.cycle:
             at = self.cycle.index(rank)
             return (*self.cycle[at:], *self.cycle[: at + 1])
-        return max(ways.values(), key=len)
+        return max(paths.values(), key=len)
 
     def text(self, rank: int | None = None) -> str:
-        """Describe in one line for whom `rank` waits, and that one, to the root.
-
-        Without a rank, who has waited longest.
-        """
-        if rank is None or rank not in self.standings:
-            waiting = [one for one in self.standings.values() if one.state is State.WAITS]
+        """Describe in one line for whom `rank` waits, and that one, to the root; by default who waits longest."""
+        if rank is None or rank not in self.states:
+            waiting = [one for one in self.states.values() if one.state is State.WAITS]
             if not waiting:
-                return "; ".join(_told(f"rank {root.rank}", root) for root in self.roots[:SHOWN]) or "no rank waits"
+                return "; ".join(root.text(f"rank {root.rank}") for root in self.roots[:SHOWN]) or "no rank waits"
             rank = max(waiting, key=lambda one: one.since_s).rank
         path = self.path(rank)
-        parts = [_told(f"rank {rank}", self.standings[rank], path[1:2])]
+        parts = [self.states[rank].text(f"rank {rank}", path[1:2])]
         for i, at in enumerate(path[1:], 1):
             if at == rank:
                 parts.append("which closes the ring")
             elif i < SHOWN or i >= len(path) - SHOWN + 1:
-                parts.append(_told("which", self.standings[at], path[i + 1 : i + 2]))
+                parts.append(self.states[at].text("which", path[i + 1 : i + 2]))
             elif i == SHOWN:
                 parts.append(f"and so on over {len(path) - 2 * SHOWN + 1} ranks to rank {path[-SHOWN + 1]}")
         return ", ".join(parts)
@@ -77,48 +245,31 @@ def waiting_chain(
         now_ns: the wall clock; without it the last mark or sign of life of any rank.
         silent_after_s: a rank without a sign of life for as long as this is silent: stopped, dead, or held.
     """
-    now = _now(beats.values()) if now_ns is None else now_ns
-    world = World(schedule, beats, now, silent_after_s)
-    standings = {rank: world.standing(rank) for rank in sorted(beats)}
-    held_up = {rank for one in standings.values() for rank in one.of_ranks if rank in standings}
-    waiting = any(one.state is State.WAITS for one in standings.values())
-    ends = [
-        one
-        for rank, one in standings.items()
-        if not one.of_ranks and (rank in held_up or one.state is State.SILENT or not waiting)
-    ]
-    if not waiting:  # nobody is held up: then whoever does not finish
+    if now_ns is None:
+        now_ns = max((max(beat.time_ns, beat.alive_ns) for beat in beats.values()), default=0)
+    graph = WaitGraph(schedule, beats, now_ns, silent_after_s)
+    states = {rank: graph.state(rank) for rank in sorted(beats)}
+    held_up = {rank for one in states.values() for rank in one.of_ranks if rank in states}
+    waiting = [one for one in states.values() if one.state is State.WAITS]
+    ends = [one for one in states.values() if not one.of_ranks]
+    if waiting:
+        ends = [one for one in ends if one.rank in held_up or one.state is State.SILENT]
+    else:  # nobody is held up: then whoever does not finish
         ends = [one for one in ends if one.state is not State.FINISHED]
-    cycle = () if ends else _cycle(standings)
+    cycle = () if ends else _cycle(states)
     if not ends and not cycle:  # all wait in one operation that nobody has yet to join
-        ends = [one for one in standings.values() if one.state is State.WAITS]
+        ends = waiting
     order = list(State)
     roots = sorted(ends, key=lambda one: (order.index(one.state), -one.since_s, one.rank))
-    return WaitingChain(standings, tuple(roots), cycle)
+    return WaitingChain(states, tuple(roots), cycle)
 
 
-def _now(beats: Iterable[Beat]) -> int:
-    return max((max(beat.time_ns, beat.alive_ns) for beat in beats), default=0)
-
-
-def _cycle(standings: Mapping[int, Standing]) -> tuple[int, ...]:
-    """Return ranks that wait for each other in a ring; nothing where there is none."""
-    for start in standings:
+def _cycle(states: Mapping[int, RankState]) -> tuple[int, ...]:
+    """Return ranks that wait for each other in a ring, if any do."""
+    for start in states:
         path = [start]
-        while (after := next((r for r in standings[path[-1]].of_ranks if r in standings), None)) is not None:
+        while (after := next((r for r in states[path[-1]].of_ranks if r in states), None)) is not None:
             if after in path:
                 return tuple(path[path.index(after) :])
             path.append(after)
     return ()
-
-
-def _told(who: str, one: Standing, after: tuple[int, ...] = ()) -> str:
-    since = f"since {one.since_s:.0f} s"
-    if one.state is not State.WAITS:
-        return f"{who} {one.state} {one.place} {since}"
-    receive = action_of(one.waits_for)
-    what = one.waits_for
-    if receive is not None and receive.kind in RECV_KINDS:
-        what = str(partner_of(receive))
-    ranks = f" of rank {after[0]}" if after else ""
-    return f"{who} waits {one.place} {since} for {what}{ranks}"

@@ -20,8 +20,7 @@ from gems.errors import StalledError
 from gems.launch.local_launcher import TAIL_LINES, Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import Beat, read_beats
-from gems.runs.rank_state import FINISHED
+from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from jobs.diagnosis.finding import Finding
 from jobs.diagnosis.launcher_output import LauncherOutput
 from jobs.diagnosis.log_patterns import CONSEQUENCE, read_lines, scan_lines

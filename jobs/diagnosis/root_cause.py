@@ -14,8 +14,7 @@ from gems.launch.exit_watcher import read_notes
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import Beat, read_beats
-from gems.runs.rank_state import FINISHED
+from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.utils.atomic_io import read_json
 from jobs.diagnosis.launcher_output import Death, LauncherOutput
 from jobs.diagnosis.log_patterns import classify_text

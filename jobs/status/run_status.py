@@ -15,8 +15,7 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, ConfigError
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import read_beats
-from gems.runs.rank_state import FINISHED
+from gems.runs.heartbeat import FINISHED, read_beats
 from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import is_alive
 from jobs.slurm.jobs import PENDING, SACCT, SQUEUE, STARTING, Job, JobQuery, is_job_number, query_jobs

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gems.runs.heartbeat import Beat
-from gems.runs.rank_state import SENDS, State, World, action_of
-from gems.runs.wait_graph import WaitingChain, waiting_chain
+from gems.runs.wait_graph import SENDS, State, WaitGraph, WaitingChain, parse_action, waiting_chain
 from gems.schedule import generate
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Kind
 from gems.schedule.dependencies import dependencies
@@ -53,7 +52,7 @@ def test_a_stopped_rank_is_found_though_its_message_was_posted():
         THREE, beat(5, "0B1", 40, "0RECV_B1"), beat(5, "1F3", 39, alive_age_s=39), beat(6, "2F0", 38, "2RECV_F0")
     )
     assert roots(found) == [(1, State.SILENT)]
-    assert found.standings[0].of_ranks == found.standings[2].of_ranks == (1,)
+    assert found.states[0].of_ranks == found.states[2].of_ranks == (1,)
 
 
 def test_a_rank_that_is_long_in_one_action_is_blamed():
@@ -70,7 +69,7 @@ def test_without_signs_of_life_the_schedule_tells_who_waits():
     assert roots(found) == [(0, State.WORKS)]
     assert found.path(2) == (2, 1, 0)
     found = chain(THREE, beat(5, "0F2", 21, alive_age_s=None), one, two)
-    assert found.standings[1].state is State.WORKS, "its data was sent, so it computes"
+    assert found.states[1].state is State.WORKS, "its data was sent, so it computes"
     assert roots(found) == [(1, State.WORKS)]
 
 
@@ -84,7 +83,7 @@ def test_the_sum_waits_for_those_who_have_not_come():
         beat(2, "0B3/1", 52),
     )
     assert roots(found) == [(3, State.WORKS)]
-    assert found.standings[0].of_ranks == (3,)
+    assert found.states[0].of_ranks == (3,)
     assert found.text(0) == (
         "rank 0 waits in step 2, action 0REDUCE_GRAD since 50 s for the sum over 4 ranks of rank 3, "
         "which works in step 2, action 0B3/1 since 52 s"
@@ -97,13 +96,13 @@ def test_pipelines_of_other_replicas_are_kept_apart():
         beat(2, "0B0", 20, "0RECV_B0"), beat(2, "1F0", 20, alive_age_s=20),
         beat(2, "0B0", 1, "0RECV_B0"), beat(2, "1B0", 0.5),
     )  # fmt: skip
-    assert found.standings[0].of_ranks == (1,) and found.standings[2].of_ranks == (3,)
+    assert found.states[0].of_ranks == (1,) and found.states[2].of_ranks == (3,)
     assert roots(found)[0] == (1, State.SILENT)
 
 
 def test_all_wait_at_the_end_of_a_step_for_the_last():
     found = chain(THREE, beat(3, "0STEP", 30, "the sum on rank 0"), beat(4, "load", 29), beat(3, "2STEP", 31))
-    assert found.standings[0].of_ranks == (2,), "rank 1 has gone on, rank 2 is in its optimizer"
+    assert found.states[0].of_ranks == (2,), "rank 1 has gone on, rank 2 is in its optimizer"
     assert roots(found) == [(2, State.WORKS)]
 
 
@@ -114,7 +113,7 @@ def test_a_barrier_between_steps_waits_for_who_is_not_there():
         beat(4, "begin", 30, "the other ranks"),
         beat(3, "2B3", 33, alive_age_s=33),
     )
-    assert found.standings[0].of_ranks == found.standings[1].of_ranks == (2,)
+    assert found.states[0].of_ranks == found.states[1].of_ranks == (2,)
     assert roots(found) == [(2, State.SILENT)]
 
 
@@ -122,7 +121,7 @@ def test_sends_wait_for_who_has_not_posted_the_receive():
     found = chain(
         THREE, beat(3, "0STEP", 30, "0RECV_B0"), beat(3, "1STEP", 29, SENDS), beat(3, "2F0", 34, alive_age_s=34)
     )
-    assert found.standings[1].of_ranks == (2,)
+    assert found.states[1].of_ranks == (2,)
 
 
 def test_a_ring_is_told_as_one():
@@ -161,7 +160,7 @@ def test_without_a_clock_the_last_sign_of_life_is_now():
 
 def test_only_a_rank_that_moves_nothing_is_silent_and_a_late_sign_is_none():
     lively = chain(THREE, beat(5, "0F0", 0.1, alive_age_s=15), beat(5, "1F0", 1), beat(5, "2F0", 1))
-    assert lively.standings[0].state is State.WORKS, "its mark is young"
+    assert lively.states[0].state is State.WORKS, "its mark is young"
 
 
 def test_who_holds_a_rank_up_is_found_without_reading_the_rest():
@@ -174,8 +173,8 @@ def test_who_holds_a_rank_up_is_found_without_reading_the_rest():
     beats = Noting(
         {rank: beat(5, f"{rank % 3}F1", 80, "" if rank % 3 == 0 else f"{rank % 3}RECV_F1") for rank in range(300)}
     )
-    world = World(THREE, beats, round(NOW_S * 1e9))
-    assert [mark.action for mark in world.held_up_by(5)] == ["1F1", "0F1"]
+    graph = WaitGraph(THREE, beats, round(NOW_S * 1e9))
+    assert [mark.action for mark in graph.held_up_by(5)] == ["1F1", "0F1"]
     assert read == {3, 4, 5}
 
 
@@ -192,7 +191,7 @@ def test_a_long_chain_is_told_in_one_line_of_moderate_length():
     ("text", "expected"), [("2F3", True), ("0.1OFFLOAD5/1", True), ("load", False), ("start", False)]
 )
 def test_phases_are_no_actions(text: str, expected: bool):
-    assert (action_of(text) is not None) is expected
+    assert (parse_action(text) is not None) is expected
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "gems_master", "chimera", "zb_h1"])

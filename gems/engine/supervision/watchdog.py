@@ -34,8 +34,7 @@ from gems.engine.transport.polling import WaitState
 from gems.errors import StalledError
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Beat, Heartbeat, read_beat
-from gems.runs.rank_state import SILENT_AFTER_S, World, action_of
-from gems.runs.wait_graph import waiting_chain
+from gems.runs.wait_graph import SILENT_AFTER_S, WaitGraph, parse_action, waiting_chain
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
@@ -190,8 +189,9 @@ class Watchdog:
             what = self._wait_state.what
             self._heartbeat.live("" if what is None else str(what), self._moved_ns)
             now_ns = time.time_ns()
-            world = World(self._read_schedule(), RankHeartbeats(self._folder, self._num_ranks), now_ns, self._silent_s)
-            return any((now_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat) for beat in world.held_up_by(self._rank))
+            beats = RankHeartbeats(self._folder, self._num_ranks)
+            graph = WaitGraph(self._read_schedule(), beats, now_ns, self._silent_s)
+            return any((now_ns - beat.moved_ns) * 1e-9 < self._limit_of(beat) for beat in graph.held_up_by(self._rank))
         except Exception as error:
             _log.warning("cannot find out which ranks make progress: %r", error)
             return False
@@ -201,7 +201,7 @@ class Watchdog:
         return max(3 * TICK_S, min(SILENT_AFTER_S, self._limit_s / 2))
 
     def _limit_of(self, beat: Beat) -> float:
-        return self._limit_s if action_of(beat.action) else PHASE_FACTOR * self._limit_s
+        return self._limit_s if parse_action(beat.action) else PHASE_FACTOR * self._limit_s
 
     def _run(self) -> None:
         last = ""
