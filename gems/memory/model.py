@@ -1,36 +1,37 @@
-"""The memory model: the peak bytes of each rank, for every partition at once, from the schedule's own order."""
+"""The memory model: what a rank holds along its schedule, and its peak in bytes for every partition at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, reduce
 from itertools import pairwise
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gems.memory.in_flight import HeldCounts, Snapshot, StageKey, peak_snapshots
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans, Table
-from gems.schedule.action import Kind
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RANK_KINDS, Action, Kind
+from gems.schedule.costs import StageCosts
+from gems.schedule.ledger import Ledger
 from gems.schedule.schedule import Schedule
 
+StageKey = tuple[int, int]  # (direction, stage)
 Where = tuple[int, int] | EllipsisType  # one entry of a table, or all of it
-MESSAGE_COPIES = 2  # a buffer such as a running mean stands in the layer, and in the message that averages it
+MESSAGE_COPIES = 2  # a buffer such as a running mean is in the layer, and in the message that averages it
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What training keeps per byte of parameters: itself, its gradient, and `states` of the optimizer."""
+    """What training keeps for each byte of parameters: itself, its gradient, and `states` of the optimizer."""
 
     states: int
 
-    @property
-    def copies(self) -> int:
-        """Bytes held for each byte of parameters."""
-        return 2 + self.states
+    def static_bytes(self, params: Any, buffers: Any) -> Any:
+        """Return the bytes that parameters and buffers take throughout a step; of numbers or of whole tables."""
+        return (2 + self.states) * params + MESSAGE_COPIES * buffers
 
 
 OPTIMIZERS = {"sgd": Optimizer(1), "sgd_plain": Optimizer(0), "adam": Optimizer(2)}
@@ -46,14 +47,151 @@ def static_blocks(
     directions = list(schedule.directions().values())
     for direction, stage in schedule.placement.stages_on(rank):
         for layer in profile.layers[boundaries[stage] : boundaries[stage + 1]]:
-            yield from (layer.param_bytes,) * optimizer.copies
+            yield from (layer.param_bytes,) * (2 + optimizer.states)
             yield from (layer.buffer_bytes,) * MESSAGE_COPIES
         if stage == 0:
             yield from (profile.input_bytes,) * directions.count(direction)
 
 
+class HeldCounts(NamedTuple):
+    """How many micro-batches of a stage and direction hold each kind of tensor.
+
+    Attributes:
+        stashes: saved tensors, between forward and backward.
+        weights: what W needs, between I and W.
+        inputs: boundary tensors, from the posting of their receive to the end of the backward (of W if it is split).
+        gradients: received gradients likewise, except the one that is used by the running backward.
+        outputs: tensors given to a send that may not have left before the next action ends.
+        input_gradients: gradients given to a send likewise.
+        images: those of the whole step.
+    """
+
+    stashes: int = 0
+    weights: int = 0
+    inputs: int = 0
+    gradients: int = 0
+    outputs: int = 0
+    input_gradients: int = 0
+    images: int = 0
+
+
+# the tables of `Spans` with the bytes of each field of HeldCounts, and with the transients of each kind of action
+TABLES = ("stash", "held_for_weights", "given", "given_back", "handed_on", "handed_back", "given")
+_TRANSIENTS = {
+    Kind.F: "forward_peak", Kind.R: "forward_peak", Kind.B: "backward_peak", Kind.I: "input_gradient_peak",
+    Kind.W: "weight_gradient_peak",
+}  # fmt: skip
+_TRANSFERRED = {
+    Kind.RECV_F: "inputs", Kind.RECV_B: "gradients", Kind.SEND_F: "outputs", Kind.SEND_B: "input_gradients",
+}  # fmt: skip
+
+
+class BoundaryTensors:
+    """Counts the tensors between stages, and the images, along a rank's schedule, in the fields of `HeldCounts`.
+
+    Call `begin` before a compute action, `end` after it, and `post` for transfers. Of a stage in segments the first one
+    reads the stage's inputs and makes their gradients, the last one makes the outputs and reads their gradients.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._schedule = schedule
+        self.counts = {held: dict.fromkeys(HeldCounts._fields, 0) for held in schedule.placement.stages_on(rank)}
+        directions = list(schedule.directions().values())
+        for (direction, stage), counts in self.counts.items():
+            counts["images"] = directions.count(direction) if stage == 0 else 0
+
+    def post(self, action: Action) -> None:
+        """Count what a receive allocates or a send holds."""
+        self.counts[action.direction, action.stage][_TRANSFERRED[action.kind]] += 1
+
+    def begin(self, action: Action) -> None:
+        """Move the output gradient of a backward into what that backward needs."""
+        if action.kind in (Kind.B, Kind.I) and self._is_at_end(action):
+            self.counts[action.direction, action.stage]["gradients"] -= action.stage < self._schedule.num_stages - 1
+
+    def end(self, action: Action) -> None:
+        """Count what an action passes to neighbours on this rank, and free what it has read for the last time."""
+        self.settle()
+        kind, stage, _, direction, segment = action
+        mine = self.counts[direction, stage]
+        if self._is_at_end(action):
+            if kind is Kind.F and (direction, stage + 1) in self.counts:
+                self.counts[direction, stage + 1]["inputs"] += 1
+            elif stage < self._schedule.num_stages - 1:
+                mine["gradients"] += (kind is Kind.I) - (kind is Kind.W)
+        if not segment:
+            if kind in (Kind.B, Kind.I) and (direction, stage - 1) in self.counts:
+                self.counts[direction, stage - 1]["gradients"] += 1
+            if kind in (Kind.B, Kind.W):
+                mine["inputs"] -= stage > 0
+
+    def settle(self) -> None:
+        """Count everything sent before the last action as gone."""
+        for counts in self.counts.values():
+            counts["outputs"] = counts["input_gradients"] = 0
+
+    def _is_at_end(self, action: Action) -> bool:
+        return action.segment == self._schedule.last_segment(action.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a rank holds, by stage, during an action of kind `kind` on stage `active`; None at the optimizer step."""
+
+    counts: tuple[tuple[StageKey, HeldCounts], ...]
+    active: StageKey | None
+    kind: Kind
+
+    def covers(self, other: Snapshot) -> bool:
+        """Whether at least as much of everything is held as in `other`, during the same kind of action."""
+        return (self.active, self.kind) == (other.active, other.kind) and all(
+            mine >= theirs
+            for (_, counts), (_, others) in zip(self.counts, other.counts, strict=True)
+            for mine, theirs in zip(counts, others, strict=True)
+        )
+
+
+def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
+    """Return the snapshots of a rank's lowered schedule that may be its peak: none covers another.
+
+    What a copy moves to host memory counts as freed when the copy is posted.
+    """
+    ones, zeros = (1.0,) * schedule.num_stages, (0.0,) * schedule.num_stages
+    # in units of one stash; what W needs is counted apart
+    ledger = Ledger(schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros))
+    boundary = BoundaryTensors(schedule, rank)
+    seen: set[Snapshot] = set()
+    found: list[Snapshot] = []
+
+    def record(active: StageKey | None, kind: Kind) -> None:
+        counts = tuple((held, HeldCounts(**counts)) for held, counts in boundary.counts.items())
+        snapshot = Snapshot(counts, active, kind)
+        if snapshot not in seen and not any(other.covers(snapshot) for other in found):
+            found[:] = [*(other for other in found if not snapshot.covers(other)), snapshot]
+        seen.add(snapshot)
+
+    for action in schedule.rows[rank]:
+        kind, held = action.kind, (action.direction, action.stage)
+        if kind in RANK_KINDS:
+            boundary.settle()
+            record(None, Kind.STEP)
+        elif kind in _TRANSFERRED:
+            boundary.post(action)
+        elif kind in COPY_KINDS:
+            boundary.counts[held]["stashes"] += 1 if kind is Kind.PREFETCH else -1
+        elif kind in COMPUTE_KINDS:
+            mine = boundary.counts[held]
+            mine["stashes"] -= int(ledger.leaves(action))
+            boundary.begin(action)
+            record(held, kind)
+            boundary.end(action)
+            mine["stashes"] += int(ledger.brings(action))
+            mine["weights"] += (kind is Kind.I) - (kind is Kind.W)
+    return tuple(found)
+
+
 class MemoryModel:
-    """Predicts the peak of each rank in bytes allocated, as the list itself orders what comes and goes.
+    """Predicts the peak of each rank in bytes allocated, in the order of its schedule.
 
     Counted are parameters, gradients and optimizer state, buffers, activations in flight, boundary tensors, the largest
     transient and what waits to be sent. The images of a step are on the device from its beginning to its end; what
@@ -62,18 +200,23 @@ class MemoryModel:
 
     def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
         self._spans = spans
-        self._static = optimizer.copies * spans.params + MESSAGE_COPIES * spans.buffers
+        self._static: Table = optimizer.static_bytes(spans.params, spans.buffers)
 
     def rank_costs(self, schedule: Schedule) -> tuple[RankCosts, ...]:
         """Return the costs in bytes of each rank of a lowered schedule, as tables over the layers of its stages."""
         made: dict[object, RankCosts] = {}
         listed = []
         for rank in range(schedule.num_ranks):
-            snapshots = peak_snapshots(schedule, rank)
-            key = (schedule.placement.stages_on(rank), snapshots)
-            if key not in made:
-                made[key] = self._costs(schedule.placement.stages_on(rank), snapshots)
-            listed.append(made[key])
+            held, snapshots = schedule.placement.stages_on(rank), peak_snapshots(schedule, rank)
+            if (held, snapshots) not in made:
+                stages = tuple(sorted({stage for _, stage in held}))
+                tables = tuple(
+                    tuple(cache(partial(self._of_stage, each, stage, ...)) for stage in stages) for each in snapshots
+                )
+                if len(stages) == 1:
+                    tables = ((cache(partial(_largest, tables)),),)
+                made[held, snapshots] = RankCosts(stages, tables)
+            listed.append(made[held, snapshots])
         return tuple(listed)
 
     def peak_bytes(self, schedule: Schedule, boundaries: Sequence[int]) -> tuple[int, ...]:
@@ -81,53 +224,29 @@ class MemoryModel:
         spans = tuple(pairwise(boundaries))
         found = []
         for rank in range(schedule.num_ranks):
-            held = schedule.placement.stages_on(rank)
-            stages = sorted({stage for _, stage in held})
+            stages = sorted({stage for _, stage in schedule.placement.stages_on(rank)})
             snapshots = peak_snapshots(schedule, rank)
             found.append(max(sum(float(self._of_stage(each, s, spans[s])) for s in stages) for each in snapshots))
         return tuple(map(round, found))
-
-    def _costs(self, held: tuple[StageKey, ...], snapshots: tuple[Snapshot, ...]) -> RankCosts:
-        stages = tuple(sorted({stage for _, stage in held}))
-        tables = tuple(
-            tuple(_kept(partial(self._table, snapshot, stage)) for stage in stages) for snapshot in snapshots
-        )
-        if len(stages) == 1:
-            return RankCosts(stages, ((_kept(partial(_largest, tables)),),))
-        return RankCosts(stages, tables)
-
-    def _table(self, snapshot: Snapshot, stage: int) -> Table:
-        """Return what a stage of the rank holds at a snapshot, for any of its layers."""
-        return np.asarray(self._of_stage(snapshot, stage, ...))
 
     def _of_stage(self, snapshot: Snapshot, stage: int, where: Where) -> Any:
         """Return what one stage of the rank holds at a snapshot, in all directions that the rank holds it in."""
         total: Any = 0.0
         for held, counts in snapshot.counts:
-            if held[1] == stage:
-                total = total + self._static[where] + self._of(counts, where)
-                if snapshot.active == held:
-                    total = total + self._transient(snapshot.kind)[where]
+            if held[1] != stage:
+                continue
+            total = total + self._static[where]
+            for number, table in zip(counts, TABLES, strict=True):
+                if number:
+                    total = total + number * getattr(self._spans, table)[where]
+            if snapshot.active == held:
+                total = total + getattr(self._spans, _TRANSIENTS[snapshot.kind])[where]
         return total
 
-    def _of(self, counts: HeldCounts, where: Where) -> Any:
-        spans = self._spans
-        found: Any = 0.0
-        for number, table in (
-            (counts.stashes, "stash"), (counts.weights, "held_for_weights"), (counts.outputs, "handed_on"),
-            (counts.inputs + counts.images, "given"), (counts.gradients, "given_back"),
-            (counts.input_gradients, "handed_back"),
-        ):  # fmt: skip
-            if number:
-                found = found + number * getattr(spans, table)[where]
-        return found
 
-    def _transient(self, kind: Kind) -> Table:
-        if kind in (Kind.F, Kind.R):
-            return self._spans.forward_peak
-        if kind is Kind.B:
-            return self._spans.backward_peak
-        return self._spans.input_gradient_peak if kind is Kind.I else self._spans.weight_gradient_peak
+def _largest(tables: Sequence[Sequence[Any]]) -> Table:
+    """Return the largest entries over the snapshots of a rank with one stage."""
+    return reduce(np.maximum, (table() for (table,) in tables))
 
 
 def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
@@ -139,26 +258,6 @@ def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:
         for direction, stage in schedule.placement.stages_on(rank):
             counted[stage] = counted.get(stage, 0) + directions.count(direction)
         key = tuple(sorted(counted.items()))
-        tables = tuple(_kept(partial(np.multiply, number, spans.time_s)) for _, number in key)
+        tables = tuple(cache(partial(np.multiply, number, spans.time_s)) for _, number in key)
         listed.setdefault(key, RankCosts(tuple(stage for stage, _ in key), (tables,)))
     return tuple(listed.values())
-
-
-def _kept(make: Callable[[], Table]) -> Callable[[], Table]:
-    """Return a function that builds a table at its first call and keeps it."""
-    found: list[Table] = []
-
-    def table() -> Table:
-        if not found:
-            found.append(make())
-        return found[0]
-
-    return table
-
-
-def _largest(tables: Sequence[Sequence[Callable[[], Table]]]) -> Table:
-    """Fold the snapshots of a rank with one stage into one table."""
-    largest = tables[0][0]()
-    for (table,) in tables[1:]:
-        largest = np.maximum(largest, table())
-    return largest

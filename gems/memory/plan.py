@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 from gems.errors import ConfigError
+from gems.schedule.action import Action
 
 SCHEMA = "gems.memory/1"
+Place = tuple[int, int]  # stage, and number of the segment in it
 
 
 class Choice(StrEnum):
@@ -98,6 +100,18 @@ class MemoryPlan:
             stages.append(tuple(joined))
         return replace(self, stages=tuple(stages))
 
+    def segment(self, place: Place) -> Segment:
+        """Return a segment."""
+        return self.stages[place[0]][place[1]]
+
+    def changed(self, change: Callable[[Place, Segment], Segment]) -> MemoryPlan:
+        """Return the plan with each segment as a function returns it."""
+        stages = tuple(
+            tuple(change((stage, number), segment) for number, segment in enumerate(segments))
+            for stage, segments in enumerate(self.stages)
+        )
+        return replace(self, stages=stages)
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document for the run folder."""
         return {"schema": SCHEMA, **asdict(self)}
@@ -120,3 +134,8 @@ class MemoryPlan:
             return cls(str(document["policy"]), stages, int(document["least_bytes"]), document.get("counters"))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("memory plan", "json", f"not of schema {SCHEMA} ({error!r})") from error
+
+
+def place_of(action: Action) -> Place:
+    """Return the segment that an action of a segment acts on."""
+    return action.stage, action.segment or 0

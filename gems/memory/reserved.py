@@ -1,29 +1,114 @@
-"""What torch's allocator reserves on a rank's GPU: its requests, served by a model of the allocator."""
+"""What torch's allocator reserves on a rank's GPU: its requests, served by a model of the caching allocator."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from gems.memory.caching_allocator import CachingAllocator
-from gems.memory.in_flight import StageKey
 from gems.memory.model import Optimizer, static_blocks
 from gems.profile import LayerProfile, ModelProfile
-from gems.schedule.action import Action, Kind
+from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 
 STEPS = 2  # the second finds the memory as the first has left it
+BLOCK_BYTES = 512  # requests are rounded up to these
+SMALL_BYTES = 1 << 20  # up to here a request is served from small segments
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_SEGMENT_BYTES = 20 << 20  # requests below OWN_SEGMENT_BYTES share segments of this size
+OWN_SEGMENT_BYTES = 10 << 20
+OWN_SEGMENT_STEP_BYTES = 2 << 20  # a larger one has its own segment, rounded up to these
 
-Blocks = list[Any]
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of a segment, with its neighbours `before` and `behind`."""
+
+    num_bytes: int
+    is_small: bool
+    is_free: bool = False
+    before: Block | None = None
+    behind: Block | None = None
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The blocks of one micro-batch in one stage, by layer."""
+class CachingAllocator:
+    """Simulate torch's CUDA caching allocator (torch.cuda memory management notes) with its default settings.
 
-    by_layer: list[Blocks]
-    given: Blocks = field(default_factory=list)
+    Two pools, best fit, blocks split and joined with free neighbours, segments never given back. `reserved_bytes` is
+    what has been taken from the device, `allocated_bytes` what is in use, rounded as the allocator counts it.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self.allocated_bytes = 0
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._number = 0
+
+    def take(self, num_bytes: int) -> Block:
+        """Serve a request; free the block with `give`."""
+        size = max(BLOCK_BYTES, _rounded(num_bytes, BLOCK_BYTES))
+        is_small = size <= SMALL_BYTES
+        block = self._best(size, is_small) or self._segment(size, is_small)
+        left = block.num_bytes - size
+        if left >= BLOCK_BYTES if is_small else left > SMALL_BYTES:
+            rest = Block(left, is_small, before=block, behind=block.behind)
+            if block.behind is not None:
+                block.behind.before = rest
+            block.num_bytes, block.behind = size, rest
+            self._keep(rest)
+        block.is_free = False
+        self.allocated_bytes += block.num_bytes
+        return block
+
+    def give(self, block: Block) -> None:
+        """Free a block; it joins free neighbours of its segment."""
+        self.allocated_bytes -= block.num_bytes
+        for other in (block.before, block.behind):
+            if other is not None and other.is_free:
+                self._forget(other)
+                block.num_bytes += other.num_bytes
+                if other is block.before:
+                    block.before = other.before
+                    if block.before is not None:
+                        block.before.behind = block
+                else:
+                    block.behind = other.behind
+                    if block.behind is not None:
+                        block.behind.before = block
+        self._keep(block)
+
+    def _best(self, size: int, is_small: bool) -> Block | None:
+        free = self._free[is_small]
+        place = bisect_left(free, (size, -1))
+        if place == len(free):
+            return None
+        return free.pop(place)[2]
+
+    def _segment(self, size: int, is_small: bool) -> Block:
+        if is_small:
+            num_bytes = SMALL_SEGMENT_BYTES
+        elif size < OWN_SEGMENT_BYTES:
+            num_bytes = LARGE_SEGMENT_BYTES
+        else:
+            num_bytes = _rounded(size, OWN_SEGMENT_STEP_BYTES)
+        self.reserved_bytes += num_bytes
+        return Block(num_bytes, is_small)
+
+    def _keep(self, block: Block) -> None:
+        block.is_free = True
+        self._number += 1
+        insort(self._free[block.is_small], (block.num_bytes, self._number, block))
+
+    def _forget(self, block: Block) -> None:
+        free = self._free[block.is_small]
+        place = bisect_left(free, (block.num_bytes, -1))
+        while free[place][2] is not block:
+            place += 1
+        del free[place]
+
+
+def _rounded(num_bytes: int, step: int) -> int:
+    return -(-num_bytes // step) * step
 
 
 def reserved_bytes(
@@ -34,78 +119,56 @@ def reserved_bytes(
     A layer's requests are those that its profile tells apart: what it keeps, what others keep of it, its output, and
     its workspace; so fragmentation is seen between layers and micro-batches and not within a layer.
     """
-    play = _Play(profile, schedule, rank, boundaries, optimizer)
-    for _ in range(STEPS):
-        for action in schedule.rows[rank]:
-            play.act(action)
-    return play.allocator.reserved_bytes
-
-
-class _Play:
-    def __init__(
-        self, profile: ModelProfile, schedule: Schedule, rank: int, boundaries: Sequence[int], optimizer: Optimizer
-    ) -> None:
-        self.allocator = CachingAllocator()
-        self._layers = {
-            held: profile.layers[boundaries[held[1]] : boundaries[held[1] + 1]]
-            for held in schedule.placement.stages_on(rank)
-        }
-        self._given = {held: profile.given_bytes(boundaries[held[1]]) for held in self._layers}
-        self._kept: dict[tuple[StageKey, int | None], _Kept] = {}
-        self._waiting: dict[tuple[StageKey, int | None, str], Any] = {}
-        for num_bytes in static_blocks(profile, schedule, rank, boundaries, optimizer):
-            self.allocator.take(num_bytes)
-
-    def act(self, action: Action) -> None:
-        held, kind = (action.direction, action.stage), action.kind
-        if kind in (Kind.RECV_F, Kind.RECV_B):
-            num_bytes = self._given[held] if kind is Kind.RECV_F else self._layers[held][-1].output_grad_bytes
-            self._waiting[held, action.micro_batch, kind.value] = self.allocator.take(num_bytes)
+    allocator = CachingAllocator()
+    for num_bytes in static_blocks(profile, schedule, rank, boundaries, optimizer):
+        allocator.take(num_bytes)
+    held = {stage for _, stage in schedule.placement.stages_on(rank)}
+    layers = {stage: profile.layers[boundaries[stage] : boundaries[stage + 1]] for stage in held}
+    arrived: dict[object, list[Block]] = {}
+    kept: dict[object, tuple[list[Block], list[list[Block]]]] = {}
+    for kind, stage, micro_batch, direction, _ in schedule.rows[rank] * STEPS:
+        place = (direction, stage, micro_batch)
+        if kind is Kind.RECV_F:
+            arrived[kind, place] = [allocator.take(profile.given_bytes(boundaries[stage]))]
+        elif kind is Kind.RECV_B:
+            arrived[kind, place] = [allocator.take(layers[stage][-1].output_grad_bytes)]
         elif kind is Kind.F:
-            self._forward(action, held)
+            kept[place] = arrived.pop((Kind.RECV_F, place), []), _forward(allocator, layers[stage])
         elif kind in (Kind.B, Kind.I):
-            self._backward(action, held)
-
-    def _forward(self, action: Action, held: StageKey) -> None:
-        take, give = self.allocator.take, self.allocator.give
-        kept = _Kept([])
-        arrived = self._waiting.pop((held, action.micro_batch, Kind.RECV_F.value), None)
-        if arrived is not None:
-            kept.given.append(arrived)
-        passing: Blocks = []
-        for layer in self._layers[held]:
-            later = sum(size for _, size in layer.saved_later)
-            mine = [take(size) for size in (layer.stash_bytes, later) if size]
-            extra = layer.forward_peak_bytes - layer.stash_bytes - later
-            handed = [take(extra)] if extra > 0 else []
-            for block in passing:
-                give(block)
-            passing = handed
-            kept.by_layer.append(mine)
-        for block in passing:
-            give(block)
-        self._kept[held, action.micro_batch] = kept
-
-    def _backward(self, action: Action, held: StageKey) -> None:
-        take, give = self.allocator.take, self.allocator.give
-        kept = self._kept.pop((held, action.micro_batch))
-        arrived = self._waiting.pop((held, action.micro_batch, Kind.RECV_B.value), None)
-        passing: Blocks = [] if arrived is None else [arrived]
-        pairs = list(zip(self._layers[held], kept.by_layer, strict=True))
-        for place, (layer, blocks) in reversed(list(enumerate(pairs))):
-            made = [take(size) for size in _backward_requests(layer) if size > 0]
-            for block in (*blocks, *passing, *made[1:]):
-                give(block)
-            passing = made[:1] if place else []
-            if not place:
-                for block in made[:1]:
-                    give(block)
-        for block in kept.given:
-            give(block)
+            inputs, by_layer = kept.pop(place)
+            _backward(allocator, layers[stage], by_layer, arrived.pop((Kind.RECV_B, place), []))
+            _give(allocator, inputs)
+    return allocator.reserved_bytes
 
 
-def _backward_requests(layer: LayerProfile) -> tuple[int, int]:
-    """Return the gradient that a layer returns and the rest of what its backward needs, in bytes."""
-    made = max(0, layer.backward_peak_bytes - layer.output_grad_bytes)
-    given_back = min(made, layer.output_grad_bytes)
-    return max(1, given_back), made - given_back
+def _give(allocator: CachingAllocator, blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        allocator.give(block)
+
+
+def _forward(allocator: CachingAllocator, layers: Sequence[LayerProfile]) -> list[list[Block]]:
+    """Run the forward of a stage and return the blocks that it keeps, by layer."""
+    kept = []
+    passing: list[Block] = []
+    for layer in layers:
+        later = sum(size for _, size in layer.saved_later)
+        kept.append([allocator.take(size) for size in (layer.stash_bytes, later) if size])
+        extra = layer.forward_peak_bytes - layer.stash_bytes - later
+        outputs = [allocator.take(extra)] if extra > 0 else []
+        _give(allocator, passing)
+        passing = outputs
+    _give(allocator, passing)
+    return kept
+
+
+def _backward(
+    allocator: CachingAllocator, layers: Sequence[LayerProfile], kept: list[list[Block]], passing: list[Block]
+) -> None:
+    for layer, blocks in zip(reversed(layers), reversed(kept), strict=True):
+        # the gradient that the layer returns, and the rest of what its backward needs
+        needed = max(0, layer.backward_peak_bytes - layer.output_grad_bytes)
+        given_back = min(needed, layer.output_grad_bytes)
+        made = [allocator.take(size) for size in (max(1, given_back), needed - given_back) if size > 0]
+        _give(allocator, [*blocks, *passing, *made[1:]])
+        passing = made[:1]
+    _give(allocator, passing)

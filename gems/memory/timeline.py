@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from gems.memory.in_flight import BoundaryTensors
-from gems.memory.micro_batch import OWN_KINDS, MicroBatchKey, State, micro_batch_scripts, micro_batch_states
-from gems.memory.model import MESSAGE_COPIES, Optimizer
+from gems.memory.model import TABLES, BoundaryTensors, HeldCounts, Optimizer
 from gems.memory.plan import MemoryPlan
-from gems.memory.stage_storages import as_bytes, profile_storages, segments_of
+from gems.memory.residency import Residency
+from gems.memory.storages import MAX_STAGES, Group, StageStorages, as_bytes, profile_storages, stage_storages
 from gems.profile import ModelProfile
-from gems.schedule.action import COMPUTE_KINDS, RANK_KINDS, Action
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RANK_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.schedule import Schedule
 
-_NOTHING = State()
-# the fields of HeldCounts for tensors between stages, and the tables of their bytes
-_BOUNDARY = (
-    ("inputs", "given"), ("images", "given"), ("gradients", "given_back"), ("outputs", "handed_on"),
-    ("input_gradients", "handed_back"),
-)  # fmt: skip
+MicroBatchKey = tuple[int, int, int | None]  # direction, stage, micro-batch
+Script = tuple[tuple[Kind, int], ...]  # the actions of one micro-batch on a stage in order: kind and segment
+OWN_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
+_BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[2:]  # all but stashes and weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,80 +66,189 @@ def rank_timeline(
     saved storages, values and gradients between segments, and the transients of each action. If the schedule does not
     wait for a copy to host memory (no FREE), what it moves counts as freed when the copy is posted.
     """
-    replay = _Replay(profile, plan, schedule, rank, optimizer)
-    return RankTimeline(tuple(replay.run(action) for action in schedule.rows[rank]))
+    spans, cuts, boundary = profile_storages(profile).spans, plan.boundaries, BoundaryTensors(schedule, rank)
+    static_bytes, sizes = 0, []
+    for (_, stage), counts in boundary.counts.items():
+        span = (cuts[stage], cuts[stage + 1])
+        static_bytes += as_bytes(optimizer.static_bytes(spans.params[span], spans.buffers[span]))
+        sizes += [(counts, name, as_bytes(getattr(spans, table)[span])) for name, table in _BETWEEN_STAGES]
 
+    def outside() -> int:
+        """Return the bytes that belong to no micro-batch's own actions; only compute and transfers change them."""
+        return static_bytes + sum(counts[name] * num_bytes for counts, name, num_bytes in sizes)
 
-class _Replay:
-    def __init__(
-        self, profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int, optimizer: Optimizer
-    ) -> None:
-        self._boundary = BoundaryTensors(schedule, rank)
-        self._states = _states(profile, plan, schedule, rank)
-        self._last: dict[MicroBatchKey, State] = {}
-        self._device_bytes = self._activation_bytes = self._host_bytes = 0
-        spans, cuts = profile_storages(profile).spans, plan.boundaries
-        self._static_bytes = 0
-        self._sizes = []
-        for held in self._boundary.held:
-            span = (cuts[held[1]], cuts[held[1] + 1])
-            self._static_bytes += optimizer.copies * as_bytes(spans.params[span])
-            self._static_bytes += MESSAGE_COPIES * as_bytes(spans.buffers[span])
-            for name, table in _BOUNDARY:
-                num_bytes = as_bytes(getattr(spans, table)[span])
-                self._sizes.append((self._boundary.counts[held], name, num_bytes))
-        self._boundary_bytes = self._count_boundary()
-
-    def run(self, action: Action) -> Point:
+    storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in boundary.counts}
+    states = {
+        key: iter(micro_batch_states(storages[key[1]], script))
+        for key, script in micro_batch_scripts(schedule.rows[rank]).items()
+    }
+    last: dict[MicroBatchKey, State] = {}
+    device = activations = host = 0
+    outside_bytes = outside()
+    points = []
+    for action in schedule.rows[rank]:
         kind, stage, micro_batch, direction, _ = action
         if kind in OWN_KINDS:
-            return self._run_own(action, (direction, stage, micro_batch))
+            key = (direction, stage, micro_batch)
+            before, state = last.get(key, _NOTHING), next(states[key])
+            last[key] = state
+            if kind in COMPUTE_KINDS:
+                boundary.begin(action)
+                outside_bytes = outside()
+            during = outside_bytes + device - before.device_bytes + state.during_bytes
+            device += state.device_bytes - before.device_bytes
+            activations += state.activation_bytes - before.activation_bytes
+            host += state.host_bytes - before.host_bytes
+            if kind in COMPUTE_KINDS:
+                boundary.end(action)
+                outside_bytes = outside()
+            points.append(Point(action, during, outside_bytes + device, activations, host, state.moved_bytes))
+            continue
         if kind in RANK_KINDS:
-            self._boundary.settle()
+            boundary.settle()
         else:
-            self._boundary.post(action)
-        self._boundary_bytes = self._count_boundary()
-        return self._point(action, self._outside_bytes + self._device_bytes)
+            boundary.post(action)
+        outside_bytes = outside()
+        points.append(Point(action, outside_bytes + device, outside_bytes + device, activations, host))
+    return RankTimeline(tuple(points))
 
-    def _run_own(self, action: Action, place: MicroBatchKey) -> Point:
-        """Run an action of a micro-batch; tensors between stages change with compute actions only."""
-        is_compute = action.kind in COMPUTE_KINDS
-        if is_compute:
-            self._boundary.begin(action)
-            self._boundary_bytes = self._count_boundary()
-        before, state = self._last.get(place, _NOTHING), next(self._states[place])
-        during = self._outside_bytes + self._device_bytes - before.device_bytes + state.during_bytes
-        self._last[place] = state
-        self._device_bytes += state.device_bytes - before.device_bytes
-        self._activation_bytes += state.activation_bytes - before.activation_bytes
-        self._host_bytes += state.host_bytes - before.host_bytes
-        if is_compute:
-            self._boundary.end(action)
-            self._boundary_bytes = self._count_boundary()
-        return self._point(action, during, state.moved_bytes)
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a micro-batch holds during an action of its own, and after it, in bytes."""
+
+    during_bytes: int = 0
+    device_bytes: int = 0
+    activation_bytes: int = 0
+    host_bytes: int = 0
+    moved_bytes: int = 0
+
+
+_NOTHING = State()
+
+
+class MicroBatch:
+    """Replays the actions of a micro-batch on a stage.
+
+    Besides saved storages it holds values between segments until the last segment that reads them has run, the gradient
+    between two segments, and from I to W what W reads.
+    """
+
+    def __init__(self, storages: StageStorages, script: Script) -> None:
+        kinds = {kind: {segment for each, segment in script if each is kind} for kind in Kind}
+        self._storages = storages
+        self._recomputed = kinds[Kind.R]
+        self._freed = kinds[Kind.FREE]
+        self._has_backward = bool(kinds[Kind.B] or kinds[Kind.I])
+        self._residency = Residency(kinds[Kind.OFFLOAD])
+        self._passing: dict[Group, None] = {}
+        self._held_for_weights: dict[int, int] = {}
+        self._used_up: dict[int, list[Group]] = {}
+        self._gradient_bytes = 0
+        self._moved_bytes = 0
+
+    def act(self, kind: Kind, segment: int) -> State:
+        """Run an action and return what is held."""
+        storages, residency = self._storages, self._residency
+        layers, span = storages.layers, storages.spans_of[segment]
+        self._moved_bytes = 0
+        during = self._device_bytes
+        if kind is Kind.F:
+            is_selective = self._has_backward and storages.is_selective[segment]
+            if self._has_backward and segment not in self._recomputed:
+                during += as_bytes(layers.spans.forward_peak[span])
+            else:
+                during += layers.first_forward_peak_bytes(*span, is_selective)
+            if self._has_backward:
+                is_kept = segment not in self._recomputed
+                self._save(storages.saves[segment] if is_kept else self._kept_for_recompute(segment), segment)
+            is_last = segment == storages.num_segments - 1
+            self._passing = {} if is_last else dict.fromkeys(storages.hands[segment])
+        elif kind is Kind.R:
+            during += layers.recompute_peak_bytes(*span, storages.is_selective[segment])
+            self._save_recomputed(segment)
+        elif kind in (Kind.B, Kind.I):
+            during = self._backward(kind, segment)
+        elif kind is Kind.W:
+            during += as_bytes(layers.spans.weight_gradient_peak[span])
+            residency.done(~segment)
+            del self._held_for_weights[segment]
+        elif kind is Kind.OFFLOAD:
+            self._moved_bytes = storages.total(residency.offload(segment, storages.hands[segment]))
+            if segment not in self._freed:
+                residency.free(segment)
+        elif kind is Kind.FREE:
+            residency.free(segment)
+        elif kind is Kind.PREFETCH:
+            self._moved_bytes = storages.total(residency.prefetch(segment))
+        after = self._device_bytes
+        during = max(during, after) if kind is Kind.PREFETCH else during
+        return State(during, after, self._activation_bytes, residency.host_bytes, self._moved_bytes)
 
     @property
-    def _outside_bytes(self) -> int:
-        return self._static_bytes + self._boundary_bytes
+    def _activation_bytes(self) -> int:
+        return self._residency.device_bytes + sum(self._held_for_weights.values())
 
-    def _count_boundary(self) -> int:
-        return sum(counts[name] * num_bytes for counts, name, num_bytes in self._sizes)
+    @property
+    def _device_bytes(self) -> int:
+        passing = self._storages.total(each for each in self._passing if not self._residency.is_on_device(each))
+        # what was kept only for a recompute that has run: the store counts it until the backward
+        used_up = self._storages.total(
+            group
+            for segment, groups in self._used_up.items()
+            for group in groups
+            if self._residency[group].savers == {segment}
+        )
+        return self._activation_bytes + passing + self._gradient_bytes - used_up
 
-    def _point(self, action: Action, during: int, moved_bytes: int = 0) -> Point:
-        device_bytes = self._outside_bytes + self._device_bytes
-        return Point(action, during, device_bytes, self._activation_bytes, self._host_bytes, moved_bytes)
+    def _save(self, groups: Sequence[Group], segment: int) -> None:
+        for group in groups:
+            self._residency.save(group, self._storages.num_bytes[group], segment, group.is_movable)
+
+    def _kept_for_recompute(self, segment: int) -> list[Group]:
+        storages = self._storages
+        products = [each for each in storages.makes[segment] if each.is_product and storages.is_selective[segment]]
+        return [*storages.takes[segment], *products]
+
+    def _save_recomputed(self, segment: int) -> None:
+        """Save what a recompute makes again, though W of a later segment may still hold the first copy of it."""
+        storages = self._storages
+        for group in storages.saves[segment]:
+            is_kept = group.maker < segment or (storages.is_selective[segment] and group.is_product)
+            is_second = not is_kept and group in self._residency
+            key = ("second", group) if is_second else group
+            self._residency.save(key, storages.num_bytes[group], segment, group.is_movable)
+        self._used_up[segment] = [each for each in self._kept_for_recompute(segment) if segment not in each.savers]
+
+    def _backward(self, kind: Kind, segment: int) -> int:
+        """Run the backward of a segment and return the bytes held during it."""
+        storages, spans, span = self._storages, self._storages.layers.spans, self._storages.spans_of[segment]
+        self._moved_bytes = storages.total(self._residency.prefetch(segment))
+        self._gradient_bytes = 0
+        peak = spans.backward_peak if kind is Kind.B else spans.input_gradient_peak
+        during = self._device_bytes - as_bytes(spans.stash[span]) + as_bytes(peak[span])
+        if kind is Kind.I:
+            # of what is held for W, its inputs are storages that others may hold too
+            self._save(storages.weights_read[segment], ~segment)
+            self._held_for_weights[segment] = storages.held_for_weights_bytes(segment)
+        self._residency.done(segment)
+        self._used_up.pop(segment, None)
+        if segment:
+            self._gradient_bytes = storages.layers.profile.layers[span[0] - 1].output_grad_bytes
+        return during
 
 
-def _states(
-    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int
-) -> dict[MicroBatchKey, Iterator[State]]:
-    """Return the states of each micro-batch on each stage of a rank."""
-    layers = profile_storages(profile)
-    storages = {
-        stage: layers.stage(segments_of(plan, schedule, stage), plan.least_bytes)
-        for _, stage in schedule.placement.stages_on(rank)
-    }
-    return {
-        place: iter(micro_batch_states(storages[place[1]], script))
-        for place, script in micro_batch_scripts(schedule.rows[rank]).items()
-    }
+@lru_cache(maxsize=MAX_STAGES)
+def micro_batch_states(storages: StageStorages, script: Script) -> tuple[State, ...]:
+    """Return the state at each action of a micro-batch on a stage; equal scripts are run once."""
+    micro_batch = MicroBatch(storages, script)
+    return tuple(micro_batch.act(kind, segment) for kind, segment in script)
+
+
+def micro_batch_scripts(row: Iterable[Action]) -> dict[MicroBatchKey, Script]:
+    """Return the actions of each micro-batch on each stage of a rank, in their order."""
+    found: dict[MicroBatchKey, list[tuple[Kind, int]]] = {}
+    for kind, stage, micro_batch, direction, segment in row:
+        if kind in OWN_KINDS:
+            found.setdefault((direction, stage, micro_batch), []).append((kind, segment or 0))
+    return {key: tuple(script) for key, script in found.items()}

@@ -82,8 +82,8 @@ def least_bytes(case: PartitionCase) -> int:
 
     It needs no table, so that a model that is far too large is refused at once.
     """
-    copies = OPTIMIZERS[case.optimizer].copies
-    total = sum(copies * layer.param_bytes + layer.stash_bytes for layer in case.profile.layers)
+    optimizer, layers = OPTIMIZERS[case.optimizer], case.profile.layers
+    total: int = sum(optimizer.static_bytes(each.param_bytes, each.buffer_bytes) + each.stash_bytes for each in layers)
     return total // case.schedule.num_ranks
 
 

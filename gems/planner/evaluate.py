@@ -9,17 +9,24 @@ from functools import cached_property, partial
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.memory.model import MESSAGE_COPIES, OPTIMIZERS, MemoryModel
+from gems.memory.model import OPTIMIZERS, MemoryModel
 from gems.memory.registry import plan_within
 from gems.memory.segment_costs import segment_costs, stage_costs
 from gems.memory.timeline import RankTimeline, rank_timeline
 from gems.partition.methods import optimizer_name
 from gems.planner.candidate_partitions import Cuts, TimeCut, stashes, with_stages
 from gems.planner.search.best_first import Rules, TooLarge
-from gems.planner.search.bounds import Load, held_at_once, least_bytes, least_step_s, load_of
+from gems.planner.search.bounds import (
+    Load,
+    guess_bytes,
+    guess_host_bytes,
+    held_at_once,
+    least_bytes,
+    least_step_s,
+    load_of,
+)
 from gems.planner.search.candidate import KEEP, Candidate
 from gems.planner.search.choice import Choice
-from gems.planner.search.estimates import guess_bytes, guess_host_bytes
 from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
 from gems.profile.store import profile_of
@@ -86,16 +93,11 @@ class Planner:
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
         """Return bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
-        return least_bytes(one, self.load(one.micro_batch_size), self._copies, MESSAGE_COPIES, held)
+        return least_bytes(one, self.load(one.micro_batch_size), held)
 
     def guess_bytes(self, one: Candidate) -> float:
         """Return about what a candidate's fullest rank holds."""
-        return guess_bytes(one, self.load(one.micro_batch_size), self._copies, MESSAGE_COPIES)
-
-    @property
-    def _copies(self) -> int:
-        """Bytes held for each byte of parameters."""
-        return OPTIMIZERS[optimizer_name(self.spec)].copies
+        return guess_bytes(one, self.load(one.micro_batch_size))
 
     def _turn(self, one: Candidate) -> int:
         """Return the candidate's turn; of those that take long, what is likely too large comes behind the others."""
@@ -131,7 +133,7 @@ class Planner:
         """Return the load of a micro-batch size, for the bounds."""
         made = self._made
         if ("load", size) not in made:
-            made["load", size] = load_of(self.profile(size))
+            made["load", size] = load_of(self.profile(size), OPTIMIZERS[optimizer_name(self.spec)])
         found = made["load", size]
         assert isinstance(found, Load)
         return found

@@ -8,7 +8,7 @@ from dataclasses import replace
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.stage_storages import profile_storages
+from gems.memory.storages import profile_storages
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of

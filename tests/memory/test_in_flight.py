@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.memory.in_flight import HeldCounts, peak_snapshots
+from gems.memory.model import HeldCounts, peak_snapshots
 from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.costs import uniform

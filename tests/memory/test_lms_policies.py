@@ -10,12 +10,12 @@ import pytest
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
-from gems.memory.layer_storages import saved_storages
 from gems.memory.plan import Choice, MemoryPlan
 from gems.memory.policies.lms.distance import RankGraph, lms
 from gems.memory.policies.lms.graph import Parameters, simulate
 from gems.memory.policies.lms.limit import lms_limit
 from gems.memory.policies.vdnn import vdnn_all
+from gems.memory.storages import saved_storages
 from gems.profile import ModelProfile
 from gems.schedule.action import Kind
 from gems.schedule.validate import validate

@@ -127,7 +127,7 @@ def test_the_programme_knows_every_plan_and_takes_none_for_slower_than_it_is(see
             model.program.row({at: 1.0}, low=float(option in chosen), high=float(option in chosen))
         found = model.solve(is_whole=True, node_limit=50)
         assert found is not None, "a plan that is there fits"
-        assert found.bound_s <= outcome.step_s * (1 + 1e-6)
+        assert found[1] <= outcome.step_s * (1 + 1e-6)
         compared += 1
     assert compared > 2
 
@@ -137,11 +137,11 @@ def test_windows_keep_the_limit_and_take_no_time(way: WindowOrder) -> None:
     case = case_of(network("ccccccccl"), rate=4e9)
     layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
     bare = MemoryPlan.by_layer("test", case.boundaries, layers)
-    tight = with_windows(case, bare, 0, case.outcome)
+    tight = with_windows(bare, 0, case.outcome)
     assert not any(each.free_after or each.ahead for each in tight.plan.stages[0]), "nothing fits: as tight as can be"
     for share in (0.1, 0.4, 0.8):
         limit = int(max(tight.peak_bytes) * (1 - share) + max(case.kept.peak_bytes) * share)
-        found = with_windows(case, bare, limit, case.outcome, [way])
+        found = with_windows(bare, limit, case.outcome, [way])
         assert max(found.peak_bytes) <= limit
         assert found.step_s < tight.step_s
 
@@ -150,7 +150,7 @@ def test_copies_out_are_waited_for_in_the_order_in_which_they_leave() -> None:
     case = case_of(network("ccccccccl"), rate=4e9)
     layers = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(9)}
     bare = MemoryPlan.by_layer("test", case.boundaries, layers)
-    row = with_windows(case, bare, target_limit_bytes(case, 0.4), case.outcome).schedule.rows[0]
+    row = with_windows(bare, target_limit_bytes(case, 0.4), case.outcome).schedule.rows[0]
     for one, other in itertools.pairwise(action for action in row if action.kind is Kind.FREE):
         left = [row.index(action._replace(kind=Kind.OFFLOAD)) for action in (one, other)]
         between = row[row.index(one) : row.index(other)]

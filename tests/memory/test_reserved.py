@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from gems.memory.caching_allocator import CachingAllocator
 from gems.memory.model import OPTIMIZERS, MemoryModel
-from gems.memory.reserved import reserved_bytes
+from gems.memory.reserved import CachingAllocator, reserved_bytes
 from gems.profile.spans import Spans
 from gems.schedule import generate
 from gems.schedule.lower import lower

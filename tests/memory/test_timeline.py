@@ -11,14 +11,13 @@ from itertools import pairwise
 import pytest
 
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
-from gems.memory import stage_storages
+from gems.memory import storages
 from gems.memory.memory_actions import add_memory
-from gems.memory.micro_batch import micro_batch_states
 from gems.memory.model import OPTIMIZERS, MemoryModel, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.segment_costs import segment_costs
-from gems.memory.stage_storages import Layers
-from gems.memory.timeline import RankTimeline, rank_timeline
+from gems.memory.storages import Layers
+from gems.memory.timeline import RankTimeline, micro_batch_states, rank_timeline
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.saved_storages import Saved
@@ -295,7 +294,7 @@ def test_whole_stages_that_are_run_again_or_leave() -> None:
 
 
 def test_the_storages_of_the_last_stages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_storages, "MAX_STAGES", 2)
+    monkeypatch.setattr(storages, "MAX_STAGES", 2)
     made = Layers(random_profile(6, 0))
     whole, *halves = (
         tuple(Segment(first, end, Choice.RECOMPUTE) for first, end in spans)

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.optimizer.formulation import PlanModel, Relaxed
-from gems.memory.optimizer.search import Candidate, Cut, PlanSimulator, Search
+from gems.memory.optimizer.formulation import PlanModel, Weights
+from gems.memory.optimizer.search import Candidate, Cut, Search
 from gems.memory.optimizer.windows import shortened
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.stage_storages import profile_storages
+from gems.memory.storages import profile_storages
 
 POLICY = "plan"
 # For which limits and prices of copies the MILP is solved beside: the share of the largest layer's saved bytes that is
@@ -36,16 +36,24 @@ class Planned:
 
     No plan under the limit takes less than `bound_s`, for this partition and order of the schedule, these links' rates
     and bytes as the timeline counts them, whatever each layer's choice, the segments and the distances of the copies.
-    Recomputed segments have at most `max_option_layers` layers (24 of a stage of 25), or all of the stage. If a rank
-    has more than one micro-batch, or the MILP is too large for the budget, the bound takes copies for a fluid of which
-    any part can leave. `gap` is the step over the bound, less 1. `method` names where the plan came from.
+    Recomputed segments have at most so many layers as `MAX_OPTIONS` allows (24 of a stage of 25), or all of the stage.
+    If a rank has more than one micro-batch, or the MILP is too large for the budget, the bound takes copies for a fluid
+    of which any part can leave. `gap` is the step over the bound, less 1. `method` names where the plan came from.
     """
 
-    plan: MemoryPlan
     outcome: PlanOutcome
     bound_s: float
-    gap: float
     method: str
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The plan."""
+        return self.outcome.plan
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound a step takes, as a share of the bound."""
+        return self.outcome.step_s / self.bound_s - 1.0 if self.bound_s else float("inf")
 
 
 def target_limit_bytes(case: MemoryCase, saving: float) -> int:
@@ -72,14 +80,13 @@ def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[M
         DoesNotFitError: no plan fits that is known; names the layer that needs the most by itself, and the least bytes
             that a plan reached.
     """
-    simulator = PlanSimulator(case, SEARCH_SHARE * budget_s)
-    search = Search(case, limit_bytes, simulator)
+    search = Search(case, limit_bytes, SEARCH_SHARE * budget_s)
     kept = Candidate(case.kept, limit_bytes)
     if not kept.excess_bytes:
         return _planned(case.kept, case.kept.step_s, "keep")
     tried = [("all layers alike", search.judge(cut)) for cut in _simple(case)]
     for rival in rivals:
-        tried.append((rival.policy, Candidate(simulator(rival), limit_bytes)))
+        tried.append((rival.policy, Candidate(search.simulate(rival), limit_bytes)))
         tried.append((rival.policy, search.judge(rival.stages)))
     bound_s = 0.0
     for bound_s, cut in _by_programme(case, limit_bytes, budget_s):
@@ -94,30 +101,27 @@ def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[M
         raise _too_small(case, found.outcome, limit_bytes)
     if found is not best:
         method += ", improved by search"
-    return _planned(shortened(search.joined(found).outcome, limit_bytes, simulator), bound_s, method)
+    return _planned(shortened(search.joined(found).outcome, limit_bytes, search.simulate), bound_s, method)
 
 
 def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
-    made = replace(outcome.plan, policy=POLICY)
-    bound_s = min(bound_s, outcome.step_s)
-    return Planned(
-        made, replace(outcome, plan=made), bound_s, outcome.step_s / bound_s - 1.0 if bound_s else float("inf"), method
-    )
+    outcome = replace(outcome, plan=replace(outcome.plan, policy=POLICY))
+    return Planned(outcome, min(bound_s, outcome.step_s), method)
 
 
 def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterator[tuple[float, Cut | None]]:
     """Yield solutions of the MILP at the limit and below it, each with a lower bound of every plan's step, in seconds.
 
     Where the MILP is too large for the budget its relaxation is rounded. Without any solution no plan can keep the
-    limit, and there is nothing to give.
+    limit, and nothing is yielded.
     """
     is_chain = case.schedule.num_ranks == 1 and len({action.micro_batch for action in case.schedule.rows[0]}) == 1
     model = PlanModel(case, limit_bytes, moves_all=is_chain)
     relaxed = model.solve(is_whole=False)
     if relaxed is None:
         return
-    bound_s = relaxed.bound_s
-    yield bound_s, _rounded(case, relaxed)
+    weights, bound_s = relaxed
+    yield bound_s, _rounded(case, weights)
     is_small = model.program.num_variables <= budget_s * VARIABLES_PER_S
     is_exact = is_small and is_chain
     if is_exact:
@@ -125,62 +129,59 @@ def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterat
         more = (budget_s - USUAL_BUDGET_S) * NODES_PER_S / model.program.num_variables
         whole = model.solve(True, NODES + max(0, int(more)), GAP)
         if whole is not None:
-            bound_s = max(bound_s, whole.bound_s)
-            yield bound_s, _rounded(case, whole) if whole.weights else None
+            bound_s = max(bound_s, whole[1])
+            yield bound_s, _rounded(case, whole[0]) if whole[0] else None
     spans = profile_storages(case.profile).spans
     largest = max(float(spans.stash[layer, layer + 1]) for layer in range(case.profile.num_layers))
     for margin, copy_share in VARIANTS if is_exact else FLUID_VARIANTS[: 1 + is_chain]:
         model = PlanModel(case, int(limit_bytes - margin * largest), is_whole_copies=is_exact)
         found = model.solve(is_small, NODES if is_chain else 1, LOOSE_GAP, copy_share)
-        if found is not None and found.weights:
-            yield bound_s, _rounded(case, found)
+        if found is not None and found[0]:
+            yield bound_s, _rounded(case, found[0])
 
 
-def _rounded(case: MemoryCase, relaxed: Relaxed) -> Cut:
+def _rounded(case: MemoryCase, weights: Weights) -> Cut:
     """Return the segments of a solution; of a relaxed one the path through each stage with the most weight."""
     stages = []
-    for (first, end), weights in zip(pairwise(case.boundaries), relaxed.weights, strict=True):
+    for (first, end), chosen in zip(pairwise(case.boundaries), weights, strict=True):
         best: dict[int, tuple[float, tuple[Segment, ...]]] = {first: (0.0, ())}
-        for option in sorted(weights, key=lambda option: (option.first, option.end, option.choice)):
+        for option in sorted(chosen, key=lambda option: (option.first, option.end, option.choice)):
             if option.first in best:
-                value = best[option.first][0] + weights[option] * (option.end - option.first)
+                value, path = best[option.first]
+                value += chosen[option] * (option.end - option.first)
                 if option.end not in best or value > best[option.end][0]:
-                    best[option.end] = (
-                        value,
-                        (*best[option.first][1], Segment(option.first, option.end, option.choice)),
-                    )
+                    best[option.end] = (value, (*path, option))
         stages.append(best[end][1])
     return tuple(stages)
 
 
 def _simple(case: MemoryCase) -> Iterator[Cut]:
     """Yield plans to start a search from: everything offloaded, or recomputed in equal parts."""
-    layers = range(case.boundaries[0], case.boundaries[-1])
-    offloaded = {layer: Segment(layer, layer + 1, Choice.OFFLOAD) for layer in layers}
-    yield MemoryPlan.by_layer(POLICY, case.boundaries, offloaded).stages
+    stages = list(pairwise(case.boundaries))
+    yield tuple(
+        tuple(Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(first, end)) for first, end in stages
+    )
     for parts in PARTS:
-        stages = []
-        for first, end in pairwise(case.boundaries):
+        cut = []
+        for first, end in stages:
             number = min(parts or end - first, end - first)
-            cuts = [first + round(part * (end - first) / number) for part in range(number + 1)]
-            stages.append(tuple(Segment(begin, stop, Choice.RECOMPUTE) for begin, stop in pairwise(cuts)))
-        yield tuple(stages)
+            marks = [first + round(part * (end - first) / number) for part in range(number + 1)]
+            cut.append(tuple(Segment(begin, stop, Choice.RECOMPUTE) for begin, stop in pairwise(marks)))
+        yield tuple(cut)
 
 
 def _too_small(case: MemoryCase, least: PlanOutcome, limit_bytes: int) -> DoesNotFitError:
     """Return the error: the layer with which the best plan exceeds the limit, and what it needs by itself."""
-    spans = profile_storages(case.profile).spans
-    rank = least.fullest_rank
-    stages = {stage for _, stage in case.schedule.placement.stages_on(rank)}
-    held = [layer for stage in stages for layer in range(case.boundaries[stage], case.boundaries[stage + 1])]
+    spans, rank = profile_storages(case.profile).spans, least.fullest_rank
     alone = {
-        layer: int(max(spans.forward_peak[layer, layer + 1], spans.backward_peak[layer, layer + 1])) for layer in held
+        layer: int(max(spans.forward_peak[layer, layer + 1], spans.backward_peak[layer, layer + 1]))
+        for stage in {stage for _, stage in case.schedule.placement.stages_on(rank)}
+        for layer in range(case.boundaries[stage], case.boundaries[stage + 1])
     }
     largest = max(alone, key=lambda layer: alone[layer])
-    name = case.profile.layers[largest].name
     return DoesNotFitError(
         f"rank {rank} under the plan of least memory",
         least.peak_bytes[rank],
         limit_bytes,
-        f"its largest layer {name} needs {alone[largest]} bytes by itself; {ADVICE}",
+        f"its largest layer {case.profile.layers[largest].name} needs {alone[largest]} bytes by itself; {ADVICE}",
     )

@@ -23,25 +23,6 @@ Cut = tuple[tuple[Segment, ...], ...]
 Move = Callable[[tuple[Segment, ...]], tuple[Segment, ...] | None]
 
 
-class PlanSimulator:
-    """Simulates plans on a case, and counts actions against a budget so that a search is the same on every machine."""
-
-    def __init__(self, case: MemoryCase, budget_s: float) -> None:
-        self.case = case
-        self.left = budget_s * ACTIONS_PER_S
-
-    def __call__(self, plan: MemoryPlan) -> PlanOutcome:
-        """Simulate a plan and counts what that took."""
-        found = self.case.outcome(plan)
-        self.left -= sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
-        return found
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether the budget is spent."""
-        return self.left <= 0
-
-
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A simulated plan; the better one has the lower `cost`: bytes above the limit first, seconds then."""
@@ -63,22 +44,29 @@ class Candidate:
 class Search:
     """Improves a plan under a limit by changes of one or two places, in an order drawn from a fixed seed.
 
-    It ends where a plan takes no more than `good_s`, seconds. Copies get their windows in one `way`.
+    It ends where a plan takes no more than `good_s`, seconds, or the budget is spent, which is counted in simulated
+    actions so that a search is the same on every machine. Copies get their windows in one `way`.
     """
 
-    def __init__(self, case: MemoryCase, limit_bytes: int, simulator: PlanSimulator) -> None:
-        self.case, self.limit_bytes, self.simulator = case, limit_bytes, simulator
+    def __init__(self, case: MemoryCase, limit_bytes: int, budget_s: float) -> None:
+        self.case, self.limit_bytes = case, limit_bytes
         self.good_s = 0.0
         self.way = WindowOrder.OUT_FIRST
+        self._left = budget_s * ACTIONS_PER_S
         self._tried: dict[tuple[Cut, WindowOrder], Candidate] = {}
         self._random = random.Random(0)
+
+    def simulate(self, plan: MemoryPlan) -> PlanOutcome:
+        """Simulate a plan and count what that took."""
+        found = self.case.outcome(plan)
+        self._left -= sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
+        return found
 
     def judge(self, stages: Cut) -> Candidate:
         """Set the windows of a plan's copies and simulate it, with kept layers as segments of their own."""
         key = (_bare(_by_layer(stages)), self.way)
         if key not in self._tried:
-            outcome = with_windows(self.case, MemoryPlan("plan", key[0]), self.limit_bytes, self.simulator, (self.way,))
-            self._tried[key] = Candidate(outcome, self.limit_bytes)
+            self._tried[key] = self._with_windows(key[0], (self.way,))
         return self._tried[key]
 
     def choose_order(self, starts: Sequence[Candidate]) -> list[Candidate]:
@@ -86,7 +74,7 @@ class Search:
         found = {way: list(starts) for way in WindowOrder}
         for start in sorted(starts, key=lambda each: each.cost)[:STARTS]:
             for self.way in WindowOrder:
-                if not self.simulator.is_spent:
+                if self._left > 0:
                     found[self.way].append(self.judge(start.outcome.plan.stages))
         self.way = min(WindowOrder, key=lambda way: min(each.cost for each in found[way]))
         return list(dict.fromkeys(each for tried in found.values() for each in tried))
@@ -110,23 +98,23 @@ class Search:
 
     def joined(self, best: Candidate) -> Candidate:
         """Return the plan with neighbouring kept segments joined if that costs nothing, for a shorter schedule."""
-        stages = MemoryPlan("plan", _bare(best.outcome.plan.stages)).joined().stages
-        found = Candidate(
-            with_windows(self.case, MemoryPlan("plan", stages), self.limit_bytes, self.simulator, tuple(WindowOrder)),
-            self.limit_bytes,
-        )
+        plan = MemoryPlan("plan", _bare(best.outcome.plan.stages)).joined()
+        found = self._with_windows(plan.stages, tuple(WindowOrder))
         return found if found.cost <= (best.excess_bytes, best.outcome.step_s * (1 + 1e-9)) else best
+
+    def _with_windows(self, stages: Cut, ways: Sequence[WindowOrder]) -> Candidate:
+        outcome = with_windows(MemoryPlan("plan", stages), self.limit_bytes, self.simulate, ways)
+        return Candidate(outcome, self.limit_bytes)
 
     def _mix(self, best: Candidate, others: Sequence[Candidate]) -> Candidate:
         """Take single stages from other plans if that helps: not all ranks need the same."""
         for stage in range(len(self.case.boundaries) - 1):
             for other in others:
+                if self._left <= 0:
+                    return best
                 stages = list(_bare(best.outcome.plan.stages))
                 stages[stage] = _bare(other.outcome.plan.stages)[stage]
-                if self.simulator.is_spent:
-                    return best
-                found = self.judge(tuple(stages))
-                best = found if found.cost < best.cost else best
+                best = min(best, self.judge(tuple(stages)), key=lambda each: each.cost)
         return best
 
     def _descend(self, best: Candidate) -> Candidate:
@@ -142,8 +130,8 @@ class Search:
 
     def _anneal(self, best: Candidate) -> Candidate:
         """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
-        now, whole, rounds = best, max(self.simulator.left, 1.0), 0
-        while not self.simulator.is_spent and not self.is_good(best) and rounds < MAX_ROUNDS:
+        now, whole, rounds = best, max(self._left, 1.0), 0
+        while self._left > 0 and not self.is_good(best) and rounds < MAX_ROUNDS:
             rounds += 1
             stages = _by_layer(now.outcome.plan.stages)
             stage = self._random.randrange(len(stages))
@@ -151,7 +139,7 @@ class Search:
             found = self._after(stages, stage, move)
             if found is None or found.excess_bytes > now.excess_bytes:
                 continue
-            warmth = HOTTEST * best.outcome.step_s * self.simulator.left / whole
+            warmth = HOTTEST * best.outcome.step_s * self._left / whole
             worse_s = found.outcome.step_s - now.outcome.step_s
             if worse_s <= 0 or (warmth > 0 and self._random.random() < math.exp(-worse_s / warmth)):
                 now = found
@@ -161,7 +149,7 @@ class Search:
     def _after(self, stages: Cut, stage: int, move: Move) -> Candidate | None:
         """Return the candidate with one stage changed, or None if nothing changes or the budget is spent."""
         changed = move(stages[stage])
-        if changed is None or self.simulator.is_spent:
+        if changed is None or self._left <= 0:
             return None
         return self.judge((*stages[:stage], changed, *stages[stage + 1 :]))
 
@@ -184,12 +172,11 @@ def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
 
 def _chosen(now: tuple[Segment, ...], first: int, end: int, choice: Choice) -> tuple[Segment, ...] | None:
     """Make layers one segment of a choice; what is left of the segments around them stays as it was."""
-    made = Segment(first, end, choice)
     if any((each.first, each.end, each.choice) == (first, end, choice) for each in now):
         return None
     before = [replace(each, end=min(each.end, first)) for each in now if each.first < first]
-    behind = [replace(each, first=max(each.first, end)) for each in now if each.end > end]
-    return (*before, made, *behind)
+    after = [replace(each, first=max(each.first, end)) for each in now if each.end > end]
+    return (*before, Segment(first, end, choice), *after)
 
 
 def _swapped(now: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment, ...] | None:
@@ -197,9 +184,7 @@ def _swapped(now: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment,
     if other >= now[-1].end:
         return None
     one, two = (next(s.choice for s in now if s.first <= each < s.end) for each in (layer, other))
-    if one is two:
-        return None
-    changed = _chosen(now, layer, layer + 1, two)
+    changed = None if one is two else _chosen(now, layer, layer + 1, two)
     return None if changed is None else _chosen(changed, other, other + 1, one)
 
 
@@ -215,22 +200,17 @@ def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None
     return None
 
 
-def _by_layer(stages: Sequence[tuple[Segment, ...]]) -> Cut:
+def _by_layer(stages: Cut) -> Cut:
     """Return kept segments layer by layer."""
-    return tuple(
-        tuple(
-            replace(segment, first=first, end=end)
-            for segment in cut
-            for first, end in (
-                [(segment.first, segment.end)]
-                if segment.choice is not Choice.KEEP
-                else [(layer, layer + 1) for layer in range(segment.first, segment.end)]
-            )
-        )
-        for cut in stages
-    )
+
+    def parts(segment: Segment) -> list[Segment]:
+        if segment.choice is not Choice.KEEP:
+            return [segment]
+        return [replace(segment, first=layer, end=layer + 1) for layer in range(segment.first, segment.end)]
+
+    return tuple(tuple(part for segment in cut for part in parts(segment)) for cut in stages)
 
 
-def _bare(stages: Sequence[tuple[Segment, ...]]) -> Cut:
+def _bare(stages: Cut) -> Cut:
     """Return segments without distances."""
     return tuple(tuple(Segment(segment.first, segment.end, segment.choice) for segment in cut) for cut in stages)

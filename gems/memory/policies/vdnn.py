@@ -20,9 +20,9 @@ from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
-from gems.memory.layer_storages import saved_storages
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.segment_costs import segment_costs
+from gems.memory.storages import saved_storages
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule.action import Action, Kind
 from gems.schedule.costs import StageCosts

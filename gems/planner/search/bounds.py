@@ -1,14 +1,16 @@
-"""Bounds: how fast a candidate can be at most, and how few bytes it can hold at least, whatever its cut."""
+"""Bounds and estimates: how fast a candidate can be at most, and how many bytes it holds at least and about."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 
+from gems.memory.model import Optimizer
 from gems.planner.search.candidate import KEEP, Candidate
 from gems.profile import ModelProfile
 from gems.schedule.ledger import in_flight
+from gems.schedule.registry import Terms
 from gems.schedule.schedule import Schedule
 
 _SPLIT_LINEAR = ("zb_h1", "zb_h2")
@@ -22,8 +24,8 @@ class Load:
     layer's time, `least_again` the least that a layer takes with its forward run twice, over its time. `kept_bytes` is
     what the uncut model keeps for backward, `cheap_bytes` what it keeps at least where all but products is made again,
     `crossing_bytes` what of that a cut takes out of the stash, by cut, largest first: what is first saved behind it.
-    `handed_bytes` is the most that a layer hands on. `param_bytes` and `buffer_bytes` are the model's,
-    `transient_bytes` the least that its largest layer makes at once.
+    `handed_bytes` is the most that a layer hands on. `static_bytes` are the model's parameters with
+    their gradients and states, and its buffers, `transient_bytes` the least that its largest layer makes at once.
     """
 
     num_layers: int
@@ -38,8 +40,7 @@ class Load:
     cheap_bytes: int
     crossing_bytes: tuple[int, ...]
     handed_bytes: int
-    param_bytes: int
-    buffer_bytes: int
+    static_bytes: int
     transient_bytes: int
 
     @property
@@ -48,7 +49,7 @@ class Load:
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
 
-def load_of(profile: ModelProfile) -> Load:
+def load_of(profile: ModelProfile, optimizer: Optimizer) -> Load:
     """Return the load of a profile's micro-batch."""
     layers = profile.layers
     crossing = [0] * max(0, len(layers) - 1)
@@ -70,8 +71,7 @@ def load_of(profile: ModelProfile) -> Load:
         cheap_bytes=sum(min(layer.cheap_bytes, layer.stash_bytes) for layer in layers),
         crossing_bytes=tuple(sorted(crossing, reverse=True)),
         handed_bytes=max(layer.output_bytes for layer in layers),
-        param_bytes=sum(layer.param_bytes for layer in layers),
-        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+        static_bytes=sum(optimizer.static_bytes(layer.param_bytes, layer.buffer_bytes) for layer in layers),
         transient_bytes=max(
             min(layer.forward_peak_bytes, layer.plain_peak_bytes, layer.cheap_first_peak_bytes) for layer in layers
         ),
@@ -117,32 +117,23 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
     return max(heaviest, chain) + reduce_s
 
 
-def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int, held: Sequence[float] = ()) -> int:
+def least_bytes(one: Candidate, load: Load, held: Sequence[float] = ()) -> int:
     """Return bytes below which the fullest rank of a candidate cannot be, whatever its cut.
 
     All ranks together hold the parameters with their gradients and states, once for each direction. With all
     activations kept a rank in the middle of its step holds c stashes of its part: of a whole A, cut to be least on the
-    fullest rank, that is A / (sum of 1 / c). What is made again is there at once for a stage, or for one of its
-    segments. What a cut takes out of the stash is left out for the worst cuts there are.
-
-    Args:
-        one: the candidate.
-        load: of its micro-batch.
-        param_copies: bytes held for each byte of parameters.
-        buffer_copies: bytes held for each byte of buffers.
-        held: micro-batches in flight by rank, where they are known better than by `min_in_flight`.
+    fullest rank, that is A / (sum of 1 / c). What is recomputed is there at once for a stage, or for one of its
+    segments. What a cut takes out of the stash is left out for the worst cuts there are. `held` are the micro-batches
+    in flight by rank, if they are known better than by `min_in_flight`.
     """
-    static = static_bytes(one, load, param_copies, buffer_copies)
+    static, num_stages = one.num_directions * load.static_bytes, one.num_stages
     least = max(static / one.partitions, load.transient_bytes)
-    num_stages = one.num_stages
-    lost = sum(load.crossing_bytes[: num_stages - 1])
-    kept = max(load.kept_bytes - lost, 0)
-    policy = (one.memory, one.how)
-    if policy == ("recompute", "stage"):
+    kept = max(load.kept_bytes - sum(load.crossing_bytes[: num_stages - 1]), 0)
+    if one.policy == "recompute/stage":
         return int(max(least, kept / num_stages))
-    if policy == ("recompute", "segment"):
+    if one.policy == "recompute/segment":
         return int(max(least, kept / (num_stages * ((load.num_layers / num_stages) ** 0.5 + 2))))
-    if policy == ("recompute", "selective"):
+    if one.policy == "recompute/selective":
         kept = load.cheap_bytes
     elif one.memory != KEEP:
         return int(least)
@@ -152,12 +143,35 @@ def least_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: in
     return int(max(least, balanced, together))
 
 
-def static_bytes(one: Candidate, load: Load, param_copies: int, buffer_copies: int) -> int:
-    """Return the static bytes that all ranks of a pipeline hold together.
+def guess_bytes(one: Candidate, load: Load) -> float:
+    """Return about what the fullest rank of a candidate holds, too many or too few.
 
-    These are the parameters with their gradients and states, and the buffers.
+    Of equal stages: of each micro-batch in flight what the policy keeps on the device, what one of them brings back at
+    once, and what a layer makes meanwhile.
     """
-    return one.num_directions * (param_copies * load.param_bytes + buffer_copies * load.buffer_bytes)
+    stages = one.num_stages
+    part, chunks, handed = load.kept_bytes / stages, stages // one.partitions, load.handed_bytes
+    segments = max(1.0, sqrt(load.num_layers / stages))
+    on_device, at_once = {
+        KEEP: (load.kept_bytes / one.partitions, 0.0),
+        "recompute/selective": (load.cheap_bytes / one.partitions, part / segments**2),
+        "recompute/stage": (chunks * handed, part),
+        "recompute/segment": (chunks * segments * handed, part / segments),
+    }.get(one.policy, (chunks * handed, 2.0 * load.transient_bytes))
+    static = one.num_directions * load.static_bytes / one.partitions
+    return static + peak_in_flight(one) * on_device + at_once + load.transient_bytes
+
+
+def guess_host_bytes(one: Candidate, load: Load) -> float:
+    """Return about what the fullest rank of a candidate keeps in host memory."""
+    return (one.memory not in (KEEP, "recompute")) * peak_in_flight(one) * load.kept_bytes / one.partitions
+
+
+def peak_in_flight(one: Candidate) -> float:
+    """Return the most micro-batches that a rank holds on its part of the model, by its schedule's closed form."""
+    closed = one.family.peak_units
+    units = closed(Terms(one.partitions, one.micro_batches, one.parts, one.chunks, one.cap)) if closed else None
+    return min(one.micro_batches, units or one.cap or one.partitions)
 
 
 def min_in_flight(one: Candidate) -> Sequence[float]:

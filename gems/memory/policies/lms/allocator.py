@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gems.memory.caching_allocator import BLOCK_BYTES, SMALL_BYTES, Block, CachingAllocator
+from gems.memory.reserved import BLOCK_BYTES, SMALL_BYTES, Block, CachingAllocator
 
 _HISTORY_MASK = (1 << 32) - 1
 SOURCES = (

@@ -15,9 +15,9 @@ from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.layer_storages import Storage, saved_storages
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.lms.graph import Graph, Parameters, Return, Tensor, Tuned, simulate, tune
+from gems.memory.storages import Storage, saved_storages
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 

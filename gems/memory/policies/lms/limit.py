@@ -15,9 +15,9 @@ from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.layer_storages import Storage, saved_storages
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.lms.allocator import Counts, LmsAllocator, OutOfMemoryError, Paged
+from gems.memory.storages import Storage, saved_storages
 from gems.schedule.action import Action, Kind
 
 DEFAULT_SHARE = 0.95  # of the device, where no limit is given
