@@ -41,8 +41,8 @@ from gems.engine.optimizer import build_optimizer
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
+from gems.planner.hybrid.epochs import NoiseFit, fit_noise_scale
 from gems.planner.hybrid.inputs import GivenEpochs, epochs_json
-from gems.planner.hybrid.noise_scale_fit import EpochRun, NoiseFit, fit_noise_scale
 from gems.utils.atomic_io import write_json
 
 MODEL = ("model=resnet20_v1", "model.depth=8", "model.width=4", "model.norm=group", "data=tissue", "data.height_px=16",
@@ -177,7 +177,7 @@ def study(task: Task, batches: Sequence[int], seeds: Sequence[int]) -> tuple[lis
 def _fitted(rows: Sequence[dict[str, float]]) -> tuple[NoiseFit | None, str]:
     """Fit the noise scale to the runs, or return why that fails."""
     try:
-        return fit_noise_scale([EpochRun(row["global_batch"], row["epochs"]) for row in rows]), ""
+        return fit_noise_scale([(row["global_batch"], row["epochs"]) for row in rows]), ""
     except ConfigError as error:
         return None, str(error)
 
@@ -186,8 +186,8 @@ def describe_fit(fit: NoiseFit) -> str:
     """Return the fitted law, its intervals, and the largest residuals of batches' means and of runs, in one line."""
     least, critical = fit.law.least_epochs, fit.law.critical_batch
     by_batch: dict[float, list[float]] = defaultdict(list)
-    for run, residual in zip(fit.runs, fit.residuals, strict=True):
-        by_batch[run.global_batch].append(residual)
+    for (batch, _), residual in zip(fit.runs, fit.residuals, strict=True):
+        by_batch[batch].append(residual)
     means = max(abs(statistics.fmean(residuals)) for residuals in by_batch.values())
     return (
         f"E_min {least.value:.3g} epochs ({least.low:.3g} to {least.high:.3g}), "

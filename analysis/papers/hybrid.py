@@ -7,21 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from gems.planner.hybrid.break_even import Crossing
 from gems.planner.hybrid.device_allocation import NUM_DRAWS, device_counts
-from gems.planner.hybrid.pal import (
-    GROWN_FROM,
-    NETWORKS,
-    WAYS,
-    Input,
-    Network,
-    Published,
-    Verdict,
-    crossing_of,
-    noise_crossing,
-    noise_scale_of,
-)
-from gems.planner.hybrid.quantity import Quantity, band
+from gems.planner.hybrid.end_to_end_time import BreakEven
+from gems.planner.hybrid.pal import DEGREE, GROWN_FROM, NETWORKS, Input, Network, Published, Verdict
+from gems.planner.hybrid.quantity import Quantity, band, drawn
 from gems.utils.tables import RIGHT
 from gems.utils.tables import table as render
 from gems.utils.units import UNKNOWN
@@ -70,7 +59,7 @@ class Projection:
 
     network: Network
     gains: tuple[Gain, ...]
-    crossing: Crossing
+    crossing: BreakEven
     noise_devices: float | None
     reaches: tuple[int, int]
 
@@ -82,16 +71,16 @@ def projections(networks: tuple[Network, ...] = NETWORKS, seed: int = 0) -> list
 
 def _projection(network: Network, seed: int) -> Projection:
     rng, case = np.random.default_rng(seed), network.case
-    draws = [case.drawn(rng) for _ in range(NUM_DRAWS)]
+    draws = [drawn(case, rng) for _ in range(NUM_DRAWS)]
     published = {each.devices: each for each in network.published}
     gains = []
     for devices in network.devices:
-        workers = devices // WAYS
-        found = band(case.gain(workers, WAYS), [draw.gain(workers, WAYS) for draw in draws])
+        workers = devices // DEGREE
+        found = band(case.gain(workers, DEGREE), [draw.gain(workers, DEGREE) for draw in draws])
         value, low, high = (end - 1.0 for end in (found.value, found.low, found.high))
-        gains.append(Gain(network.title, devices, value, low, high, published.get(devices), network.verdict()))
+        gains.append(Gain(network.title, devices, value, low, high, published.get(devices), network.verdict))
     reaches = (network.devices[0], network.devices[-1])
-    return Projection(network, tuple(gains), crossing_of(network, draws), noise_crossing(network), reaches)
+    return Projection(network, tuple(gains), network.break_even(draws), network.noise_break_even, reaches)
 
 
 def table(found: list[Projection]) -> str:
@@ -135,12 +124,12 @@ def answer(found: list[Projection]) -> dict[str, Any]:
 
 
 def _network(one: Projection) -> dict[str, Any]:
-    network, law = one.network, noise_scale_of(one.network)
+    network, law = one.network, one.network.noise_scale
     return {
         "network": network.title,
         "method": network.method,
-        "verdict": str(network.verdict()),
-        "is_independent": network.verdict() is Verdict.REPRODUCED,
+        "verdict": str(network.verdict),
+        "is_independent": network.verdict is Verdict.REPRODUCED,
         "inputs": [_input(each) for each in network.inputs],
         "gains": [_gain(each) for each in one.gains],
         "needed_epochs_ratio": network.needed_ratio,
@@ -170,7 +159,7 @@ def _gain(each: Gain) -> dict[str, Any]:
             "devices_mark": str(published.devices_mark), "source": published.source,
         }  # fmt: skip
     return {
-        "devices": each.devices, "workers": each.devices // WAYS, "ways": WAYS, "gain": each.gain, "low": each.low,
+        "devices": each.devices, "workers": each.devices // DEGREE, "ways": DEGREE, "gain": each.gain, "low": each.low,
         "high": each.high, "published": stated,
     }  # fmt: skip
 
@@ -179,7 +168,7 @@ def _gain_row(each: Gain) -> tuple[str, ...]:
     published = each.published
     assert published is not None
     return (
-        each.network, str(each.devices), f"{each.devices // WAYS} x {WAYS}", f"{100 * each.gain:+.1f} %",
+        each.network, str(each.devices), f"{each.devices // DEGREE} x {DEGREE}", f"{100 * each.gain:+.1f} %",
         f"{100 * each.low:+.1f} to {100 * each.high:+.1f}", f"{100 * published.gain:+.1f} %",
         f"{published.mark} (its devices: {published.devices_mark})", str(each.verdict),
     )  # fmt: skip
@@ -203,7 +192,7 @@ def _describe_crossing(one: Projection) -> str:
         law = "no noise scale: the epochs double with the batch"
     else:
         law = f"at {one.noise_devices:.0f} by the noise scale of the epochs"
-    circular = "" if network.verdict() is Verdict.REPRODUCED else "; all of it from a derived input"
+    circular = "" if network.verdict is Verdict.REPRODUCED else "; all of it from a derived input"
     return f"  {network.title}: {where}; {law}; {ratio}{circular}"
 
 
@@ -211,10 +200,10 @@ def speedups(network: Network, seed: int = 0) -> dict[int, list[tuple[int, Quant
     """Return what the picture shows, by ways: devices, and the speed-up over the fewest data-parallel workers known."""
     rng, case = np.random.default_rng(seed), network.case
     base = min(network.epochs)
-    draws = [case.drawn(rng) for _ in range(NUM_DRAWS)]
+    draws = [drawn(case, rng) for _ in range(NUM_DRAWS)]
     every = sorted({*network.devices, base, *network.epochs})
     lines: dict[int, list[tuple[int, Quantity]]] = {}
-    for ways in (1, WAYS):
+    for ways in (1, DEGREE):
         known = [count for count in every if count % ways == 0 and count // ways >= base]
         lines[ways] = [
             (
@@ -234,7 +223,7 @@ def law_speedups(network: Network) -> dict[int, list[tuple[int, float]]]:
 
     Given epochs are drawn in the range of the fit; a derived ratio from an eighth of its devices to twice.
     """
-    law = noise_scale_of(network)
+    law = network.noise_scale
     if law is None:
         return {}
     case, known = network.case, sorted(network.epochs)
@@ -242,4 +231,4 @@ def law_speedups(network: Network) -> dict[int, list[tuple[int, float]]]:
     first, last = (known[0] // 8, 2 * known[-1]) if network.is_ratio else (GROWN_FROM, known[-1])
     base = case.cost(known[0], 1)
     counts = [count for count in device_counts((), last) if count >= first]
-    return {ways: [(count, base / by_law.cost(count // ways, ways)) for count in counts] for ways in (1, WAYS)}
+    return {ways: [(count, base / by_law.cost(count // ways, ways)) for count in counts] for ways in (1, DEGREE)}

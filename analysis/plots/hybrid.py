@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from analysis.io.files import from_answer
 from analysis.papers.hybrid import PAPER, Projection, law_speedups, speedups
 from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, check_picture_path, empty_figure, save_figure, style_axes
-from gems.planner.hybrid.pal import WAYS, Verdict
+from gems.planner.hybrid.pal import DEGREE, Verdict
 from gems.utils.units import counted
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def draw_answer(path: Path, out: Path) -> None:
 def _projection_panel(one: Projection) -> Panel:
     network = one.network
     by_ways = speedups(network)
-    labels = {1: ("data parallelism", ONE_COLOUR), WAYS: (f"workers of {WAYS} devices", HYBRID_COLOUR)}
+    labels = {1: ("data parallelism", ONE_COLOUR), DEGREE: (f"workers of {DEGREE} devices", HYBRID_COLOUR)}
     lines = tuple(
         Line(
             *labels[ways],
@@ -102,7 +102,7 @@ def _projection_panel(one: Projection) -> Panel:
     if one.noise_devices is not None:
         place = round(one.noise_devices)
         crossings += ((place, None, None, f"{place} by the noise scale"),)
-    is_derived = network.verdict() is not Verdict.REPRODUCED
+    is_derived = network.verdict is not Verdict.REPRODUCED
     last = one.gains[-1]
     return Panel(
         f"{network.title}: {100 * last.gain:+.1f} % at {last.devices}",

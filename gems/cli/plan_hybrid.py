@@ -8,11 +8,9 @@ from typing import Any
 
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
-from gems.planner.hybrid.break_even import Crossing
-from gems.planner.hybrid.device_allocation import Choice, HybridPlan, Picks, Row, device_counts, picks, plan_hybrid
-from gems.planner.hybrid.efficiency import Efficiency
-from gems.planner.hybrid.end_to_end_time import HybridCase
-from gems.planner.hybrid.epochs import EqualEpochs
+from gems.planner.hybrid.device_allocation import Choice, HybridPlan, Row, device_counts, picks, plan_hybrid
+from gems.planner.hybrid.end_to_end_time import BreakEven, Efficiency, HybridCase
+from gems.planner.hybrid.epochs import EQUAL_EPOCHS
 from gems.planner.hybrid.inputs import (
     EFFICIENCY,
     EPOCHS,
@@ -21,10 +19,10 @@ from gems.planner.hybrid.inputs import (
     epochs_json,
     read_efficiency,
     read_epochs,
-    speedups_of,
+    read_speedups,
 )
 from gems.planner.hybrid.quantity import Quantity
-from gems.planner.worker_step import ModelledEfficiency, Step, worker_steps
+from gems.planner.worker_step import Step, modelled_efficiency, worker_steps
 from gems.runs.run_plan import plan_simulation, predict
 from gems.utils.units import counted
 
@@ -42,18 +40,18 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     chosen = options.chosen
     given = read_epochs(Path(chosen[EPOCHS])) if EPOCHS in chosen else None
     losses = read_efficiency(Path(chosen[EFFICIENCY]), spec.schedule.name) if EFFICIENCY in chosen else None
-    speedups = speedups_of(chosen[SPEEDUP]) if SPEEDUP in chosen else None
+    speedups = read_speedups(chosen[SPEEDUP]) if SPEEDUP in chosen else None
     most = spec.parallel.gpus or MAX_DEVICES
     wanted = sorted(speedups or {*WAYS, spec.parallel.partitions} - {1})
     degrees = (1, *(degree for degree in wanted if degree <= most))
     steps, refused = worker_steps(spec, degrees, lambda changed: predict(plan_simulation(changed)))
-    efficiency = ModelledEfficiency(spec) if losses is None else losses.table
+    efficiency = modelled_efficiency(spec) if losses is None else losses[0]
     case = _case(spec, given, efficiency, speedups, steps)
-    plan = plan_hybrid(case, device_counts(case.ways, most), seed=spec.seed)
+    plan = plan_hybrid(case, device_counts(case.degrees, most), seed=spec.seed)
     answer = _answer(spec, case, plan, given, steps)
     answer["speedup_source"] = "simulated" if speedups is None else "given"
-    answer["efficiency_source"] = "simulated" if losses is None else losses.source
-    answer["refused"] = {str(ways): why for ways, why in refused.items() if ways not in case.ways}
+    answer["efficiency_source"] = "simulated" if losses is None else losses[1]
+    answer["refused"] = {str(ways): why for ways, why in refused.items() if ways not in case.degrees}
     if options.json:
         print_json(answer)
     else:
@@ -74,7 +72,7 @@ def _case(
     parallel = spec.parallel
     return HybridCase(
         float((parallel.micro_batches or 1) * parallel.micro_batch_size),
-        EqualEpochs() if given is None else given.law,
+        EQUAL_EPOCHS if given is None else given.law,
         speedups,
         efficiency,
         Quantity.exact(alone),
@@ -98,8 +96,11 @@ def _answer(
         },
         "base": {"workers": plan.base[0], "ways": plan.base[1]},
         "rows": [_row(row, case.num_samples) for row in plan.rows],
-        "crossings": [_crossing(each) for each in plan.crossings],
-        "picks": _picks(picks(plan), case.num_samples),
+        "crossings": [_break_even(each) for each in plan.break_evens],
+        "picks": {
+            name: {"devices": choice.devices, **_choice(choice, case.num_samples)}
+            for name, choice in picks(plan).items()
+        },
     }  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def _row(row: Row, num_samples: int | None) -> dict[str, Any]:
 def _choice(choice: Choice, num_samples: int | None) -> dict[str, Any]:
     step_s, batch = choice.step_s, choice.global_batch
     return {
-        "workers": choice.workers, "ways": choice.ways, "global_batch": batch,
+        "workers": choice.workers, "ways": choice.degree, "global_batch": batch,
         "step_s": step_s, "images_per_s": None if step_s is None else batch / step_s,
         "steps_per_epoch": None if num_samples is None else num_samples / batch, "epochs": choice.epochs,
         "cost": choice.cost, "speedup": _quantity(choice.speedup), "over_data_parallel": _quantity(choice.gain),
@@ -127,16 +128,9 @@ def _choice(choice: Choice, num_samples: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _picks(found: Picks | None, num_samples: int | None) -> dict[str, Any]:
-    if found is None:
-        return {}
-    named = {"fastest": found.fastest, "nearly_fastest": found.nearly_fastest, "cheapest": found.cheapest}
-    return {name: {"devices": choice.devices, **_choice(choice, num_samples)} for name, choice in named.items()}
-
-
-def _crossing(found: Crossing) -> dict[str, Any]:
+def _break_even(found: BreakEven) -> dict[str, Any]:
     return {
-        "ways": found.ways, "devices": found.devices, "below": found.below, "listed": found.listed,
+        "ways": found.degree, "devices": found.devices, "below": found.below, "listed": found.listed,
         "low": found.low, "high": found.high,
     }  # fmt: skip
 

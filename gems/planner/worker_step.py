@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, replace
+from functools import cache
 
 from gems.config.schema import CostConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
@@ -99,43 +98,26 @@ def worker_steps(spec: RunSpec, degrees: Iterable[int], predict: Predict) -> tup
     return steps, refused
 
 
-@dataclass(frozen=True, slots=True)
-class ModelledEfficiency:
-    """SE_N by simulation: the step of one worker over that of N, whose gradients are summed over the run's links.
+def modelled_efficiency(spec: RunSpec) -> Callable[[int, int], float]:
+    """Return SE_N by simulation, a function of the workers and the partitions of each.
 
-    Activations are kept, whatever the run's policy, and devices have no limit: the sum is of gradients alone.
+    It is the step of one worker over that of N, whose gradients are summed over the run's links. Activations are kept,
+    whatever the run's policy, and devices have no limit: the sum is of gradients alone. It raises ConfigError for
+    counts that the schedule cannot serve, or more stages than layers.
     """
 
-    spec: RunSpec
-    ready: dict[int, tuple[RunSpec, Schedule]] = field(default_factory=dict)
-    known: dict[tuple[int, int], float] = field(default_factory=dict)
+    @cache
+    def one_worker(degree: int) -> tuple[RunSpec, Schedule]:
+        one = with_profiled_costs(_unlimited(with_degree(spec, degree)))
+        return one, lowered_schedule(one)
 
-    def of(self, workers: int, degree: int) -> float:
-        """Return SE_N of workers of `degree` partitions.
+    @cache
+    def span(workers: int, degree: int) -> float:
+        one, schedule = one_worker(degree)
+        many = replace(one, parallel=replace(one.parallel, replicas=workers))
+        return simulate_step(many, schedule)[1].span
 
-        Raises:
-            ConfigError: counts that the schedule cannot serve, or more stages than layers.
-        """
-        return self._span(1, degree) / self._span(workers, degree)
-
-    def _span(self, workers: int, degree: int) -> float:
-        if degree not in self.ready:
-            one = with_profiled_costs(_unlimited(with_degree(self.spec, degree)))
-            self.ready[degree] = one, lowered_schedule(one)
-        if (workers, degree) not in self.known:
-            one, made = self.ready[degree]
-            many = replace(one, parallel=replace(one.parallel, replicas=workers))
-            self.known[workers, degree] = simulate_step(many, made)[1].span
-        return self.known[workers, degree]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing is uncertain: a model gives no interval."""
-        return True
-
-    def drawn(self, rng: np.random.Generator) -> ModelledEfficiency:
-        """Return itself."""
-        return self
+    return lambda workers, degree: span(1, degree) / span(workers, degree)
 
 
 def _unlimited(spec: RunSpec) -> RunSpec:

@@ -120,8 +120,8 @@ def test_the_planner_reads_what_a_scaling_study_writes(tmp_path: Path) -> None:
         )
         for replicas, step_s in ((1, 1.0), (2, 1.25), (4, 2.0))
     ]  # fmt: skip
-    found = read_efficiency(write_csv(point_rows(points), tmp_path / "scaling.csv"), "1f1b")
-    assert found.source == "emulated" and [found.table.of(n, 2) for n in (1, 2, 4)] == [1.0, 0.8, 0.5]
+    table, source = read_efficiency(write_csv(point_rows(points), tmp_path / "scaling.csv"), "1f1b")
+    assert source == "emulated" and [table(n, 2) for n in (1, 2, 4)] == [1.0, 0.8, 0.5]
     as_json = tmp_path / "scaling.json"
     as_json.write_text(json.dumps({"points": point_rows(points)}))
     assert read_efficiency(as_json, "1f1b") == found

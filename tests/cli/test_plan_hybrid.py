@@ -15,8 +15,8 @@ import gems.simulation.profiled_costs
 from gems.cli.framework import Verb
 from gems.config.compose import compose
 from gems.config.schema import RunSpec
-from gems.planner.hybrid.inputs import speedups_of
-from gems.planner.worker_step import ModelledEfficiency, with_degree, worker_step
+from gems.planner.hybrid.inputs import read_speedups
+from gems.planner.worker_step import modelled_efficiency, with_degree, worker_step
 from gems.profile import ModelProfile
 from gems.runs.run_plan import plan_simulation, predict
 from gems.simulation.build import lowered_schedule
@@ -107,16 +107,16 @@ def test_more_parts_are_smaller_parts(gems_: Gems) -> None:
 
 def test_efficiency_is_that_of_the_simulated_replicas() -> None:
     spec = compose([*ON_PAPER, *LINKS])
-    modelled = ModelledEfficiency(spec)
-    assert modelled.of(1, 2) == 1.0
+    modelled = modelled_efficiency(spec)
+    assert modelled(1, 2) == 1.0
     for ways, workers in ((1, 4), (2, 16)):
         many = with_degree(spec, ways)
         spans = []
         for replicas in (1, workers):
             many.parallel.replicas = replicas
             spans.append(simulate_step(many, lowered_schedule(many))[1].span)
-        assert modelled.of(workers, ways) == pytest.approx(spans[0] / spans[1])
-        assert modelled.of(workers, ways) < 1.0
+        assert modelled(workers, ways) == pytest.approx(spans[0] / spans[1])
+        assert modelled(workers, ways) < 1.0
 
 
 def predicted(spec: RunSpec) -> Prediction:
@@ -155,7 +155,7 @@ def test_given_speedups_and_efficiency(gems_: Gems) -> None:
     (two,) = (each for each in rows[64]["choices"] if each["ways"] == 2)
     assert two["over_data_parallel"]["value"] == pytest.approx(1.3 / 2 * (0.5 + 0.4 / 4) / 0.5)
     assert two["over_data_parallel"]["low"] < two["over_data_parallel"]["value"] < two["over_data_parallel"]["high"]
-    assert speedups_of("2:1.3")[2].value == 1.3
+    assert read_speedups("2:1.3")[2].value == 1.3
 
 
 def test_a_real_model_has_the_costs_of_its_profile(gems_: Gems, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,61 @@
-"""Data parallelism against workers of several devices.
+"""Data parallelism against workers of several devices, by end-to-end time C = T x S x E.
 
-End-to-end time C = T x S x E (Pal et al., IEEE Micro 39(5), 2019).
-
-T is the time of a step, S the steps of an epoch, E the epochs to the target. N workers of M devices each take, over one
-worker on one device, C_1 / C = SU^M SE_N N E_1 / E_N: SU^M is the speed-up of a worker's step by M-way model
-parallelism, SE_N the scaling efficiency of N workers. Workers of M devices beat M N workers of one exactly where SU^M >
-M (SE_MN / SE_N) (E_N / E_MN).
+(Pal et al., IEEE Micro 39(5), 2019.) T is the time of a step, S the steps of an epoch, E the epochs to the target. N
+workers of M devices each (M is their model-parallel degree) take, over one worker on one device, C_1 / C = SU^M SE_N N
+E_1 / E_N: SU^M is the speed-up of a worker's step by M-way model parallelism, SE_N the scaling efficiency of N workers.
+Workers of M devices beat M N workers of one exactly where SU^M > M (SE_MN / SE_N) (E_N / E_MN).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
-from gems.planner.hybrid.efficiency import Efficiency, IdealEfficiency
+from gems.errors import ConfigError
 from gems.planner.hybrid.epochs import Epochs
-from gems.planner.hybrid.quantity import Quantity
+from gems.planner.hybrid.quantity import SHARES, Quantity
+
+# SE_N = T_1 / T_N, the step time of one worker over that of N, each with the batch that it has alone, by N and M.
+Efficiency = Callable[[int, int], float]
+
+
+def ideal_efficiency(workers: int, degree: int) -> float:
+    """Return 1: workers cost each other no time, which favours data parallelism most (Pal et al., projections)."""
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EfficiencyTable:
+    """SE_N by the devices of a worker and the number of workers; between two numbers, linear in the logarithm of N.
+
+    Workers of more devices than any in the table are taken to lose what those of the nearest smaller size lose, as
+    Pal et al. do, who use one SE_N for both.
+    """
+
+    by_degree: Mapping[int, Mapping[int, Quantity]]
+
+    def __call__(self, workers: int, degree: int) -> float:
+        """Return SE_N.
+
+        Raises:
+            ConfigError: fewer or more workers than in the table; one worker alone has 1 where the table begins above.
+        """
+        sizes = sorted(self.by_degree)
+        table = self.by_degree[sizes[max(0, bisect_right(sizes, degree) - 1)]]
+        known = sorted(table)
+        if workers == 1 and known[0] > 1:
+            return 1.0
+        if not known[0] <= workers <= known[-1]:
+            raise ConfigError(
+                "workers", workers, f"the scaling efficiency is known from {known[0]} to {known[-1]} workers",
+                "measure more of them, or leave --efficiency out to model it",
+            )  # fmt: skip
+        return float(np.interp(math.log(workers), np.log(known), [table[number].value for number in known]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,68 +66,59 @@ class HybridCase:
         worker_batch: samples of one step of one worker, whatever its devices.
         epochs: epochs by samples of a global batch.
         speedups: SU^M by M; that of 1 is 1 and need not be there.
-        efficiency: SE_N by workers and ways.
+        efficiency: SE_N by workers and degree; raises ConfigError where it is not known.
         step_s: T_1, a step of one worker on one device; None where only ratios are known.
         num_samples: samples of an epoch; None where only ratios are known.
-        misfits: ways that do not fit the devices, each with the reason.
+        misfits: degrees that do not fit the devices, each with the reason.
     """
 
     worker_batch: float
     epochs: Epochs
     speedups: Mapping[int, Quantity]
-    efficiency: Efficiency = field(default_factory=IdealEfficiency)
+    efficiency: Efficiency = ideal_efficiency
     step_s: Quantity | None = None
     num_samples: int | None = None
     misfits: Mapping[int, str] | None = None
 
     @property
-    def ways(self) -> tuple[int, ...]:
-        """The ways to weigh: 1, which is data parallelism, and those with a speed-up."""
+    def degrees(self) -> tuple[int, ...]:
+        """The degrees to weigh: 1, which is data parallelism, and those with a speed-up."""
         return tuple(sorted({1, *self.speedups}))
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether no input has an interval."""
-        parts = (*self.speedups.values(), *([self.step_s] if self.step_s else []))
-        return self.epochs.is_exact and self.efficiency.is_exact and all(part.is_exact for part in parts)
-
-    def speedup(self, ways: int) -> float:
+    def speedup(self, degree: int) -> float:
         """Return SU^M."""
-        return 1.0 if ways == 1 else self.speedups[ways].value
+        return 1.0 if degree == 1 else self.speedups[degree].value
 
-    def cost(self, workers: int, ways: int) -> float:
-        """Return C in units of T_1 S_1, the epochs that one worker on one device would do in that time.
-
-        Raises:
-            ConfigError: epochs or efficiency that are not known there.
-        """
-        return self.step(workers, ways) * self.epochs.epochs(workers * self.worker_batch) / workers
-
-    def step(self, workers: int, ways: int) -> float:
+    def step(self, workers: int, degree: int) -> float:
         """Return T in units of T_1.
 
         Raises:
             ConfigError: an efficiency that is not known there.
         """
-        return 1.0 / (self.speedup(ways) * self.efficiency.of(workers, ways))
+        return 1.0 / (self.speedup(degree) * self.efficiency(workers, degree))
 
-    def threshold(self, workers: int, ways: int) -> float:
-        """Return the right side of the criterion: what SU^M must exceed for N workers of M ways to win.
+    def cost(self, workers: int, degree: int) -> float:
+        """Return C in units of T_1 S_1, the epochs that one worker on one device would do in that time.
 
         Raises:
             ConfigError: epochs or efficiency that are not known there.
         """
-        many = workers * ways
-        efficiencies = self.efficiency.of(many, 1) / self.efficiency.of(workers, ways)
-        epochs = self.epochs.epochs(workers * self.worker_batch) / self.epochs.epochs(many * self.worker_batch)
-        return ways * efficiencies * epochs
+        return self.step(workers, degree) * self.epochs.epochs(workers * self.worker_batch) / workers
 
-    def gain(self, workers: int, ways: int) -> float:
-        """Return the time of data parallelism on the same devices over that of N workers of M ways.
+    def threshold(self, workers: int, degree: int) -> float:
+        """Return the right side of the criterion: what SU^M must exceed for N workers of M devices to win.
 
-        Above 1 hybrid wins.
+        Raises:
+            ConfigError: epochs or efficiency that are not known there.
         """
-        return self.speedup(ways) / self.threshold(workers, ways)
+        many = workers * degree
+        efficiencies = self.efficiency(many, 1) / self.efficiency(workers, degree)
+        epochs = self.epochs.epochs(workers * self.worker_batch) / self.epochs.epochs(many * self.worker_batch)
+        return degree * efficiencies * epochs
+
+    def gain(self, workers: int, degree: int) -> float:
+        """Return the time of data parallelism on the same devices over that of N workers of M: above 1 hybrid wins."""
+        return self.speedup(degree) / self.threshold(workers, degree)
 
     def seconds(self, cost: float) -> float | None:
         """Return a cost in seconds, None where the time of a step or the samples of an epoch are not known."""
@@ -97,12 +126,72 @@ class HybridCase:
             return None
         return cost * self.step_s.value * self.num_samples / self.worker_batch
 
-    def drawn(self, rng: np.random.Generator) -> HybridCase:
-        """Return the case with every uncertain input drawn once."""
-        return replace(
-            self,
-            epochs=self.epochs.drawn(rng),
-            speedups={ways: each.drawn(rng) for ways, each in self.speedups.items()},
-            efficiency=self.efficiency.drawn(rng),
-            step_s=None if self.step_s is None else self.step_s.drawn(rng),
-        )
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Where workers of M devices become faster than data parallelism, and stay so up to the most devices looked at.
+
+    Attributes:
+        devices: the fewest from which on they are, a multiple of M; None where they are not at the most.
+        below: the most devices listed at which data parallelism still is at least as fast; None where it never is.
+        listed: the fewest devices listed from which on they are.
+        low, high: 95 % of the draws lie between; None where they have no break-even point.
+    """
+
+    degree: int
+    devices: int | None
+    below: int | None = None
+    listed: int | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def break_even(case: HybridCase, degree: int, devices: Sequence[int], draws: Sequence[HybridCase] = ()) -> BreakEven:
+    """Find where workers of so many devices become faster, between the listed numbers of devices by halving.
+
+    Between two listed numbers the gain is taken to pass 1 once; the draws' points are on a line between them.
+    """
+    known = _gains(case, degree, devices)
+    if not known:
+        return BreakEven(degree, None)
+    low = high = None
+    if draws:
+        points = sorted(_interpolated(_gains(each, degree, devices)) for each in draws)
+        last = len(points) - 1
+        ends = (points[math.floor(SHARES[0] * last)], points[math.ceil(SHARES[1] * last)])
+        low, high = (end if math.isfinite(end) else None for end in ends)
+    wins = list(takewhile(lambda one: one[1] > 1.0, reversed(known)))
+    below = known[-len(wins) - 1][0] if len(wins) < len(known) else None
+    if not wins:
+        return BreakEven(degree, None, below, None, low, high)
+    listed = wins[-1][0]
+    if below is None:
+        return BreakEven(degree, listed, None, listed, low, high)
+    between = range(below // degree + 1, listed // degree)
+    more = bisect_left(between, True, key=lambda workers: case.gain(workers, degree) > 1.0)
+    return BreakEven(degree, (between.start + more) * degree, below, listed, low, high)
+
+
+def _gains(case: HybridCase, degree: int, devices: Sequence[int]) -> list[tuple[int, float]]:
+    """Return the gain at each number of devices that the degree divides, where it is known."""
+    found = []
+    for count in sorted(devices):
+        try:
+            found += [] if count % degree else [(count, case.gain(count // degree, degree))]
+        except ConfigError:
+            continue
+    return found
+
+
+def _interpolated(known: Sequence[tuple[int, float]]) -> float:
+    """Return where gains pass 1 for the last time, both axes logarithmic; infinity where the last is not above 1."""
+    point: float = math.inf
+    above: tuple[int, float] | None = None
+    for count, gain in reversed(known):
+        if gain <= 1.0:
+            if above is None:
+                return math.inf
+            share = -math.log(gain) / (math.log(above[1]) - math.log(gain))
+            return math.exp(math.log(count) + share * (math.log(above[0]) - math.log(count)))
+        point, above = float(count), (count, gain)
+    return point

@@ -1,41 +1,22 @@
-"""Epochs to a target as a function of the global batch: a table, or the gradient noise scale.
-
-Both have `epochs(global_batch)`, and `drawn` for one draw from what is uncertain.
-"""
+"""Epochs to a target as a function of the global batch: a table, or the gradient noise scale, given or fitted."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
+from scipy.special import stdtrit
 
 from gems.errors import ConfigError
-from gems.planner.hybrid.quantity import Quantity
+from gems.planner.hybrid.quantity import SHARES, Quantity
 
-# A law is trusted so many times beyond the batches that it was fitted to.
-MAX_BEYOND = 4.0
-
-
-class Epochs(Protocol):
-    """How many passes over the data training takes to its target, by samples of one optimizer step."""
-
-    def epochs(self, global_batch: float) -> float:
-        """Return the epochs; raises ConfigError where they are not known."""
-
-    def is_extrapolated(self, global_batch: float) -> bool:
-        """Return whether the figure stands on a law beyond what was measured."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing is uncertain."""
-
-    def drawn(self, rng: np.random.Generator) -> Epochs:
-        """Return one draw from what is uncertain."""
+MAX_BEYOND = 4.0  # a law is trusted so many times beyond the batches that it was fitted to
+NUM_ROUNDS = 8
+MAX_FACTOR = 1e6  # an interval is not wider: beyond, nothing is known, and products of it stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +46,8 @@ class EpochTable:
     @classmethod
     def of(cls, rows: Mapping[float, float | Quantity], beyond: bool = False) -> EpochTable:
         """Build a table from epochs by global batch, in any order."""
-        batches = tuple(sorted(rows))
-        numbers = (rows[batch] for batch in batches)
-        return cls(
-            batches, tuple(each if isinstance(each, Quantity) else Quantity.exact(each) for each in numbers), beyond
-        )
+        numbers = (each if isinstance(each, Quantity) else Quantity.exact(each) for _, each in sorted(rows.items()))
+        return cls(tuple(sorted(rows)), tuple(numbers), beyond)
 
     def epochs(self, global_batch: float) -> float:
         """Return the epochs at a global batch.
@@ -96,15 +74,6 @@ class EpochTable:
         """Return whether a batch lies outside of the table."""
         return not self.global_batches[0] <= global_batch <= self.global_batches[-1]
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether no row has an interval."""
-        return all(number.is_exact for number in self.numbers)
-
-    def drawn(self, rng: np.random.Generator) -> EpochTable:
-        """Return a table with each row drawn from its interval, independently."""
-        return EpochTable(self.global_batches, tuple(each.drawn(rng) for each in self.numbers), self.beyond)
-
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
@@ -122,10 +91,6 @@ class NoiseScale:
     correlation: float = 0.0
     measured: tuple[float, float] | None = None
 
-    def __post_init__(self) -> None:
-        if not -1.0 <= self.correlation <= 1.0:
-            raise ValueError("must have a correlation from -1 to 1")
-
     def epochs(self, global_batch: float) -> float:
         """Return the epochs at a global batch in samples."""
         return self.least_epochs.value * (1.0 + global_batch / self.critical_batch.value)
@@ -137,41 +102,71 @@ class NoiseScale:
         least, most = self.measured
         return not least / MAX_BEYOND <= global_batch <= most * MAX_BEYOND
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether neither figure has an interval."""
-        return self.least_epochs.is_exact and self.critical_batch.is_exact
-
     def drawn(self, rng: np.random.Generator) -> NoiseScale:
         """Return a law with both figures drawn together, correlated as they are."""
         one, other = (float(each) for each in rng.standard_normal(2))
         mixed = self.correlation * one + math.sqrt(1.0 - self.correlation**2) * other
-        return NoiseScale(
-            Quantity.exact(self.least_epochs.at(one)),
-            Quantity.exact(self.critical_batch.at(mixed)),
-            measured=self.measured,
-        )
+        least, critical = Quantity.exact(self.least_epochs.at(one)), Quantity.exact(self.critical_batch.at(mixed))
+        return replace(self, least_epochs=least, critical_batch=critical)
+
+
+Epochs = EpochTable | NoiseScale
+# One epoch whatever the batch: if nothing is known of them, times of an epoch are compared.
+EQUAL_EPOCHS = NoiseScale(Quantity.exact(1.0), Quantity.exact(1e300))
 
 
 @dataclass(frozen=True, slots=True)
-class EqualEpochs:
-    """The same epochs whatever the batch: where nothing is known of them, times of an epoch are compared."""
+class NoiseFit:
+    """A fitted law, its (global batch, epochs) runs, and the relative residual of each: measured / fitted - 1."""
 
-    number: float = 1.0
+    law: NoiseScale
+    runs: tuple[tuple[float, float], ...]
+    residuals: tuple[float, ...]
 
-    def epochs(self, global_batch: float) -> float:
-        """Return the number."""
-        return self.number
 
-    def is_extrapolated(self, global_batch: float) -> bool:
-        """Report no: nothing was measured."""
-        return False
+def fit_noise_scale(runs: Sequence[tuple[float, float]]) -> NoiseFit:
+    """Fit E(B) = E_min (1 + B / B_crit), a line in B (McCandlish et al. 2018, section 2.3, and its appendix on fits).
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing is uncertain, as far as is known."""
-        return True
+    Runs, each a global batch in samples and the epochs that it took to the target, scatter in proportion to their
+    epochs, so that each weighs with the inverse square of what is fitted for it, in a few rounds. The 95 % intervals
+    are of Student's t on the runs beyond two, taken on the logarithms of the two figures, whose correlation is kept;
+    two runs alone give none.
 
-    def drawn(self, rng: np.random.Generator) -> EqualEpochs:
-        """Return itself."""
-        return self
+    Raises:
+        ConfigError: fewer than two global batches, or epochs that do not grow with the batch.
+    """
+    batches, epochs = np.array(runs, dtype=float).reshape(-1, 2).T
+    if len(set(batches.tolist())) < 2:
+        raise ConfigError("epochs", f"{len(runs)} runs", "must be of two global batches or more")
+    scale = float(batches.max())
+    design = np.column_stack([np.ones_like(batches), batches / scale])
+    fitted = epochs
+    for _ in range(NUM_ROUNDS):
+        normal = design.T @ (design / fitted[:, None] ** 2)
+        line = np.linalg.solve(normal, design.T @ (epochs / fitted**2))
+        least, slope = (float(each) for each in line)
+        if least <= 0.0 or slope <= 0.0:
+            why = "they do not grow with the batch" if slope <= 0.0 else "they grow faster than it"
+            raise ConfigError(
+                "epochs", " ".join(f"{batch:g}:{number:g}" for batch, number in runs), f"have no noise scale: {why}",
+                "use the table (model: table), or measure more batches and repetitions",
+            )  # fmt: skip
+        fitted = design @ line
+    critical, residuals, freedom = scale * least / slope, epochs / fitted - 1.0, len(runs) - 2
+    reaches, correlation = np.zeros(2), 0.0
+    if freedom:
+        covariance = np.linalg.inv(normal) * float(residuals @ residuals) / freedom
+        # By small changes: ln E_min has d least / least, and ln B_crit has d least / least - d slope / slope.
+        change = np.array([[1.0 / least, 0.0], [1.0 / least, -1.0 / slope]])
+        of_logs = change @ covariance @ change.T
+        deviations = np.sqrt(np.maximum(np.diag(of_logs), 0.0))
+        product = float(deviations[0] * deviations[1])
+        correlation = float(np.clip(of_logs[0, 1] / product, -1.0, 1.0)) if product else 0.0
+        reaches = float(stdtrit(freedom, SHARES[1])) * deviations
+    factors = np.exp(np.minimum(reaches, math.log(MAX_FACTOR))).tolist()
+    figures = (
+        Quantity(value, value / factor, value * factor)
+        for value, factor in zip((least, critical), factors, strict=True)
+    )
+    law = NoiseScale(*figures, correlation, (float(batches.min()), scale))
+    return NoiseFit(law, tuple(runs), tuple(residuals.tolist()))

@@ -1,10 +1,10 @@
-"""What the hybrid planner is given on its command line.
-
-Epochs, scaling efficiency, and speed-ups of model parallelism.
-"""
+"""What the hybrid planner is given on its command line: epochs, scaling efficiency, speed-ups of model parallelism."""
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,32 +12,94 @@ from pathlib import Path
 from typing import Any
 
 from gems.errors import ConfigError, one_of
-from gems.planner.hybrid.efficiency import EfficiencyTable
-from gems.planner.hybrid.epochs import EpochTable, NoiseScale
-from gems.planner.hybrid.noise_scale_fit import EpochRun, NoiseFit, fit_noise_scale
+from gems.planner.hybrid.end_to_end_time import EfficiencyTable
+from gems.planner.hybrid.epochs import Epochs, EpochTable, NoiseFit, NoiseScale, fit_noise_scale
 from gems.planner.hybrid.quantity import Quantity
-from gems.planner.hybrid.tables import Row, positive, quantity, read_document, rows_of, whole
 
 EPOCHS, EFFICIENCY, SPEEDUP = "--epochs", "--efficiency", "--speedup"
 TABLE, NOISE_SCALE = "table", "noise_scale"
 # The most real of what stands for one point, first.
 SOURCES = ("measured", "emulated", "simulated")
-MAX_WAYS = 2**12
+MAX_DEGREE = 2**12
+MAX_ROWS = 10_000
 # A worker's batch counts as kept when it differs by less than this.
 SAME = 1e-6
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file that an option names, whose numbers are refused by that option and path; all of it raises ConfigError."""
+
+    option: str
+    path: Path
+
+    def error(self, allowed: str, advice: str = "") -> ConfigError:
+        return ConfigError(self.option, self.path, allowed, advice)
+
+    def document(self) -> dict[str, Any]:
+        """Read a JSON object, or a CSV as one with its rows under `rows`."""
+        try:
+            text = self.path.read_text()
+            if self.path.suffix != ".json":
+                return {"rows": list(csv.DictReader(text.splitlines(), strict=True))}
+            document = json.loads(text)
+        except (OSError, ValueError, csv.Error, RecursionError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise self.error(f"cannot be read ({why})", "give a .json or a .csv with a line of column names") from error
+        if not isinstance(document, dict):
+            raise self.error("must hold one JSON object")
+        return document
+
+    def rows(self, document: Mapping[str, Any], name: str) -> Sequence[Row]:
+        """Return the rows that a document holds under a name, or under `rows`."""
+        rows = document.get(name, document.get("rows"))
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            raise self.error(f"must hold rows, under {name} or rows in JSON")
+        if len(rows) > MAX_ROWS:
+            raise self.error(f"must hold at most {MAX_ROWS} rows")
+        return rows
+
+    def positive(self, row: Row, column: str) -> float:
+        """Return a number above 0 from a row."""
+        value = row.get(column)
+        try:
+            number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+        except (ValueError, OverflowError):
+            number = math.nan
+        if not 1e-30 <= number <= 1e30:
+            shown = "nothing" if value in (None, "") else repr(value)
+            raise self.error(f"column {column} holds {shown} in a row, and must be a number above 0")
+        return number
+
+    def whole(self, row: Row, column: str) -> int:
+        """Return a whole number above 0 from a row."""
+        number = self.positive(row, column)
+        if number != int(number) or number > 2**31:
+            raise self.error(f"column {column} holds {number:g} in a row, and must be a whole number")
+        return int(number)
+
+    def quantity(self, row: Row, column: str, low: str = "low", high: str = "high") -> Quantity:
+        """Return a number above 0 with the interval of its row, or without one where the row has none."""
+        value = self.positive(row, column)
+        if row.get(low) in (None, "") and row.get(high) in (None, ""):
+            return Quantity.exact(value)
+        ends = (self.positive(row, low), self.positive(row, high))
+        try:
+            return Quantity(value, *ends)
+        except ValueError as error:
+            raise self.error(f"column {column} {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class GivenEpochs:
-    """Epochs as a file gives them.
+    """Epochs by global batch as a file gives them.
 
-    Attributes:
-        law: by global batch.
-        fit: where the law is a noise scale that was fitted here.
-        num_samples: of an epoch, where the file says it.
+    `fit` is that of a noise scale that was fitted here, `num_samples` that of an epoch, where the file has it.
     """
 
-    law: EpochTable | NoiseScale
+    law: Epochs
     fit: NoiseFit | None = None
     num_samples: int | None = None
 
@@ -53,50 +115,34 @@ def read_epochs(path: Path) -> GivenEpochs:
     Raises:
         ConfigError: a file that cannot be read, a number that is none, or runs without a noise scale.
     """
-    document = read_document(EPOCHS, path)
-    num_samples = whole(EPOCHS, path, document, "samples_per_epoch") if document.get("samples_per_epoch") else None
+    file = _File(EPOCHS, path)
+    document = file.document()
+    num_samples = file.whole(document, "samples_per_epoch") if document.get("samples_per_epoch") else None
     model = document.get("model", NOISE_SCALE if "e_min" in document else TABLE)
     if model not in (TABLE, NOISE_SCALE):
-        raise ConfigError(EPOCHS, path, f"model {model}: {one_of((TABLE, NOISE_SCALE))}")
+        raise file.error(f"model {model}: {one_of((TABLE, NOISE_SCALE))}")
     if "e_min" in document:
-        law = NoiseScale(
-            quantity(EPOCHS, path, document, "e_min", "e_min_low", "e_min_high"),
-            quantity(EPOCHS, path, document, "b_crit", "b_crit_low", "b_crit_high"),
-        )
-        return GivenEpochs(law, None, num_samples)
-    rows = rows_of(EPOCHS, path, document, "runs", "rows")
+        e_min, b_crit = (file.quantity(document, name, f"{name}_low", f"{name}_high") for name in ("e_min", "b_crit"))
+        return GivenEpochs(NoiseScale(e_min, b_crit), None, num_samples)
+    rows = file.rows(document, "runs")
     if model == NOISE_SCALE:
-        fit = fit_noise_scale(
-            [
-                EpochRun(positive(EPOCHS, path, row, "global_batch"), positive(EPOCHS, path, row, "epochs"))
-                for row in rows
-            ]
-        )
+        fit = fit_noise_scale([(file.positive(row, "global_batch"), file.positive(row, "epochs")) for row in rows])
         return GivenEpochs(fit.law, fit, num_samples)
     by_batch: dict[float, list[Quantity]] = defaultdict(list)
     for row in rows:
-        by_batch[positive(EPOCHS, path, row, "global_batch")].append(quantity(EPOCHS, path, row, "epochs"))
-    table = EpochTable.of({batch: _pooled(found) for batch, found in by_batch.items()}, document.get("beyond") is True)
+        by_batch[file.positive(row, "global_batch")].append(file.quantity(row, "epochs"))
+    table = EpochTable.of({batch: _pooled(each) for batch, each in by_batch.items()}, document.get("beyond") is True)
     return GivenEpochs(table, None, num_samples)
 
 
-def _pooled(found: Sequence[Quantity]) -> Quantity:
-    """Return repetitions as one figure: their mean within their range."""
-    mean = sum(each.value for each in found) / len(found)
-    low, high = min(each.low for each in found), max(each.high for each in found)
+def _pooled(repetitions: Sequence[Quantity]) -> Quantity:
+    mean = sum(each.value for each in repetitions) / len(repetitions)
+    low, high = min(each.low for each in repetitions), max(each.high for each in repetitions)
     return Quantity(min(max(mean, low), high), low, high)
 
 
-@dataclass(frozen=True, slots=True)
-class GivenEfficiency:
-    """Scaling efficiency as a file gives it; `source` is the least real of what it stands on, or given."""
-
-    table: EfficiencyTable
-    source: str
-
-
-def read_efficiency(path: Path, schedule: str = "") -> GivenEfficiency:
-    """Read SE_N from a file.
+def read_efficiency(path: Path, schedule: str = "") -> tuple[EfficiencyTable, str]:
+    """Read SE_N from a file; return also its source: the least real of what it stands on, or given.
 
     The file is what `analysis scaling` wrote (its CSV, or its JSON), or has the columns workers and efficiency (low,
     high, ways).
@@ -108,87 +154,85 @@ def read_efficiency(path: Path, schedule: str = "") -> GivenEfficiency:
     Raises:
         ConfigError: a file that cannot be read, no weak scaling in it, or several schedules and none is the run's.
     """
-    document = read_document(EFFICIENCY, path)
-    rows = rows_of(EFFICIENCY, path, document, "points", "rows")
-    by_ways: dict[int, dict[int, Quantity]] = defaultdict(dict)
+    file = _File(EFFICIENCY, path)
+    rows = file.rows(file.document(), "points")
+    known: dict[int, dict[int, Quantity]] = defaultdict(dict)
     if "efficiency" in rows[0]:
         for row in rows:
-            ways = whole(EFFICIENCY, path, row, "ways") if row.get("ways") not in (None, "") else 1
-            by_ways[ways][whole(EFFICIENCY, path, row, "workers")] = quantity(EFFICIENCY, path, row, "efficiency")
-        return GivenEfficiency(EfficiencyTable(dict(by_ways)), "given")
-    kept = _of_schedule(path, rows, schedule)
-    lengths = [whole(EFFICIENCY, path, row, "partitions") for row in kept]
-    known, sources = {}, set()
-    for ways in sorted(set(lengths)):
-        table = _weak(path, [row for row, length in zip(kept, lengths, strict=True) if length == ways])
+            degree = file.whole(row, "ways") if row.get("ways") not in (None, "") else 1
+            known[degree][file.whole(row, "workers")] = file.quantity(row, "efficiency")
+        return EfficiencyTable(dict(known)), "given"
+    by_degree: dict[int, list[Row]] = defaultdict(list)
+    for row in _rows_of_schedule(file, rows, schedule):
+        by_degree[file.whole(row, "partitions")].append(row)
+    sources = set()
+    for degree, pipelines in sorted(by_degree.items()):
+        table = _weak_scaling(file, pipelines)
         if len(table) > 1:
-            known[ways] = {replicas: efficiency for replicas, (_, efficiency) in table.items()}
+            known[degree] = {replicas: efficiency for replicas, (_, efficiency) in table.items()}
             sources |= {source for source, _ in table.values()}
     if not known:
-        raise ConfigError(
-            EFFICIENCY, path, "must hold two numbers of replicas or more of pipelines of one length",
+        raise file.error(
+            "must hold two numbers of replicas or more of pipelines of one length",
             "run a study of weak scaling over parallel.replicas",
-        )  # fmt: skip
-    return GivenEfficiency(EfficiencyTable(known), SOURCES[max(sources)])
+        )
+    return EfficiencyTable(dict(known)), SOURCES[max(sources)]
 
 
-def _of_schedule(path: Path, rows: Sequence[Row], schedule: str) -> Sequence[Row]:
+def _rows_of_schedule(file: _File, rows: Sequence[Row], schedule: str) -> Sequence[Row]:
     lines = [str(row.get("schedule", "")).split(", pipelines of ")[0] for row in rows]
     kept = lines if len(set(lines)) == 1 else [line for line in lines if line.split(",")[0] == schedule]
     if len(set(kept)) != 1:
-        raise ConfigError(
-            EFFICIENCY,
-            path,
-            f"must hold {schedule} once, or one schedule alone: it holds {', '.join(sorted(set(lines)))}",
-        )
+        held = ", ".join(sorted(set(lines)))
+        raise file.error(f"must hold {schedule} once, or one schedule alone: it holds {held}")
     return [row for row, line in zip(rows, lines, strict=True) if line == kept[0]]
 
 
-def _weak(path: Path, rows: Sequence[Row]) -> dict[int, tuple[int, Quantity]]:
-    """Return by replicas the place of the source in SOURCES and SE_N, of pipelines of one length."""
+def _weak_scaling(file: _File, rows: Sequence[Row]) -> dict[int, tuple[int, Quantity]]:
+    """Return by replicas the index of the source in SOURCES and SE_N, of pipelines of one length."""
     best: dict[int, tuple[int, float, float]] = {}
     for row in rows:
-        replicas = whole(EFFICIENCY, path, row, "replicas")
+        replicas = file.whole(row, "replicas")
         source = str(row.get("source", SOURCES[-1]))
         if source not in SOURCES:
-            raise ConfigError(EFFICIENCY, path, f"source {source}: {one_of(SOURCES)}")
-        batch = positive(EFFICIENCY, path, row, "images_per_step") / replicas
-        found = (SOURCES.index(source), batch, positive(EFFICIENCY, path, row, "step_median_s"))
-        best[replicas] = min(best.get(replicas, found), found)
+            raise file.error(f"source {source}: {one_of(SOURCES)}")
+        batch = file.positive(row, "images_per_step") / replicas
+        point = (SOURCES.index(source), batch, file.positive(row, "step_median_s"))
+        best[replicas] = min(best.get(replicas, point), point)
     _, batch, base_s = best[min(best)]
     if any(abs(other / batch - 1.0) > SAME for _, other, _ in best.values()):
-        raise ConfigError(
-            EFFICIENCY, path, "must be of weak scaling: the images of a step and replica change with the replicas",
+        raise file.error(
+            "must be of weak scaling: the images of a step and replica change with the replicas",
             "keep parallel.micro_batches and parallel.micro_batch_size",
-        )  # fmt: skip
+        )
     return {replicas: (source, Quantity.exact(base_s / step_s)) for replicas, (source, _, step_s) in best.items()}
 
 
-def speedups_of(text: str) -> Mapping[int, Quantity]:
+def read_speedups(text: str) -> Mapping[int, Quantity]:
     """Read SU^M as `M:VALUE,...`, or with the ends of its 95 % interval `M:LOW:VALUE:HIGH`.
 
     Raises:
-        ConfigError: another form, ways below 2, or a speed-up that is no number above 0.
+        ConfigError: another form, a degree below 2, or a speed-up that is no number above 0.
     """
-    found: dict[int, Quantity] = {}
+    speedups: dict[int, Quantity] = {}
     for word in text.split(","):
         try:
-            ways, *numbers = word.split(":")
+            first, *numbers = word.split(":")
             figures = [float(number) for number in numbers]
             low, value, high = figures if len(figures) == 3 else figures * 3
-            number_of_ways, speedup = int(ways), Quantity(value, low, high)
+            degree, speedup = int(first), Quantity(value, low, high)
         except ValueError as error:
             raise ConfigError(
                 SPEEDUP, text, "must be M:VALUE,... or M:LOW:VALUE:HIGH,...", "for example 2:1.32,4:1.9"
             ) from error
-        if not 2 <= number_of_ways <= MAX_WAYS or number_of_ways in found:
-            raise ConfigError(SPEEDUP, text, f"must name each of its ways once, from 2 to {MAX_WAYS}")
-        found[number_of_ways] = speedup
-    return found
+        if not 2 <= degree <= MAX_DEGREE or degree in speedups:
+            raise ConfigError(SPEEDUP, text, f"must name each of its ways once, from 2 to {MAX_DEGREE}")
+        speedups[degree] = speedup
+    return speedups
 
 
 def epochs_json(given: GivenEpochs) -> dict[str, Any]:
-    """Return what epochs a plan stands on, as plain data."""
+    """Return the epochs that a plan is based on, as plain data."""
     law = given.law
     if isinstance(law, EpochTable):
         return {
@@ -204,7 +248,7 @@ def epochs_json(given: GivenEpochs) -> dict[str, Any]:
         answer |= {name: each.value, f"{name}_low": each.low, f"{name}_high": each.high}
     if given.fit is not None:
         answer["runs"] = [
-            {"global_batch": run.global_batch, "epochs": run.epochs, "residual": residual}
-            for run, residual in zip(given.fit.runs, given.fit.residuals, strict=True)
+            {"global_batch": batch, "epochs": epochs, "residual": residual}
+            for (batch, epochs), residual in zip(given.fit.runs, given.fit.residuals, strict=True)
         ]
     return answer

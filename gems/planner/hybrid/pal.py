@@ -1,6 +1,4 @@
-"""The projections of Pal et al. (IEEE Micro 39(5), 2019, arXiv 1907.13257).
-
-Their inputs, each with how well it is known.
+"""The projections of Pal et al. (IEEE Micro 39(5), 2019, arXiv 1907.13257): inputs, each with how well it is known.
 
 The abstract gives three gains of hybrid over data parallelism alone, "at least", and is confirmed from its text. What
 they were reckoned from is recalled from the paper and has not been checked against it, and for two networks the growth
@@ -14,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gems.planner.hybrid.break_even import Crossing, crossing
 from gems.planner.hybrid.device_allocation import device_counts
-from gems.planner.hybrid.end_to_end_time import HybridCase
-from gems.planner.hybrid.epochs import EpochTable, NoiseScale
-from gems.planner.hybrid.noise_scale_fit import EpochRun, fit_noise_scale
+from gems.planner.hybrid.end_to_end_time import BreakEven, HybridCase, break_even
+from gems.planner.hybrid.epochs import EpochTable, NoiseScale, fit_noise_scale
 from gems.planner.hybrid.quantity import Quantity
+from gems.utils.units import counted
 
-WAYS = 2
+DEGREE = 2
 # The epochs of the network whose numbers are recalled are flat below so many devices.
 GROWN_FROM = 32
 ABSTRACT = (
@@ -79,8 +76,8 @@ class Published:
     devices: int
     gain: float
     mark: Mark
-    devices_mark: Mark
     source: str
+    devices_mark: Mark = Mark.RECALLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,115 +106,97 @@ class Network:
         """The planner's case: SE is 1, and epochs between two numbers of devices are interpolated."""
         batch = self.worker_batch.value
         table = EpochTable.of({batch * devices: each.quantity for devices, each in self.epochs.items()})
-        return HybridCase(batch, table, {WAYS: self.speedup.quantity})
+        return HybridCase(batch, table, {DEGREE: self.speedup.quantity})
 
     @property
     def devices(self) -> tuple[int, ...]:
         """Number of devices at which both ways of spending them are known."""
         known = sorted(self.epochs)
-        return tuple(count for count in device_counts((), known[-1]) if count // WAYS >= known[0])
+        return tuple(count for count in device_counts((), known[-1]) if count // DEGREE >= known[0])
 
     @property
     def needed_ratio(self) -> float:
         """How much a doubling of the workers must multiply the epochs by for two-way workers to win, where SE is 1."""
-        return WAYS / self.speedup.value
+        return DEGREE / self.speedup.value
 
+    @property
     def verdict(self) -> Verdict:
-        """Return whether the gain is reckoned from inputs that were not derived from it."""
+        """Whether the gain is reckoned from inputs that were not derived from it."""
         is_derived = any(each.mark is Mark.DERIVED for each in self.inputs)
         return Verdict.CONSISTENT if is_derived else Verdict.REPRODUCED
 
+    def break_even(self, draws: Sequence[HybridCase] = ()) -> BreakEven:
+        """Find where two-way workers become faster on the network's own epochs."""
+        return break_even(self.case, DEGREE, self.devices, draws)
 
-def _rounded(name: str, unit: str, value: float, half: float, mark: Mark) -> Input:
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The noise scale that the epochs imply, or None where they have none.
+
+        Of numbers it is fitted to those that grow, of a ratio r from N to 2 N workers solved:
+        B_crit = N b (2 - r) / (r - 1). A ratio of 2 or more is beyond the law: its steps are saturated.
+        """
+        batch = self.worker_batch.value
+        if not self.is_ratio:
+            grown = [(devices * batch, each.value) for devices, each in self.epochs.items() if devices >= GROWN_FROM]
+            return fit_noise_scale(grown).law
+        workers, doubled = sorted(self.epochs)
+        ratio = self.epochs[doubled].value
+        critical = workers * batch * (2.0 - ratio) / (ratio - 1.0)
+        if critical <= 1e-9:
+            return None
+        least = 1.0 / (1.0 + workers * batch / critical)
+        return NoiseScale(Quantity.exact(least), Quantity.exact(critical))
+
+    @property
+    def noise_break_even(self) -> float | None:
+        """Where two-way workers win by the noise scale, in devices; None where there is none.
+
+        With SE = 1 the criterion SU (1 + x) > M + x, x = devices b / B_crit, turns at x = (M - SU) / (SU - 1).
+        """
+        law, speedup = self.noise_scale, self.speedup.value
+        if law is None or speedup <= 1.0:
+            return None
+        return (DEGREE - speedup) / (speedup - 1.0) * law.critical_batch.value / self.worker_batch.value
+
+
+def _input(name: str, unit: str, value: float, mark: Mark, half: float = 0.0) -> Input:
     return Input(name, unit, value, value - half, value + half, mark)
 
 
-def _exact(name: str, unit: str, value: float, mark: Mark) -> Input:
-    return Input(name, unit, value, value, value, mark)
-
-
 def _speedup(value: float) -> Input:
-    return _rounded("SU^2", "1", value, 0.005, Mark.RECALLED)
+    return _input("SU^2", "1", value, Mark.RECALLED, 0.005)
 
 
 def _batch(value: float) -> Input:
-    return _exact("batch of a worker", "samples", value, Mark.DOUBTFUL)
+    return _input("batch of a worker", "samples", value, Mark.DOUBTFUL)
 
 
-def _derived(workers: int, gain: float, half: float, speedup: Input, digits: int) -> dict[int, Input]:
-    """Return what the epochs must grow by from `workers` to twice as many for a published gain.
-
-    Circular, and marked so.
-    """
-    low, value, high = (WAYS * (1.0 + each) / speedup.value for each in (gain - half, gain, gain + half))
-    name = f"epochs on {WAYS * workers} devices over those on {workers}"
+def _derived(workers: int, gain: float, speedup: float) -> dict[int, Input]:
+    """Return what the epochs must grow by from `workers` to twice as many for a published gain: circular."""
+    low, value, high = (DEGREE * (1.0 + each) / speedup for each in (gain - 0.005, gain, gain + 0.005))
+    name = f"epochs on {DEGREE * workers} devices over those on {workers}"
     return {
-        workers: _exact(f"epochs on {workers} devices", "1", 1.0, Mark.UNIT),
-        WAYS * workers: Input(name, "1", round(value, digits), low, high, Mark.DERIVED, "SU^2 and the published gain"),
+        workers: _input(f"epochs on {workers} devices", "1", 1.0, Mark.UNIT),
+        DEGREE * workers: Input(name, "1", round(value, 3), low, high, Mark.DERIVED, "SU^2 and the published gain"),
     }
 
 
-EFFICIENCY = _exact("scaling efficiency", "1", 1.0, Mark.ASSUMED)
-_INCEPTION, _GNMT, _BIGLSTM = _speedup(1.32), _speedup(1.15), _speedup(1.22)
-
-
-def _inception_epochs(devices: int, epochs: int) -> Input:
-    name = f"epochs on {devices} device" + ("" if devices == 1 else "s")
-    return _rounded(name, "epochs", epochs, 0.5, Mark.RECALLED)
-
-
+EFFICIENCY = _input("scaling efficiency", "1", 1.0, Mark.ASSUMED)
 NETWORKS: tuple[Network, ...] = (
     Network(
-        "Inception-V3", "DLPlacer", _INCEPTION, _batch(64.0),
-        {devices: _inception_epochs(devices, epochs)
+        "Inception-V3", "DLPlacer", _speedup(1.32), _batch(64.0),
+        {devices: _input(f"epochs on {counted(devices, 'device')}", "epochs", epochs, Mark.RECALLED, 0.5)
          for devices, epochs in ((1, 4), (32, 4), (64, 7), (128, 12), (256, 23))},
         is_ratio=False,
-        published=(
-            Published(256, 0.265, Mark.CONFIRMED, Mark.RECALLED, ABSTRACT),
-            Published(64, 0.155, Mark.RECALLED, Mark.RECALLED, BODY),
-        ),
+        published=(Published(256, 0.265, Mark.CONFIRMED, ABSTRACT), Published(64, 0.155, Mark.RECALLED, BODY)),
     ),
     Network(
-        "GNMT", "pipeline", _GNMT, _batch(128.0), _derived(128, 0.08, 0.005, _GNMT, 3), is_ratio=True,
-        published=(Published(256, 0.08, Mark.CONFIRMED, Mark.RECALLED, ABSTRACT),),
+        "GNMT", "pipeline", _speedup(1.15), _batch(128.0), _derived(128, 0.08, 1.15), is_ratio=True,
+        published=(Published(256, 0.08, Mark.CONFIRMED, ABSTRACT),),
     ),
     Network(
-        "BigLSTM", "pipeline", _BIGLSTM, _batch(64.0), _derived(16, 0.22, 0.005, _BIGLSTM, 3), is_ratio=True,
-        published=(Published(32, 0.22, Mark.CONFIRMED, Mark.RECALLED, ABSTRACT),),
+        "BigLSTM", "pipeline", _speedup(1.22), _batch(64.0), _derived(16, 0.22, 1.22), is_ratio=True,
+        published=(Published(32, 0.22, Mark.CONFIRMED, ABSTRACT),),
     ),
 )  # fmt: skip
-
-
-def crossing_of(network: Network, draws: Sequence[HybridCase] = ()) -> Crossing:
-    """Find where two-way workers become faster on a network's own epochs."""
-    return crossing(network.case, WAYS, network.devices, draws)
-
-
-def noise_scale_of(network: Network) -> NoiseScale | None:
-    """Return the noise scale that a network's epochs imply, or None where they have none.
-
-    Of numbers it is fitted to those that grow, of a ratio r from N to 2 N workers solved: B_crit = N b (2 - r) / (r -
-    1). A ratio of 2 or more is beyond the law: its steps are saturated.
-    """
-    batch = network.worker_batch.value
-    if not network.is_ratio:
-        grown = [(devices, each.value) for devices, each in network.epochs.items() if devices >= GROWN_FROM]
-        return fit_noise_scale([EpochRun(devices * batch, epochs) for devices, epochs in grown]).law
-    workers, doubled = sorted(network.epochs)
-    ratio = network.epochs[doubled].value
-    critical = workers * batch * (2.0 - ratio) / (ratio - 1.0)
-    if critical <= 1e-9:
-        return None
-    least = 1.0 / (1.0 + workers * batch / critical)
-    return NoiseScale(Quantity.exact(least), Quantity.exact(critical))
-
-
-def noise_crossing(network: Network) -> float | None:
-    """Return where two-way workers win by the noise scale, in devices; None where there is none.
-
-    With SE = 1 the criterion SU (1 + x) > M + x, x = devices b / B_crit, turns at x = (M - SU) / (SU - 1).
-    """
-    law, speedup = noise_scale_of(network), network.speedup.value
-    if law is None or speedup <= 1.0:
-        return None
-    return (WAYS - speedup) / (speedup - 1.0) * law.critical_batch.value / network.worker_batch.value

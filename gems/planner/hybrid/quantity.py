@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,11 +33,6 @@ class Quantity:
         """Return a figure without uncertainty."""
         return cls(value, value, value)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the interval is the value alone."""
-        return self.low == self.high
-
     def at(self, deviate: float) -> float:
         """Return the figure for a standard normal deviate: 0 gives the value, -Z95 and Z95 the ends of the interval.
 
@@ -47,11 +43,32 @@ class Quantity:
 
     def drawn(self, rng: np.random.Generator) -> Quantity:
         """Return one exact figure drawn from the interval's distribution."""
-        return self if self.is_exact else Quantity.exact(self.at(float(rng.standard_normal())))
+        return self if self.low == self.high else Quantity.exact(self.at(float(rng.standard_normal())))
 
     def scaled(self, factor: float) -> Quantity:
         """Return the figure and its interval times a positive factor."""
         return Quantity(self.value * factor, self.low * factor, self.high * factor)
+
+
+def drawn(given: Any, rng: np.random.Generator) -> Any:
+    """Return a value with each figure in it drawn independently.
+
+    These are quantities, in mappings, tuples and dataclasses; one with a method `drawn` of its own draws by that.
+    """
+    if hasattr(given, "drawn"):
+        return given.drawn(rng)
+    if isinstance(given, Mapping):
+        return {key: drawn(each, rng) for key, each in given.items()}
+    if isinstance(given, tuple):
+        return tuple(drawn(each, rng) for each in given)
+    if is_dataclass(given) and not isinstance(given, type):
+        return replace(given, **{each.name: drawn(getattr(given, each.name), rng) for each in fields(given)})
+    return given
+
+
+def is_exact(given: Any) -> bool:
+    """Return whether no figure in a value has an interval, so that every draw is the value itself."""
+    return bool(drawn(given, np.random.default_rng(0)) == given)
 
 
 def band(value: float, draws: Sequence[float]) -> Quantity:

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gems.errors import ConfigError
-from gems.planner.hybrid.epochs import EpochTable, EqualEpochs, NoiseScale
-from gems.planner.hybrid.noise_scale_fit import EpochRun, fit_noise_scale
-from gems.planner.hybrid.quantity import Z95, Quantity, band
+from gems.planner.hybrid.epochs import EQUAL_EPOCHS, EpochTable, NoiseScale, fit_noise_scale
+from gems.planner.hybrid.quantity import Z95, Quantity, band, is_exact
 
 TABLE = EpochTable.of({2048: 4, 4096: 7, 8192: 12, 16384: 23})
 
@@ -65,7 +64,7 @@ def test_draws_of_a_quantity_have_its_interval() -> None:
     rng = np.random.default_rng(0)
     found = band(2.0, [each.drawn(rng).value for _ in range(4000)])
     assert (found.low, found.high) == pytest.approx((1.0, 3.0), rel=0.06)
-    assert Quantity.exact(2.0).drawn(rng).value == 2.0 and band(1.0, []).is_exact
+    assert Quantity.exact(2.0).drawn(rng).value == 2.0 and is_exact(band(1.0, []))
 
 
 def test_draws_of_a_noise_scale_are_correlated() -> None:
@@ -84,7 +83,7 @@ def test_draws_of_a_noise_scale_are_correlated() -> None:
 def test_the_fit_finds_what_was_planted(least: float, critical: float, spots: set[int]) -> None:
     law = NoiseScale(Quantity.exact(least), Quantity.exact(critical))
     batches = [critical * 2.0**spot for spot in spots]
-    fit = fit_noise_scale([EpochRun(batch, law.epochs(batch)) for batch in batches])
+    fit = fit_noise_scale([(batch, law.epochs(batch)) for batch in batches])
     assert fit.law.least_epochs.value == pytest.approx(least, rel=1e-6)
     assert fit.law.critical_batch.value == pytest.approx(critical, rel=1e-6)
     assert max(map(abs, fit.residuals)) < 1e-6
@@ -99,7 +98,7 @@ def test_intervals_of_noisy_runs_hold_the_planted_figures() -> None:
     for _ in range(num):
         noise = np.exp(0.05 * rng.standard_normal(len(batches)))
         found = fit_noise_scale(
-            [EpochRun(batch, law.epochs(batch) * each) for batch, each in zip(batches, noise, strict=True)]
+            [(batch, law.epochs(batch) * each) for batch, each in zip(batches, noise, strict=True)]
         ).law
         least += found.least_epochs.low <= 3.0 <= found.least_epochs.high
         critical += found.critical_batch.low <= 500.0 <= found.critical_batch.high
@@ -108,8 +107,8 @@ def test_intervals_of_noisy_runs_hold_the_planted_figures() -> None:
 
 
 def test_two_runs_have_no_interval() -> None:
-    law = fit_noise_scale([EpochRun(64, 2.0), EpochRun(128, 3.0)]).law
-    assert law.is_exact
+    law = fit_noise_scale([(64, 2.0), (128, 3.0)]).law
+    assert is_exact(law)
     assert (law.least_epochs.value, law.critical_batch.value) == pytest.approx((1.0, 64.0))
 
 
@@ -125,10 +124,10 @@ def test_two_runs_have_no_interval() -> None:
 )
 def test_runs_without_a_noise_scale_are_refused(runs: list[tuple[float, float]], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        fit_noise_scale([EpochRun(*run) for run in runs])
+        fit_noise_scale(runs)
 
 
 def test_a_law_is_extrapolated_from_four_times_its_runs_on() -> None:
-    law = fit_noise_scale([EpochRun(64, 2.0), EpochRun(128, 3.0)]).law
+    law = fit_noise_scale([(64, 2.0), (128, 3.0)]).law
     assert [law.is_extrapolated(batch) for batch in (15, 16, 512, 513)] == [True, False, False, True]
-    assert not EqualEpochs().is_extrapolated(1e9) and EqualEpochs().epochs(5.0) == 1.0
+    assert not EQUAL_EPOCHS.is_extrapolated(1e9) and EQUAL_EPOCHS.epochs(5.0) == 1.0

@@ -1,4 +1,4 @@
-"""The planner of Pal et al.: the criterion, crossings and the best workers x ways against brute force."""
+"""The planner of Pal et al.: the criterion, crossings and the best workers x degree against brute force."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gems.errors import ConfigError
-from gems.planner.hybrid.break_even import crossing
 from gems.planner.hybrid.device_allocation import NEARLY, Choice, device_counts, picks, plan_hybrid
-from gems.planner.hybrid.efficiency import EfficiencyTable, IdealEfficiency
-from gems.planner.hybrid.end_to_end_time import HybridCase
-from gems.planner.hybrid.epochs import EpochTable, NoiseScale
-from gems.planner.hybrid.noise_scale_fit import EpochRun, fit_noise_scale
-from gems.planner.hybrid.quantity import Quantity
+from gems.planner.hybrid.end_to_end_time import EfficiencyTable, HybridCase, break_even, ideal_efficiency
+from gems.planner.hybrid.epochs import EpochTable, NoiseScale, fit_noise_scale
+from gems.planner.hybrid.quantity import Quantity, drawn, is_exact
 
 EXACT = Quantity.exact
 COUNTS = tuple(2**k for k in range(9))
@@ -30,7 +27,7 @@ def cases(draw: st.DrawFn) -> tuple[HybridCase, dict[float, float], dict[int, fl
     epochs = {batch * count: draw(POSITIVE) for count in COUNTS}
     efficiencies = {count: draw(st.floats(0.05, 1.0)) for count in COUNTS}
     speedups = {
-        ways: EXACT(draw(st.floats(0.5, 8.0))) for ways in draw(st.sets(st.sampled_from([2, 4, 8]), min_size=1))
+        degree: EXACT(draw(st.floats(0.5, 8.0))) for degree in draw(st.sets(st.sampled_from([2, 4, 8]), min_size=1))
     }
     table = EfficiencyTable({1: {count: EXACT(each) for count, each in efficiencies.items()}})
     case = HybridCase(batch, EpochTable.of(epochs), speedups, table, EXACT(draw(POSITIVE)), draw(st.integers(1, 10**6)))
@@ -38,11 +35,11 @@ def cases(draw: st.DrawFn) -> tuple[HybridCase, dict[float, float], dict[int, fl
 
 
 def seconds(
-    case: HybridCase, epochs: dict[float, float], efficiencies: dict[int, float], workers: int, ways: int
+    case: HybridCase, epochs: dict[float, float], efficiencies: dict[int, float], workers: int, degree: int
 ) -> float:
     """C = T x S x E, each by its own definition."""
     assert case.step_s is not None and case.num_samples is not None
-    speedup = 1.0 if ways == 1 else case.speedups[ways].value
+    speedup = 1.0 if degree == 1 else case.speedups[degree].value
     step_s = case.step_s.value / speedup / efficiencies[workers]
     steps = case.num_samples / (workers * case.worker_batch)
     return step_s * steps * epochs[workers * case.worker_batch]
@@ -58,41 +55,43 @@ def test_best_and_criterion_are_those_of_brute_force(
     assert [row.devices for row in plan.rows] == list(COUNTS)
     for row in plan.rows:
         times = {
-            ways: seconds(case, *tables, row.devices // ways, ways) for ways in case.ways if row.devices % ways == 0
+            degree: seconds(case, *tables, row.devices // degree, degree)
+            for degree in case.degrees
+            if row.devices % degree == 0
         }
-        assert not row.left_out and {choice.ways for choice in row.choices} == set(times)
-        ordered = [times[choice.ways] for choice in row.choices]
+        assert not row.left_out and {choice.degree for choice in row.choices} == set(times)
+        ordered = [times[choice.degree] for choice in row.choices]
         assert ordered == pytest.approx(sorted(times.values()))
         for choice in row.choices:
             assert choice.time_s is not None and choice.gpu_hours is not None
-            assert choice.time_s.value == pytest.approx(times[choice.ways])
-            assert choice.gpu_hours.value == pytest.approx(times[choice.ways] * row.devices / 3600)
-            if choice.ways == 1:
+            assert choice.time_s.value == pytest.approx(times[choice.degree])
+            assert choice.gpu_hours.value == pytest.approx(times[choice.degree] * row.devices / 3600)
+            if choice.degree == 1:
                 assert choice.gain is None
                 continue
             assert choice.gain is not None
-            assert choice.gain.value == pytest.approx(times[1] / times[choice.ways])
+            assert choice.gain.value == pytest.approx(times[1] / times[choice.degree])
             if choice.gain.value != pytest.approx(1.0):
-                wins = case.speedup(choice.ways) > case.threshold(choice.workers, choice.ways)
-                assert wins == (times[choice.ways] < times[1])
+                wins = case.speedup(choice.degree) > case.threshold(choice.workers, choice.degree)
+                assert wins == (times[choice.degree] < times[1])
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_the_crossing_is_where_a_scan_finds_it(given_: tuple[HybridCase, dict[float, float], dict[int, float]]) -> None:
     case, *_ = given_
-    for ways in case.ways[1:]:
-        found = crossing(case, ways, COUNTS)
-        gains = {count: case.gain(count // ways, ways) for count in COUNTS if count % ways == 0}
+    for degree in case.degrees[1:]:
+        found = break_even(case, degree, COUNTS)
+        gains = {count: case.gain(count // degree, degree) for count in COUNTS if count % degree == 0}
         later = [count for count in gains if all(gains[other] > 1.0 for other in gains if other >= count)]
         assert found.listed == (min(later) if later else None)
         if not later:
             assert found.devices is None and found.below == max(gains)
         elif found.below is not None:
             assert found.devices is not None and found.below < found.devices <= min(later)
-            assert case.gain(found.devices // ways, ways) > 1.0
-            before = found.devices - ways
-            assert before == 0 or case.gain(before // ways, ways) <= 1.0
+            assert case.gain(found.devices // degree, degree) > 1.0
+            before = found.devices - degree
+            assert before == 0 or case.gain(before // degree, degree) <= 1.0
         else:
             assert found.devices == min(gains)
 
@@ -104,15 +103,15 @@ def test_the_crossing_under_a_noise_scale_is_the_closed_form(speedup: float, cri
     case = HybridCase(batch, law, {2: EXACT(speedup)})
     place = (2.0 - speedup) / (speedup - 1.0) * critical / batch
     assume(2 < place < 4000 and abs(place / 2 - round(place / 2)) > 1e-6)
-    found = crossing(case, 2, device_counts((2,), 4096))
+    found = break_even(case, 2, device_counts((2,), 4096))
     assert found.devices == 2 * math.ceil(place / 2)
 
 
 def test_equal_epochs_and_no_losses_leave_data_parallelism_first() -> None:
     case = HybridCase(8.0, EpochTable.of({8: 4, 8192: 4}), {2: EXACT(1.9), 4: EXACT(3.9)})
-    plan = plan_hybrid(case, device_counts(case.ways, 1024))
-    assert all(row.choices[0].ways == 1 for row in plan.rows)
-    assert [(each.devices, each.below) for each in plan.crossings] == [(None, 1024), (None, 1024)]
+    plan = plan_hybrid(case, device_counts(case.degrees, 1024))
+    assert all(row.choices[0].degree == 1 for row in plan.rows)
+    assert [(each.devices, each.below) for each in plan.break_evens] == [(None, 1024), (None, 1024)]
     assert plan.base == (1, 1)
     assert [row.choices[0].speedup.value for row in plan.rows] == pytest.approx([row.devices for row in plan.rows])
     assert all(choice.time_s is None for row in plan.rows for choice in row.choices), "no step time was given"
@@ -121,26 +120,26 @@ def test_equal_epochs_and_no_losses_leave_data_parallelism_first() -> None:
 def test_ways_that_are_no_power_of_two_have_numbers_of_their_own() -> None:
     assert device_counts((2, 3), 12) == (1, 2, 3, 4, 6, 8, 12)
     case = HybridCase(1.0, NoiseScale(EXACT(1.0), EXACT(4.0)), {3: EXACT(2.9)})
-    rows = {row.devices: {choice.ways for choice in row.choices} for row in plan_hybrid(case, (1, 3, 4, 6)).rows}
+    rows = {row.devices: {choice.degree for choice in row.choices} for row in plan_hybrid(case, (1, 3, 4, 6)).rows}
     assert rows == {1: {1}, 3: {1, 3}, 4: {1}, 6: {1, 3}}
 
 
 def test_what_does_not_fit_is_left_out_with_its_reason() -> None:
     case = HybridCase(8.0, EpochTable.of({8: 4, 4096: 9}), {2: EXACT(1.5), 4: EXACT(2.0)}, misfits={1: "too large"})
     plan = plan_hybrid(case, (1, 2, 4, 1024))
-    assert plan.base == (1, 2) and plan.crossings == ()
+    assert plan.base == (1, 2) and plan.break_evens == ()
     assert [set(row.left_out) for row in plan.rows] == [{1}, {1}, {1}, {1}]
     assert plan.rows[0].choices == () and plan.rows[0].left_out[1] == "too large"
     assert all(choice.gain is None for row in plan.rows for choice in row.choices)
     only_two = plan_hybrid(HybridCase(8.0, case.epochs, case.speedups, misfits={2: "no"}), (4, 8))
-    assert [each.ways for each in only_two.crossings] == [4]
+    assert [each.degree for each in only_two.break_evens] == [4]
 
 
 def test_unknown_epochs_are_left_out_and_nothing_known_is_refused() -> None:
     case = HybridCase(8.0, EpochTable.of({16: 4, 64: 9}), {2: EXACT(1.5)})
     rows = {row.devices: row for row in plan_hybrid(case, (1, 2, 4, 8, 16, 32)).rows}
     assert rows[1].choices == () and "16 to 64" in rows[1].left_out[1]
-    assert [choice.ways for choice in rows[16].choices] == [2] and set(rows[16].left_out) == {1}
+    assert [choice.degree for choice in rows[16].choices] == [2] and set(rows[16].left_out) == {1}
     assert rows[16].choices[0].gain is None and rows[32].choices == ()
     with pytest.raises(ConfigError, match=r"nothing to weigh.*16 to 64"):
         plan_hybrid(case, (128, 256))
@@ -154,7 +153,7 @@ def test_bands_hold_the_value_and_grow_with_the_inputs() -> None:
         (each,) = (choice.gain for choice in found if choice.gain is not None)
         return each
 
-    assert gain(1.0).is_exact and gain(1.0).value == pytest.approx(1.5 / 2 * 7 / 4)
+    assert is_exact(gain(1.0)) and gain(1.0).value == pytest.approx(1.5 / 2 * 7 / 4)
     narrow, wide = gain(1.1), gain(1.4)
     assert narrow.value == wide.value == gain(1.0).value
     assert wide.low < narrow.low < narrow.value < narrow.high < wide.high
@@ -164,23 +163,23 @@ def test_bands_hold_the_value_and_grow_with_the_inputs() -> None:
 def test_the_crossing_has_a_band() -> None:
     law = NoiseScale(Quantity(3.0, 2.9, 3.1), Quantity(1000.0, 500.0, 2000.0))
     case = HybridCase(8.0, law, {2: EXACT(1.5)})
-    (found,) = plan_hybrid(case, device_counts((2,), 4096)).crossings
+    (found,) = plan_hybrid(case, device_counts((2,), 4096)).break_evens
     assert found.devices == 126 and found.low is not None and found.high is not None
     assert (found.low, found.high) == pytest.approx((62.5, 250.0), rel=0.2)
-    unlikely = plan_hybrid(HybridCase(8.0, law, {2: EXACT(1.5)}), (2, 64, 128)).crossings[0]
+    unlikely = plan_hybrid(HybridCase(8.0, law, {2: EXACT(1.5)}), (2, 64, 128)).break_evens[0]
     assert unlikely.high is None, "some draws do not cross within 128 devices"
 
 
 def test_efficiency_between_known_numbers_and_ways() -> None:
     table = EfficiencyTable({1: {1: EXACT(1.0), 4: EXACT(0.8)}, 4: {2: EXACT(0.9), 8: EXACT(0.7)}})
-    assert table.of(2, 1) == pytest.approx(0.9) == table.of(2, 2) == table.of(2, 8)
-    assert table.of(4, 4) == pytest.approx(0.8) and table.of(1, 4) == 1.0
+    assert table(2, 1) == pytest.approx(0.9) == table(2, 2) == table(2, 8)
+    assert table(4, 4) == pytest.approx(0.8) and table(1, 4) == 1.0
     with pytest.raises(ConfigError, match="known from 1 to 4 workers"):
-        table.of(8, 1)
-    assert IdealEfficiency().of(1024, 8) == 1.0
+        table(8, 1)
+    assert ideal_efficiency(1024, 8) == 1.0
     rng = np.random.default_rng(0)
     uncertain = EfficiencyTable({1: {1: Quantity(0.9, 0.8, 1.0)}})
-    assert not uncertain.is_exact and uncertain.drawn(rng).is_exact and uncertain.drawn(rng).of(1, 1) != 0.9
+    assert not is_exact(uncertain) and is_exact(drawn(uncertain, rng)) and drawn(uncertain, rng)(1, 1) != 0.9
 
 
 @settings(max_examples=60, deadline=None)
@@ -188,27 +187,27 @@ def test_efficiency_between_known_numbers_and_ways() -> None:
 def test_picks_are_the_least_of_all(given_: tuple[HybridCase, dict[float, float], dict[int, float]]) -> None:
     case, *tables = given_
     found = picks(plan_hybrid(case, COUNTS))
-    assert found is not None
+    assert found
     times = {
-        (count // ways, ways): seconds(case, *tables, count // ways, ways)
+        (count // degree, degree): seconds(case, *tables, count // degree, degree)
         for count in COUNTS
-        for ways in case.ways
-        if count % ways == 0
+        for degree in case.degrees
+        if count % degree == 0
     }
     hours = {pair: time_s * pair[0] * pair[1] for pair, time_s in times.items()}
     near = [pair for pair, time_s in times.items() if time_s <= NEARLY * min(times.values()) * (1 + 1e-12)]
 
     def at(choice: Choice) -> tuple[int, int]:
-        return choice.workers, choice.ways
+        return choice.workers, choice.degree
 
-    assert times[at(found.fastest)] == pytest.approx(min(times.values()))
-    assert hours[at(found.cheapest)] == pytest.approx(min(hours.values()))
-    assert hours[at(found.nearly_fastest)] == pytest.approx(min(hours[pair] for pair in near))
+    assert times[at(found["fastest"])] == pytest.approx(min(times.values()))
+    assert hours[at(found["cheapest"])] == pytest.approx(min(hours.values()))
+    assert hours[at(found["nearly_fastest"])] == pytest.approx(min(hours[pair] for pair in near))
 
 
 def test_picks_do_not_stand_on_what_nothing_checks() -> None:
-    law = fit_noise_scale([EpochRun(8, 2.0), EpochRun(64, 3.0)]).law
+    law = fit_noise_scale([(8, 2.0), (64, 3.0)]).law
     case = HybridCase(8.0, law, {2: EXACT(1.5)})
     found = picks(plan_hybrid(case, COUNTS))
-    assert found is not None and found.fastest.global_batch == 4 * 64
-    assert found.cheapest.devices == 1
+    assert found["fastest"].global_batch == 4 * 64
+    assert found["cheapest"].devices == 1

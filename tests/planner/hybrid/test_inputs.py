@@ -9,7 +9,7 @@ import pytest
 
 from gems.errors import ConfigError
 from gems.planner.hybrid.epochs import EpochTable, NoiseScale
-from gems.planner.hybrid.inputs import epochs_json, read_efficiency, read_epochs, speedups_of
+from gems.planner.hybrid.inputs import epochs_json, read_efficiency, read_epochs, read_speedups
 from gems.planner.hybrid.quantity import Quantity
 
 HEAD = "schedule,source,replicas,partitions,images_per_step,step_median_s\n"
@@ -89,10 +89,9 @@ def test_efficiency_from_a_scaling_study(tmp_path: Path) -> None:
     rows = ["1f1b,measured,1,2,16,1.0", "1f1b,measured,2,2,32,1.25", "1f1b,simulated,2,2,32,9.0",
     "1f1b,simulated,4,2,64,2.0",
             "1f1b,emulated,1,4,16,1.0", "1f1b,emulated,2,4,32,1.6"]  # fmt: skip
-    found = read_efficiency(written(tmp_path, HEAD + "\n".join(rows) + "\n"))
-    table = found.table
-    assert found.source == "simulated", "the least real of what counts"
-    assert {ways: {n: each.value for n, each in found.items()} for ways, found in table.by_ways.items()} == {
+    table, source = read_efficiency(written(tmp_path, HEAD + "\n".join(rows) + "\n"))
+    assert source == "simulated", "the least real of what counts"
+    assert {ways: {n: each.value for n, each in found.items()} for ways, found in table.by_degree.items()} == {
         2: {1: 1.0, 2: 0.8, 4: 0.5},
         4: {1: 1.0, 2: 0.625},
     }
@@ -108,16 +107,17 @@ def test_efficiency_of_the_runs_own_schedule_and_from_json(tmp_path: Path) -> No
     ]
     rows = [dict(zip(names, (line, "simulated", n, 2, images, step), strict=True)) for line, n, images, step in lines]
     path = written(tmp_path, json.dumps({"points": rows}), "scaling.json")
-    assert read_efficiency(path, "gpipe").table.of(2, 2) == 0.5
-    assert read_efficiency(path, "1f1b").table.of(2, 2) == pytest.approx(1 / 1.1)
+    assert read_efficiency(path, "gpipe")[0](2, 2) == 0.5
+    assert read_efficiency(path, "1f1b")[0](2, 2) == pytest.approx(1 / 1.1)
     with pytest.raises(ConfigError, match="must hold chimera once"):
         read_efficiency(path, "chimera")
 
 
 def test_plain_efficiency(tmp_path: Path) -> None:
-    found = read_efficiency(written(tmp_path, "workers,efficiency,low,high,ways\n1,1,,,\n8,.9,.85,.95,\n8,.8,,,4\n"))
-    table = found.table
-    assert found.source == "given" and table.by_ways[1][8] == Quantity(0.9, 0.85, 0.95) and table.of(8, 4) == 0.8
+    table, source = read_efficiency(
+        written(tmp_path, "workers,efficiency,low,high,ways\n1,1,,,\n8,.9,.85,.95,\n8,.8,,,4\n")
+    )
+    assert source == "given" and table.by_degree[1][8] == Quantity(0.9, 0.85, 0.95) and table(8, 4) == 0.8
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_bad_efficiencies_are_one_line(tmp_path: Path, text: str, why: str) -> N
 
 
 def test_speedups() -> None:
-    assert speedups_of("2:1.32,4:1.5:1.9:2") == {2: Quantity.exact(1.32), 4: Quantity(1.9, 1.5, 2.0)}
+    assert read_speedups("2:1.32,4:1.5:1.9:2") == {2: Quantity.exact(1.32), 4: Quantity(1.9, 1.5, 2.0)}
 
 
 @pytest.mark.parametrize(
@@ -149,4 +149,4 @@ def test_speedups() -> None:
 )
 def test_bad_speedups_are_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match="--speedup"):
-        speedups_of(text)
+        read_speedups(text)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from gems.planner.hybrid.pal import NETWORKS, WAYS, Mark, Network, Verdict, crossing_of, noise_crossing, noise_scale_of
+from gems.planner.hybrid.pal import DEGREE, NETWORKS, Mark, Network, Verdict
 
 INCEPTION, GNMT, BIGLSTM = NETWORKS
 
 
 def gain(network: Network, devices: int) -> float:
-    return network.case.gain(devices // WAYS, WAYS) - 1.0
+    return network.case.gain(devices // DEGREE, DEGREE) - 1.0
 
 
 @pytest.mark.parametrize(
@@ -37,20 +37,20 @@ def test_gains_follow_their_inputs_and_not_the_printed_figures() -> None:
 
 
 def test_crossings() -> None:
-    found = crossing_of(INCEPTION)
+    found = INCEPTION.break_even()
     assert (found.below, found.listed, found.devices) == (32, 64, 54)
     for network, listed in ((GNMT, 256), (BIGLSTM, 32)):
-        found = crossing_of(network)
+        found = network.break_even()
         assert (found.below, found.listed) == (None, listed), "the inputs do not reach below"
-    place = noise_crossing(GNMT)
+    place = GNMT.noise_break_even
     assert place is not None and place == pytest.approx(100.8, abs=0.1)
-    law = noise_scale_of(GNMT)
+    law = GNMT.noise_scale
     assert law is not None
     batch = GNMT.worker_batch.value
     assert law.epochs(256 * batch) / law.epochs(128 * batch) == pytest.approx(1.878)
     assert law.epochs(place * batch) / law.epochs(place / 2 * batch) == pytest.approx(GNMT.needed_ratio)
-    assert noise_scale_of(BIGLSTM) is None and noise_crossing(BIGLSTM) is None
-    assert noise_crossing(INCEPTION) == pytest.approx(33.6, abs=0.1)
+    assert BIGLSTM.noise_scale is None and BIGLSTM.noise_break_even is None
+    assert INCEPTION.noise_break_even == pytest.approx(33.6, abs=0.1)
 
 
 def test_every_input_says_how_well_it_is_known() -> None:
@@ -67,6 +67,6 @@ def test_every_input_says_how_well_it_is_known() -> None:
 
 
 def test_only_inceptions_gain_is_independent_of_what_was_published() -> None:
-    assert [network.verdict() for network in NETWORKS] == [
+    assert [network.verdict for network in NETWORKS] == [
         Verdict.REPRODUCED, Verdict.CONSISTENT, Verdict.CONSISTENT,
     ]  # fmt: skip
