@@ -124,4 +124,4 @@ def test_the_planner_reads_what_a_scaling_study_writes(tmp_path: Path) -> None:
     assert source == "emulated" and [table(n, 2) for n in (1, 2, 4)] == [1.0, 0.8, 0.5]
     as_json = tmp_path / "scaling.json"
     as_json.write_text(json.dumps({"points": point_rows(points)}))
-    assert read_efficiency(as_json, "1f1b") == found
+    assert read_efficiency(as_json, "1f1b") == (table, source)

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
-from gems.partition.dlplacer.devices import Devices, Item, Message, TimedPlacement, simulate, with_messages
+from gems.partition.dlplacer.devices import Devices, Item, Message, Phase, TimedPlacement, phases, simulate
 from gems.profile.operator_graph import OpGraph
 
 IS_INSTALLED = find_spec("ortools") is not None
-GRAINS = (
-    10**6
-)  # of the best known step: times are whole numbers of them, rounded down, so that a bound is one of the real times
+# Of the best known step: times are whole numbers of them, rounded down, so that a bound is one of the real times.
+GRAINS = 10**6
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a solver has: a placement in time, None if it found none, and a time in seconds that none is below."""
-
-    timed: TimedPlacement | None
-    bound_s: float
-
-
-@dataclass(slots=True)
-class _Phase:
-    """Variables of forward or of backward."""
-
-    starts: list[Any]
-    messages: dict[Message, Any]
-    span: Any
-
-
-def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float, seed: int = 0) -> Found:
-    """Check for the placement of the shortest step, from a known one.
+def solve(
+    graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float, seed: int = 0
+) -> tuple[TimedPlacement | None, float]:
+    """Look for the placement of the shortest step, from a known one; return it, if any, and a bound in seconds.
 
     Each operator lies on one device; its forward and its backward are intervals there, no two at once. What crosses
     takes the link's time; under contention a message is an interval of the ports that it passes. Devices are equal, so
@@ -43,192 +26,137 @@ def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float
     from ortools.sat.python import cp_model
 
     if hint.span_s <= 0.0:
-        return Found(hint, 0.0)
-    model: Any = cp_model.CpModel()
-    unit_s = hint.span_s / GRAINS
-    on = [[model.new_bool_var("") for _ in range(devices.num)] for _ in graph.ops]
-    for row in on:
-        model.add_exactly_one(row)
-    _break_symmetry(model, graph, on)
-    if devices.limit_bytes is not None:
-        for place in range(devices.num):
-            held = sum(op.held_bytes * row[place] for op, row in zip(graph.ops, on, strict=True))
-            model.add(held <= devices.limit_bytes)
-    crosses = {}
-    for u, v in graph.edges:
-        crosses[u, v] = model.new_bool_var("")
-        for place in range(devices.num):
-            model.add_bool_or([~on[u][place], on[v][place], crosses[u, v]])
-    phases = [_phase(model, graph, devices, on, crosses, unit_s, is_forward) for is_forward in (True, False)]
-    model.minimize(phases[0].span + phases[1].span)
-    _hint(model, graph, devices, on, hint)
+        return hint, 0.0
+    model = _Model(cp_model.CpModel(), graph, devices, hint.span_s / GRAINS)
+    model.break_symmetry(hint)
+    parts = [_Timing(model, phase) for phase in phases(graph)]
+    model.cp.minimize(parts[0].span + parts[1].span)
     solver: Any = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     solver.parameters.max_time_in_seconds = max(0.01, limit_s)
-    status = solver.solve(model)
-    bound_s = max(0.0, solver.best_objective_bound * unit_s)
+    status = solver.solve(model.cp)
+    bound_s = max(0.0, solver.best_objective_bound * model.unit_s)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Found(None, bound_s)
-    places = tuple(next(place for place in range(devices.num) if solver.boolean_value(row[place])) for row in on)
-    orders = [
-        _sequence(graph, devices, places, phase, solver, is_forward)
-        for phase, is_forward in zip(phases, (True, False), strict=True)
-    ]
-    return Found(simulate(graph, devices, places, *orders), bound_s)
+        return None, bound_s
+    places = tuple([solver.boolean_value(here) for here in row].index(True) for row in model.on)
+    return simulate(graph, devices, places, [part.sequence(places, solver) for part in parts]), bound_s
 
 
-def _break_symmetry(model: Any, graph: OpGraph, on: list[list[Any]]) -> None:
-    first, *rest = graph.order
-    model.add(on[first][0] == 1)
-    before = [first]
-    for v in rest:
-        for place in range(2, len(on[v])):
-            model.add_bool_or([~on[v][place], *(on[u][place - 1] for u in before)])
-        before.append(v)
+class _Model:
+    """Where each operator lies, and which edges cross; times are in units of `unit_s`."""
+
+    def __init__(self, cp: Any, graph: OpGraph, devices: Devices, unit_s: float) -> None:
+        self.cp, self.graph, self.devices, self.unit_s = cp, graph, devices, unit_s
+        self.on = [[cp.new_bool_var("") for _ in range(devices.num)] for _ in graph.ops]
+        for row in self.on:
+            cp.add_exactly_one(row)
+        self.crosses = {edge: cp.new_bool_var("") for edge in graph.edges}
+        for (u, v), crosses in self.crosses.items():
+            for here, there in zip(self.on[u], self.on[v], strict=True):
+                cp.add_bool_or([~here, there, crosses])
+        if devices.limit_bytes is not None:
+            for column in zip(*self.on, strict=True):
+                held = sum(op.held_bytes * here for op, here in zip(graph.ops, column, strict=True))
+                cp.add(held <= devices.limit_bytes)
+
+    def break_symmetry(self, hint: TimedPlacement) -> None:
+        """Use devices in the order of the graph, and start from a known placement with its devices renamed so."""
+        order, on, names = self.graph.order, self.on, dict[int, int]()
+        self.cp.add(on[order[0]][0] == 1)
+        for at, v in enumerate(order):
+            names.setdefault(hint.places[v], len(names))
+            for place in range(2, self.devices.num) if at else ():
+                self.cp.add_bool_or([~on[v][place], *(on[u][place - 1] for u in order[:at])])
+        for v, row in enumerate(on):
+            for place, here in enumerate(row):
+                self.cp.add_hint(here, names[hint.places[v]] == place)
 
 
-def _phase(
-    model: Any,
-    graph: OpGraph,
-    devices: Devices,
-    on: list[list[Any]],
-    crosses: dict[tuple[int, int], Any],
-    unit_s: float,
-    is_forward: bool,
-) -> _Phase:
-    ticks = [int((op.forward_s if is_forward else op.backward_s) / unit_s) for op in graph.ops]
-    starts = [model.new_int_var(0, GRAINS, "") for _ in graph.ops]
-    span = model.new_int_var(0, GRAINS, "")
-    for place in range(devices.num):
-        model.add_no_overlap([
-            model.new_optional_interval_var(start, length, start + length, row[place], "")
-            for start, length, row in zip(starts, ticks, on, strict=True)
-        ])  # fmt: skip
-    for start, length in zip(starts, ticks, strict=True):
-        model.add(span >= start + length)
-    model.add(devices.num * span >= sum(ticks))
-    for u, v in graph.edges:
-        delay = int(devices.delay_s(graph.ops[u].output_bytes) / unit_s)
-        source, reader = (u, v) if is_forward else (v, u)
-        model.add(starts[reader] >= starts[source] + ticks[source] + delay * crosses[u, v])
-    messages: dict[Message, Any] = {}
-    if devices.has_contention:
-        if is_forward:
-            messages = _outputs(model, graph, devices, on, starts, ticks, unit_s)
-        else:
-            messages = _gradients(model, graph, devices, on, crosses, starts, ticks, unit_s)
-    return _Phase(starts, messages, span)
+class _Timing:
+    """The starts of one phase's operators and, under contention, of its messages."""
 
-
-def _outputs(
-    model: Any,
-    graph: OpGraph,
-    devices: Devices,
-    on: list[list[Any]],
-    starts: list[Any],
-    ticks: list[int],
-    unit_s: float,
-) -> dict[Message, Any]:
-    """Make each output to another device an interval of the two ports that it passes."""
-    ports = _Ports(model)
-    found = {}
-    for u, place in product(range(graph.num_ops), range(devices.num)):
-        if not graph.successors[u]:
-            continue
-        length, delay = _lengths(graph, devices, u, unit_s)
-        start = found[u, place] = model.new_int_var(0, GRAINS, "")
-        goes = model.new_bool_var("")
-        model.add_implication(goes, ~on[u][place])
-        model.add_bool_or([~goes, *(on[v][place] for v in graph.successors[u])])
-        model.add(start >= starts[u] + ticks[u]).only_enforce_if(goes)
-        for v in graph.successors[u]:
-            model.add_bool_or([~on[v][place], on[u][place], goes])
-            model.add(starts[v] >= start + delay).only_enforce_if(goes, on[v][place])
-        ports.add((place, "in"), start, length, goes)
-        for home in range(devices.num):
-            if home != place:
-                ports.add((home, "out"), start, length, goes, on[u][home])
-    ports.close()
-    return found
-
-
-def _gradients(
-    model: Any,
-    graph: OpGraph,
-    devices: Devices,
-    on: list[list[Any]],
-    crosses: dict[tuple[int, int], Any],
-    starts: list[Any],
-    ticks: list[int],
-    unit_s: float,
-) -> dict[Message, Any]:
-    """Make each gradient that comes from another device such an interval."""
-    ports = _Ports(model)
-    found = {}
-    for (u, v), goes in crosses.items():
-        length, delay = _lengths(graph, devices, u, unit_s)
-        start = found[v, u] = model.new_int_var(0, GRAINS, "")
-        model.add(start >= starts[v] + ticks[v]).only_enforce_if(goes)
-        model.add(starts[u] >= start + delay).only_enforce_if(goes)
-        for place in range(devices.num):
-            ports.add((place, "out"), start, length, goes, on[v][place])
-            ports.add((place, "in"), start, length, goes, on[u][place])
-    ports.close()
-    return found
-
-
-def _lengths(graph: OpGraph, devices: Devices, u: int, unit_s: float) -> tuple[int, int]:
-    size = graph.ops[u].output_bytes
-    return int(size * devices.s_per_byte / unit_s), int(devices.delay_s(size) / unit_s)
-
-
-class _Ports:
-    """Where messages leave and enter devices, one at a time."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: _Model, phase: Phase) -> None:
+        cp, devices = model.cp, model.devices
+        self._model, self._phase = model, phase
+        self._ticks = [int(time_s / model.unit_s) for time_s in phase.times_s]
+        self._starts = [cp.new_int_var(0, GRAINS, "") for _ in self._ticks]
+        self.span = cp.new_int_var(0, GRAINS, "")
+        for column in zip(*model.on, strict=True):
+            timed = zip(self._starts, self._ticks, column, strict=True)
+            cp.add_no_overlap([self._interval(start, length, here) for start, length, here in timed])
+        for start, length in zip(self._starts, self._ticks, strict=True):
+            cp.add(self.span >= start + length)
+        cp.add(devices.num * self.span >= sum(self._ticks))
+        for (u, v), crosses in model.crosses.items():
+            first, then = (u, v) if phase.is_forward else (v, u)
+            cp.add(self._starts[then] >= self._starts[first] + self._ticks[first] + self._lengths(u)[1] * crosses)
+        self._messages: dict[Message, Any] = {}
         self._passing: dict[tuple[int, str], list[Any]] = {}
+        if devices.has_contention:
+            if phase.is_forward:
+                self._add_outputs()
+            else:
+                self._add_gradients()
+            for passing in self._passing.values():
+                cp.add_no_overlap(passing)
 
-    def add(self, port: tuple[int, str], start: Any, length: int, *where: Any) -> None:
-        """Let a message pass a port if all of some booleans hold."""
-        model, goes = self._model, where[0]
-        if len(where) > 1:
-            goes = model.new_bool_var("")
-            model.add_bool_or([*(~each for each in where), goes])
-            for each in where:
-                model.add_implication(goes, each)
-        passing = model.new_optional_interval_var(start, length, start + length, goes, "")
-        self._passing.setdefault(port, []).append(passing)
+    def sequence(self, places: tuple[int, ...], solver: Any) -> list[Item]:
+        """Order what a solution does by its starts; what starts together by the graph."""
+        begin = [solver.value(start) for start in self._starts]
+        items = self._phase.with_messages(places, sorted(self._phase.order, key=lambda v: begin[v]))
+        if not self._messages:
+            return items
+        return sorted(items, key=lambda one: begin[one] if isinstance(one, int) else solver.value(self._messages[one]))
 
-    def close(self) -> None:
-        """Report that no two messages are in a port at once."""
-        for passing in self._passing.values():
-            self._model.add_no_overlap(passing)
+    def _interval(self, start: Any, length: int, where: Any) -> Any:
+        return self._model.cp.new_optional_interval_var(start, length, start + length, where, "")
 
+    def _lengths(self, maker: int) -> tuple[int, int]:
+        """Return how long a message fills a port, and when it arrives."""
+        devices, size = self._model.devices, self._model.graph.ops[maker].output_bytes
+        return int(size * devices.s_per_byte / self._model.unit_s), int(devices.delay_s(size) / self._model.unit_s)
 
-def _hint(model: Any, graph: OpGraph, devices: Devices, on: list[list[Any]], hint: TimedPlacement) -> None:
-    """Return the known placement with its devices renamed by first use, as the symmetry breaking wants them."""
-    names: dict[int, int] = {}
-    for v in graph.order:
-        names.setdefault(hint.places[v], len(names))
-    for v, row in enumerate(on):
-        for place in range(devices.num):
-            model.add_hint(row[place], names[hint.places[v]] == place)
+    def _pass_port(self, port: tuple[int, str], start: Any, length: int, goes: Any, at: Any = None) -> None:
+        """Let a message that goes pass a port, of the operator that is `at` it, if that depends on where it lies."""
+        cp, passes = self._model.cp, goes
+        if at is not None:
+            passes = cp.new_bool_var("")
+            cp.add_bool_or([~goes, ~at, passes])
+            cp.add_implication(passes, goes)
+            cp.add_implication(passes, at)
+        self._passing.setdefault(port, []).append(self._interval(start, length, passes))
 
+    def _add_outputs(self) -> None:
+        """Make each output to another device an interval of the two ports that it passes."""
+        cp, on, starts = self._model.cp, self._model.on, self._starts
+        for u, place in product(range(len(on)), range(self._model.devices.num)):
+            readers = self._phase.after[u]
+            if not readers:
+                continue
+            length, delay = self._lengths(u)
+            start = self._messages[u, u, place] = cp.new_int_var(0, GRAINS, "")
+            goes = cp.new_bool_var("")
+            cp.add_implication(goes, ~on[u][place])
+            cp.add_bool_or([~goes, *(on[v][place] for v in readers)])
+            cp.add(start >= starts[u] + self._ticks[u]).only_enforce_if(goes)
+            for v in readers:
+                cp.add_bool_or([~on[v][place], on[u][place], goes])
+                cp.add(starts[v] >= start + delay).only_enforce_if(goes, on[v][place])
+            self._pass_port((place, "in"), start, length, goes)
+            for home, here in enumerate(on[u]):
+                if home != place:
+                    self._pass_port((home, "out"), start, length, goes, here)
 
-def _sequence(
-    graph: OpGraph, devices: Devices, places: tuple[int, ...], phase: _Phase, solver: Any, is_forward: bool
-) -> list[Item]:
-    """Order what a solution does by its starts; what starts together by the graph."""
-    rank = {v: at for at, v in enumerate(graph.order if is_forward else reversed(graph.order))}
-    begin = [solver.value(start) for start in phase.starts]
-    order = sorted(range(graph.num_ops), key=lambda v: (begin[v], rank[v]))
-    items = with_messages(graph, places, order, is_forward)
-    if not devices.has_contention:
-        return items
-    place_in = {item: at for at, item in enumerate(items)}
-    return sorted(
-        items,
-        key=lambda item: (begin[item] if isinstance(item, int) else solver.value(phase.messages[item]), place_in[item]),
-    )
+    def _add_gradients(self) -> None:
+        """Make each gradient that comes from another device such an interval."""
+        cp, on, starts = self._model.cp, self._model.on, self._starts
+        for (u, v), goes in self._model.crosses.items():
+            length, delay = self._lengths(u)
+            start = cp.new_int_var(0, GRAINS, "")
+            cp.add(start >= starts[v] + self._ticks[v]).only_enforce_if(goes)
+            cp.add(starts[u] >= start + delay).only_enforce_if(goes)
+            for place in range(self._model.devices.num):
+                self._messages[v, u, place] = start
+                self._pass_port((place, "out"), start, length, goes, on[v][place])
+                self._pass_port((place, "in"), start, length, goes, on[u][place])

@@ -39,10 +39,10 @@ class Devices:
 
     def held(self, graph: OpGraph, places: tuple[int, ...]) -> list[int]:
         """Return the bytes that each device holds."""
-        found = [0] * self.num
+        held = [0] * self.num
         for op, place in zip(graph.ops, places, strict=True):
-            found[place] += op.held_bytes
-        return found
+            held[place] += op.held_bytes
+        return held
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,72 +60,75 @@ class TimedPlacement:
     span_s: float
 
 
-Message = tuple[int, int]  # forward (operator, device): its output to there; backward (reader, feeder): a gradient
+# From an operator, the output of which one (or its gradient), to which device. A device gets an output once, and
+# returns a gradient for each reader.
+Message = tuple[int, int, int]
 Item = int | Message
 
 
-def needs(graph: OpGraph, places: Sequence[int], is_forward: bool) -> list[list[Item]]:
-    """Return what each operator waits for: operators on its device, and messages."""
-    found: list[list[Item]] = []
-    for v, here in enumerate(places):
-        others = graph.predecessors[v] if is_forward else graph.successors[v]
-        local: list[Item] = [u for u in others if places[u] == here]
-        messages = [(u, here) if is_forward else (u, v) for u in others if places[u] != here]
-        found.append([*local, *messages])
-    return found
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Forward or backward of a graph: what each operator waits for, what waits for it, an order, and its seconds."""
+
+    is_forward: bool
+    before: tuple[tuple[int, ...], ...]
+    after: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+    times_s: tuple[float, ...]
+
+    def maker(self, first: int, then: int) -> int:
+        """Return whose output, or its gradient, goes from an operator to one that waits for it."""
+        return first if self.is_forward else then
+
+    def with_messages(self, places: Sequence[int], order: Iterable[int]) -> list[Item]:
+        """Put each message right after the operator that sends it."""
+        sequence: list[Item] = []
+        for v in order:
+            crossing = [w for w in self.after[v] if places[w] != places[v]]
+            sequence += [v, *sorted({(v, self.maker(v, w), places[w]) for w in crossing})]
+        return sequence
 
 
-def with_messages(graph: OpGraph, places: Sequence[int], order: Iterable[int], is_forward: bool) -> list[Item]:
-    """Put each message right after the operator that makes it."""
-    sequence: list[Item] = []
-    for v in order:
-        sequence.append(v)
-        if is_forward:
-            sequence += [(v, place) for place in sorted({places[w] for w in graph.successors[v]} - {places[v]})]
-        else:
-            sequence += [(v, u) for u in graph.predecessors[v] if places[u] != places[v]]
-    return sequence
+def phases(graph: OpGraph) -> tuple[Phase, Phase]:
+    """Return forward and backward of a graph."""
+    before, after = graph.predecessors, graph.successors
+    forward_s, backward_s = (tuple(op.forward_s for op in graph.ops), tuple(op.backward_s for op in graph.ops))
+    return Phase(True, before, after, graph.order, forward_s), Phase(
+        False, after, before, graph.order[::-1], backward_s
+    )
 
 
 def simulate(
-    graph: OpGraph, devices: Devices, places: Sequence[int], forward: Sequence[Item], backward: Sequence[Item]
+    graph: OpGraph, devices: Devices, places: Sequence[int], sequences: Sequence[Sequence[Item]]
 ) -> TimedPlacement:
     """Start each operator and message as early as the order allows.
 
-    Args:
-        graph: what is placed.
-        devices: on what.
-        places: the device of each operator.
-        forward: all operators and messages, none before what it waits for; a device runs its own in this order.
-        backward: the same for gradients: readers before what they read.
+    `sequences` has all operators and messages of forward and of backward, none before what it waits for; a device runs
+    its own in this order.
     """
-    given = _starts(graph, devices, places, forward, True)
-    back = _starts(graph, devices, places, backward, False)
-    span = max(start + op.forward_s for start, op in zip(given, graph.ops, strict=True))
-    last = max(start + op.backward_s for start, op in zip(back, graph.ops, strict=True))
-    return TimedPlacement(tuple(places), tuple(given), tuple(start + span for start in back), span, span + last)
+    forward, backward = phases(graph)
+    starts, span_s = _starts(graph, devices, places, forward, sequences[0])
+    later, last_s = _starts(graph, devices, places, backward, sequences[1])
+    return TimedPlacement(tuple(places), tuple(starts), tuple(at + span_s for at in later), span_s, span_s + last_s)
 
 
 def _starts(
-    graph: OpGraph, devices: Devices, places: Sequence[int], sequence: Sequence[Item], is_forward: bool
-) -> list[float]:
-    start = [0.0] * graph.num_ops
+    graph: OpGraph, devices: Devices, places: Sequence[int], phase: Phase, sequence: Sequence[Item]
+) -> tuple[list[float], float]:
+    starts = [0.0] * graph.num_ops
     done: dict[Item, float] = {}
-    free = [0.0] * devices.num
-    sends, receives = [0.0] * devices.num, [0.0] * devices.num
-    needed = needs(graph, places, is_forward)
+    free, sends, receives = ([0.0] * devices.num for _ in range(3))
     for item in sequence:
         if isinstance(item, int):
-            here, op = places[item], graph.ops[item]
-            start[item] = max(free[here], *(done[need] for need in needed[item]), 0.0)
-            free[here] = done[item] = start[item] + (op.forward_s if is_forward else op.backward_s)
+            here = places[item]
+            needed = (u if places[u] == here else (u, phase.maker(u, item), here) for u in phase.before[item])
+            starts[item] = max(free[here], *(done[each] for each in needed), 0.0)
+            free[here] = done[item] = starts[item] + phase.times_s[item]
             continue
-        maker, other = item
-        sender, receiver = places[maker], other if is_forward else places[other]
-        size = graph.ops[maker if is_forward else other].output_bytes
-        ready = done[maker]
+        source, maker, receiver = item
+        sender, size, ready = places[source], graph.ops[maker].output_bytes, done[source]
         if devices.has_contention:
             ready = max(ready, sends[sender], receives[receiver])
             sends[sender] = receives[receiver] = ready + size * devices.s_per_byte
         done[item] = ready + devices.delay_s(size)
-    return start
+    return starts, max(start + time for start, time in zip(starts, phase.times_s, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from gems.partition.dlplacer.devices import Devices, TimedPlacement, simulate, with_messages
+from gems.partition.dlplacer.devices import Devices, Phase, TimedPlacement, phases, simulate
 from gems.profile.operator_graph import OpGraph
 
 MAX_ROUNDS = 20
@@ -23,106 +23,9 @@ def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
     """
     starts = [_earliest(graph, devices), (0,) * graph.num_ops, _packed(graph, devices)]
     fitting = [timed_by_rank(graph, devices, places) for places in starts if devices.fit(graph, places)]
-    return _moved(graph, devices, min(fitting, key=_span)) if fitting else None
-
-
-def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> TimedPlacement:
-    """Time a placement: of the operators that are ready the one goes first with the longest way left."""
-    forward = _by_rank(graph, devices, places, True)
-    backward = _by_rank(graph, devices, places, False)
-    return simulate(
-        graph,
-        devices,
-        places,
-        with_messages(graph, places, forward, True),
-        with_messages(graph, places, backward, False),
-    )
-
-
-def _span(timed: TimedPlacement) -> float:
-    return timed.span_s
-
-
-def upward_ranks(graph: OpGraph, devices: Devices, places: Sequence[int] | None, is_forward: bool) -> list[float]:
-    """Return the longest path from each operator to the end, with transfers that cross, or half of each if unplaced."""
-    found = [0.0] * graph.num_ops
-    for v in reversed(graph.order) if is_forward else graph.order:
-        left = 0.0
-        for w in graph.successors[v] if is_forward else graph.predecessors[v]:
-            source = v if is_forward else w
-            share = 0.5 if places is None else float(places[v] != places[w])
-            left = max(left, found[w] + share * devices.delay_s(graph.ops[source].output_bytes))
-        op = graph.ops[v]
-        found[v] = left + (op.forward_s if is_forward else op.backward_s)
-    return found
-
-
-def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], is_forward: bool) -> list[int]:
-    """Order the operators by rank, each after those that it depends on."""
-    ranks = upward_ranks(graph, devices, places, is_forward)
-    others = graph.predecessors if is_forward else graph.successors
-    behind = graph.successors if is_forward else graph.predecessors
-    missing = [len(some) for some in others]
-    end = [0.0] * graph.num_ops
-    free = [0.0] * devices.num
-    ready = {v for v, count in enumerate(missing) if not count}
-    order: list[int] = []
-    while ready:
-        begin = {}
-        for v in ready:
-            arrived = (
-                end[u] + (places[u] != places[v]) * devices.delay_s(graph.ops[u if is_forward else v].output_bytes)
-                for u in others[v]
-            )
-            begin[v] = max(free[places[v]], *arrived, 0.0)
-        v = min(ready, key=lambda v: (begin[v], -ranks[v], v))
-        ready.remove(v)
-        order.append(v)
-        op = graph.ops[v]
-        end[v] = free[places[v]] = begin[v] + (op.forward_s if is_forward else op.backward_s)
-        for w in behind[v]:
-            missing[w] -= 1
-            if not missing[w]:
-                ready.add(w)
-    return order
-
-
-def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
-    """Place operators by falling rank on the device on which they end first, among those with room."""
-    ranks = upward_ranks(graph, devices, None, True)
-    position = {v: at for at, v in enumerate(graph.order)}
-    places = [0] * graph.num_ops
-    end = [0.0] * graph.num_ops
-    free, held = [0.0] * devices.num, [0] * devices.num
-    for v in sorted(range(graph.num_ops), key=lambda v: (-ranks[v], position[v])):
-        op = graph.ops[v]
-        best = None
-        for place in range(devices.num):
-            begin = free[place]
-            for u in graph.predecessors[v]:
-                delay = 0.0 if places[u] == place else devices.delay_s(graph.ops[u].output_bytes)
-                begin = max(begin, end[u] + delay)
-            is_full = devices.limit_bytes is not None and held[place] + op.held_bytes > devices.limit_bytes
-            key = (is_full, begin + op.forward_s, place)
-            best = key if best is None else min(best, key)
-        assert best is not None
-        places[v], end[v] = best[2], best[1]
-        free[best[2]] = best[1]
-        held[best[2]] += op.held_bytes
-    return tuple(places)
-
-
-def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
-    """Place the largest operators first, each on the device that holds least."""
-    places, held = [0] * graph.num_ops, [0] * devices.num
-    for v in sorted(range(graph.num_ops), key=lambda v: (-graph.ops[v].held_bytes, v)):
-        places[v] = held.index(min(held))
-        held[places[v]] += graph.ops[v].held_bytes
-    return tuple(places)
-
-
-def _moved(graph: OpGraph, devices: Devices, best: TimedPlacement) -> TimedPlacement:
-    tries = 0
+    if not fitting:
+        return None
+    best, tries = min(fitting, key=_span), 0
     for _ in range(MAX_ROUNDS):
         before = best.span_s
         for v, place in product(range(graph.num_ops), range(devices.num)):
@@ -135,3 +38,82 @@ def _moved(graph: OpGraph, devices: Devices, best: TimedPlacement) -> TimedPlace
         if best.span_s >= before:
             break
     return best
+
+
+def _span(timed: TimedPlacement) -> float:
+    return timed.span_s
+
+
+def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> TimedPlacement:
+    """Time a placement: of the operators that are ready the one goes first with the longest way left."""
+    orders = (phase.with_messages(places, _by_rank(graph, devices, places, phase)) for phase in phases(graph))
+    return simulate(graph, devices, places, list(orders))
+
+
+def _ranks(graph: OpGraph, devices: Devices, places: Sequence[int] | None, phase: Phase) -> list[float]:
+    """Return the longest path from each operator to the end, with transfers that cross, or half of each if unplaced."""
+    ranks = [0.0] * graph.num_ops
+    for v in reversed(phase.order):
+        left = 0.0
+        for w in phase.after[v]:
+            share = 0.5 if places is None else float(places[v] != places[w])
+            left = max(left, ranks[w] + share * devices.delay_s(graph.ops[phase.maker(v, w)].output_bytes))
+        ranks[v] = left + phase.times_s[v]
+    return ranks
+
+
+def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], phase: Phase) -> list[int]:
+    """Order the operators by rank, each after those that it depends on."""
+    ranks = _ranks(graph, devices, places, phase)
+    missing = [len(some) for some in phase.before]
+    end = [0.0] * graph.num_ops
+    free = [0.0] * devices.num
+    ready = {v for v, count in enumerate(missing) if not count}
+    order: list[int] = []
+    while ready:
+        begin = {}
+        for v in ready:
+            arrived = (
+                end[u] + (places[u] != places[v]) * devices.delay_s(graph.ops[phase.maker(u, v)].output_bytes)
+                for u in phase.before[v]
+            )
+            begin[v] = max(free[places[v]], *arrived, 0.0)
+        v = min(ready, key=lambda v: (begin[v], -ranks[v], v))
+        ready.remove(v)
+        order.append(v)
+        end[v] = free[places[v]] = begin[v] + phase.times_s[v]
+        for w in phase.after[v]:
+            missing[w] -= 1
+            if not missing[w]:
+                ready.add(w)
+    return order
+
+
+def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
+    """Place operators by falling rank on the device on which they end first, among those with room."""
+    ranks = _ranks(graph, devices, None, phases(graph)[0])
+    places = [0] * graph.num_ops
+    end = [0.0] * graph.num_ops
+    free, held = [0.0] * devices.num, [0] * devices.num
+    for v in sorted(graph.order, key=lambda v: -ranks[v]):
+        op, ends = graph.ops[v], []
+        for place in range(devices.num):
+            begin = free[place]
+            for u in graph.predecessors[v]:
+                delay = 0.0 if places[u] == place else devices.delay_s(graph.ops[u].output_bytes)
+                begin = max(begin, end[u] + delay)
+            is_full = devices.limit_bytes is not None and held[place] + op.held_bytes > devices.limit_bytes
+            ends.append((is_full, begin + op.forward_s, place))
+        _, end[v], places[v] = min(ends)
+        free[places[v]] = end[v]
+        held[places[v]] += op.held_bytes
+    return tuple(places)
+
+
+def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
+    """Place the largest operators first, each on the device that holds least."""
+    places, held = [0] * graph.num_ops, [0] * devices.num
+    for v in sorted(range(graph.num_ops), key=lambda v: -graph.ops[v].held_bytes):
+        places[v] = held.index(min(held))
+        held[places[v]] += graph.ops[v].held_bytes
+    return tuple(places)

@@ -8,17 +8,17 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from gems.partition.dlplacer.cp_sat import Found
-from gems.partition.dlplacer.devices import Devices, TimedPlacement, simulate, with_messages
+from gems.partition.dlplacer.devices import Devices, Phase, TimedPlacement, phases, simulate
 from gems.profile.operator_graph import OpGraph
 from gems.utils.stdio import stdout_to_stderr
 
 IS_INSTALLED = find_spec("scipy") is not None
-MAX_OPS = 40  # more pairs than theirs are no matter of a minute
 
 
-def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float) -> Found:
-    """Check for a placement of a shorter step than that of a known one.
+def solve(
+    graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float
+) -> tuple[TimedPlacement | None, float]:
+    """Look for a placement of a shorter step than that of a known one; return it, if any, and a bound in seconds.
 
     Variables: the device of each operator, the start of its forward and its backward, for each edge whether it crosses,
     and for each pair that may overlap which is first, which counts where both lie on one device (disjunctions by the
@@ -28,10 +28,9 @@ def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float
     from scipy.sparse import csr_matrix
 
     table = _Table(graph, devices, hint.span_s)
-    coefficients = csr_matrix(
-        (table.values, (table.rows, table.columns)), shape=(len(table.upper), table.num_variables)
-    )
-    objective = np.zeros(table.num_variables)
+    shape = (len(table.upper), len(table.most))
+    coefficients = csr_matrix((table.values, (table.rows, table.columns)), shape=shape)
+    objective = np.zeros(len(table.most))
     objective[table.spans] = 1.0
     begin = time.perf_counter()
     with stdout_to_stderr():
@@ -45,28 +44,23 @@ def solve(graph: OpGraph, devices: Devices, hint: TimedPlacement, limit_s: float
     dual = getattr(answer, "mip_dual_bound", None)
     bound_s = hint.span_s * max(0.0, float(dual)) if dual is not None and np.isfinite(dual) else 0.0
     if answer.x is None:
-        return Found(None, bound_s)
-    on = np.asarray(answer.x)[: graph.num_ops * devices.num].reshape(graph.num_ops, devices.num)
-    places = tuple(int(place) for place in on.argmax(axis=1))
-    orders = []
-    for is_forward, starts in zip((True, False), table.starts, strict=True):
-        rank = {v: at for at, v in enumerate(graph.order if is_forward else reversed(graph.order))}
-        at = [round(float(answer.x[column]), 7) for column in starts]
-        order = _topological(graph, sorted(range(graph.num_ops), key=lambda v: (at[v], rank[v])), is_forward)
-        orders.append(with_messages(graph, places, order, is_forward))
-    return Found(simulate(graph, devices, places, *orders), bound_s)
+        return None, bound_s
+    places = tuple(int(place) for place in np.asarray(answer.x)[np.array(table.on)].argmax(axis=1))
+    sequences = [
+        phase.with_messages(places, _topological(phase, [round(float(answer.x[column]), 7) for column in starts]))
+        for phase, starts in zip(phases(graph), table.starts, strict=True)
+    ]
+    return simulate(graph, devices, places, sequences), bound_s
 
 
-def _topological(graph: OpGraph, wished: Sequence[int], is_forward: bool) -> list[int]:
-    """Keep to a wished order as far as the graph allows: a solver's starts are only as exact as its tolerance."""
-    others = graph.predecessors if is_forward else graph.successors
-    left, done, found = list(wished), set[int](), list[int]()
+def _topological(phase: Phase, starts: Sequence[float]) -> list[int]:
+    """Order operators by their starts as far as the graph allows: these are only as exact as a solver's tolerance."""
+    left, order = sorted(phase.order, key=lambda v: starts[v]), list[int]()
     while left:
-        v = next(v for v in left if done.issuperset(others[v]))
-        left.remove(v)
-        done.add(v)
-        found.append(v)
-    return found
+        done = set(order)
+        order.append(next(v for v in left if done.issuperset(phase.before[v])))
+        left.remove(order[-1])
+    return order
 
 
 class _Table:
@@ -81,7 +75,7 @@ class _Table:
         self.most: list[float] = []
         self._graph, self._devices, self._span_s = graph, devices, span_s
         self.on = [[self._variable(1) for _ in range(devices.num)] for _ in graph.ops]
-        crosses = {edge: self._variable(0) for edge in graph.edges}
+        self._crosses = {edge: self._variable(0) for edge in graph.edges}
         self.spans = [self._variable(0), self._variable(0)]
         self.starts = [[self._variable(0) for _ in graph.ops] for _ in self.spans]
         self._add([(span, 1.0) for span in self.spans], 1.0)
@@ -93,61 +87,40 @@ class _Table:
             for place in range(devices.num):
                 held = [(row[place], op.held_bytes / limit) for row, op in zip(self.on, graph.ops, strict=True)]
                 self._add(held, devices.limit_bytes / limit)
-        self.most[self.on[graph.order[0]][0]] = 1.0
-        for place in range(1, devices.num):
-            self.most[self.on[graph.order[0]][place]] = 0.0
-        for (u, v), k in crosses.items():
-            for place in range(devices.num):
-                self._add([(self.on[u][place], 1.0), (self.on[v][place], -1.0), (k, -1.0)], 0.0)
-        reach = _reach(graph)
-        for phase, start in enumerate(self.starts):
-            self._add_phase(phase, start, crosses, reach)
+        for column in self.on[graph.order[0]][1:]:  # devices are equal
+            self.most[column] = 0.0
+        for (u, v), k in self._crosses.items():
+            for here, there in zip(self.on[u], self.on[v], strict=True):
+                self._add([(here, 1.0), (there, -1.0), (k, -1.0)], 0.0)
+        reach: list[set[int]] = [set() for _ in graph.ops]  # what follows each operator
+        for v in reversed(graph.order):
+            reach[v].update(graph.successors[v], *(reach[w] for w in graph.successors[v]))
+        for phase, start, span in zip(phases(graph), self.starts, self.spans, strict=True):
+            self._add_phase(phase, start, span, reach)
 
-    @property
-    def num_variables(self) -> int:
-        """Number of columns."""
-        return len(self.most)
-
-    def _add_phase(
-        self, phase: int, start: list[int], crosses: dict[tuple[int, int], int], reach: list[set[int]]
-    ) -> None:
-        graph, devices, span = self._graph, self._devices, self.spans[phase]
-        time = [(op.backward_s if phase else op.forward_s) / self._span_s for op in graph.ops]
-        for v in range(graph.num_ops):
-            self._add([(start[v], 1.0), (span, -1.0)], -time[v])
-        for place in range(devices.num):
-            self._add([*((row[place], t) for row, t in zip(self.on, time, strict=True)), (span, -1.0)], 0.0)
-        for (u, v), k in crosses.items():
-            delay = devices.delay_s(graph.ops[u].output_bytes) / self._span_s
-            first, then = (v, u) if phase else (u, v)
+    def _add_phase(self, phase: Phase, start: list[int], span: int, reach: list[set[int]]) -> None:
+        time = [time_s / self._span_s for time_s in phase.times_s]
+        for v, length in enumerate(time):
+            self._add([(start[v], 1.0), (span, -1.0)], -length)
+        for column in zip(*self.on, strict=True):
+            self._add([*zip(column, time, strict=True), (span, -1.0)], 0.0)
+        for (u, v), k in self._crosses.items():
+            delay = self._devices.delay_s(self._graph.ops[u].output_bytes) / self._span_s
+            first, then = (u, v) if phase.is_forward else (v, u)
             self._add([(start[first], 1.0), (k, delay), (start[then], -1.0)], -time[first])
-        for u in range(graph.num_ops):
+        for u in range(len(time)):
             for v in range(u):
                 if u in reach[v] or v in reach[u] or not (time[u] and time[v]):
                     continue
                 u_first = self._variable(1)
-                for place in range(devices.num):
-                    # 1 is the length of the known step, and no start follows it
-                    self._disjoint(start, u, v, time[u], place, [(u_first, 1.0)], 1.0)
-                    self._disjoint(start, v, u, time[v], place, [(u_first, -1.0)], 0.0)
-
-    def _disjoint(
-        self,
-        start: list[int],
-        first: int,
-        then: int,
-        time: float,
-        place: int,
-        wanted: list[tuple[int, float]],
-        at_most: float,
-    ) -> None:
-        """start[first] + time <= start[then] where both lie on `place` and the pair's variable says so."""
-        big = 1.0 + time
-        self._add(
-            [(start[first], 1.0), (start[then], -1.0), (self.on[first][place], big), (self.on[then][place], big)]
-            + [(column, sign * big) for column, sign in wanted],
-            -time + big * (2.0 + at_most),
-        )
+                # start[first] + time <= start[then] where both lie on one device and the variable makes it so; 1 is the
+                # length of the known step, and no start follows it
+                for first, then, sign, slack in ((u, v, 1.0, 1.0), (v, u, -1.0, 0.0)):
+                    big = 1.0 + time[first]
+                    for one, other in zip(self.on[first], self.on[then], strict=True):
+                        order = [(start[first], 1.0), (start[then], -1.0)]
+                        terms = [*order, (one, big), (other, big), (u_first, sign * big)]
+                        self._add(terms, -time[first] + big * (2.0 + slack))
 
     def _variable(self, is_whole: int) -> int:
         self.is_whole.append(is_whole)
@@ -160,12 +133,3 @@ class _Table:
             self.columns.append(column)
             self.values.append(value)
         self.upper.append(upper)
-
-
-def _reach(graph: OpGraph) -> list[set[int]]:
-    """Return what follows each operator."""
-    found: list[set[int]] = [set() for _ in graph.ops]
-    for v in reversed(graph.order):
-        for w in graph.successors[v]:
-            found[v] |= {w} | found[w]
-    return found

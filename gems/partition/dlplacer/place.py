@@ -10,12 +10,14 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.partition.dlplacer import cp_sat, milp
 from gems.partition.dlplacer.devices import Devices, TimedPlacement
 from gems.partition.dlplacer.heft import heft
-from gems.partition.dlplacer.subgraphs import Subgraph, joined, span_bound_s, split_at_cut_vertices
+from gems.partition.dlplacer.subgraphs import joined, span_bound_s, split_at_cut_vertices
 from gems.profile.operator_graph import OpGraph
 
 METHODS = ("auto", "cp_sat", "milp", "heft")
 TOLERANCE = 2e-5  # times are rounded to 1e-6 of a step, on as many operators as a way has
 HELP = "use more devices, a smaller micro-batch, or partitions of a pipeline"
+# From a graph, devices, a known placement and seconds to a placement, if any, and a time that none is below.
+Solver = Callable[[OpGraph, Devices, TimedPlacement, float], tuple[TimedPlacement | None, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,48 +67,36 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
         DoesNotFitError: no placement was found that keeps the devices' limit.
     """
     begin = time.perf_counter()
-    solver = _solver_of(method, devices, seed)
-    check_memory(graph, devices)
-    free = replace(devices, limit_bytes=None)
+    name, solver = _choose_solver(method, devices, seed)
+    share, limit = -(-graph.held_bytes // devices.num), devices.limit_bytes
+    if limit is not None:
+        largest = max(graph.ops, key=lambda op: op.held_bytes)
+        if largest.held_bytes > limit:
+            raise DoesNotFitError(f"operator {largest.name}", largest.held_bytes, limit, HELP)
+        if share > limit:
+            raise DoesNotFitError(f"an equal share of {devices.num} devices", share, limit, HELP)
     subgraphs = split_at_cut_vertices(graph)
+    shapes = [_without_names(subgraph.graph) for subgraph in subgraphs]
+    different = sorted(set(shapes), key=lambda shape: shape.num_ops)
     known: dict[OpGraph, tuple[TimedPlacement, float]] = {}
-    different = {_shape(subgraph) for subgraph in subgraphs}
-    for at, shape in enumerate(sorted(different, key=lambda shape: shape.num_ops)):
+    for index, shape in enumerate(different):
         left_s = budget_s - (time.perf_counter() - begin)
-        known[shape] = _solved(shape, free, solver[1], left_s / (len(different) - at))
-    solved = [known[_shape(subgraph)] for subgraph in subgraphs]
-    bound_s = sum(bound for _, bound in solved)
-    timed = joined(graph, subgraphs, [timed for timed, _ in solved], devices.num)
-    if not devices.fit(graph, timed.places):
-        left_s = budget_s - (time.perf_counter() - begin)
-        timed, whole_s = _under_limit(graph, devices, solver[1], left_s)
-        bound_s = max(bound_s, whole_s)
-    return Placement(
-        graph, devices, timed, min(bound_s, timed.span_s), solver[0], len(subgraphs), time.perf_counter() - begin
-    )
+        best, bound_s = _solve(shape, replace(devices, limit_bytes=None), solver, left_s / (len(different) - index))
+        assert best is not None, "without a limit there is a placement"
+        known[shape] = best, bound_s
+    bound_s = sum(known[shape][1] for shape in shapes)
+    timed = joined(graph, subgraphs, [known[shape][0] for shape in shapes], devices.num)
+    if limit is not None and not devices.fit(graph, timed.places):
+        best, whole_s = _solve(graph, devices, solver, budget_s - (time.perf_counter() - begin))
+        if best is None:
+            where = f"every placement found on {devices.num} devices of equal share {share}"
+            raise DoesNotFitError(where, share, limit, HELP)
+        timed, bound_s = best, max(bound_s, whole_s)
+    solve_s = time.perf_counter() - begin
+    return Placement(graph, devices, timed, min(bound_s, timed.span_s), name, len(subgraphs), solve_s)
 
 
-def check_memory(graph: OpGraph, devices: Devices) -> None:
-    """Refuse what no placement can hold.
-
-    Raises:
-        DoesNotFitError: an operator above the limit of a device, or all of them above that of all devices.
-    """
-    limit = devices.limit_bytes
-    if limit is None:
-        return
-    largest = max(graph.ops, key=lambda op: op.held_bytes)
-    if largest.held_bytes > limit:
-        raise DoesNotFitError(f"operator {largest.name}", largest.held_bytes, limit, HELP)
-    share = -(-graph.held_bytes // devices.num)
-    if share > limit:
-        raise DoesNotFitError(f"an equal share of {devices.num} devices", share, limit, HELP)
-
-
-Solver = Callable[[OpGraph, Devices, TimedPlacement, float], cp_sat.Found]
-
-
-def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | None]:
+def _choose_solver(method: str, devices: Devices, seed: int) -> tuple[str, Solver | None]:
     if method not in METHODS:
         raise ConfigError("--method", method, f"allowed: {', '.join(METHODS)}")
     if method == "cp_sat" or (method == "auto" and cp_sat.IS_INSTALLED):
@@ -122,50 +112,24 @@ def _solver_of(method: str, devices: Devices, seed: int) -> tuple[str, Solver | 
     return "heft", None
 
 
-def _shape(subgraph: Subgraph) -> OpGraph:
-    """Return a subgraph without its names, so that equal ones are equal."""
-    graph = subgraph.graph
-    ops = tuple(replace(op, name=str(number)) for number, op in enumerate(graph.ops))
-    return OpGraph(ops, graph.edges)
+def _without_names(graph: OpGraph) -> OpGraph:
+    """Return a subgraph whose names are numbers, so that equal ones are equal."""
+    return OpGraph(tuple(replace(op, name=str(number)) for number, op in enumerate(graph.ops)), graph.edges)
 
 
-def _solved(graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float) -> tuple[TimedPlacement, float]:
-    """Return the best placement of a subgraph, and a bound."""
-    timed = heft(graph, devices)
-    assert timed is not None
-    bound_s = span_bound_s(graph, devices.num)
-    if solver is None or timed.span_s <= bound_s * (1 + TOLERANCE) or limit_s <= 0:
-        return timed, bound_s
-    found = solver(graph, devices, timed, limit_s)
-    if found.timed is not None and found.timed.span_s < timed.span_s:
-        timed = found.timed
-    return timed, max(bound_s, found.bound_s)
-
-
-def _under_limit(
+def _solve(
     graph: OpGraph, devices: Devices, solver: Solver | None, limit_s: float
-) -> tuple[TimedPlacement, float]:
-    timed = heft(graph, devices)
-    found = None
-    if solver is not None and limit_s > 0:
-        start = timed or _anywhere(graph, devices)
-        found = solver(graph, devices, start, limit_s)
-    better = [one for one in (timed, found.timed if found else None) if one is not None]
-    better = [one for one in better if devices.fit(graph, one.places)]
-    if not better:
-        share = -(-graph.held_bytes // devices.num)
-        raise DoesNotFitError(
-            f"every placement found on {devices.num} devices of equal share {share}",
-            share,
-            devices.limit_bytes or 0,
-            HELP,
-        )
-    return min(better, key=lambda one: one.span_s), found.bound_s if found else 0.0
-
-
-def _anywhere(graph: OpGraph, devices: Devices) -> TimedPlacement:
-    """Return a placement whose time is an upper bound, if none is known that fits."""
-    timed = heft(graph, replace(devices, limit_bytes=None))
-    assert timed is not None
-    crossing_s = sum(2 * devices.delay_s(op.output_bytes) * devices.num for op in graph.ops)
-    return replace(timed, span_s=graph.time_s + crossing_s)
+) -> tuple[TimedPlacement | None, float]:
+    """Return the best placement that keeps the devices' limit, None if none was found, and a bound in seconds."""
+    timed, bound_s = heft(graph, devices), span_bound_s(graph, devices.num)
+    if solver is None or limit_s <= 0 or (timed is not None and timed.span_s <= bound_s * (1 + TOLERANCE)):
+        return timed, bound_s
+    hint = timed
+    if hint is None:  # one without a limit, and a time above any that keeps it
+        hint = heft(graph, replace(devices, limit_bytes=None))
+        assert hint is not None
+        crossing_s = sum(2 * devices.delay_s(op.output_bytes) * devices.num for op in graph.ops)
+        hint = replace(hint, span_s=graph.time_s + crossing_s)
+    solved, solver_bound_s = solver(graph, devices, hint, limit_s)
+    fitting = [one for one in (timed, solved) if one is not None and devices.fit(graph, one.places)]
+    return min(fitting, key=lambda one: one.span_s, default=None), max(bound_s, solver_bound_s)

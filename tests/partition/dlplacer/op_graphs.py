@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from gems.partition.dlplacer.devices import Devices, simulate, with_messages
+from gems.partition.dlplacer.devices import Devices, phases, simulate
 from gems.profile.operator_graph import Op, OpGraph
 
 
@@ -87,7 +87,5 @@ def phase_s(
 
 def played(graph: OpGraph, devices: Devices, places: tuple[int, ...]) -> float:
     """Return the step of a placement with operators in the graph's own order."""
-    return simulate(
-        graph, devices, places,
-        with_messages(graph, places, graph.order, True), with_messages(graph, places, graph.order[::-1], False),
-    ).span_s  # fmt: skip
+    sequences = [phase.with_messages(places, phase.order) for phase in phases(graph)]
+    return simulate(graph, devices, places, sequences).span_s
