@@ -32,60 +32,42 @@ def solve(problem: Problem, budget_s: float = 10.0) -> Partition:
     if not 1 <= problem.num_stages <= problem.num_layers:
         raise ValueError(f"{problem.num_layers} layers make no {problem.num_stages} stages")
     problem = kept(problem)
-    deadline = begin + budget_s
-    if problem.num_stages in (1, problem.num_layers):
-        solver, answer = "only cut", _only(problem)
-    elif problem.is_chain:
-        solver, answer = "chain", _chain(problem)
-    else:
-        solver = "pairs" if problem.is_paired else "several"
-        start = _within_limits(problem, deadline) if problem.limits else None
-        answer = _search(problem, deadline, start)
+    deadline, start = begin + budget_s, None
+    limits_only = replace(problem, ranks=problem.limits, limits=(), limit=float("inf"))
+    if problem.limits and _solver(problem) in ("pairs", "several"):
+        now = time.perf_counter()
+        fit = _solve(limits_only, now + (deadline - now) / 2, enough=problem.limit)
+        if fit.boundaries is None or fit.cost > problem.limit:
+            raise InfeasibleError(fit.cost, problem.limit, fit.bound)
+        start = fit.boundaries
+    answer = _solve(problem, deadline, start)
     if answer.boundaries is None:
-        raise _infeasible(problem, deadline)
-    return Partition(
-        METHOD, answer.boundaries, answer.cost, answer.bound, answer.is_proven, time.perf_counter() - begin,
-        {"solver": solver, "has_fewest_bytes": answer.has_fewest_bytes},
-    )  # fmt: skip
+        fit = _solve(limits_only, deadline)
+        raise InfeasibleError(fit.cost, problem.limit, fit.bound)
+    facts = {"solver": _solver(problem), "has_fewest_bytes": answer.has_fewest_bytes}
+    solve_s = time.perf_counter() - begin
+    return Partition(METHOD, answer.boundaries, answer.cost, answer.bound, answer.is_proven, solve_s, facts)
 
 
-def _search(
+def _solver(problem: Problem) -> str:
+    if problem.num_stages in (1, problem.num_layers):
+        return "only cut"
+    if problem.is_chain:
+        return "chain"
+    return "pairs" if problem.is_paired else "several"
+
+
+def _solve(
     problem: Problem, deadline: float, start: Sequence[int] | None = None, enough: float = float("-inf")
 ) -> Solution:
-    if problem.is_paired:
-        return partition_pairs(problem, deadline, start, enough)
-    return partition_several(problem, deadline, start, enough)
-
-
-def _only(problem: Problem) -> Solution:
-    boundaries = even(problem.num_layers, problem.num_stages)
-    cost = problem.cost(boundaries)
-    return Solution(boundaries if cost < float("inf") else None, cost, cost, True, True)
-
-
-def _chain(problem: Problem) -> Solution:
-    boundaries = partition_chain(problem)
+    match _solver(problem):
+        case "pairs":
+            return partition_pairs(problem, deadline, start, enough)
+        case "several":
+            return partition_several(problem, deadline, start, enough)
+        case "chain":
+            boundaries = partition_chain(problem)
+        case _:
+            boundaries = even(problem.num_layers, problem.num_stages)
     cost = float("inf") if boundaries is None else problem.cost(boundaries)
-    return Solution(boundaries, cost, cost, True, True)
-
-
-def _limits_only(problem: Problem) -> Problem:
-    return replace(problem, ranks=problem.limits, limits=(), limit=float("inf"))
-
-
-def _within_limits(problem: Problem, deadline: float) -> tuple[int, ...]:
-    """Return a partition that keeps the limits, in half the time that is left."""
-    now = time.perf_counter()
-    answer = _search(_limits_only(problem), now + (deadline - now) / 2, enough=problem.limit)
-    if answer.boundaries is None or answer.cost > problem.limit:
-        raise InfeasibleError(answer.cost, problem.limit, answer.bound)
-    return answer.boundaries
-
-
-def _infeasible(problem: Problem, deadline: float) -> InfeasibleError:
-    alone = _limits_only(problem)
-    if problem.num_stages in (1, problem.num_layers):
-        answer = _only(alone)
-    else:
-        answer = _chain(alone) if alone.is_chain else _search(alone, deadline)
-    return InfeasibleError(answer.cost, problem.limit, answer.bound)
+    return Solution(boundaries if cost < float("inf") else None, cost, cost, True, True)

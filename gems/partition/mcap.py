@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gems.partition.problem import Problem
 from gems.partition.solvers.chain import least_cost
-from gems.partition.solvers.paired import expand
+from gems.partition.solvers.tables import expand
 from gems.profile.spans import RankCosts, Table
 
 Boundaries = tuple[int, ...]

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gems.profile.spans import RankCosts
 
 
@@ -48,6 +51,11 @@ class Problem:
         if any(rank.under(boundaries) > self.limit for rank in self.limits):
             return float("inf")
         return max(rank.under(boundaries) for rank in self.ranks)
+
+    @cached_property
+    def crossing(self) -> NDArray[np.float64]:
+        """The bytes that cross a boundary before each layer, and none at both ends."""
+        return np.concatenate(([0.0], self.boundary_bytes, [0.0]))
 
     def crossing_bytes(self, boundaries: Sequence[int]) -> int:
         """Return the bytes of all boundaries together."""

@@ -37,7 +37,7 @@ class TestMonotone:
             raise AssertionError("the dynamic program over all cuts was run")
 
         problem = memory_problem("chain", 8, 200, inputs=False)
-        monkeypatch.setattr(chain, "_least_highest", refuse)
+        monkeypatch.setattr(chain, "_least_of_chain", refuse)
         assert partition_chain(problem) is not None
 
     def test_a_stage_that_filling_leaves_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:

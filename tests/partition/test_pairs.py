@@ -9,8 +9,8 @@ import pytest
 
 from gems.partition.even import even
 from gems.partition.solvers import paired
-from gems.partition.solvers.paired import Pairs, expand, furthest, nearest, partition_pairs
-from gems.partition.solvers.tables import minorant
+from gems.partition.solvers.paired import Pairs, furthest, nearest, partition_pairs
+from gems.partition.solvers.tables import expand, minorant
 from tests.partition.problems import every_cut, least, memory_problem, random_problem, random_table
 
 PAIRED = ("bidirectional", "v", "odd")

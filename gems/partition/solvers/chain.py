@@ -3,66 +3,60 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gems.partition.problem import Problem
-from gems.partition.solvers.tables import is_monotone
+from gems.partition.solvers.tables import Floats, Windows, is_monotone, run_block, terms_of, widest
 from gems.profile.spans import Table
 
-Windows = Sequence[tuple[int, int]]
 SMALL = 150  # layers up to which the dynamic program is the quicker one whatever the tables
 INFINITE_BITS = struct.unpack("<q", struct.pack("<d", float("inf")))[0]
 
 
 class Chain:
-    """The tables of each stage of a chain: judged, and limited."""
+    """The tables of each stage of a chain, each with its limit, or None if it is part of the cost."""
 
     def __init__(self, problem: Problem) -> None:
         self.num_layers = problem.num_layers
         self.num_stages = problem.num_stages
-        self._limit = problem.limit
-        self._costs: list[list[Table]] = [[] for _ in range(problem.num_stages)]
-        self._limits: list[list[Table]] = [[] for _ in range(problem.num_stages)]
-        for ranks, chosen in ((problem.ranks, self._costs), (problem.limits, self._limits)):
-            for rank in ranks:
-                chosen[rank.stages[0]] += [table() for (table,) in rank.moments]
-        self.widest = [(s, self.num_layers - self.num_stages + s) for s in range(self.num_stages + 1)]
-        self.widest[0], self.widest[-1] = (0, 0), (self.num_layers, self.num_layers)
+        self.crossing = problem.crossing
+        self.widest = widest(problem)
+        self._tables: list[list[tuple[Table, float | None]]] = [[] for _ in range(problem.num_stages)]
+        for term in terms_of(problem):
+            ((stage, table),) = term.tables
+            self._tables[stage].append((table, term.limit))
 
     def block(self, stage: int, windows: Windows) -> Table:
         """Return the cost of a stage that begins and ends within its windows; infinite if it may not."""
-        (first, last), (low, high) = windows[stage], windows[stage + 1]
-        part = (slice(first, last + 1), slice(low, high + 1))
-        found = np.where(np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None], -np.inf, np.inf)
-        for table in self._costs[stage]:
-            np.maximum(found, table[part], out=found)
-        for table in self._limits[stage]:
-            found[table[part] > self._limit] = np.inf
-        return found
+        part, cost = run_block(windows, stage, -np.inf)
+        for table, limit in self._tables[stage]:
+            if limit is None:
+                np.maximum(cost, table[part], out=cost)
+            else:
+                cost[table[part] > limit] = np.inf
+        return cost
 
     def is_monotone(self) -> bool:
         """Return whether every table is monotone."""
-        tables = {id(table): table for lists in (self._costs, self._limits) for row in lists for table in row}
-        return all(map(is_monotone, tables.values()))
+        return all(map(is_monotone, {id(table): table for row in self._tables for table, _ in row}.values()))
 
     def furthest(self, stage: int, first: int, most: float) -> int:
         """Return how far a stage from `first` on may go for `most`, of monotone tables; `first` if nowhere."""
         end = self.num_layers
-        for tables, cap in ((self._costs[stage], most), (self._limits[stage], self._limit)):
-            for table in tables:
-                end = min(end, first + int(np.searchsorted(table[first, first + 1 :], cap, side="right")))
+        for table, limit in self._tables[stage]:
+            cap = most if limit is None else limit
+            end = min(end, first + int(np.searchsorted(table[first, first + 1 :], cap, side="right")))
         return end
 
     def nearest(self, stage: int, end: int, most: float) -> int:
         """Return how early a stage up to `end` may begin for `most`, of monotone tables; `end` if nowhere."""
         first = 0
-        for tables, cap in ((self._costs[stage], most), (self._limits[stage], self._limit)):
-            for table in tables:
-                upward = table[:end, end][::-1]
-                first = max(first, end - int(np.searchsorted(upward, cap, side="right")))
+        for table, limit in self._tables[stage]:
+            cap = most if limit is None else limit
+            first = max(first, end - int(np.searchsorted(table[:end, end][::-1], cap, side="right")))
         return first
 
 
@@ -78,26 +72,28 @@ def partition_chain(problem: Problem) -> tuple[int, ...] | None:
     if chain.num_layers > SMALL and chain.is_monotone():
         most = _least_filled(chain)
         if most is not None:
-            found = _fewest_bytes(chain, problem.boundary_bytes, most, _windows(chain, most))
-            if found is not None:
-                return found
-    highest = _least_highest(chain)
-    if np.isinf(highest):
-        return None
-    return _fewest_bytes(chain, problem.boundary_bytes, highest, chain.widest)
+            boundaries = _fewest_bytes(chain, most, _windows(chain, most))
+            if boundaries is not None:
+                return boundaries
+    highest = _least_of_chain(chain)
+    return None if np.isinf(highest) else _fewest_bytes(chain, highest, chain.widest)
 
 
 def least_cost(problem: Problem) -> float:
     """Return the least cost of a chain by the dynamic program; infinite if limits allow no partition."""
-    return _least_highest(Chain(problem))
+    return _least_of_chain(Chain(problem))
 
 
-def _least_highest(chain: Chain) -> float:
-    best: NDArray[np.float64] = np.array([-np.inf])
-    for stage in range(chain.num_stages):
-        block = chain.block(stage, chain.widest)
+def least_highest(blocks: Iterable[Table]) -> float:
+    """Return the least highest cost of stages in a row, of each the costs by begin and end; the blocks are used up."""
+    best: Floats = np.array([-np.inf])
+    for block in blocks:
         best = np.maximum(block, best[:, None], out=block).min(axis=0)
     return float(best[0])
+
+
+def _least_of_chain(chain: Chain) -> float:
+    return least_highest(chain.block(stage, chain.widest) for stage in range(chain.num_stages))
 
 
 def _least_filled(chain: Chain) -> float | None:
@@ -105,21 +101,13 @@ def _least_filled(chain: Chain) -> float | None:
 
     Floats from 0 up are in the order of their bits, so that a search over those ends at the float itself.
     """
-    low, high = -1, INFINITE_BITS
     if not _fills(chain, float("inf")):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fills(chain, _float(middle)):
-            high = middle
-        else:
-            low = middle
-    return _float(high)
+    return _float(bisect_left(range(INFINITE_BITS), True, key=lambda bits: _fills(chain, _float(bits))))
 
 
 def _float(bits: int) -> float:
-    found: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return found
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def _fills(chain: Chain, most: float) -> bool:
@@ -134,9 +122,8 @@ def _windows(chain: Chain, most: float) -> Windows:
     """Return the least and largest place of every boundary, by filling from the right and from the left."""
     least, largest = [chain.num_layers], [0]
     for stage in range(chain.num_stages):
-        first = largest[-1]
+        first, end = largest[-1], least[-1]
         largest.append(chain.furthest(stage, first, most) if first < chain.num_layers else first)
-        end = least[-1]
         least.append(chain.nearest(chain.num_stages - 1 - stage, end, most) if end else 0)
     return [
         (max(low, lowest), min(high, highest))
@@ -144,24 +131,22 @@ def _windows(chain: Chain, most: float) -> Windows:
     ]
 
 
-def _fewest_bytes(chain: Chain, boundary_bytes: Sequence[int], most: float, windows: Windows) -> tuple[int, ...] | None:
+def _fewest_bytes(chain: Chain, most: float, windows: Windows) -> tuple[int, ...] | None:
     """Return the partition of the fewest crossing bytes whose stages cost `most` at most each."""
     if any(low > high for low, high in windows):
         return None
-    crossing = np.concatenate(([0.0], boundary_bytes, [0.0]))
-    bytes_to: list[NDArray[np.float64]] = [np.zeros(1)]
+    bytes_to: list[Floats] = [np.zeros(1)]
     for stage in range(chain.num_stages):
         low, high = windows[stage + 1]
         allowed = chain.block(stage, windows) <= most
         reached = np.where(allowed, bytes_to[-1][:, None], np.inf).min(axis=0)
-        bytes_to.append(reached + crossing[low : high + 1])
+        bytes_to.append(reached + chain.crossing[low : high + 1])
     if np.isinf(bytes_to[-1][0]):
         return None
     boundaries = [chain.num_layers]
     for stage in range(chain.num_stages - 1, -1, -1):
         column = (windows[stage], (boundaries[-1], boundaries[-1]))
-        whole = [*windows[:stage], *column, *windows[stage + 2 :]]
-        allowed = chain.block(stage, whole)[:, 0] <= most
+        allowed = chain.block(stage, [*windows[:stage], *column, *windows[stage + 2 :]])[:, 0] <= most
         best = int(np.argmin(np.where(allowed, bytes_to[stage], np.inf)))
         boundaries.append(windows[stage][0] + best)
     return tuple(boundaries[::-1])

@@ -5,21 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gems.partition.even import even
 from gems.partition.problem import Problem, Solution
-from gems.partition.solvers.tables import Low, minorant
-from gems.profile.spans import RankCosts, Table
+from gems.partition.solvers.tables import Floats, Ints, Low, chunks, expand, minorant, terms_of
+from gems.profile.spans import Table
 
 CHUNK = 1_000_000
 NARROW = 6  # states kept of one left boundary in a search that only looks for a good partition
 FIRST_STEP, STEP_GROWTH = 2e-4, 3.0
 RESOLUTION = 1e-4
 SMALL = 40  # layers up to which all states are cheaper than a search for the threshold
+ROUNDING = 1e-14
 
 
 def partition_pairs(
@@ -34,9 +35,8 @@ def partition_pairs(
     limits; at a cost of `enough` the search ends.
     """
     pairs = Pairs(problem)
-    best = tuple(start or even(problem.num_layers, problem.num_stages))
     now = time.perf_counter()
-    best = improve(problem, best, now + (deadline - now) / 5)
+    best = improve(problem, start or even(problem.num_layers, problem.num_stages), now + (deadline - now) / 5)
     cost = problem.cost(best)
     low, most = (pairs.lowest, cost) if problem.num_layers <= SMALL else _bracket(pairs, cost, deadline)
     if most == np.inf and low == np.inf:
@@ -54,7 +54,7 @@ def partition_pairs(
                 if cost == np.inf == most:
                     return Solution(None, np.inf, np.inf, True)
                 if cost <= most:
-                    fewest = _with_fewest_bytes(pairs, problem, cost, deadline)
+                    fewest = _fewest_bytes(pairs, problem, cost, deadline)
                     return Solution(fewest or best, cost, cost, True, fewest is not None)
             low, most = most, most * (1 + step) if most > 0 else np.inf
             step *= STEP_GROWTH
@@ -78,23 +78,20 @@ def _bracket(pairs: Pairs, cost: float, deadline: float) -> tuple[float, float]:
         high = low
     while high - low > RESOLUTION * abs(high) and time.perf_counter() < deadline:
         middle = (low + high) / 2
-        if pairs.completable(middle) is None:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if pairs.completable(middle) is None else (low, middle)
     return low, high
 
 
-def _with_fewest_bytes(pairs: Pairs, problem: Problem, cost: float, deadline: float) -> tuple[int, ...] | None:
+def _fewest_bytes(pairs: Pairs, problem: Problem, cost: float, deadline: float) -> tuple[int, ...] | None:
     frontier = pairs.completable(cost)
     assert frontier is not None
     try:
-        return _Search(pairs, frontier, cost, deadline, None, problem.boundary_bytes).run()
+        return _Search(pairs, frontier, cost, deadline, None, problem.crossing).run()
     except TimeoutError:
         return None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _States:
     """What is reached at one depth: places of the two boundaries, the value, and which state before led there."""
 
@@ -104,134 +101,92 @@ class _States:
     parent: Ints
 
 
+@dataclass(frozen=True, slots=True)
 class _Search:
     """The dynamic program over (left boundary, right boundary) among the stages that cost `most` at most.
 
-    The value is the highest cost so far, or with `boundary_bytes` the bytes that cross the partitions so far.
+    The value is the highest cost so far, or with `crossing`, of each boundary, the bytes that cross the partitions so
+    far. Only `width` states of a left boundary are kept. TimeoutError is raised when the deadline has passed.
     """
 
-    def __init__(
-        self,
-        pairs: Pairs,
-        frontier: Sequence[Ints],
-        most: float,
-        deadline: float,
-        width: int | None,
-        boundary_bytes: Sequence[int] | None = None,
-    ) -> None:
-        self._pairs = pairs
-        self._frontier = frontier
-        self._most = most
-        self._deadline = deadline
-        self._width = width
-        self._crossing = (
-            None if boundary_bytes is None else np.concatenate(([0.0], boundary_bytes, [0.0])).astype(float)
-        )
+    pairs: Pairs
+    frontier: Sequence[Ints]
+    most: float
+    deadline: float
+    width: int | None
+    crossing: Floats | None = None
 
     def run(self) -> tuple[int, ...] | None:
-        """Return the boundaries of the least value, or None.
-
-        Raises:
-            TimeoutError: the deadline came first.
-        """
-        num_layers = self._pairs.num_layers
-        none = np.array([-1])
-        start = 0.0 if self._crossing is not None else -np.inf
-        trail = [_States(np.array([0]), np.array([num_layers]), np.array([start]), none)]
-        for depth in range(self._pairs.depth):
+        """Return the boundaries of the least value, or None."""
+        start = 0.0 if self.crossing is not None else -np.inf
+        trail = [_States(np.array([0]), np.array([self.pairs.num_layers]), np.array([start]), np.array([-1]))]
+        for depth in range(self.pairs.depth):
             trail.append(self._inward(depth, trail[-1]))
             if not len(trail[-1].left):
                 return None
         value = self._close(trail[-1])
         last = int(np.argmin(value))
-        return None if value[last] == np.inf else _read(trail, last, self._pairs.has_middle)
+        return None if value[last] == np.inf else _read(trail, last, self.pairs.has_middle)
 
     def _close(self, states: _States) -> Floats:
         """Return the values with the middle stage, infinite if it is too dear."""
         value = states.value.copy()
-        if self._pairs.has_middle:
-            for term in self._pairs.terms[-1]:
-                cost = term.left[states.left, states.right]
-                if term.limit is None and self._crossing is None:
-                    value = np.maximum(value, cost)
-                value[cost > term.cap(self._most)] = np.inf
+        for term in self.pairs.terms[-1] if self.pairs.has_middle else ():
+            cost = term.left[states.left, states.right]
+            if term.limit is None and self.crossing is None:
+                value = np.maximum(value, cost)
+            value[cost > term.cap(self.most)] = np.inf
         return value
 
     def _inward(self, depth: int, states: _States) -> _States:
         """Place the next pair of stages in all ways."""
-        pairs, size = self._pairs, self._pairs.num_layers + 1
+        size = self.pairs.num_layers + 1
         best = np.full(size * size, np.inf)
         parent = np.full(size * size, -1)
-        left_over = pairs.left_over(depth + 1)
-        inner = self._frontier[depth + 1]
-        terms = pairs.terms[depth]
-        alive = np.flatnonzero(inner - np.arange(size) >= left_over)
-        first = np.searchsorted(alive, states.left, side="right")
-        last = np.searchsorted(alive, pairs.reach(terms, self._most)[states.left], side="right") - 1
-        for begin, end in _chunks(last - first + 1):
-            self._check_time()
-            which, place = expand(first[begin:end], last[begin:end])
-            self._place_right(terms, states, which + begin, alive[place], left_over, inner, best, parent)
+        for which, left_end, right_start in self._places(depth, states):
+            value = states.value[which]
+            if self.crossing is not None:
+                inward = np.where(right_start > left_end, self.crossing[right_start], 0.0)
+                value = value + self.crossing[left_end] + inward
+            for term in self.pairs.terms[depth]:
+                cost = term.left[states.left[which], left_end] + term.right[right_start, states.right[which]]
+                if term.limit is None and self.crossing is None:
+                    value = np.maximum(value, cost)
+                ok = cost <= term.cap(self.most)
+                which, left_end, right_start, value = which[ok], left_end[ok], right_start[ok], value[ok]
+            key = left_end * size + right_start
+            np.minimum.at(best, key, value)
+            wins = best[key] == value
+            parent[key[wins]] = which[wins]
         reached = np.flatnonzero(parent >= 0)
-        if self._width is not None and len(reached):
+        if self.width is not None and len(reached):
             row = reached // size
-            order = np.arange(len(reached)) - np.searchsorted(row, row)
-            reached = reached[order < self._width]
+            reached = reached[np.arange(len(reached)) - np.searchsorted(row, row) < self.width]
         return _States(reached // size, reached % size, best[reached], parent[reached])
 
-    def _place_right(
-        self, terms: Sequence[Term], states: _States, which: Ints, left_end: Ints, left_over: int, inner: Ints,
-        best: Floats, parent: Ints,
-    ) -> None:  # fmt: skip
-        """Add what is reached from states `which` by left stages up to `left_end` to `best` and `parent`."""
-        for term in terms:
-            ok = term.left[states.left[which], left_end] <= term.room(self._most) - term.floor_right
-            which, left_end = which[ok], left_end[ok]
-        right_end = states.right[which]
-        last = np.minimum(inner[left_end], right_end - 1)
-        first = left_end + left_over
-        for term in terms:
-            room = term.room(self._most) - term.left[states.left[which], left_end]
-            first = np.maximum(first, nearest(term.low_right, right_end, first, last, room))
-        for begin, end in _chunks(last - first + 1):
-            self._check_time()
-            picked, right_start = expand(first[begin:end], last[begin:end])
-            picked += begin
-            self._reach(terms, states, which[picked], left_end[picked], right_start, best, parent)
-
-    def _reach(
-        self, terms: Sequence[Term], states: _States, which: Ints, left_end: Ints, right_start: Ints,
-        best: Floats, parent: Ints,
-    ) -> None:  # fmt: skip
-        value = states.value[which]
-        if self._crossing is not None:
-            inward = np.where(right_start > left_end, self._crossing[right_start], 0.0)
-            value = value + self._crossing[left_end] + inward
-        for term in terms:
-            cost = term.left[states.left[which], left_end] + term.right[right_start, states.right[which]]
-            if term.limit is None and self._crossing is None:
-                value = np.maximum(value, cost)
-            ok = cost <= term.cap(self._most)
-            which, left_end, right_start, value = which[ok], left_end[ok], right_start[ok], value[ok]
-        key = left_end * (self._pairs.num_layers + 1) + right_start
-        np.minimum.at(best, key, value)
-        wins = best[key] == value
-        parent[key[wins]] = which[wins]
-
-    def _check_time(self) -> None:
-        if time.perf_counter() > self._deadline:
-            raise TimeoutError
-
-
-def _chunks(counts: Ints) -> Iterator[tuple[int, int]]:
-    """Yield runs of neighbours whose counts are about CHUNK together."""
-    total = np.cumsum(np.maximum(counts, 0))
-    begin = 0
-    while begin < len(counts):
-        done = int(total[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(total, done + CHUNK, side="right")))
-        yield begin, end
-        begin = end
+    def _places(self, depth: int, states: _States) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """Yield states, ends of their next left stage and begins of their next right one that may be reached."""
+        terms, left_over = self.pairs.terms[depth], self.pairs.left_over(depth + 1)
+        inner = self.frontier[depth + 1]
+        alive = np.flatnonzero(inner - np.arange(len(inner)) >= left_over)
+        begin = np.searchsorted(alive, states.left, side="right")
+        stop = np.searchsorted(alive, self.pairs.reach(terms, self.most)[states.left], side="right") - 1
+        for part in chunks(stop - begin + 1, CHUNK, self.deadline):
+            which, place = expand(begin[part], stop[part])
+            which, left_end = which + part.start, alive[place]
+            for term in terms:
+                ok = term.left[states.left[which], left_end] <= term.room(self.most) - term.floor_right
+                which, left_end = which[ok], left_end[ok]
+            right_end = states.right[which]
+            last = np.minimum(inner[left_end], right_end - 1)
+            first = left_end + left_over
+            for term in terms:
+                room = term.room(self.most) - term.left[states.left[which], left_end]
+                first = np.maximum(first, nearest(term.low_right, right_end, first, last, room))
+            for some in chunks(last - first + 1, CHUNK, self.deadline):
+                picked, right_start = expand(first[some], last[some])
+                picked = picked + some.start
+                yield which[picked], left_end[picked], right_start
 
 
 def _read(trail: Sequence[_States], last: int, has_middle: bool) -> tuple[int, ...]:
@@ -241,19 +196,11 @@ def _read(trail: Sequence[_States], last: int, has_middle: bool) -> tuple[int, .
         left.append(int(states.left[last]))
         right.append(int(states.right[last]))
         last = int(states.parent[last])
-    boundaries = left[::-1] + right
-    if not has_middle:  # the innermost two boundaries are one
-        del boundaries[len(left)]
-    return tuple(boundaries)
-
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-ROUNDING = 1e-14
+    return (*left[::-1], *right[not has_middle :])  # without a middle stage the innermost two boundaries are one
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class PairTerm:
     """One moment of one rank: the sum of a table over the left stage and one over the right stage of a pair.
 
     It must be `limit` at most, or, without one, is part of the cost. Of the middle stage only `left` is read.
@@ -290,13 +237,20 @@ class Pairs:
         self.num_layers = problem.num_layers
         self.num_stages = problem.num_stages
         self.depth = problem.num_stages // 2
-        self._lows: dict[int, Low] = {}
-        self._none = np.zeros((problem.num_layers, problem.num_layers + 1))
-        self.terms: list[list[Term]] = [[] for _ in range(self.depth + 1)]  # the last are the middle stage's
-        for ranks, limit in ((problem.ranks, None), (problem.limits, problem.limit)):
-            for rank in ranks:
-                outer = min(rank.stages[0], problem.num_stages - 1 - rank.stages[0])
-                self.terms[outer] += self._terms(rank, outer, limit)
+        self.terms: list[list[PairTerm]] = [[] for _ in range(self.depth + 1)]  # the last are the middle stage's
+        self._cuts = np.arange(self.num_layers + 1)
+        nothing = np.zeros((problem.num_layers, problem.num_layers + 1))
+        lows: dict[int, Low] = {}
+        for term in terms_of(problem):
+            outer = min(term.tables[0][0], problem.num_stages - 1 - term.tables[0][0])
+            halves: list[list[Table]] = [[], []]
+            for stage, table in term.tables:
+                halves[stage != outer].append(table)
+            left, right = (reduce(np.add, tables) if tables else nothing for tables in halves)
+            for table in (left, right):
+                if id(table) not in lows:
+                    lows[id(table)] = minorant(table)
+            self.terms[outer].append(PairTerm(left, right, lows[id(left)], lows[id(right)], term.limit))
 
     @property
     def has_middle(self) -> bool:
@@ -307,38 +261,11 @@ class Pairs:
         """Return the number of stages inside the first `depth` pairs."""
         return self.num_stages - 2 * depth
 
-    def _terms(self, rank: RankCosts, outer: int, limit: float | None) -> list[Term]:
-        found = []
-        for tables in rank.moments:
-            named = list(zip(rank.stages, tables, strict=True))
-            left = self._sum([table() for stage, table in named if stage == outer])
-            right = self._sum([table() for stage, table in named if stage != outer])
-            found.append(Term(left, right, self._low(left), self._low(right), limit))
-        return found
-
-    def _sum(self, tables: list[Table]) -> Table:
-        total = tables[0] if tables else self._none
-        for table in tables[1:]:
-            total = total + table
-        return total
-
-    def _low(self, table: Table) -> Low:
-        if id(table) not in self._lows:
-            self._lows[id(table)] = minorant(table)
-        return self._lows[id(table)]
-
     @cached_property
     def lowest(self) -> float:
         """A cost below every partition's: the dearest pair's least."""
-        return max(
-            (
-                float(term.low_left[0, 0]) + float(term.low_right[0, 0])
-                for terms in self.terms
-                for term in terms
-                if term.limit is None
-            ),
-            default=0.0,
-        )
+        judged = (term for terms in self.terms for term in terms if term.limit is None)
+        return max((float(term.low_left[0, 0]) + term.floor_right for term in judged), default=0.0)
 
     def completable(self, most: float) -> list[Ints] | None:
         """Return by depth, for every left boundary, the rightmost right boundary that can be completed for `most`.
@@ -347,32 +274,28 @@ class Pairs:
         tables are the minorants and stages may be without layers, so that nothing that can be done is left out: of two
         states the one with more layers placed is never the worse then, and the frontier says all.
         """
-        cuts = np.arange(self.num_layers + 1)
-        inner = cuts
+        inner = self._cuts
         if self.has_middle:
-            inner = self.reach(self.terms[-1], most)
-            inner = np.where(inner >= cuts, inner, -1)
-        found = [inner]
+            reach = self.reach(self.terms[-1], most)
+            inner = np.where(reach >= self._cuts, reach, -1)
+        frontiers = [inner]
         for terms in self.terms[self.depth - 1 :: -1] if self.depth else ():
             inner = self._outward(terms, inner, most)
             if inner.max() < 0:
                 return None
-            found.append(inner)
-        return found[::-1] if inner[0] == self.num_layers else None
+            frontiers.append(inner)
+        return frontiers[::-1] if inner[0] == self.num_layers else None
 
-    def reach(self, terms: list[Term], most: float) -> Ints:
+    def reach(self, terms: list[PairTerm], most: float) -> Ints:
         """Return how far a left stage may go from each layer on; one less than the layer if nowhere."""
-        cuts = np.arange(self.num_layers + 1)
-        reach = np.full(len(cuts), self.num_layers)
+        reach = np.full(len(self._cuts), self.num_layers)
         for term in terms:
-            room = np.full(len(cuts), term.room(most) - term.floor_right)
-            reach = np.minimum(reach, furthest(term.low_left, cuts, cuts, reach, room))
+            room = np.full(len(self._cuts), term.room(most) - term.floor_right)
+            reach = np.minimum(reach, furthest(term.low_left, self._cuts, self._cuts, reach, room))
         return reach
 
-    def _outward(self, terms: list[Term], inner: Ints, most: float) -> Ints:
-        cuts = np.arange(self.num_layers + 1)
-        which, left_end = expand(cuts, self.reach(terms, most))
-        first = cuts[which]
+    def _outward(self, terms: list[PairTerm], inner: Ints, most: float) -> Ints:
+        first, left_end = expand(self._cuts, self.reach(terms, most))
         alive = inner[left_end] >= left_end
         first, left_end = first[alive], left_end[alive]
         right_first = inner[left_end]
@@ -380,18 +303,10 @@ class Pairs:
         for term in terms:
             room = term.room(most) - term.low_left[first, left_end].astype(np.float64)
             right = furthest(term.low_right, right_first, right_first, right, room)
-        outer = np.full(len(cuts), -1)
+        outer = np.full(len(self._cuts), -1)
         ok = right >= right_first
         np.maximum.at(outer, first[ok], right[ok])
         return outer
-
-
-def expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return, for ranges first[k] up to and with last[k], the k and the value of every member."""
-    count = np.maximum(last - first + 1, 0)
-    which = np.repeat(np.arange(len(first)), count)
-    within = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-    return which, first[which] + within
 
 
 def furthest(low: Low, row: Ints, first: Ints, last: Ints, room: Floats) -> Ints:
@@ -421,65 +336,35 @@ def nearest(low: Low, column: Ints, first: Ints, last: Ints, room: Floats) -> In
     return above
 
 
-Order = tuple[tuple[float, ...], int]
-
-
 def improve(problem: Problem, boundaries: Sequence[int], deadline: float) -> tuple[int, ...]:
     """Return a partition that no move of one boundary by one layer improves, or the best at the deadline.
 
-    Better is less at the highest cost, then at the next one below and so on, then fewer bytes that cross; so that a
-    rank which is not the dearest may make room for the one that is. `deadline` is a time.perf_counter().
+    Better is less above the limits, then less at the highest cost, then at the next one below and so on, then fewer
+    bytes that cross; so that a rank which is not the dearest may make room for the one that is. `deadline` is a
+    time.perf_counter().
     """
-    judge = _Judge(problem, boundaries)
+    ranks, num_judged = [*problem.ranks, *problem.limits], len(problem.ranks)
+    touched = [{k for k, rank in enumerate(ranks) if stage in rank.stages} for stage in range(problem.num_stages)]
+
+    def rated(costs: Sequence[float], cuts: Sequence[int]) -> tuple[tuple[float, ...], int]:
+        above = max((cost for cost in costs[num_judged:] if cost > problem.limit), default=0.0)
+        return (above, *sorted(costs[:num_judged], reverse=True)), problem.crossing_bytes(cuts)
+
+    best, costs = list(boundaries), [rank.under(boundaries) for rank in ranks]
+    rating = rated(costs, best)
     reach = max(1, problem.num_layers // (2 * problem.num_stages))
     while reach:
-        moved = False
-        for cut in range(1, problem.num_stages):
-            for shift in (-reach, reach):
-                if time.perf_counter() > deadline:
-                    return tuple(judge.boundaries)
-                moved |= judge.move(cut, shift)
-        if not moved:
-            reach //= 2
-    return tuple(judge.boundaries)
-
-
-class _Judge:
-    """A partition with the costs of its ranks, of which a move changes a few."""
-
-    def __init__(self, problem: Problem, boundaries: Sequence[int]) -> None:
-        self.boundaries = list(boundaries)
-        self._problem = problem
-        self._ranks = [*problem.ranks, *problem.limits]
-        self._touched: list[list[int]] = [[] for _ in range(problem.num_stages)]
-        for index, rank in enumerate(self._ranks):
-            for stage in set(rank.stages):
-                self._touched[stage].append(index)
-        self._costs = [self._cost(index, self.boundaries) for index in range(len(self._ranks))]
-        self._order = self._rate(self._costs, self.boundaries)
-
-    def move(self, cut: int, shift: int) -> bool:
-        """Move a boundary if that betters the partition, and return whether it did."""
-        place = self.boundaries[cut] + shift
-        if not self.boundaries[cut - 1] < place < self.boundaries[cut + 1]:
-            return False
-        moved = self.boundaries.copy()
-        moved[cut] = place
-        costs = self._costs.copy()
-        for index in {*self._touched[cut - 1], *self._touched[cut]}:
-            costs[index] = self._cost(index, moved)
-        order = self._rate(costs, moved)
-        if order >= self._order:
-            return False
-        self.boundaries, self._costs, self._order = moved, costs, order
-        return True
-
-    def _cost(self, index: int, boundaries: Sequence[int]) -> float:
-        rank = self._ranks[index]
-        return rank.under(boundaries)
-
-    def _rate(self, costs: Sequence[float], boundaries: Sequence[int]) -> Order:
-        """Return what is above the limits first, and then the costs, dearest first."""
-        problem, num_ranks = self._problem, len(self._problem.ranks)
-        above = max((cost for cost in costs[num_ranks:] if cost > problem.limit), default=0.0)
-        return (above, *sorted(costs[:num_ranks], reverse=True)), problem.crossing_bytes(boundaries)
+        has_moved = False
+        for cut, shift in product(range(1, problem.num_stages), (-reach, reach)):
+            if time.perf_counter() > deadline:
+                return tuple(best)
+            place = best[cut] + shift
+            if not best[cut - 1] < place < best[cut + 1]:
+                continue
+            tried, changed = [*best[:cut], place, *best[cut + 1 :]], costs.copy()
+            for index in touched[cut - 1] | touched[cut]:
+                changed[index] = ranks[index].under(tried)
+            if (other := rated(changed, tried)) < rating:
+                best, costs, rating, has_moved = tried, changed, other, True
+        reach = reach if has_moved else reach // 2
+    return tuple(best)

@@ -6,44 +6,21 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gems.partition.problem import Problem
-from gems.partition.solvers.chain import partition_chain
-from gems.partition.solvers.tables import valid
+from gems.partition.solvers.chain import least_highest, partition_chain
+from gems.partition.solvers.tables import Floats, run_block, terms_of, valid, widest
 from gems.profile.spans import RankCosts, Table
 
-Floats = NDArray[np.float64]
 ROUNDS = 400
 CUTS_OF_A_ROUND = 20  # a round of the relaxation is worth looking at so many partitions
 PATIENCE = 15  # rounds without a better bound, after which the steps are halved
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One moment of one rank: the sum of a table over each of its stages; `limit` where it is no part of the cost."""
-
-    tables: tuple[tuple[int, Table], ...]
-    limit: float | None
-
-    def at(self, boundaries: Sequence[int]) -> float:
-        """Return the sum under a partition."""
-        return sum(float(table[boundaries[s], boundaries[s + 1]]) for s, table in self.tables)
-
-
-def terms_of(problem: Problem) -> list[Term]:
-    """Return the terms of a problem: those of the cost first."""
-    found = []
-    for ranks, limit in ((problem.ranks, None), (problem.limits, problem.limit)):
-        for rank in ranks:
-            for tables in rank.moments:
-                named = tuple((s, table()) for s, table in zip(rank.stages, tables, strict=True))
-                found.append(Term(named, limit))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +49,7 @@ class Relaxation:
         self.terms = terms_of(problem)
         self.is_limit = np.array([term.limit is not None for term in self.terms], dtype=bool)
         self._problem = problem
-        num_layers, num_stages = problem.num_layers, problem.num_stages
-        self._windows = [(s, num_layers - num_stages + s) for s in range(num_stages + 1)]
-        self._windows[0], self._windows[-1] = (0, 0), (num_layers, num_layers)
+        self._windows = widest(problem)
 
     def raise_bound(self, shaker: Shaker, deadline: float) -> Bound:
         """Return the best bound found by the deadline (a time.perf_counter()); offers the partitions on the way."""
@@ -131,28 +106,23 @@ class Relaxation:
             floors = [float(np.where(read, table, np.inf).min()) for _, table in term.tables]
             for (stage, table), floor in zip(term.tables, floors, strict=True):
                 raised[stage].append((table, sum(floors) - floor))
-        best = np.array([-np.inf])
-        for stage, tables in enumerate(raised):
-            part, highest = self._block(stage, -np.inf)
-            for table, floor in tables:
+
+        def block(stage: int) -> Table:
+            part, highest = run_block(self._windows, stage, -np.inf)
+            for table, floor in raised[stage]:
                 np.maximum(highest, table[part] + floor, out=highest)
-            best = np.maximum(highest, best[:, None]).min(axis=0)
-        return float(best[0])
+            return highest
+
+        return least_highest(map(block, range(self._problem.num_stages)))
 
     def _weighted(self, stage: int, weights: Floats) -> Table:
         """Return the weighted cost of a stage by its begin and end within its windows."""
-        part, total = self._block(stage, 0.0)
+        part, total = run_block(self._windows, stage, 0.0)
         for weight, term in zip(weights, self.terms, strict=True):
             for named, table in term.tables if weight else ():
                 if named == stage:
                     total += weight * table[part]
         return total
-
-    def _block(self, stage: int, value: float) -> tuple[tuple[slice, slice], Table]:
-        """Return the slices of a stage's windows in the tables, and a table of one value, infinite where no run is."""
-        (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
-        is_run = np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None]
-        return (slice(first, last + 1), slice(low, high + 1)), np.where(is_run, value, np.inf)
 
     def _first_weights(self, start: Sequence[int]) -> Floats:
         """Return each rank's dearest moment under a partition the same weight, and limits none."""
@@ -231,13 +201,11 @@ def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tu
     """
     best = tuple(boundaries)
     runs = runs_of(problem)
-    idle, index = 0, 0
+    upcoming, idle = itertools.cycle(runs), 0
     while idle < len(runs) and time.perf_counter() < deadline:
-        first, end = runs[index % len(runs)]
-        index += 1
+        moved = _settled(problem, best, *next(upcoming))
         idle += 1
-        moved = _settled(problem, best, first, end)
-        if moved is not None and _rank(problem, moved) < _rank(problem, best):
+        if moved is not None and _rating(problem, moved) < _rating(problem, best):
             best, idle = moved, 0
     return best
 
@@ -258,7 +226,7 @@ def runs_of(problem: Problem) -> list[tuple[int, int]]:
     return runs
 
 
-def _rank(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
+def _rating(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
     """Return what partitions are ordered by: the costs of all ranks, dearest first."""
     if problem.cost(boundaries) == np.inf:
         return (np.inf,)
@@ -268,39 +236,27 @@ def _rank(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
 def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) -> tuple[int, ...] | None:
     """Return the partition with the boundaries inside stages `first` up to `end` settled again."""
     low, high = boundaries[first], boundaries[end]
-    chain = Problem(
-        high - low, end - first,
-        _raised(problem, problem.ranks, boundaries, first, end), problem.boundary_bytes[low : high - 1],
-        _raised(problem, problem.limits, boundaries, first, end), problem.limit,
-    )  # fmt: skip
-    inside = partition_chain(chain)
+    part = (slice(low, high), slice(low, high + 1))
+
+    def raised(ranks: Sequence[RankCosts]) -> tuple[RankCosts, ...]:
+        """Return the costs of the stages of the run as a chain's, with what their ranks hold elsewhere added."""
+        costs = []
+        for rank in ranks:
+            spans = rank.spans(boundaries)
+            for place, stage in enumerate(rank.stages):
+                if first <= stage < end:
+                    moments = []
+                    for tables in rank.moments:
+                        pairs = enumerate(zip(tables, spans, strict=True))
+                        rest = sum(float(table()[span]) for k, (table, span) in pairs if k != place)
+                        moments.append(tables[place]()[part] + rest)
+                    highest = np.maximum.reduce(moments)
+                    costs.append(RankCosts((stage - first,), ((partial(np.asarray, highest),),)))
+        return tuple(costs)
+
+    crossing = problem.boundary_bytes[low : high - 1]
+    ranks, limits = raised(problem.ranks), raised(problem.limits)
+    inside = partition_chain(Problem(high - low, end - first, ranks, crossing, limits, problem.limit))
     if inside is None:
         return None
     return (*boundaries[:first], *(low + cut for cut in inside), *boundaries[end + 1 :])
-
-
-def _raised(
-    problem: Problem, ranks: Sequence[RankCosts], boundaries: Sequence[int], first: int, end: int
-) -> tuple[RankCosts, ...]:
-    """Return the costs of the stages of a run as a chain's, with what their ranks hold elsewhere added."""
-    part = (slice(boundaries[first], boundaries[end]), slice(boundaries[first], boundaries[end] + 1))
-    found = []
-    for rank in ranks:
-        spans = rank.spans(boundaries)
-        for place, stage in enumerate(rank.stages):
-            if first <= stage < end:
-                moments = [
-                    tables[place]()[part]
-                    + sum(
-                        float(table()[span])
-                        for k, (table, span) in enumerate(zip(tables, spans, strict=True))
-                        if k != place
-                    )
-                    for tables in rank.moments
-                ]
-                found.append(RankCosts((stage - first,), ((_given(np.maximum.reduce(moments)),),)))
-    return tuple(found)
-
-
-def _given(table: Table) -> Callable[[], Table]:
-    return lambda: table

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gems.partition.even import even
 from gems.partition.problem import Problem, Solution
-from gems.partition.solvers.paired import expand
 from gems.partition.solvers.relaxed import Bound, Relaxation, Shaker
-from gems.partition.solvers.tables import valid
+from gems.partition.solvers.tables import Floats, Ints, chunks, expand, valid
 from gems.profile.spans import Table
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 ROUNDING = 1e-12  # sums of more than two tables come in another order than RankCosts.at has them
 FIRST_WIDTH, WIDENING = 32, 4
 CHUNK = 2_000_000  # numbers at a time
@@ -75,8 +71,7 @@ def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> 
     return Solution(best, cost, cost, True, is_whole)
 
 
-@dataclass(slots=True)
-class _Level:
+class _Level(NamedTuple):
     """Partial partitions: where the last stage ends, the sums of all terms, and which one each comes from."""
 
     end: Ints
@@ -87,7 +82,7 @@ class _Level:
 
     def take(self, chosen: Ints) -> _Level:
         """Return some of them."""
-        return _Level(*(getattr(self, name)[chosen] for name in self.__slots__))
+        return _Level(*(each[chosen] for each in self))
 
 
 class _Beam:
@@ -101,7 +96,6 @@ class _Beam:
         caps = [np.inf if term.limit is None else term.limit for term in relaxation.terms]
         self._caps = np.array(caps) * (1 + ROUNDING)
         self._is_limit = relaxation.is_limit
-        self._crossing = np.concatenate(([0.0], problem.boundary_bytes, [0.0])).astype(float)
         self._on: list[list[tuple[int, Table]]] = [[] for _ in range(problem.num_stages)]
         for index, term in enumerate(relaxation.terms):
             for stage, table in term.tables:
@@ -117,11 +111,10 @@ class _Beam:
         Raises:
             TimeoutError: the deadline came first.
         """
-        problem = self._problem
         one = np.zeros(1, dtype=np.int64)
         trail = [_Level(one, np.zeros((1, self._num_terms)), np.zeros(1), one, np.zeros(1))]
         is_whole = True
-        for stage in range(problem.num_stages):
+        for stage in range(self._problem.num_stages):
             level, was_whole = self._next(stage, trail[-1], cost, width, most_bytes)
             is_whole &= was_whole
             trail.append(level)
@@ -146,15 +139,12 @@ class _Beam:
         first = level.end + 1 if stage < problem.num_stages - 1 else np.full(len(level.end), last)
         made: list[_Level] = []
         num_made, num_kept = 0, 0
-        for begin, stop in self._chunks(last - first + 1):
-            if time.perf_counter() > self._deadline:
-                raise TimeoutError
-            which, end = expand(first[begin:stop], np.full(stop - begin, last))
-            made.append(self._grow(stage, level, which + begin, end, cost, most_bytes))
+        for part in chunks((last - first + 1) * self._num_terms, CHUNK, self._deadline):
+            which, end = expand(first[part], np.full(len(first[part]), last))
+            made.append(self._grow(stage, level, which + part.start, end, cost, most_bytes))
             num_made, num_kept = num_made + len(made[-1].end), num_kept + len(made[-1].end)
             if num_kept > 4 * width:
-                made = [_first_rated(made, width)]
-                num_kept = width
+                made, num_kept = [_first_rated(made, width)], width
         return _first_rated(made, width) if made else level, num_made <= width
 
     def _grow(self, stage: int, level: _Level, which: Ints, end: Ints, cost: float, most_bytes: float | None) -> _Level:
@@ -173,7 +163,7 @@ class _Beam:
             final[:, ~self._is_limit].max(axis=1),
             sums @ self._bound.weights + self._bound.to_go[stage + 1, end] - self._bound.offset,
         )
-        crossing = level.crossing[which] + self._crossing[end]
+        crossing = level.crossing[which] + self._problem.crossing[end]
         rating = low
         open_ = (low <= most) & np.all(final <= caps, axis=1)
         if most_bytes is not None:
@@ -181,11 +171,6 @@ class _Beam:
             open_ &= rating < most_bytes
         chosen = np.flatnonzero(open_)
         return _Level(end, sums, crossing, which, rating).take(chosen)
-
-    def _chunks(self, counts: Ints) -> Iterator[tuple[int, int]]:
-        step = max(1, CHUNK // max(1, int(counts.max(initial=0)) * self._num_terms))
-        for begin in range(0, len(counts), step):
-            yield begin, min(begin + step, len(counts))
 
     def _least_rest(self) -> list[Floats]:
         """Return by stage, (L + 1, terms): what its later stages add to a term at least, from a layer on."""
@@ -206,14 +191,14 @@ class _Beam:
         to_go = np.full((num_stages + 1, num_layers + 1), np.inf)
         to_go[num_stages, num_layers] = 0.0
         for stage in range(num_stages - 1, -1, -1):
-            behind = self._crossing + to_go[stage + 1]
-            to_go[stage, :-1] = np.minimum.accumulate(behind[:0:-1])[::-1]
+            after = self._problem.crossing + to_go[stage + 1]
+            to_go[stage, :-1] = np.minimum.accumulate(after[:0:-1])[::-1]
         return to_go
 
 
 def _first_rated(levels: Sequence[_Level], width: int) -> _Level:
     """Return the best of several lists, in the order of their rating."""
-    whole = _Level(*(np.concatenate([getattr(each, name) for each in levels]) for name in _Level.__slots__))
+    whole = _Level(*map(np.concatenate, zip(*levels, strict=True)))
     return whole.take(np.argsort(whole.rating, kind="stable")[:width])
 
 

@@ -1,9 +1,10 @@
-"""Tables as the solvers read them: built once, folded over what is judged together, made monotone from below."""
+"""Tables as the solvers read them: built once, summed over what is judged together, made monotone from below."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +13,40 @@ from gems.partition.problem import Problem
 from gems.profile.spans import RankCosts, Table
 
 Low = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Build = Callable[[], Table]
+Windows = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One moment of one rank: the sum of a table over each of its stages; `limit` where it is no part of the cost."""
+
+    tables: tuple[tuple[int, Table], ...]
+    limit: float | None
+
+    def at(self, boundaries: Sequence[int]) -> float:
+        """Return the sum under a partition."""
+        return sum(float(table[boundaries[s], boundaries[s + 1]]) for s, table in self.tables)
+
+
+def terms_of(problem: Problem) -> list[Term]:
+    """Return the terms of a problem: those of the cost first."""
+    return [
+        Term(tuple((stage, table()) for stage, table in zip(rank.stages, tables, strict=True)), limit)
+        for ranks, limit in ((problem.ranks, None), (problem.limits, problem.limit))
+        for rank in ranks
+        for tables in rank.moments
+    ]
 
 
 def kept(problem: Problem) -> Problem:
     """Return the same problem with tables that are built at the first call only; equal callables share one."""
-    found: dict[Build, Build] = {}
+    known: dict[Build, Build] = {}
 
     def keep(build: Build) -> Build:
-        if build not in found:
+        if build not in known:
             made: list[Table] = []
 
             def table() -> Table:
@@ -28,13 +54,11 @@ def kept(problem: Problem) -> Problem:
                     made.append(np.asarray(build(), dtype=np.float64))
                 return made[0]
 
-            found[build] = table
-        return found[build]
+            known[build] = table
+        return known[build]
 
     def keep_all(ranks: tuple[RankCosts, ...]) -> tuple[RankCosts, ...]:
-        return tuple(
-            RankCosts(rank.stages, tuple(tuple(map(keep, tables)) for tables in rank.moments)) for rank in ranks
-        )
+        return tuple(RankCosts(rank.stages, tuple(tuple(map(keep, row)) for row in rank.moments)) for rank in ranks)
 
     return replace(problem, ranks=keep_all(problem.ranks), limits=keep_all(problem.limits))
 
@@ -44,12 +68,25 @@ def valid(num_layers: int) -> NDArray[np.bool_]:
     return np.arange(num_layers + 1)[None, :] > np.arange(num_layers)[:, None]
 
 
+def widest(problem: Problem) -> Windows:
+    """Return the least and the largest place of every boundary that leave each stage a layer."""
+    num_layers, num_stages = problem.num_layers, problem.num_stages
+    inner = [(stage, num_layers - num_stages + stage) for stage in range(1, num_stages)]
+    return [(0, 0), *inner, (num_layers, num_layers)]
+
+
+def run_block(windows: Windows, stage: int, value: float) -> tuple[tuple[slice, slice], Table]:
+    """Return the slices of a stage's windows in the tables, and a table of one value, infinite where no run is."""
+    (first, last), (low, high) = windows[stage], windows[stage + 1]
+    is_run = np.arange(low, high + 1)[None, :] > np.arange(first, last + 1)[:, None]
+    return (slice(first, last + 1), slice(low, high + 1)), np.where(is_run, value, np.inf)
+
+
 def is_monotone(table: Table) -> bool:
     """Return whether no run of layers costs more than a longer one around it, and none less than 0."""
-    num_layers = len(table)
+    read = valid(len(table))
     longer = table[:, 1:] >= table[:, :-1]
     earlier = table[:-1] >= table[1:]
-    read = valid(num_layers)
     return bool(
         np.all(longer | ~read[:, :-1]) and np.all(earlier | ~read[1:]) and np.all(np.diagonal(table, offset=1) >= 0)
     )
@@ -72,3 +109,28 @@ def minorant(table: Table) -> Low:
     low[:-1][outside] = low[-1] = np.inf
     np.fill_diagonal(low, floor)
     return low
+
+
+def expand(first: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Return, for ranges first[k] up to and with last[k], the k and the value of every member."""
+    count = np.maximum(last - first + 1, 0)
+    which = np.repeat(np.arange(len(first)), count)
+    within = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+    return which, first[which] + within
+
+
+def chunks(counts: Ints, size: int, deadline: float) -> Iterator[slice]:
+    """Yield runs of neighbours whose counts are about `size` together.
+
+    Raises:
+        TimeoutError: the deadline, a time.perf_counter(), has passed.
+    """
+    total = np.cumsum(np.maximum(counts, 0))
+    begin = 0
+    while begin < len(counts):
+        if time.perf_counter() > deadline:
+            raise TimeoutError
+        done = int(total[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(total, done + size, side="right")))
+        yield slice(begin, end)
+        begin = end
