@@ -82,7 +82,7 @@ class _Level(NamedTuple):
 
     def take(self, chosen: Ints) -> _Level:
         """Return some of them."""
-        return _Level(*(each[chosen] for each in self))
+        return _Level._make(each[chosen] for each in self)
 
 
 class _Beam:
@@ -198,7 +198,7 @@ class _Beam:
 
 def _first_rated(levels: Sequence[_Level], width: int) -> _Level:
     """Return the best of several lists, in the order of their rating."""
-    whole = _Level(*map(np.concatenate, zip(*levels, strict=True)))
+    whole = _Level._make(map(np.concatenate, zip(*levels, strict=True)))
     return whole.take(np.argsort(whole.rating, kind="stable")[:width])
 
 

@@ -164,9 +164,9 @@ def fit_noise_scale(runs: Sequence[tuple[float, float]]) -> NoiseFit:
         correlation = float(np.clip(of_logs[0, 1] / product, -1.0, 1.0)) if product else 0.0
         reaches = float(stdtrit(freedom, SHARES[1])) * deviations
     factors = np.exp(np.minimum(reaches, math.log(MAX_FACTOR))).tolist()
-    figures = (
+    e_min, b_crit = (
         Quantity(value, value / factor, value * factor)
         for value, factor in zip((least, critical), factors, strict=True)
     )
-    law = NoiseScale(*figures, correlation, (float(batches.min()), scale))
+    law = NoiseScale(e_min, b_crit, correlation, (float(batches.min()), scale))
     return NoiseFit(law, tuple(runs), tuple(residuals.tolist()))
