@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from gems.config.schema import DataConfig
 from gems.models.build import as_tuple, input_spec
@@ -25,7 +24,18 @@ def tracked_peak_bytes(modules: Sequence[nn.Module], given: Sequence[Tensor]) ->
 
     Of `MemTracker` the whole is taken; the optimizer's state is not in it, nor what kernels use within themselves.
     """
-    tracker = _WholePeak()
+    from torch.distributed._tools.mem_tracker import MemTracker  # doubles the time that a rank takes to start
+
+    class WholePeak(MemTracker):  # type: ignore[no-untyped-call]
+        """Keep the peak of the whole only: those of all modules take time that grows with the square of the depth."""
+
+        peak_bytes = 0
+
+        def _update_peak_stats(self, peak_state: Any) -> None:
+            for snapshot in self.get_tracker_snapshot("current").values():
+                self.peak_bytes = max(self.peak_bytes, int(snapshot["Total"]))
+
+    tracker = WholePeak()
     net = nn.ModuleList(modules)
     give_gradients(net)
     tracker.track_external(net, *given)
@@ -37,15 +47,3 @@ def tracked_peak_bytes(modules: Sequence[nn.Module], given: Sequence[Tensor]) ->
         del values
         torch.autograd.backward([loss])
     return tracker.peak_bytes
-
-
-class _WholePeak(MemTracker):  # type: ignore[no-untyped-call]
-    """Keeps the peak of the whole only: those of all modules take time that grows with the square of the depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        for snapshot in self.get_tracker_snapshot("current").values():
-            self.peak_bytes = max(self.peak_bytes, int(snapshot["Total"]))
