@@ -5,6 +5,8 @@ Tests have a cache of their own, and ranks that give way to each other, since th
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 
@@ -21,7 +23,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep results that took long out of the user's cache, and those of the user out of the tests."""
+    """Keep results that took long out of the user's cache, and those of the user out of the tests.
+
+    Workers of pytest-xdist share one cache: their folders are in that of the whole run.
+    """
     patch = pytest.MonkeyPatch()
-    patch.setenv("GEMS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    base = tmp_path_factory.getbasetemp()
+    patch.setenv("GEMS_CACHE_DIR", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
     patch.setenv("MPIR_CVAR_POLLS_BEFORE_YIELD", "10")  # MPICH's own is 1000

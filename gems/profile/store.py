@@ -1,4 +1,4 @@
-"""Where profiles come from: a file, the cache, or a child process that takes a missing one."""
+"""Where profiles come from: a file, the cache, or taken: by a child process if torch is not loaded here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ TAKER, OPERATORS_TAKER = "gems.profile.profilers.take", "gems.profile.profilers.
 
 
 def profile_of(spec: RunSpec) -> ModelProfile:
-    """Return the profile of a resolved run: of its file `profile.path`, from the cache, or taken in a child process.
+    """Return the profile of a resolved run: of its file `profile.path`, from the cache, or taken now.
 
     Raises:
         ConfigError: a file without a profile, or with one of another model, shape, dtype or version; or a profile that
@@ -31,7 +32,7 @@ def profile_of(spec: RunSpec) -> ModelProfile:
     if spec.profile.path is not None:
         return read_file(spec, Path(spec.profile.path))
     key = json.dumps(key_of(spec), sort_keys=True, default=str)
-    return ModelProfile.from_json(cached(spec.cache_dir, "profile", key, lambda: taken_in_child(spec)))
+    return ModelProfile.from_json(cached(spec.cache_dir, "profile", key, lambda: take_profile(spec)))
 
 
 def read_file(spec: RunSpec, path: Path) -> ModelProfile:
@@ -102,7 +103,7 @@ def check(profile: ModelProfile, spec: RunSpec, path: Path) -> None:
 
 
 def operators_taken(spec: RunSpec) -> dict[str, Any]:
-    """Return the operators of a resolved run's model with their roofline times, from the cache or a child process.
+    """Return the operators of a resolved run's model with their roofline times, from the cache or taken now.
 
     The document is of schema gems.operators/1.
 
@@ -111,16 +112,27 @@ def operators_taken(spec: RunSpec) -> dict[str, Any]:
     """
     key = json.dumps({**key_of(spec), "train.optimizer": spec.train.optimizer, "train.momentum": spec.train.momentum},
                      sort_keys=True, default=str)  # fmt: skip
-    return cached(spec.cache_dir, "operators", key, lambda: taken_in_child(spec, OPERATORS_TAKER, "ops"))
+    return cached(spec.cache_dir, "operators", key, lambda: take_profile(spec, OPERATORS_TAKER, "ops"))
 
 
-def taken_in_child(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
-    """Take the profile in a child process, which loads torch, and return its document.
+def take_profile(spec: RunSpec, taker: str | None = None, wanted: str = "layers") -> dict[str, Any]:
+    """Take the profile and return its document.
+
+    A measured one is always taken in a child process; one on fake tensors in this process if torch is loaded already.
 
     Raises:
-        ConfigError: what the child refused, or how it failed.
+        ConfigError: what the profiler refused, or how it failed.
     """
     print(f"gems: taking the profile ({spec.profile.name}) ...", file=sys.stderr, flush=True)
+    if "torch" in sys.modules and spec.profile.name == "fake":
+        try:
+            document: dict[str, Any] = json.loads(json.dumps(import_module(taker or TAKER).take(spec).to_json()))
+        except ConfigError:
+            raise
+        except Exception as error:
+            notes = getattr(error, "__notes__", [])
+            raise _failure(spec, "; ".join([f"{type(error).__name__}: {error}", *notes])) from error
+        return document
     ended = subprocess.run(
         [sys.executable, "-m", taker or TAKER], input=json.dumps(spec.to_dict()), capture_output=True, text=True
     )
@@ -134,5 +146,9 @@ def taken_in_child(spec: RunSpec, taker: str | None = None, wanted: str = "layer
         lines = ended.stderr.strip().splitlines() or [f"the process ended with {ended.returncode}"]
         # Python prints an error before its notes, such as the layer at fault
         told = max((n for n, line in enumerate(lines) if ERROR.match(line)), default=len(lines) - 1)
-        raise ConfigError("profile", spec.profile.name, f"could not be taken: {'; '.join(lines[told:])[-400:]}")
+        raise _failure(spec, "; ".join(lines[told:]))
     return answer
+
+
+def _failure(spec: RunSpec, reason: str) -> ConfigError:
+    return ConfigError("profile", spec.profile.name, f"could not be taken: {reason[-400:]}")

@@ -77,7 +77,7 @@ def workplace(here: Path, tools: Path) -> Iterator[Jobs]:
     patch = pytest.MonkeyPatch()
     patch.chdir(here)
     patch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    patch.setattr("gems.profile.store.taken_in_child", made_up_profile)
+    patch.setattr("gems.profile.store.take_profile", made_up_profile)
     patch.setattr("jobs.cli.submit.launch", lambda *_, **__: log.write_text("launched") and 0)
     patch.setattr("gems.runs.prepare.write_bundle", lambda folder, spec: folder.mkdir(exist_ok=True) or {})
     before = signal.signal(signal.SIGPROF, _hang)

@@ -99,7 +99,7 @@ class TestCache:
             seen.append(spec)
             return json.loads(json.dumps(profile.to_json()))
 
-        monkeypatch.setattr(store, "taken_in_child", once)
+        monkeypatch.setattr(store, "take_profile", once)
         return seen
 
     def test_it_is_taken_once(self, taken: list[RunSpec], tmp_path: Path, profile: ModelProfile) -> None:
@@ -132,6 +132,10 @@ class TestCache:
 
 
 class TestChild:
+    @pytest.fixture(autouse=True)
+    def without_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "torch")
+
     def test_it_takes_the_same_profile(self, tmp_path: Path, profile: ModelProfile) -> None:
         assert profile_of(spec_of(cache_dir=str(tmp_path))) == profile
 
@@ -143,6 +147,22 @@ class TestChild:
     def test_its_failure_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store, "TAKER", "gems.no_such_module")
         assert "could not be taken" in refusal(spec_of(cache_dir=str(tmp_path)))
+        assert list(tmp_path.iterdir()) == [], "nothing is kept"
+
+
+class TestHere:
+    """Where torch is loaded, as it is in the tests, a profile on fake tensors is taken in this process."""
+
+    @pytest.fixture(autouse=True)
+    def without_children(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(subprocess, "run")
+
+    def test_it_is_the_same_profile(self, tmp_path: Path, profile: ModelProfile) -> None:
+        assert profile_of(spec_of(cache_dir=str(tmp_path))) == profile
+
+    def test_a_failure_is_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store, "TAKER", "gems.no_such_module")
+        assert "could not be taken: ModuleNotFoundError: " in refusal(spec_of(cache_dir=str(tmp_path)))
         assert list(tmp_path.iterdir()) == [], "nothing is kept"
 
 

@@ -58,7 +58,7 @@ class _Measure:
         )
 
 
-def op_graph(spec: RunSpec) -> OpGraph:
+def take(spec: RunSpec) -> OpGraph:
     """Return the operators of a resolved run's model on one micro-batch, on its machine.
 
     An operator holds its parameters, their gradients, the optimizer's state, and what its forward leaves. The gradients
@@ -105,4 +105,4 @@ def op_graph(spec: RunSpec) -> OpGraph:
 
 
 if __name__ == "__main__":
-    sys.exit(answer(op_graph))
+    sys.exit(answer(take))
