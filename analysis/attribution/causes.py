@@ -31,7 +31,6 @@ class Attribution:
     """Where the time of a step goes: ideal_s + sum(run_s.values()) = step_s, and the same on each rank.
 
     Attributes:
-        source: measured, emulated or simulated.
         num_steps: steps counted, without warm-up steps.
         step_s: mean time of a step, the last rank's end counted.
         ideal_s: useful compute (F, B, I, W) of a rank in undisturbed times, if all ranks had an equal share.
@@ -96,35 +95,34 @@ def attribute(trace: Trace) -> Attribution:
     times, step_s = measured.times, float(measured.window.step_s.mean())
     undisturbed_s, times_from = undisturbed_times(trace, graph, times.work_s)
     balanced_s = balanced(graph, undisturbed_s)
-    ideal_s = float(_by_rank(graph, balanced_s).mean())
+    ideal_s = float(balanced_s.sum()) / graph.num_ranks
     spans = [float(replay(graph, level).mean()) for level in _levels(graph, times, undisturbed_s, balanced_s)]
     residual_s = step_s - spans[0]
     lost = {cause: before - after for cause, (before, after) in zip(ORDER, pairwise((*spans, ideal_s)), strict=True)}
     lost["host"] += residual_s
     own = _own(graph, measured, undisturbed_s, ideal_s)
-    causes = _by_cause(lost, own)
+    # A rank loses what it spent beyond the mean; what it waited less for that is taken from the causes of waiting.
+    beyond = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
+    spent = np.sum(list(beyond.values()), axis=0)
+    waits = {cause: max(0.0, lost[cause] - float(own[cause].mean())) for cause in CAUSES}
+    total = sum(waits.values())
+    shares = {cause: wait / total if total else float(cause == "bubble") for cause, wait in waits.items()}
+    causes = {cause: lost[cause] + beyond[cause] - spent * shares[cause] for cause in CAUSES}
     copies = trace.world_size // ranks_written(trace)
-    return Attribution(
-        trace.source, len(measured.window.steps), step_s, ideal_s,
-        {cause: _as_tuple(causes[cause], copies) for cause in CAUSES},
-        {cause: _as_tuple(own[cause], copies) for cause in CAUSES},
-        residual_s, times_from,
-    )  # fmt: skip
+    lost_s, own_s = ({cause: tuple(each[cause].tolist()) * copies for cause in CAUSES} for each in (causes, own))
+    num_steps = len(measured.window.steps)
+    return Attribution(trace.source, num_steps, step_s, ideal_s, lost_s, own_s, residual_s, times_from)
 
 
 def _levels(graph: Graph, times: Times, undisturbed_s: np.ndarray, balanced_s: np.ndarray) -> Iterator[Times]:
-    """Yield the times as measured, and then without one cause after the other, in `ORDER` without its last.
-
-    All share arrays that the next one changes.
-    """
+    """Yield the times as measured, then without one cause after the other of `ORDER`; they share arrays that change."""
     times = replace(times, work_s=times.work_s.copy(), lag_s=times.lag_s.copy())
     work, lag = times.work_s, times.lag_s
     compute = graph.of_kinds(*COMPUTE_KINDS)
     yield times
     work[compute] = undisturbed_s[compute, None, None]
     yield times
-    never = (np.full_like(given, -np.inf) for given in (times.data_s, times.input_s))
-    times = replace(times, data_s=next(never), input_s=next(never))
+    times = replace(times, **{name: np.full_like(getattr(times, name), -np.inf) for name in ("data_s", "input_s")})
     yield times
     none = np.zeros_like(times.begin_s)
     times = replace(times, begin_s=none, tail_s=none)
@@ -154,20 +152,14 @@ def nodes_awaiting_memory(graph: Graph) -> np.ndarray:
 
 def _with_gaps(graph: Graph) -> np.ndarray:
     """Return the nodes whose lag is charged to the host."""
-    copies = COPY_KINDS if graph.copies_block else ()
-    acting = graph.of_kinds(*COMPUTE_KINDS, *copies, Kind.STEP)
-    found: np.ndarray = np.setdiff1d(
-        np.concatenate([acting, np.flatnonzero(graph.is_arrival)]), nodes_awaiting_memory(graph)
-    )
-    return found
+    acting = graph.of_kinds(*COMPUTE_KINDS, *(COPY_KINDS if graph.copies_block else ()), Kind.STEP)
+    found: np.ndarray = np.append(acting, np.flatnonzero(graph.is_arrival))
+    return np.setdiff1d(found, nodes_awaiting_memory(graph))
 
 
 def _own(graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: float) -> dict[str, np.ndarray]:
     """Return what each rank itself spent on each cause, (ranks x R,) in seconds a step; on the bubble it is 0."""
-    times, for_memory = measured.times, nodes_awaiting_memory(graph)
-    useful, compute = graph.of_kinds(*USEFUL), graph.of_kinds(*COMPUTE_KINDS)
-    step = graph.of_kinds(Kind.STEP)
-    blocking_copies = graph.of_kinds(*(COPY_KINDS if graph.copies_block else ()))
+    times, of_kinds = measured.times, graph.of_kinds
 
     def summed(nodes: np.ndarray, node_s: np.ndarray) -> np.ndarray:
         sums = np.zeros_like(times.begin_s)
@@ -175,38 +167,16 @@ def _own(graph: Graph, measured: Measured, undisturbed_s: np.ndarray, ideal_s: f
         return sums
 
     undisturbed = np.broadcast_to(undisturbed_s[:, None, None], times.work_s.shape)
+    copies_s = summed(of_kinds(*COPY_KINDS), times.work_s) if graph.copies_block else 0.0
     own = {
         "bubble": np.zeros_like(times.begin_s),
-        "imbalance": summed(useful, undisturbed) - ideal_s,
+        "imbalance": summed(of_kinds(*USEFUL), undisturbed) - ideal_s,
         "point_to_point": measured.messages_s,
-        "all_reduce": summed(graph.of_kinds(Kind.REDUCE_GRAD), times.work_s),
-        "memory": measured.copies_s + summed(for_memory, times.lag_s) + summed(blocking_copies, times.work_s),
-        "recompute": summed(graph.of_kinds(Kind.R), undisturbed),
+        "all_reduce": summed(of_kinds(Kind.REDUCE_GRAD), times.work_s),
+        "memory": measured.copies_s + summed(nodes_awaiting_memory(graph), times.lag_s) + copies_s,
+        "recompute": summed(of_kinds(Kind.R), undisturbed),
         "input": measured.input_s,
-        "host": summed(_with_gaps(graph), times.lag_s) + summed(step, times.work_s) + times.begin_s,
-        "noise": summed(compute, times.work_s - undisturbed),
+        "host": summed(_with_gaps(graph), times.lag_s) + summed(of_kinds(Kind.STEP), times.work_s) + times.begin_s,
+        "noise": summed(of_kinds(*COMPUTE_KINDS), times.work_s - undisturbed),
     }
     return {cause: own[cause].mean(axis=2).T.ravel() for cause in CAUSES}
-
-
-def _by_cause(lost: Mapping[str, float], own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what each rank loses to each cause.
-
-    The mean over ranks is `lost`, the sum over causes alike on all ranks.
-    """
-    more = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
-    spent = np.sum([more[cause] for cause in CAUSES], axis=0)
-    waits = {cause: max(0.0, lost[cause] - float(own[cause].mean())) for cause in CAUSES}
-    total = sum(waits.values())
-    shares = {cause: wait / total if total else float(cause == "bubble") for cause, wait in waits.items()}
-    return {cause: lost[cause] + more[cause] - spent * shares[cause] for cause in CAUSES}
-
-
-def _by_rank(graph: Graph, node_s: np.ndarray) -> np.ndarray:
-    """Sum times of nodes over each rank of the pipeline."""
-    sums: np.ndarray = np.bincount(graph.rank, node_s, graph.num_ranks)
-    return sums
-
-
-def _as_tuple(values: np.ndarray, copies: int) -> tuple[float, ...]:
-    return tuple(float(value) for value in values) * copies

@@ -27,9 +27,7 @@ class Graph:
     Attributes:
         schedule: lowered.
         copies_block: whether a rank continues only after a copy has ended, as on a processor.
-        actions: action of each node.
         kind: (M,) index of each node's kind.
-        rank: (M,) rank of each node.
         is_arrival: (M,) whether a node is the arrival at a reduction.
         before: (M,) row of the rank's previous action.
         waits: (M, K) rows that a node waits for, `before` among them; of a receive, the previous actions of both sides.
@@ -105,11 +103,21 @@ def build_graph(schedule: Schedule, copies_block: bool = False) -> Graph:
     Raises:
         ConfigError: an action waits for something that never happens.
     """
-    return _Builder(schedule, copies_block).build()
+    builder = _Builder(schedule, copies_block)
+    while any([builder.advance(rank) for rank in range(schedule.num_ranks)]):
+        pass
+    for rank, row in enumerate(schedule.rows):
+        if builder.following[rank] < len(row):
+            action = row[builder.following[rank]]
+            raise ConfigError("trace", "schedule", f"{action} of rank {rank} waits for something that never happens")
+    return builder.graph()
 
 
 class _Builder:
-    """Adds nodes after those that they wait for; until all are added, row -1 - r is the beginning of rank r."""
+    """Adds nodes after those that they wait for; until all are added, rows -1 - r are the beginnings of the ranks r.
+
+    The rows after these, -1 - P - i, are the inputs.
+    """
 
     def __init__(self, schedule: Schedule, copies_block: bool) -> None:
         self.schedule, self.copies_block = schedule, copies_block
@@ -121,25 +129,16 @@ class _Builder:
         self.engines: dict[tuple[int, Kind], int] = {}
         self.sends: dict[Action, int] = {}
         self.receives: dict[Action, tuple[Action, int]] = {}
+        self.readers: list[int] = []
 
-    def build(self) -> Graph:
-        rows = self.schedule.rows
-        moved = True
-        while moved:
-            moved = False
-            for rank, row in enumerate(rows):
-                while self.following[rank] < len(row) and self.advance(rank, row[self.following[rank]]):
-                    moved = True
-        for rank, row in enumerate(rows):
-            if self.following[rank] < len(row):
-                action = row[self.following[rank]]
-                raise ConfigError(
-                    "trace", "schedule", f"{action} of rank {rank} waits for something that never happens"
-                )
-        return self.graph()
+    def advance(self, rank: int) -> bool:
+        """Add the next actions of a rank as far as all that they wait for has been added; return whether any was."""
+        row, first = self.schedule.rows[rank], self.following[rank]
+        while self.following[rank] < len(row) and self.try_next(rank, row[self.following[rank]]):
+            pass
+        return self.following[rank] > first
 
-    def advance(self, rank: int, action: Action) -> bool:
-        """Add an action if all that it waits for has been added; return whether it was."""
+    def try_next(self, rank: int, action: Action) -> bool:
         kind = action.kind
         if kind is Kind.REDUCE_GRAD:
             return self.reduce(rank)
@@ -177,17 +176,19 @@ class _Builder:
         come = [rows[peer][self.following[peer]] for peer in peers if self.following[peer] < len(rows[peer])]
         if len(come) < len(peers) or any(action.kind is not Kind.REDUCE_GRAD for action in come):
             return False
-        first = len(self.nodes)
-        for is_arrival in (True, False):
+        arrivals = range(len(self.nodes), len(self.nodes) + len(peers))
+        for waits in ([], list(arrivals)):
             for peer, action in zip(peers, come, strict=True):
-                waits = [] if is_arrival else list(range(first, first + len(peers)))
-                self.add(peer, action, waits, is_arrival)
+                self.add(peer, action, waits, is_arrival=not waits)
         for peer in peers:
             self.following[peer] += 1
         return True
 
     def add(self, rank: int, action: Action, waits: list[int], is_arrival: bool = False) -> None:
         before, place = self.before[rank], len(self.nodes)
+        if action.kind is Kind.F and action.stage == 0 and action.segment == self.schedule.first_segment(0):
+            waits = [*waits, -1 - self.schedule.num_ranks - len(self.readers)]
+            self.readers.append(place)
         self.nodes.append((rank, action, is_arrival, before, (before, *waits)))
         if action.kind in self.blocking:
             self.before[rank] = place
@@ -195,33 +196,27 @@ class _Builder:
             self.place[action] = place
 
     def graph(self) -> Graph:
-        num_nodes, num_ranks = len(self.nodes), self.schedule.num_ranks
-        first = self.schedule.first_segment(0)
-        readers = [
-            place
-            for place, (_, action, *_) in enumerate(self.nodes)
-            if action.kind is Kind.F and action.stage == 0 and action.segment == first
-        ]
-        never = num_nodes + num_ranks + len(readers)
-        input_row = {place: num_nodes + num_ranks + number for number, place in enumerate(readers)}
-        rows = [[*waits, *([input_row[p]] if p in input_row else [])] for p, (*_, waits) in enumerate(self.nodes)]
+        num_nodes = len(self.nodes)
+        ranks, actions, are_arrivals, befores, rows = zip(*self.nodes, strict=True)
+        never = num_nodes + self.schedule.num_ranks + len(self.readers)
         waits = np.full((num_nodes, max(map(len, rows), default=1)), never)
         depth = np.zeros(num_nodes, dtype=np.int64)
         for place, row in enumerate(rows):
-            known = [wait if wait >= 0 else num_nodes - 1 - wait for wait in row]
-            waits[place, : len(known)] = known
-            depth[place] = 1 + max((depth[wait] for wait in known if wait < num_nodes), default=0)
-        actions = tuple(action for _, action, *_ in self.nodes)
-        is_arrival = np.array([node[2] for node in self.nodes], dtype=bool)
-        kind = np.array([_CODE_OF[action.kind] for action in actions])
+            waits[place, : len(row)] = _table_rows(row, num_nodes)
+            depth[place] = 1 + max((depth[wait] for wait in row if wait >= 0), default=0)
+        kind, is_arrival = np.array([_CODE_OF[action.kind] for action in actions]), np.array(are_arrivals, dtype=bool)
         is_end = (kind == _CODE_OF[Kind.REDUCE_GRAD]) & ~is_arrival
         order = np.lexsort((is_end, depth))
         cuts = np.flatnonzero(np.diff(depth[order]) | np.diff(is_end[order].astype(np.int64))) + 1
         batches = tuple((batch, bool(is_end[batch[0]])) for batch in np.split(order, cuts) if len(batch))
-        before = np.array([node[3] for node in self.nodes])
-        last = np.array(self.before)
         return Graph(
-            self.schedule, self.copies_block, actions, kind, np.array([node[0] for node in self.nodes]), is_arrival,
-            np.where(before < 0, num_nodes - 1 - before, before), waits, batches, np.array(readers, dtype=np.int64),
-            np.where(last < 0, num_nodes - 1 - last, last),
+            self.schedule, self.copies_block, actions, kind, np.array(ranks), is_arrival,
+            _table_rows(befores, num_nodes), waits, batches, np.array(self.readers, dtype=np.int64),
+            _table_rows(self.before, num_nodes),
         )  # fmt: skip
+
+
+def _table_rows(rows: Sequence[int], num_nodes: int) -> np.ndarray:
+    """Return the rows of the table for nodes, and for ranks and inputs by their negative numbers."""
+    found = np.array(rows)
+    return np.where(found < 0, num_nodes - 1 - found, found)

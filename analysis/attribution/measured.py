@@ -15,58 +15,41 @@ from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, WAIT_KIN
 from gems.trace import KINDS, Trace
 
 NS = 1e-9
-Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Hold the number, begin and length of each counted step.
-
-    Lengths are as `analysis.metrics.run_metrics.step_times_s` charges them.
-    """
+    """The counted steps of all replicas: number, begin and length, as `run_metrics.step_times_s` charges it."""
 
     steps: np.ndarray
     begin_ns: np.ndarray
     step_s: np.ndarray
+    num_ranks: int
+    num_replicas: int
 
-    def at(self, rows: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def at(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return rank in the pipeline, replica and number of the step of some rows."""
-        number = np.searchsorted(self.steps, rows["step"])
-        return rows["rank"] % num_ranks, rows["rank"] // num_ranks, number
+        return rows["rank"] % self.num_ranks, rows["rank"] // self.num_ranks, np.searchsorted(self.steps, rows["step"])
 
     def since_begin_s(self, rows: np.ndarray, column: str) -> np.ndarray:
         """Return a time of some rows in seconds from the begin of their step."""
         since: np.ndarray = (rows[column] - self.begin_ns[np.searchsorted(self.steps, rows["step"])]) * NS
         return since
 
+    def filled(self, count: int, value: float) -> np.ndarray:
+        """Return `value` for so many nodes or ranks, (count, R, N)."""
+        return np.full((count, self.num_replicas, len(self.steps)), value)
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Hold the times of the counted steps, and what each rank waited for.
-
-    Waits are for messages, copies and input, each in seconds of shape (ranks, R, N).
-    """
+    """Times of the counted steps, and each rank's waits for messages, copies and input, (ranks, R, N) in seconds."""
 
     window: Window
     times: Times
     messages_s: np.ndarray
     copies_s: np.ndarray
     input_s: np.ndarray
-
-
-def counted_window(trace: Trace) -> Window:
-    """Return the complete steps without warm-up steps.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    steps = np.sort(trace.steps, order="step")
-    counted = steps["is_warmup"] == 0
-    if not counted.any():
-        raise ConfigError("trace", trace.source, "holds no step that every rank finished, warm-up steps aside")
-    step_s = step_times_s(steps)
-    begin_ns = steps["end_ns"] - np.rint(step_s / NS).astype(np.int64)
-    return Window(steps["step"][counted], begin_ns[counted], step_s[counted])
 
 
 def measure(trace: Trace, graph: Graph) -> Measured:
@@ -79,25 +62,34 @@ def measure(trace: Trace, graph: Graph) -> Measured:
     num_ranks, written = graph.num_ranks, ranks_written(trace)
     if written % num_ranks:
         raise ConfigError("trace", f"{written} ranks", f"is no multiple of the {num_ranks} rows of its schedule")
-    window = counted_window(trace)
-    shape = written // num_ranks, len(window.steps)
+    steps = np.sort(trace.steps, order="step")
+    counted = steps["is_warmup"] == 0
+    if not counted.any():
+        raise ConfigError("trace", trace.source, "holds no step that every rank finished, warm-up steps aside")
+    step_s = step_times_s(steps)
+    begin_ns = steps["end_ns"] - np.rint(step_s / NS).astype(np.int64)
+    window = Window(steps["step"][counted], begin_ns[counted], step_s[counted], num_ranks, written // num_ranks)
     events = trace.events[np.isin(trace.events["step"], window.steps)]
     is_input = of_kinds(events, "INPUT")
-    starts, ends = _spans(events[~is_input], graph, window, shape)
-    begin, over = _rank_spans(trace, graph, window, shape)
-    data, inputs, waited = _inputs(events[is_input], graph, window, shape)
-    table, ready = _filled(graph, start_table(graph, begin, data, inputs), starts, ends)
-    ends = table[: graph.num_nodes]
-    starts = np.where(np.isnan(starts), ready, starts)
-    lag, work = _taken(graph, starts, ends, ready)
+    starts, ends = _spans(events[~is_input], graph, window)
+    # In a trace without the ranks' own steps they begin with the step; their ends are not known.
+    begin, over = window.filled(num_ranks, 0.0), window.filled(num_ranks, np.nan)
+    rows = trace.rank_steps[np.isin(trace.rank_steps["step"], window.steps)]
+    begin[window.at(rows)] = window.since_begin_s(rows, "start_ns")
+    over[window.at(rows)] = window.since_begin_s(rows, "end_ns")
+    data, inputs, waited = _inputs(events[is_input], graph, window)
+    table, ready = start_table(graph, begin, data, inputs), np.empty_like(ends)
+    for batch, is_end in graph.batches:  # a node without an event (a wait for a copy, say) ends as soon as it is ready
+        ready[batch] = ready_times(graph, table, batch, is_end)
+        table[batch] = np.where(np.isnan(ends[batch]), ready[batch], ends[batch])
+    lag, work = _taken(graph, np.where(np.isnan(starts), ready, starts), table[: graph.num_nodes], ready)
     messages, copies = _exposed(graph, table, ready)
     _shorten_unseen(graph, table, lag)
-    last = table[graph.last]
-    tail = np.where(np.isnan(over), 0.0, over - last)
+    tail = np.where(np.isnan(over), 0.0, over - table[graph.last])
     return Measured(window, Times(work, lag, begin, data, inputs, tail), messages, copies, waited)
 
 
-def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+def _spans(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray, np.ndarray]:
     """Return begin and end of each node, (nodes, R, N) in seconds from the step's begin; NaN without an event."""
     schedule, actions = graph.schedule, graph.actions
     last_micro_batch = max((action.micro_batch or 0 for action in actions), default=0)
@@ -106,11 +98,10 @@ def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tu
     nodes = np.flatnonzero(~graph.is_arrival)
     fields = np.array([
         (
-            graph.rank[node], KINDS.index(a.kind.value), a.stage, 0 if a.segment is None else a.segment + 1,
-            a.direction,
+            rank, KINDS.index(a.kind.value), a.stage, 0 if a.segment is None else a.segment + 1, a.direction,
             0 if a.micro_batch is None else a.micro_batch + 1,
         )
-        for node in nodes for a in (actions[node],)
+        for rank, a in zip(graph.rank[nodes], (actions[node] for node in nodes), strict=True)
     ]).T  # fmt: skip
     codes = np.ravel_multi_index(tuple(fields), sizes)
     order = np.argsort(codes)
@@ -122,70 +113,40 @@ def _spans(events: np.ndarray, graph: Graph, window: Window, shape: Shape) -> tu
     events, found = events[inside], np.ravel_multi_index(tuple(seen[:, inside]), sizes)
     spot = order[np.minimum(np.searchsorted(codes, found, sorter=order), len(codes) - 1)]
     is_node = codes[spot] == found
-    events, place = events[is_node], nodes[spot[is_node]]
-    _, replica, number = window.at(events, graph.num_ranks)
-    starts, ends = (np.full((graph.num_nodes, *shape), np.nan) for _ in range(2))
-    starts[place, replica, number] = window.since_begin_s(events, "start_ns")
-    ends[place, replica, number] = window.since_begin_s(events, "end_ns")
+    events = events[is_node]
+    place = nodes[spot[is_node]], *window.at(events)[1:]
+    starts, ends = (window.filled(graph.num_nodes, np.nan) for _ in range(2))
+    starts[place], ends[place] = (window.since_begin_s(events, column) for column in ("start_ns", "end_ns"))
     compute = graph.of_kinds(*COMPUTE_KINDS)
     missing = np.argwhere(np.isnan(ends[compute]))
     if len(missing):
         node, where, step = (int(index) for index in missing[0])
         rank = where * graph.num_ranks + graph.rank[compute[node]]
         raise ConfigError("trace", f"step {window.steps[step]}", f"lacks {actions[compute[node]]} on rank {rank}")
-    reductions = graph.of_kinds(Kind.REDUCE_GRAD)
     arrivals = {int(graph.rank[node]): int(node) for node in np.flatnonzero(graph.is_arrival)}
-    for node in reductions:
-        ends[arrivals[int(graph.rank[node])]] = starts[node]
+    for reduction in graph.of_kinds(Kind.REDUCE_GRAD):
+        ends[arrivals[int(graph.rank[reduction])]] = starts[reduction]
     return starts, ends
 
 
-def _rank_spans(trace: Trace, graph: Graph, window: Window, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """Return when each rank begins and ends each step, (ranks, R, N) in seconds from the step's begin.
-
-    In a trace without the ranks' own steps they begin with the step; their ends are NaN.
-    """
-    begin, over = np.zeros((graph.num_ranks, *shape)), np.full((graph.num_ranks, *shape), np.nan)
-    rows = trace.rank_steps[np.isin(trace.rank_steps["step"], window.steps)]
-    at = window.at(rows, graph.num_ranks)
-    begin[at] = window.since_begin_s(rows, "start_ns")
-    over[at] = window.since_begin_s(rows, "end_ns")
-    return begin, over
-
-
-def _inputs(
-    events: np.ndarray, graph: Graph, window: Window, shape: Shape
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _inputs(events: np.ndarray, graph: Graph, window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return when the data of whole steps are ready, when those of single forwards are, and the waits for them."""
-    data, waited = np.full((graph.num_ranks, *shape), -np.inf), np.zeros((graph.num_ranks, *shape))
-    inputs = np.full((len(graph.readers), *shape), -np.inf)
+    data, waited = window.filled(graph.num_ranks, -np.inf), window.filled(graph.num_ranks, 0.0)
+    inputs = window.filled(len(graph.readers), -np.inf)
     ready_s = window.since_begin_s(events, "end_ns")
-    np.add.at(waited, window.at(events, graph.num_ranks), ready_s - window.since_begin_s(events, "start_ns"))
+    np.add.at(waited, window.at(events), ready_s - window.since_begin_s(events, "start_ns"))
     whole = events["micro_batch"] < 0
-    data[window.at(events[whole], graph.num_ranks)] = ready_s[whole]
+    data[window.at(events[whole])] = ready_s[whole]
     places = {
         (graph.rank[node], graph.actions[node].direction, graph.actions[node].micro_batch): number
         for number, node in enumerate(graph.readers)
     }
-    for row, time_s in zip(events[~whole], ready_s[~whole], strict=True):
-        replica, rank = divmod(int(row["rank"]), graph.num_ranks)
+    single = events[~whole]
+    for row, rank, replica, step, time_s in zip(single, *window.at(single), ready_s[~whole], strict=True):
         place = places.get((rank, int(row["direction"]), int(row["micro_batch"])))
         if place is not None:
-            inputs[place, replica, np.searchsorted(window.steps, row["step"])] = time_s
+            inputs[place, replica, step] = time_s
     return data, inputs, waited
-
-
-def _filled(graph: Graph, table: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table of all ends, and when each node was ready, (nodes, R, N) in seconds.
-
-    A node without an event (a wait for a copy, say) ends as soon as it is ready.
-    """
-    ready_s = np.empty_like(ends)
-    for batch, is_end in graph.batches:
-        ready = ready_times(graph, table, batch, is_end)
-        ready_s[batch] = ready
-        table[batch] = np.where(np.isnan(ends[batch]), ready, ends[batch])
-    return table, ready_s
 
 
 def _taken(graph: Graph, starts: np.ndarray, ends: np.ndarray, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -228,16 +189,15 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
 def _shorten_unseen(graph: Graph, table: np.ndarray, lag: np.ndarray) -> None:
     """Bound the flight times of messages that nobody waited for: a busy rank sees them late.
 
-    They count at most as the median of those on the same link that were waited for, or as the shortest if there are
-    none.
+    They count at most as the median of those on the same link that were waited for, or else as the shortest.
     """
     users, receives = graph.needed(RECV_KINDS)
     exposed = table[receives] > table[graph.before[users]]
-    ways: dict[tuple[Kind, int, int], list[int]] = {}
+    links: dict[tuple[Kind, int, int], list[int]] = {}
     for number, receive in enumerate(receives):
         action = graph.actions[receive]
-        ways.setdefault((action.kind, action.stage, action.direction), []).append(number)
-    for numbers in ways.values():
+        links.setdefault((action.kind, action.stage, action.direction), []).append(number)
+    for numbers in links.values():
         places, is_exposed = receives[numbers], exposed[numbers]
         flights = lag[places]
         bound = np.median(flights[is_exposed]) if is_exposed.any() else flights.min()

@@ -1,40 +1,26 @@
-"""An attribution as text, as one object for JSON, and as the rows of a CSV."""
+"""An attribution as text, as one object for JSON, and as rows."""
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from analysis.attribution.causes import CAUSES, Attribution
-from gems.errors import ConfigError
 from gems.utils.tables import table
 from gems.utils.units import counted, time_unit
 
 COLUMNS = ("rank", "part", "time_s", "share_of_step", "own_s")
-IDEAL = "ideal"
-LABELS = {
-    "bubble": "bubble", "imbalance": "imbalance", "point_to_point": "point-to-point", "all_reduce": "all-reduce",
-    "memory": "memory", "recompute": "recompute", "input": "input", "host": "host", "noise": "noise",
-}  # fmt: skip
+LABELS = {cause: {"point_to_point": "point-to-point", "all_reduce": "all-reduce"}.get(cause, cause) for cause in CAUSES}
 
 
 def attribution_dict(found: Attribution) -> dict[str, Any]:
     """Return an attribution as plain data: seconds of a step for the run, and lists of them by rank."""
     return {
-        "source": found.source,
-        "num_steps": found.num_steps,
-        "step_s": found.step_s,
-        "ideal_s": found.ideal_s,
-        "efficiency": found.efficiency,
-        "causes_s": found.run_s,
-        "rank_causes_s": {cause: list(found.causes_s[cause]) for cause in CAUSES},
-        "rank_own_s": {cause: list(found.own_s[cause]) for cause in CAUSES},
-        "residual_s": found.residual_s,
-        "pace": found.times_from,
-    }
+        **{name: getattr(found, name) for name in ("source", "num_steps", "step_s", "ideal_s", "efficiency")},
+        "causes_s": found.run_s, "rank_causes_s": found.causes_s, "rank_own_s": found.own_s,
+        "residual_s": found.residual_s, "pace": found.times_from,
+    }  # fmt: skip
 
 
 def attribution_table(found: Attribution, with_ranks: bool = False) -> str:
@@ -70,26 +56,16 @@ def largest_line(found: Attribution, count: int = 3) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def write_csv(found: Attribution, path: Path) -> None:
-    """Write a row for each part of the step, for the run (rank empty) and for each rank.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    rows: list[tuple[object, ...]] = [("", IDEAL, found.ideal_s, found.efficiency, found.ideal_s)]
+def attribution_rows(found: Attribution) -> list[dict[str, object]]:
+    """Return a row for each part of the step, for the run (rank empty) and for each rank."""
+    rows: list[tuple[object, ...]] = [("", "ideal", found.ideal_s, found.efficiency, found.ideal_s)]
     for rank in (None, *range(len(found.causes_s[CAUSES[0]]))):
         for cause in CAUSES:
-            lost, own = found.causes_s[cause], found.own_s[cause]
-            time_s = found.run_s[cause] if rank is None else lost[rank]
+            own = found.own_s[cause]
+            time_s = found.run_s[cause] if rank is None else found.causes_s[cause][rank]
             own_s = float(np.mean(own)) if rank is None else own[rank]
             rows.append(("" if rank is None else rank, cause, time_s, time_s / found.step_s, own_s))
-    try:
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows(rows)
-    except OSError as error:
-        raise ConfigError("out", path, f"cannot be written ({error.strerror or error})") from error
+    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
 
 
 def _percent(time_s: float, found: Attribution) -> float:

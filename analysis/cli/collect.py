@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.io.load import Loaded, load_parts, load_trace
 from analysis.metrics.run_metrics import Metrics, run_metrics
-from analysis.plots.memory_curve import draw_memory
-from analysis.plots.timeline import draw_timeline
-from gems.config.schema import RunSpec
+from analysis.plots.figure import save_figure
+from analysis.plots.memory_curve import memory_figure
+from analysis.plots.timeline import timeline_figure
 from gems.profile import ModelProfile
 from gems.profile.hdf5 import add_to_trace
 from gems.runs.folder import RunFolder
@@ -22,17 +21,8 @@ RESULTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """A run's merged trace with its figures, and the files that were written."""
-
-    loaded: Loaded
-    metrics: Metrics
-    files: dict[str, str]
-
-
-def collect(path: Path) -> Collected:
-    """Merge the parts in a run folder into trace.h5 and draw timeline.png and memory.png.
+def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
+    """Merge the parts in a run folder into trace.h5, draw timeline.png and memory.png, and return the files by name.
 
     A simulated run has no parts, and its trace.h5 is complete from the start. Of a run that was stopped, the steps that
     every rank finished are drawn; without one there is no picture, but the trace is written.
@@ -43,20 +33,18 @@ def collect(path: Path) -> Collected:
     folder = RunFolder(path)
     spec = folder.read_spec()
     is_simulated = spec.machine.kind == "simulated"
-    loaded = load_trace(folder.trace_h5) if is_simulated else _merged(folder, spec)
-    trace = loaded.trace
+    loaded = load_trace(folder.trace_h5) if is_simulated else _merged(folder)
     files = {"trace": str(folder.trace_h5)}
-    if len(trace.steps):
-        timeline, memory = path / "timeline.png", path / "memory.png"
-        draw_timeline(trace, timeline)
-        draw_memory(trace, memory)
-        files |= {"timeline": str(timeline), "memory": str(memory)}
+    if len(loaded.trace.steps):
+        for name, draw in (("timeline", timeline_figure), ("memory", memory_figure)):
+            files[name] = str(path / f"{name}.png")
+            save_figure(draw(loaded.trace), path / f"{name}.png")
     if folder.checkpoint.is_dir():
         files["checkpoint"] = str(folder.checkpoint)
-    return Collected(loaded, run_metrics(trace), files)
+    return loaded, run_metrics(loaded.trace), files
 
 
-def _merged(folder: RunFolder, spec: RunSpec) -> Loaded:
+def _merged(folder: RunFolder) -> Loaded:
     """Join the parts, add rank 0's results, and write the trace."""
     loaded = load_parts(folder.path)
     trace, result = loaded.trace, read_json(folder.result_json)

@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis.io.files import write_csv
-from analysis.metrics.statistics import Interval
+from analysis.io.files import refuse_unwritable, write_csv
 from analysis.plots.figure import save_figure
-from analysis.plots.projection import write_projection
+from analysis.plots.projection import projection_figure
 from analysis.plots.scaling import scaling_figure
 from analysis.scaling.efficiency import (
-    agreement_rows,
+    agreements,
     base_points,
     base_rows,
     describe_base,
@@ -21,17 +20,14 @@ from analysis.scaling.efficiency import (
     scaling_kind,
     title,
 )
-from analysis.scaling.fits import Fit, fit_laws, why_not_fitted
-from analysis.scaling.fits.format import curve_rows, fit_lines, fit_rows
+from analysis.scaling.fits import Fit, curve_rows, fit_laws, fit_lines, fit_rows, why_not_fitted
 from analysis.scaling.points import Point, read_points
 from analysis.scaling.projection import Projection, place_rows, project, projection_table, sensitivity_rows
 from analysis.scaling.rules import Rule, check_rules, rule_lines
-from gems.errors import ConfigError
 from gems.utils.tables import RIGHT, table
 from gems.utils.units import Unit, number, time_unit
 
-STEM = "scaling"
-PICTURES = (".png", ".pdf")
+PICTURE_SUFFIXES = (".png", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class Study:
         unfitted: why a law was not fitted.
         rules: which claims the plot supports.
         tables: CSV: of the points, and of the curves of the fits if there are any.
-        pictures: PNG and PDF.
+        pictures: PNG and PDF; of a projection its tables too.
         projection: bands and sensitivities of a study that is simulated throughout, else None.
     """
 
@@ -56,41 +52,38 @@ class Study:
     pictures: list[Path]
     projection: Projection | None = None
 
-    @property
-    def csv(self) -> Path:
-        """The table of the points."""
-        return self.tables[0]
-
 
 def write_study(paths: Sequence[Path], out: Path, fit: str = "all") -> Study:
     """Read runs and write scaling.png, scaling.pdf and scaling.csv into the folder `out`, which is made.
 
-    `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv.
-    A study that is simulated throughout gets the bands of `analysis.scaling.projection` beside it.
+    `fit` is a law, all of them or none. The curves of the fits go to scaling-fits.csv. A study that is simulated
+    throughout gets projection.png, .pdf and .csv, and sensitivity.csv, see `analysis.scaling.projection`.
 
     Raises:
         ConfigError: a run that cannot be read, a law that has too few points, or a folder that cannot be written.
     """
     points = read_points(paths)
     fits = fit_laws(points, fit)
-    try:
+    with refuse_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
-        tables = [write_csv(point_rows(points), out / f"{STEM}.csv")]
-        curves = out / f"{STEM}-fits.csv"
+        tables = [write_csv(point_rows(points), out / "scaling.csv")]
+        curves = out / "scaling-fits.csv"
         if fits:
             tables.append(write_csv(curve_rows(fits), curves))
         else:
             curves.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError("out", out, f"cannot be written ({error.strerror or error})") from error
-    figure = scaling_figure(points, fits)
-    pictures = [out / f"{STEM}{suffix}" for suffix in PICTURES]
-    for picture in pictures:
-        save_figure(figure, picture)
+    figures, beside = {"scaling": scaling_figure(points, fits)}, []
     projection = project(points, paths)
     if projection is not None:
-        pictures += write_projection(projection, out)
-    return Study(points, fits, why_not_fitted(points, fit), check_rules(points), tables, pictures, projection)
+        figures["projection"] = projection_figure(projection)
+        for name, rows in (("projection", place_rows(projection)), ("sensitivity", sensitivity_rows(projection))):
+            beside.append(write_csv(rows, out / f"{name}.csv"))
+    pictures = []
+    for name, figure in figures.items():
+        for suffix in PICTURE_SUFFIXES:
+            pictures.append(out / f"{name}{suffix}")
+            save_figure(figure, pictures[-1])
+    return Study(points, fits, why_not_fitted(points, fit), check_rules(points), tables, pictures + beside, projection)
 
 
 def study_answer(study: Study) -> dict[str, Any]:
@@ -100,32 +93,20 @@ def study_answer(study: Study) -> dict[str, Any]:
     if projection is not None:
         predicted = {"bands": place_rows(projection), "sensitivities": sensitivity_rows(projection)}
     return {
-        "scaling": kind,
-        "kind": kind,
-        "base": base_rows(study.points),
-        "points": point_rows(study.points),
-        "agreement": agreement_rows(study.points),
-        "fits": fit_rows(study.fits),
-        "unfitted": study.unfitted,
-        "rules": [asdict(rule) for rule in study.rules],
-        "pictures": [str(picture) for picture in study.pictures],
-        "csv": str(study.csv),
-        "tables": [str(table) for table in study.tables],
-        **predicted,
-    }
+        "scaling": kind, "kind": kind, "base": base_rows(study.points), "points": point_rows(study.points),
+        "agreement": [asdict(each) for each in agreements(study.points)],
+        "fits": fit_rows(study.fits), "unfitted": study.unfitted, "rules": [asdict(rule) for rule in study.rules],
+        "pictures": [str(picture) for picture in study.pictures], "csv": str(study.tables[0]),
+        "tables": [str(table) for table in study.tables], **predicted,
+    }  # fmt: skip
 
 
 def study_report(study: Study) -> str:
     """Return the text to print: the table, the fits, and the rules that do not hold."""
-    return "\n".join(
-        [
-            study_table(study.points),
-            *([] if study.projection is None else [projection_table(study.projection)]),
-            *fit_lines(study.fits),
-            *(f"not fitted: {reason}" for reason in study.unfitted),
-            *rule_lines(study.rules),
-        ]
-    )
+    projected = [] if study.projection is None else [projection_table(study.projection)]
+    unfitted = [f"not fitted: {reason}" for reason in study.unfitted]
+    lines = [study_table(study.points), *projected, *fit_lines(study.fits), *unfitted, *rule_lines(study.rules)]
+    return "\n".join(lines)
 
 
 def study_table(points: Sequence[Point]) -> str:
@@ -133,8 +114,7 @@ def study_table(points: Sequence[Point]) -> str:
     unit = time_unit([point.step_median_s for point in points])
     columns = {
         "schedule": "", "source": "", "ranks": "d", "images/s": RIGHT, f"step [{unit.name}]": RIGHT,
-        "95 % interval": RIGHT,
-        "p95": RIGHT, "parallel [%]": ".1f", "compute [%]": ".1f",
+        "95 % interval": RIGHT, "p95": RIGHT, "parallel [%]": ".1f", "compute [%]": ".1f",
     }  # fmt: skip
     rows = [
         (
@@ -144,18 +124,15 @@ def study_table(points: Sequence[Point]) -> str:
         )
         for point, row in zip(points, point_rows(points), strict=True)
     ]  # fmt: skip
-    bases = [f"base of {line}: {describe_base(base)}" for line, base in base_points(points).items()]
-    note = ["a to b: fewer than 6 steps, so their range and no interval"] if any(map(_is_range, points)) else []
-    return "\n".join([table(columns, rows, title=title(points)[0]), *note, *sorted(bases)])
-
-
-def _is_range(point: Point) -> bool:
-    return point.step_interval_s.is_range and not point.is_deterministic
+    bases = sorted(f"base of {line}: {describe_base(base)}" for line, base in base_points(points).items())
+    is_range = any(point.has_range for point in points)
+    note = ["a to b: fewer than 6 steps, so their range and no interval"] if is_range else []
+    return "\n".join([table(columns, rows, title=title(points)[0]), *note, *bases])
 
 
 def _bounds(point: Point, unit: Unit) -> str:
     """Return an interval as `a-b`, a range as `a to b`, and `-` if all steps are equal, as in a simulation."""
-    step: Interval = point.step_interval_s
+    step = point.step_interval_s
     if point.is_deterministic:
         return "-"
     return f"{unit.show(step.low)}{' to ' if step.is_range else '-'}{unit.show(step.high)}"

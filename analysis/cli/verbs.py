@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
-from importlib import import_module
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,19 +20,12 @@ PROGRAM = "python -m analysis"
 Options = argparse.Namespace
 PICTURE_HELP = ".png, .pdf or .svg"
 RUN_HELP = "run folder or trace file"
-# Verbs that draw an answer of `gems ... --json`: the function, the help, and the help on the file.
+# Verbs that draw an answer of `gems ... --json`: the figure in `analysis.plots.answers`, the command, the help.
 DRAWN_ANSWERS = {
-    "partition": (
-        "partition.draw_partition", "draw an answer of `gems partition --json` with its layers",
-        "the file that gems partition writes",
-    ),
-    "memory": (
-        "memory_plans.draw_memory_plans", "draw an answer of `gems memory`: bytes over time by policy",
-        "the file that gems memory writes",
-    ),
+    "partition": ("partition_figure", "gems partition", "draw an answer of `gems partition --json` with its layers"),
+    "memory": ("memory_plans_figure", "gems memory", "draw an answer of `gems memory`: bytes over time by policy"),
     "placement": (
-        "placement.draw_placement", "draw an answer of `gems place --json`: operators on devices over time",
-        "the file that gems place writes",
+        "placement_figure", "gems place", "draw an answer of `gems place --json`: operators on devices over time",
     ),
 }  # fmt: skip
 
@@ -74,9 +67,9 @@ def parser() -> argparse.ArgumentParser:
         "schedule", type=Path, metavar="SCHEDULE", help=".json of `gems schedule --json`, or torch's .csv"
     )
     draw.add_argument("out", type=Path, metavar="OUT", help=".svg, .png or .pdf")
-    for name, (_, about, file_help) in DRAWN_ANSWERS.items():
+    for name, (_, command, about) in DRAWN_ANSWERS.items():
         drawn = verb(name, about, has_json=False)
-        drawn.add_argument("answer", type=Path, metavar=name.upper(), help=file_help)
+        drawn.add_argument("answer", type=Path, metavar=name.upper(), help=f"the file that {command} writes")
         add_out(drawn, PICTURE_HELP, Path(f"{name}.png"))
     collect = verb("collect", "merge a run's parts into trace.h5, draw it, print the table")
     attribution = verb("attribution", "show where the time of a step goes, and draw it")
@@ -107,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
 def _print(options: Options, answer: dict[str, Any], *lines: object) -> None:
     """Print the answer as JSON if asked for, or else the lines; a function is called for its line only then."""
     if options.json:
-        print(json.dumps(answer, allow_nan=False))
+        print(json.dumps(answer, allow_nan=False, default=str))  # paths as text
     else:
         print(*(line() if callable(line) else line for line in lines), sep="\n")
 
@@ -125,16 +118,17 @@ def _load(path: Path) -> Loaded:
 
 def _timeline(options: Options) -> None:
     from analysis.metrics.step_window import step_window
-    from analysis.plots.timeline import draw_timeline
+    from analysis.plots.figure import save_figure
+    from analysis.plots.timeline import timeline_figure
 
     path, trace = options.path, _load(options.path).trace
     # of a run folder or its trace.h5 timeline.png, of another trace named after that file
     name = "timeline.png" if path.is_dir() or path.name == "trace.h5" else f"{path.stem}-timeline.png"
     out = options.out or (path / name if path.is_dir() else path.with_name(name))
     window = step_window(trace, options.step)
-    draw_timeline(trace, out, window.step)
+    save_figure(timeline_figure(trace, window.step), out)
     answer = {
-        "timeline": str(out), "source": trace.source, "step": window.step, "is_whole": window.is_whole,
+        "timeline": out, "source": trace.source, "step": window.step, "is_whole": window.is_whole,
         "span_s": window.span_s, "bubble": window.bubble,
     }  # fmt: skip
     _print(options, answer, out)
@@ -145,30 +139,33 @@ def _summary(options: Options) -> None:
     from analysis.metrics.run_metrics import run_metrics
 
     loaded = _load(options.path)
-    metrics, paths = run_metrics(loaded.trace), [str(path) for path in loaded.paths]
-    answer = {**summary_dict(metrics, loaded.trace), "paths": paths, "notes": list(loaded.notes)}
-    shown = paths[0] if len(paths) == 1 else f"{len(paths)} parts in {loaded.paths[0].parent}"
-    _print(options, answer, lambda: summary_table(metrics, loaded.trace, {"trace": shown}))
+    metrics, paths = run_metrics(loaded.trace), loaded.paths
+    answer = {**summary_dict(metrics, loaded.trace), "paths": paths, "notes": loaded.notes}
+    shown = paths[0] if len(paths) == 1 else f"{len(paths)} parts in {paths[0].parent}"
+    _print(options, answer, lambda: summary_table(metrics, loaded.trace, {"trace": str(shown)}))
 
 
 def _collect(options: Options) -> None:
     from analysis.cli.collect import collect
     from analysis.cli.summary import summary_dict, summary_table
 
-    made = collect(options.path)
-    trace, notes = made.loaded.trace, made.loaded.notes
-    _print_notes(notes[1:])
-    answer = {**summary_dict(made.metrics, trace), **made.files, "notes": list(notes)}
-    _print(options, answer, lambda: summary_table(made.metrics, trace, made.files))
+    loaded, metrics, files = collect(options.path)
+    _print_notes(loaded.notes[1:])
+    answer = {**summary_dict(metrics, loaded.trace), **files, "notes": loaded.notes}
+    _print(options, answer, lambda: summary_table(metrics, loaded.trace, files))
 
 
 def _attribution(options: Options) -> None:
     from analysis.attribution import attribute
-    from analysis.attribution.table import attribution_dict, attribution_table
-    from analysis.plots.waterfall import draw_waterfall
+    from analysis.attribution.table import attribution_dict, attribution_rows, attribution_table
+    from analysis.io.files import write_csv
+    from analysis.plots.figure import save_figure
+    from analysis.plots.waterfall import waterfall_figure
 
-    found = attribute(_load(options.path).trace)
-    files = [] if options.out is None else [str(options.out), str(draw_waterfall(found, options.out))]
+    found, files = attribute(_load(options.path).trace), []
+    if options.out is not None:
+        save_figure(waterfall_figure(found), options.out)
+        files = [options.out, write_csv(attribution_rows(found), options.out.with_suffix(".csv"))]
     _print(options, {**attribution_dict(found), "files": files}, attribution_table(found, options.ranks), *files)
 
 
@@ -184,15 +181,18 @@ def _draw(options: Options) -> None:
 
     simulated = draw_schedule(options.schedule, options.out)
     answer = {
-        "drawing": str(options.out), "span_units": simulated.span, "efficiency": simulated.efficiency,
-        "peak_units": list(simulated.peak),
+        "drawing": options.out, "span_units": simulated.span, "efficiency": simulated.efficiency,
+        "peak_units": simulated.peak,
     }  # fmt: skip
     _print(options, answer, options.out)
 
 
 def _draw_answer(options: Options) -> None:
-    module, function = DRAWN_ANSWERS[options.verb][0].split(".")
-    getattr(import_module(f"analysis.plots.{module}"), function)(options.answer, options.out)
+    from analysis.plots import answers
+    from analysis.plots.figure import draw_answer_file
+
+    figure, command, _ = DRAWN_ANSWERS[options.verb]
+    draw_answer_file(options.answer, options.out, options.verb, command, getattr(answers, figure))
     print(options.out)
 
 
@@ -203,7 +203,7 @@ def _report(options: Options) -> None:
     runs = find_runs(options.runs, options.runs_dir)
     made = build_report(runs, options.out or default_out(options.runs, runs, options.runs_dir))
     _print_notes(made.notes)
-    _print(options, made.to_json(), made.path)
+    _print(options, asdict(made), made.path)
 
 
 def _export(options: Options) -> None:
@@ -211,7 +211,7 @@ def _export(options: Options) -> None:
     from analysis.io.find import find_runs
 
     made = export_runs(find_runs(options.runs, options.runs_dir), options.format, options.out)
-    _print(options, made.to_json(), made.path)
+    _print(options, asdict(made), made.path)
 
 
 def _vdnn(options: Options) -> None:
@@ -224,17 +224,18 @@ def _vdnn(options: Options) -> None:
 
 def _hybrid(options: Options) -> None:
     from analysis.papers.hybrid import answer, projections, table
-    from analysis.plots.hybrid import draw_answer, draw_projections
+    from analysis.plots.figure import draw_answer_file, save_figure
+    from analysis.plots.hybrid import plan_figure, projections_figure
 
     if options.answer is not None:
         out = options.out or options.answer.with_suffix(".png")
-        draw_answer(options.answer, out)
-        _print(options, {"picture": str(out)}, out)
+        draw_answer_file(options.answer, out, "answer", "gems plan --hybrid --json", plan_figure)
+        _print(options, {"picture": out}, out)
         return
-    found = projections()
-    made = {} if options.out is None else {"picture": str(options.out)}
+    found, made = projections(), {}
     if options.out is not None:
-        draw_projections(found, options.out)
+        made["picture"] = options.out
+        save_figure(projections_figure(found), options.out)
     _print(options, answer(found) | made, table(found), *made.values())
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from analysis.export.perfetto import perfetto_pieces
+from analysis.io.files import refuse_unwritable
 from analysis.io.load import load_trace
 from analysis.scaling.points import read_points
 from gems.errors import ConfigError, one_of
@@ -48,7 +48,7 @@ def extrap_lines(runs: Sequence[Path]) -> Iterator[str]:
             yield json.dumps(measured) + "\n"
 
 
-OF_ONE_RUN: dict[str, tuple[str, Callable[[Trace], Iterable[str]]]] = {
+OF_ONE_RUN: dict[str, tuple[str, Callable[[Trace], Iterator[str]]]] = {
     "perfetto": ("perfetto.json", perfetto_pieces),
     "csv": ("events.csv", csv_pieces),
 }
@@ -63,10 +63,6 @@ class Export:
     format: str
     size_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the same as plain data."""
-        return {**asdict(self), "path": str(self.path)}
-
 
 def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Export:
     """Write an export piece by piece: `perfetto` and `csv` of one run, `extrap` of one or several.
@@ -78,22 +74,17 @@ def export_runs(runs: Sequence[Path], name: str, out: Path | None = None) -> Exp
             be written.
     """
     if name == EXTRAP:
-        first = runs[0].resolve()
-        folder = first if first.is_dir() and len(runs) == 1 else first.parent
-        return _write(out or folder / EXTRAP_FILE, name, extrap_lines(runs))
-    if name not in OF_ONE_RUN:
+        first, file_name, pieces = runs[0].resolve(), EXTRAP_FILE, extrap_lines(runs)
+    elif name not in OF_ONE_RUN:
         raise ConfigError("format", name, one_of((*OF_ONE_RUN, EXTRAP)))
-    if len(runs) != 1:
+    elif len(runs) != 1:
         raise ConfigError("export", f"{len(runs)} runs", f"{name} takes one run", "name one, or --format extrap")
-    file_name, pieces = OF_ONE_RUN[name]
-    folder = runs[0] if runs[0].is_dir() else runs[0].parent
-    return _write(out or folder / file_name, name, pieces(load_trace(runs[0]).trace))
-
-
-def _write(path: Path, name: str, pieces: Iterable[str]) -> Export:
-    try:
+    else:
+        first, (file_name, write) = runs[0], OF_ONE_RUN[name]
+        pieces = write(load_trace(first).trace)
+    folder = first if first.is_dir() and len(runs) == 1 else first.parent
+    path = out or folder / file_name
+    with refuse_unwritable(path):
         with atomic_write(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             file.writelines(pieces)
-    except OSError as error:
-        raise ConfigError("out", path, f"cannot be written ({error.strerror or error})") from error
-    return Export(path, name, path.stat().st_size)
+        return Export(path, name, path.stat().st_size)

@@ -44,10 +44,7 @@ def perfetto_pieces(trace: Trace) -> Iterator[str]:
 
 
 def thread_numbers(events: np.ndarray) -> np.ndarray:
-    """Return a thread for each event of a rank.
-
-    100 x its stream, plus a number if it overlaps with others of the stream.
-    """
+    """Return a thread for each event of a rank: 100 x its stream, plus a number if it overlaps with others there."""
     found = events["stream"].astype(np.int64) * THREADS
     for stream in np.unique(events["stream"]).tolist():
         mine = np.flatnonzero(events["stream"] == stream)

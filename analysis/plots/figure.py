@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 DPI = 150
 WIDTH_IN = 9.0
 FORMATS = (".png", ".pdf", ".svg")
+MS_AXIS = "time from the step's start (ms)"
 TEXT_COLOUR = "#222222"
+LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
 SOURCE_MARKS = {"measured": "measured", "emulated": "EMULATED compute", "simulated": "SIMULATED, a prediction"}
 
 
@@ -30,40 +32,57 @@ def source_mark(source: str, attributes: Mapping[str, object]) -> str:
     return mark if source != "simulated" or error is None else f"{mark}; {format_error(float(str(error)))}"
 
 
-def empty_figure(width_in: float, height_in: float) -> Figure:
-    """Build a figure without axes on the Agg canvas, without pyplot's global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def new_figure(
+    width_in: float, height_in: float, rows: int = 1, columns: int = 1, *, size_pt: float = 8, has_grid: bool = False,
+    **layout: Any,
+) -> tuple[Figure, list[Axes]]:  # fmt: skip
+    """Build a figure of panels without a frame above and to the right, without pyplot's global state.
+
+    `size_pt` is the size of tick labels; `layout` goes to `Figure.subplots`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def style_axes(panels: Iterable[Axes], size_pt: float, *, has_grid: bool = False) -> None:
-    """Set the size and colour of tick labels, and remove the frame above and to the right."""
+    panels: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
     for axes in panels:
-        axes.tick_params(labelsize=size_pt, colors=TEXT_COLOUR)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.tick_params(labelsize=scaled_pt(figure, size_pt), colors=TEXT_COLOUR)
+        axes.spines[["top", "right"]].set_visible(False)
         if has_grid:
             axes.grid(True, color="#e5e5e5", linewidth=0.6)
             axes.set_axisbelow(True)
-
-
-def new_figure(width_in: float, height_in: float, num_panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Build a figure of stacked panels with common axes, time on the lowest."""
-    figure = empty_figure(width_in, height_in)
-    grid = figure.subplots(num_panels, 1, sharex=True, sharey=True, squeeze=False)
-    panels: list[Axes] = list(grid[:, 0])
-    style_axes(panels, scaled_pt(figure, 8))
-    panels[-1].set_xlabel("time from the step's start (ms)", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
     return figure, panels
 
 
 def scaled_pt(figure: Figure, size_pt: float) -> float:
-    """Return a font size that reads alike when figures of all widths are printed equally wide."""
-    return size_pt * figure.get_figwidth() / WIDTH_IN
+    """Return a font size that reads alike when wide figures are printed as wide as narrow ones."""
+    return size_pt * max(1.0, figure.get_figwidth() / WIDTH_IN)
+
+
+def label_axes(figure: Figure, axes: Axes, x: str = "", y: str = "", size_pt: float = 9) -> None:
+    """Write the labels that are given."""
+    for text, write in ((x, axes.set_xlabel), (y, axes.set_ylabel)):
+        if text:
+            write(text, fontsize=scaled_pt(figure, size_pt), color=TEXT_COLOUR)
+
+
+def label_counts(axes: Axes, counts: Iterable[int], max_ticks: int = 99) -> None:
+    """Scale an axis of ranks or devices by doublings, with a tick at each of the counts, or of many at every few."""
+    from matplotlib.ticker import NullLocator
+
+    ticks = sorted(set(counts))
+    if len(ticks) > 1:
+        axes.set_xscale("log", base=2)
+    ticks = ticks[:: -(-len(ticks) // max_ticks)]
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+
+
+def add_legend(figure: Figure, handles: Sequence[Any], size_pt: float = 7.5, columns: int = 2, **style: Any) -> None:
+    """Write a legend below the panels."""
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=columns, fontsize=scaled_pt(figure, size_pt), frameon=False,
+        **style,
+    )  # fmt: skip
 
 
 def set_title(figure: Figure, axes: Axes, headline: str, detail: str) -> None:

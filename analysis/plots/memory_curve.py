@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +10,16 @@ import numpy as np
 from analysis.io.run_config import run_facts
 from analysis.metrics.events import by_rank, of_kinds
 from analysis.metrics.step_window import StepWindow, step_window
-from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, set_title, source_mark
+from analysis.plots.figure import (
+    MS_AXIS,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    add_legend,
+    label_axes,
+    new_figure,
+    set_title,
+    source_mark,
+)
 from gems.errors import ConfigError
 from gems.trace import Trace
 from gems.utils.units import Unit, bytes_unit, counted
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 MAX_PANELS = 16
 MAX_COLUMNS = 1400  # of pixels in a panel
 CURVE_COLOUR, AREA_COLOUR, PEAK_COLOUR = "#1f65a8", "#d6e6f3", "#c94f07"
-BUFFER_COLOUR, HOST_COLOUR = "#e8a33d", "#117a8b"
+BUFFER_COLOUR, HOST_COLOUR, HOST_STYLE = "#e8a33d", "#117a8b", (0, (4, 2))
 COUNTED = ("emulated", "simulated")
 MS = 1e-6
 # A receive's buffer is held until the action that reads it has ended.
@@ -51,23 +59,13 @@ class Curve:
         return int(self.held_bytes.max())
 
 
-def draw_memory(trace: Trace, path: Path, step: int | None = None) -> None:
-    """Draw one step's memory to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `memory_figure`.
-
-    Raises:
-        ConfigError: no such step, no ledger in the trace, or the file cannot be written.
-    """
-    save_figure(memory_figure(trace, step), path)
-
-
 def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     """Build the picture of device bytes over one step, by default the last whole one after warm-up.
 
-    One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside it, where
-    samples carry them, the peaks over the whole run of resident memory and of the driver's figure. In emulated and
-    simulated runs the buffers of messages lie on top of the activations in a colour of their own, and parameters,
-    which stay, are named beside the panel. Copies in host memory are a dashed line. Of more than 16 ranks those 16
-    with the highest peaks are shown.
+    One stepped curve a rank, each in a panel with the same axes, its peak marked and named; beside it the peaks over
+    the whole run of resident memory and of the driver's figure, if samples carry them. In emulated and simulated runs
+    the buffers of messages are on top of the activations in a colour of their own, and the parameters, which stay, are
+    named beside the panel. Copies in host memory are a dashed line. Of more than 16 ranks the 16 highest are shown.
 
     Raises:
         ConfigError: no such step, or the trace has no device bytes in it.
@@ -82,16 +80,22 @@ def memory_figure(trace: Trace, step: int | None = None) -> Figure:
     highest = sorted(curves, key=lambda curve: -curve.peak_bytes)[:MAX_PANELS]
     shown = sorted(highest, key=lambda curve: curve.rank)
     unit = bytes_unit([highest[0].peak_bytes])
-    figure, panels = new_figure(WIDTH_IN, 1.3 + 0.62 * max(len(shown), 2), len(shown))
+    height_in = 1.3 + 0.62 * max(len(shown), 2)
+    figure, panels = new_figure(WIDTH_IN, height_in, len(shown), sharex=True, sharey=True)
+    label_axes(figure, panels[-1], MS_AXIS)
     for axes, curve in zip(panels, shown, strict=True):
-        _draw_curve(axes, thinned(curve), unit)
-        _name_curve(axes, trace, curve)
+        _draw_curve(axes, trace, curve, unit)
     panels[0].set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
     panels[0].set_ylim(0.0, highest[0].peak_bytes / unit.size * 1.25 or 1.0)
     panels[0].yaxis.set_major_locator(MaxNLocator(3))
-    _add_legend(figure, shown)
+    _name_parts(figure, shown)
     figure.supylabel(f"held on the device ({unit.name})", fontsize=9, color=TEXT_COLOUR)
-    set_title(figure, panels[0], *_title(trace, window, curves, unit))
+    low, high = (unit.show(pick(curve.peak_bytes for curve in curves)) for pick in (min, max))
+    peaks = f"peak {high} {unit.name}" if low == high else f"peaks {low} to {high} {unit.name}"
+    of_many = f", the {MAX_PANELS} highest of {len(curves)} ranks" if len(curves) > MAX_PANELS else ""
+    name, size = run_facts(trace).schedule or "unnamed schedule", counted(trace.world_size, "rank")
+    headline = f"{name}, {size}: {source_mark(trace.source, trace.attributes)}"
+    set_title(figure, panels[0], headline, f"{window.label}: device memory, {peaks}{of_many}")
     return figure
 
 
@@ -127,43 +131,38 @@ def thinned(curve: Curve) -> Curve:
     is_last = np.append(is_first[1:], True)
     starts = np.flatnonzero(np.diff(column, prepend=-1) > 0)
     kept = np.unique(np.concatenate([by_bytes[is_first], by_bytes[is_last], starts, starts[1:] - 1, [len(column) - 1]]))
-    return Curve(
-        curve.rank, curve.time_ms[kept], curve.held_bytes[kept], curve.buffer_bytes[kept], curve.host_bytes[kept]
-    )
+    columns = ("time_ms", "held_bytes", "buffer_bytes", "host_bytes")
+    return replace(curve, **{name: getattr(curve, name)[kept] for name in columns})
 
 
-def _draw_curve(axes: Axes, curve: Curve, unit: Unit) -> None:
-    held, below = curve.held_bytes / unit.size, (curve.held_bytes - curve.buffer_bytes) / unit.size
-    axes.fill_between(curve.time_ms, below, step="post", color=AREA_COLOUR, linewidth=0)
-    axes.fill_between(curve.time_ms, below, held, step="post", color=BUFFER_COLOUR, linewidth=0)
+def _draw_curve(axes: Axes, trace: Trace, curve: Curve, unit: Unit) -> None:
+    """Draw the curve of a rank, and name the rank and its peaks to the right of the panel."""
+    drawn, lines = thinned(curve), [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
+    held, below = drawn.held_bytes / unit.size, (drawn.held_bytes - drawn.buffer_bytes) / unit.size
+    axes.fill_between(drawn.time_ms, below, step="post", color=AREA_COLOUR, linewidth=0)
+    axes.fill_between(drawn.time_ms, below, held, step="post", color=BUFFER_COLOUR, linewidth=0)
     if curve.host_bytes.any():
-        host = curve.host_bytes / unit.size
-        axes.step(curve.time_ms, host, where="post", color=HOST_COLOUR, linewidth=1.0, linestyle=(0, (4, 2)))
-    axes.step(curve.time_ms, held, where="post", color=CURVE_COLOUR, linewidth=1.0)
-    peak = int(np.argmax(held))
-    axes.plot(curve.time_ms[peak], held[peak], "o", color=PEAK_COLOUR, markersize=4, clip_on=False, zorder=3)
-
-
-def _name_curve(axes: Axes, trace: Trace, curve: Curve) -> None:
-    """Write the rank and its peaks to the right of the panel."""
-    lines = [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
-    if curve.host_bytes.any():
+        host = drawn.host_bytes / unit.size
+        axes.step(drawn.time_ms, host, where="post", color=HOST_COLOUR, linewidth=1.0, linestyle=HOST_STYLE)
         lines.append(f"host copies {_human(int(curve.host_bytes.max()))}")
+    axes.step(drawn.time_ms, held, where="post", color=CURVE_COLOUR, linewidth=1.0)
+    peak = int(np.argmax(held))
+    axes.plot(drawn.time_ms[peak], held[peak], "o", color=PEAK_COLOUR, markersize=4, clip_on=False, zorder=3)
     parameters = trace.attributes.get("param_bytes", ())
     if curve.rank < len(parameters) and parameters[curve.rank]:
         lines.append(f"beside parameters {_human(int(parameters[curve.rank]))}")
     mine = trace.samples[trace.samples["rank"] == curve.rank]
     for column, name in (("rss_bytes", "resident"), ("device_bytes", "driver")):
-        peak = int(mine[column].max(initial=-1))
-        if peak >= 0:
-            lines.append(f"{name} {_human(peak)}")
+        most = int(mine[column].max(initial=-1))
+        if most >= 0:
+            lines.append(f"{name} {_human(most)}")
     axes.annotate(
         "\n".join(lines), (1, 0.5), (8, 0), "axes fraction", "offset points",
         fontsize=7.5, color=TEXT_COLOUR, va="center", linespacing=1.25, annotation_clip=False,
     )  # fmt: skip
 
 
-def _add_legend(figure: Figure, shown: list[Curve]) -> None:
+def _name_parts(figure: Figure, shown: list[Curve]) -> None:
     """Name the parts if there is more than one."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -172,10 +171,9 @@ def _add_legend(figure: Figure, shown: list[Curve]) -> None:
     if any(curve.buffer_bytes.any() for curve in shown):
         handles.append(Patch(facecolor=BUFFER_COLOUR, label="buffers of messages"))
     if any(curve.host_bytes.any() for curve in shown):
-        style = (0, (4, 2))
-        handles.append(Line2D([], [], color=HOST_COLOUR, linestyle=style, label="copies in host memory"))
+        handles.append(Line2D([], [], color=HOST_COLOUR, linestyle=HOST_STYLE, label="copies in host memory"))
     if len(handles) > 1:
-        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
+        add_legend(figure, handles, columns=3)
 
 
 def _human(size_bytes: int) -> str:
@@ -183,39 +181,23 @@ def _human(size_bytes: int) -> str:
     return f"{unit.show(size_bytes)} {unit.name}"
 
 
-def _title(trace: Trace, window: StepWindow, curves: list[Curve], unit: Unit) -> tuple[str, str]:
-    name = run_facts(trace).schedule or "unnamed schedule"
-    size = counted(trace.world_size, "rank")
-    source = source_mark(trace.source, trace.attributes)
-    low, high = (unit.show(pick(curve.peak_bytes for curve in curves)) for pick in (min, max))
-    peaks = f"peak {high} {unit.name}" if low == high else f"peaks {low} to {high} {unit.name}"
-    detail = f"{window.label}: device memory, {peaks}"
-    if len(curves) > MAX_PANELS:
-        detail += f", the {MAX_PANELS} highest of {len(curves)} ranks"
-    return f"{name}, {size}: {source}", detail
-
-
 def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
-    """Return the bytes of boundary buffers that a rank holds just after each of `times_ns`.
+    """Return the bytes of boundary buffers that a rank with these events holds just after each of `times_ns`.
 
     A send's buffer is held from its posting until it is complete, a receive's from its posting until the compute
     that reads it has ended; so it is in emulated and simulated runs.
-
-    Args:
-        events: of one rank.
-        times_ns: in any order.
     """
     sends = events[of_kinds(events, "SEND_F", "SEND_B")]
-    came_ns, went_ns, sizes = [sends["start_ns"]], [sends["end_ns"]], [sends["moved_bytes"]]
+    messages, until_ns = [sends], [sends["end_ns"]]
     for kind, readers in READERS.items():
-        receives = events[of_kinds(events, kind)]
-        came_ns.append(receives["start_ns"])
-        went_ns.append(_read_ns(receives, events[of_kinds(events, *readers)]))
-        sizes.append(receives["moved_bytes"])
-    moved = np.concatenate(sizes)
-    came = _held(np.concatenate(came_ns), moved, times_ns)
-    held: np.ndarray = came - _held(np.concatenate(went_ns), moved, times_ns)
-    return held
+        messages.append(events[of_kinds(events, kind)])
+        until_ns.append(_read_ns(messages[-1], events[of_kinds(events, *readers)]))
+    held = np.concatenate(messages)
+    changed_ns = np.concatenate([held["start_ns"], *until_ns])
+    changes = np.concatenate([held["moved_bytes"], -held["moved_bytes"]])
+    order = np.argsort(changed_ns)
+    sums: np.ndarray = np.concatenate([[0], np.cumsum(changes[order])])
+    return sums[np.searchsorted(changed_ns[order], times_ns, side="right")]
 
 
 def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
@@ -231,11 +213,3 @@ def _read_ns(receives: np.ndarray, readers: np.ndarray) -> np.ndarray:
     found = end_ns[places[len(readers) :]]
     read_ns: np.ndarray = np.where(found < 0, receives["end_ns"], found)
     return read_ns
-
-
-def _held(changed_ns: np.ndarray, sizes: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
-    """Return the sum of the sizes of what had changed by each time."""
-    order = np.argsort(changed_ns, kind="stable")
-    sums = np.concatenate([[0], np.cumsum(sizes[order])])
-    found: np.ndarray = sums[np.searchsorted(changed_ns[order], times_ns, side="right")]
-    return found

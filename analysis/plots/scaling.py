@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from analysis.metrics.statistics import Interval
-from analysis.plots.figure import TEXT_COLOUR, WIDTH_IN, empty_figure, set_title, style_axes
+from analysis.plots.figure import (
+    LINE_COLOURS,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    add_legend,
+    label_axes,
+    label_counts,
+    new_figure,
+    set_title,
+)
 from analysis.scaling.efficiency import base_points, describe_base, may_join, most_real, scaling_kind, title
-from analysis.scaling.fits import MAX_EXTRAPOLATION, Fit, best_fits
-from analysis.scaling.fits.format import curve_ranks
+from analysis.scaling.fits import MAX_EXTRAPOLATION, Fit, best_fits, curve_ranks
 from analysis.scaling.points import Point
 from gems.trace import SOURCES
 
@@ -21,7 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")
 MARKERS = {"measured": "o", "emulated": "s", "simulated": "^"}
 SOURCE_NAMES = {
     "measured": "measured",
@@ -41,49 +48,34 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     with its images/s. The best fit of each line is drawn over its points, and up to four times beyond them with a
     shaded 95 % band.
     """
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    figure, (rate, share) = _panels()
+    figure, (rate, share) = new_figure(WIDTH_IN, 7.6, 2, has_grid=True, sharex=True, height_ratios=(3, 2))
+    label_axes(figure, rate, y="images/s")
+    label_axes(figure, share, "ranks", "parallel efficiency, of 1")
     bases, kind = base_points(points), scaling_kind(points)
     lines = list(dict.fromkeys(point.line for point in points))
     best = best_fits(fits)
     for place, line in enumerate(lines):
         mine = [point for point in points if point.line == line]
-        colour, base, fit = COLOURS[place % len(COLOURS)], bases[line], best.get(line)
+        colour, base, fit = LINE_COLOURS[place % len(LINE_COLOURS)], bases[line], best.get(line)
         if kind != "capability":  # there the images of the points differ, and one line of images/s would mislead
             largest = max(*(point.ranks for point in mine), fit.limit_ranks if fit else 0)
             span = np.array([base.ranks, largest])
             rate.plot(span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":")
-        _draw_rates(rate, mine, colour, kind)
-        _draw_shares(share, mine, base, colour, kind)
+        _draw_points(rate, {point: point.images_per_s_interval for point in mine}, colour, kind)
+        shares = {point: point.efficiency_interval(base) for point in mine}
+        _draw_points(share, {point: bounds for point, bounds in shares.items() if bounds is not None}, colour, kind)
         if fit and kind != "capability":
             _draw_fit(rate, fit, colour, curve_ranks(fit))
         if fit:
             _draw_fit(share, fit, colour, base.rank_s_per_image)
-    ranks = sorted({point.ranks for point in points} | {fit.limit_ranks for fit in best.values()})
-    if len(ranks) > 1:
-        rate.set_xscale("log", base=2)
     rate.set_yscale("log")
     _plain_ticks(rate)
-    ticks = ranks if len(ranks) <= MAX_TICKS else ranks[:: -(-len(ranks) // MAX_TICKS)]
-    share.xaxis.set_major_locator(FixedLocator(ticks))
-    share.xaxis.set_minor_locator(NullLocator())
-    share.set_xticks(ticks, [str(rank) for rank in ticks])
+    label_counts(share, [*(point.ranks for point in points), *(fit.limit_ranks for fit in best.values())], MAX_TICKS)
     share.axhline(1.0, color=TEXT_COLOUR, linewidth=0.8, linestyle=":")
     share.set_ylim(0.0, max(1.08, share.get_ylim()[1]))
     set_title(figure, rate, *title(points))
-    _add_legend(figure, points, lines, best)
+    _name_parts(figure, points, lines, best)
     return figure
-
-
-def _panels() -> tuple[Figure, tuple[Axes, Axes]]:
-    figure = empty_figure(WIDTH_IN, 7.6)
-    rate, share = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    for axes, label in ((rate, "images/s"), (share, "parallel efficiency, of 1")):
-        axes.set_ylabel(label, fontsize=9, color=TEXT_COLOUR)
-    style_axes((rate, share), 8, has_grid=True)
-    share.set_xlabel("ranks", fontsize=9, color=TEXT_COLOUR)
-    return figure, (rate, share)
 
 
 def _plain_ticks(axes: Axes) -> None:
@@ -96,33 +88,16 @@ def _plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_rates(axes: Axes, mine: Sequence[Point], colour: str, kind: str) -> None:
-    _join(axes, [(point, point.images_per_s) for point in most_real(mine)], colour, kind)
-    for point in mine:
-        _draw_bars(axes, point, point.images_per_s_interval, colour)
-
-
-def _draw_shares(axes: Axes, mine: Sequence[Point], base: Point, colour: str, kind: str) -> None:
-    shares = {point: share for point in mine if (share := point.efficiency_interval(base)) is not None}
-    _join(axes, [(point, shares[point].value) for point in most_real(list(shares))], colour, kind)
-    for point, share in shares.items():
-        _draw_bars(axes, point, share, colour)
-
-
-def _draw_bars(axes: Axes, point: Point, bounds: Interval, colour: str) -> None:
-    reach = [[bounds.value - bounds.low], [bounds.high - bounds.value]]
-    axes.errorbar([point.ranks], [bounds.value], reach, **_marks(point, colour), capsize=2, elinewidth=0.9)
-
-
-def _join(axes: Axes, places: Sequence[tuple[Point, float]], colour: str, kind: str) -> None:
-    for (point, value), (after, value_after) in pairwise(places):
-        if not may_join(kind, point, after):
-            continue
-        is_predicted = "simulated" in (point.source, after.source)
-        axes.plot(
-            [point.ranks, after.ranks], [value, value_after],
-            color=colour, linewidth=1.3, linestyle=(0, (4, 2)) if is_predicted else "-",
-        )  # fmt: skip
+def _draw_points(axes: Axes, values: Mapping[Point, Interval], colour: str, kind: str) -> None:
+    """Draw the points of a line with their bars, and join neighbours."""
+    for point, after in pairwise(most_real(list(values))):
+        if may_join(kind, point, after):
+            style = (0, (4, 2)) if "simulated" in (point.source, after.source) else "-"
+            ends = [values[point].value, values[after].value]
+            axes.plot([point.ranks, after.ranks], ends, color=colour, linewidth=1.3, linestyle=style)
+    for point, bounds in values.items():
+        reach = [[bounds.value - bounds.low], [bounds.high - bounds.value]]
+        axes.errorbar([point.ranks], [bounds.value], reach, **_marks(point, colour), capsize=2, elinewidth=0.9)
 
 
 def _draw_fit(axes: Axes, fit: Fit, colour: str, scale: np.ndarray | float) -> None:
@@ -143,13 +118,15 @@ def _marks(point: Point, colour: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_legend(figure: Figure, points: Sequence[Point], lines: Sequence[str], best: Mapping[str, Fit]) -> None:
+def _name_parts(figure: Figure, points: Sequence[Point], lines: Sequence[str], best: Mapping[str, Fit]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     bases = base_points(points)
     handles: list[Artist] = [
-        Line2D([], [], color=COLOURS[place % len(COLOURS)], label=f"{line} (base {describe_base(bases[line])})")
+        Line2D(
+            [], [], color=LINE_COLOURS[place % len(LINE_COLOURS)], label=f"{line} (base {describe_base(bases[line])})"
+        )
         for place, line in enumerate(lines)
     ]
     for source in SOURCES:
@@ -166,4 +143,4 @@ def _add_legend(figure: Figure, points: Sequence[Point], lines: Sequence[str], b
                 label=f"extrapolated, at most {MAX_EXTRAPOLATION} times beyond the data: 95 % band",
             ),
         ]  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
+    add_legend(figure, handles)

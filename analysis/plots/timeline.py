@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,18 @@ from analysis.io.run_config import RunFacts, run_facts
 from analysis.metrics.events import of_kinds, ranks_written
 from analysis.metrics.run_metrics import backward_mean_s, stage_mean_s
 from analysis.metrics.step_window import StepWindow, step_window
-from analysis.plots.figure import DPI, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title, source_mark
+from analysis.plots.figure import (
+    DPI,
+    MS_AXIS,
+    TEXT_COLOUR,
+    WIDTH_IN,
+    add_legend,
+    label_axes,
+    new_figure,
+    scaled_pt,
+    set_title,
+    source_mark,
+)
 from gems.trace import Trace
 from gems.utils.units import counted
 
@@ -65,15 +75,6 @@ LOOKS = (
 )
 
 
-def draw_timeline(trace: Trace, path: Path, step: int | None = None) -> None:
-    """Draw one step to a file (PNG at 150 dpi, or by the suffix PDF or SVG); see `timeline_figure`.
-
-    Raises:
-        ConfigError: no such step, no events, or the file cannot be written.
-    """
-    save_figure(timeline_figure(trace, step), path)
-
-
 def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
     """Build the picture of one step, by default the last whole one that is not a warm-up step.
 
@@ -99,12 +100,27 @@ def timeline_figure(trace: Trace, step: int | None = None) -> Figure:
 def lanes_figure(trace: Trace, window: StepWindow, ranks: np.ndarray, title: tuple[str, str]) -> tuple[Figure, Axes]:
     """Build the picture of one step: a lane for each of `ranks`, boxes, micro-batches, legend, two lines of title."""
     events, shade_names = shaded(window.events[np.isin(window.events["rank"], ranks)])
-    figure, (axes,) = new_figure(*_size_in(window, events, len(ranks)))
-    _draw_idle(axes, trace, window, ranks)
+    forwards = events[of_kinds(events, "F")]
+    typical_s = float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
+    width_in = 0.115 * window.span_s / typical_s if typical_s else WIDTH_IN  # wide enough to see a forward
+    lane_in = 0.50 if len(ranks) <= 8 else 0.36 if len(ranks) <= 16 else 0.20
+    figure, (axes,) = new_figure(min(max(width_in, WIDTH_IN), 12.0), 1.55 + lane_in * max(len(ranks), 2))
+    rows = trace.rank_steps[trace.rank_steps["step"] == window.step]
+    own = {int(row["rank"]): (int(row["start_ns"]), int(row["end_ns"])) for row in rows}
+    for lane, rank in enumerate(ranks):  # each rank's own step; what is not covered later is a bubble
+        start, end = own.get(int(rank), (window.start_ns, window.end_ns))
+        span = ((start - window.start_ns) * MS, (end - start) * MS)
+        axes.broken_barh([span], (lane - 0.40, 0.68), facecolors=IDLE_COLOUR, linewidth=0)
     drawn = _draw_boxes(figure, axes, window, events, ranks)
-    _dress(figure, axes, window, ranks)
+    axes.set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
+    axes.set_ylim(len(ranks) - 0.45, -0.55)
+    shown = range(0, len(ranks), 1 if len(ranks) <= 32 else 4)
+    axes.set_yticks(list(shown), [str(ranks[lane]) for lane in shown])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    label_axes(figure, axes, MS_AXIS, "rank")
     set_title(figure, axes, *title)
-    _add_legend(figure, drawn, shade_names)
+    _name_looks(figure, drawn, shade_names)
     figure.draw_without_rendering()  # settles the layout, so that the size of a box in points is known
     _label_boxes(figure, axes, window, events, ranks)
     return figure, axes
@@ -128,47 +144,26 @@ def shaded(events: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     return events, STAGE_NAMES.get(most, ("1st, 3rd ... stage of a rank", "2nd, 4th ... stage"))
 
 
-def _size_in(window: StepWindow, events: np.ndarray, num_lanes: int) -> tuple[float, float]:
-    """Return width and height: wide enough to see a forward, lower lanes if there are many."""
-    forwards = events[of_kinds(events, "F")]
-    typical_s = float(np.median(forwards["end_ns"] - forwards["start_ns"])) * 1e-9 if len(forwards) else 0.0
-    boxes = window.span_s / typical_s if typical_s else 1.0
-    lane = 0.50 if num_lanes <= 8 else 0.36 if num_lanes <= 16 else 0.20
-    return float(np.clip(0.115 * boxes, WIDTH_IN, 12.0)), 1.55 + lane * max(num_lanes, 2)
-
-
-def _draw_idle(axes: Axes, trace: Trace, window: StepWindow, ranks: np.ndarray) -> None:
-    """Fill each rank's own step; what is not covered later is a bubble."""
-    rows = trace.rank_steps[trace.rank_steps["step"] == window.step]
-    own = {int(row["rank"]): (int(row["start_ns"]), int(row["end_ns"])) for row in rows}
-    for lane, rank in enumerate(ranks):
-        start, end = own.get(int(rank), (window.start_ns, window.end_ns))
-        span = ((start - window.start_ns) * MS, (end - start) * MS)
-        axes.broken_barh([span], (lane - 0.40, 0.68), facecolors=IDLE_COLOUR, linewidth=0)
-
-
 def _draw_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
     """Draw all events, too many by columns of pixels, and return the looks that were used."""
     if len(events) > MAX_BOXES:
         return _draw_dense(figure, axes, window, events, ranks)
-    drawn = []
+    pt_per_ms = figure.get_figwidth() * 72 / max(window.span_s * 1e3, 1e-9)
+    drawn = {}
     for look in LOOKS:
-        is_mine = look_mask(events, look)
         for lane, rank in enumerate(ranks):
-            boxes = events[is_mine & (events["rank"] == rank)]
-            start_ms = (boxes["start_ns"] - window.start_ns) * MS
-            width_ms = (boxes["end_ns"] - boxes["start_ns"]) * MS
-            if len(boxes):
-                axes.broken_barh(
-                    list(zip(start_ms.tolist(), width_ms.tolist(), strict=True)),
-                    (lane + look.top, look.bottom - look.top),
-                    facecolors=look.colour,
-                    edgecolors="white",
-                    linewidth=_edge_pt(figure, width_ms, window) if look.top < 0 else 0,
-                )
-        if is_mine.any():
-            drawn.append(look)
-    return drawn
+            boxes = events[look_mask(events, look) & (events["rank"] == rank)]
+            if not len(boxes):
+                continue
+            start_ms, width_ms = (boxes["start_ns"] - window.start_ns) * MS, (boxes["end_ns"] - boxes["start_ns"]) * MS
+            typical_pt = float(np.median(width_ms)) * pt_per_ms
+            edge_pt = 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0  # no edge that would cover the box
+            axes.broken_barh(
+                np.stack([start_ms, width_ms], axis=1).tolist(), (lane + look.top, look.bottom - look.top),
+                facecolors=look.colour, edgecolors="white", linewidth=edge_pt if look.top < 0 else 0,
+            )  # fmt: skip
+            drawn[look] = True
+    return list(drawn)
 
 
 def _draw_dense(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> list[Look]:
@@ -201,23 +196,6 @@ def look_mask(events: np.ndarray, look: Look) -> np.ndarray:
     return is_mine if look.shade is None else is_mine & (events["direction"] == look.shade)
 
 
-def _edge_pt(figure: Figure, width_ms: np.ndarray, window: StepWindow) -> float:
-    """Return the width of the white edge between boxes: none if it would cover the box."""
-    figure_pt = figure.get_figwidth() * 72
-    typical_pt = float(np.median(width_ms)) * 1e-3 / max(window.span_s, 1e-12) * figure_pt
-    return 0.6 if typical_pt > 4 else 0.25 if typical_pt > 1.5 else 0.0
-
-
-def _dress(figure: Figure, axes: Axes, window: StepWindow, ranks: np.ndarray) -> None:
-    axes.set_xlim(0.0, max(window.span_s * 1e3, 1e-9))
-    axes.set_ylim(len(ranks) - 0.45, -0.55)
-    shown = range(0, len(ranks), 1 if len(ranks) <= 32 else 4)
-    axes.set_yticks(list(shown), [str(ranks[lane]) for lane in shown])
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.set_ylabel("rank", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
-
-
 def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) -> tuple[str, str]:
     size = counted(trace.world_size, "rank")
     if facts.partitions and facts.replicas and facts.replicas > 1:
@@ -238,7 +216,7 @@ def _title(trace: Trace, window: StepWindow, facts: RunFacts, num_lanes: int) ->
     return f"{facts.schedule or 'unnamed schedule'}, {size}: {source}", ", ".join(details)
 
 
-def _add_legend(figure: Figure, drawn: list[Look], shade_names: tuple[str, ...]) -> None:
+def _name_looks(figure: Figure, drawn: list[Look], shade_names: tuple[str, ...]) -> None:
     from matplotlib.patches import Patch
 
     patches = []
@@ -247,10 +225,7 @@ def _add_legend(figure: Figure, drawn: list[Look], shade_names: tuple[str, ...])
         patches.append(Patch(facecolor=look.colour, label=text))
     patches.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#bbbbbb", linewidth=0.5, label="idle (bubble)"))
     columns = len(patches) if len(patches) <= 6 else (len(patches) + 1) // 2 if len(patches) <= 8 else 4
-    figure.legend(
-        handles=patches, loc="outside lower center", ncols=columns,
-        fontsize=scaled_pt(figure, 7.5), frameon=False, columnspacing=1.4, handlelength=1.4,
-    )  # fmt: skip
+    add_legend(figure, patches, columns=columns, columnspacing=1.4, handlelength=1.4)
 
 
 def _label_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndarray, ranks: np.ndarray) -> None:
@@ -282,43 +257,30 @@ def _label_boxes(figure: Figure, axes: Axes, window: StepWindow, events: np.ndar
 def coverage(start: np.ndarray, end: np.ndarray, row: np.ndarray, num_rows: int, num_columns: int) -> np.ndarray:
     """Return how much of each column the boxes of each row cover, `[row, column]`: 1 is all of it once.
 
-    Args:
-        start: begins of the boxes, in columns, clipped to 0 to `num_columns`.
-        end: ends of them.
-        row: of each box.
-        num_rows: how many rows there are.
-        num_columns: how many columns there are.
+    Begins and ends of the boxes are in columns; what is outside of 0 to `num_columns` is cut off.
     """
-    start, end = np.clip(start, 0, num_columns), np.clip(end, 0, num_columns)
-    width = num_columns + 2  # a box may end at the last edge, and the sums continue after their box
-    first, last = start.astype(np.int64), end.astype(np.int64)
-    place = row.astype(np.int64) * width
-    is_within = first == last
-    size = num_rows * width
+    width = num_columns + 2  # a box may end at the last edge, and the columns after it begin with the next
 
-    def added(column: np.ndarray, amount: np.ndarray) -> np.ndarray:
-        sums: np.ndarray = np.bincount(place + column, amount, minlength=size)
-        return sums
+    def covered_from(edge: np.ndarray) -> np.ndarray:
+        """Return what the boxes would cover without an end."""
+        edge = np.clip(edge, 0, num_columns)
+        column = edge.astype(np.int64)
+        place = row.astype(np.int64) * width + column
+        part = np.bincount(place, column + 1 - edge, minlength=num_rows * width).reshape(num_rows, width)
+        whole = np.bincount(place + 1, minlength=num_rows * width).reshape(num_rows, width)
+        begun: np.ndarray = part + np.cumsum(whole, axis=1)
+        return begun[:, :num_columns]
 
-    shares = added(first, np.where(is_within, end - start, first + 1 - start))
-    shares += added(last, np.where(is_within, 0.0, end - last))
-    whole = np.where(is_within, 0.0, 1.0)
-    whole_from = added(first + 1, whole).reshape(num_rows, width)
-    whole_to = added(last, whole).reshape(num_rows, width)
-    full = np.cumsum(whole_from - whole_to, axis=1)
-    found: np.ndarray = (shares.reshape(num_rows, width) + full)[:, :num_columns]
-    return found
+    covered: np.ndarray = covered_from(start) - covered_from(end)
+    return covered
 
 
 def blended(shares: np.ndarray, colours: np.ndarray) -> np.ndarray:
     """Return the colour and opacity of each pixel, `[..., 4]`: the mean of what covers it, as opaque as it is covered.
 
-    Args:
-        shares: `[kind, ...]` how much each kind covers.
-        colours: `[kind, 3]` from 0 to 1.
+    `shares[kind, ...]` is how much each kind covers, `colours[kind]` its red, green and blue from 0 to 1.
     """
     total = shares.sum(axis=0)
     mean = np.einsum("k...,kc->...c", shares, colours) / np.maximum(total, 1e-12)[..., None]
-    mixed = np.concatenate([mean, np.minimum(total, 1.0)[..., None]], axis=-1)
-    found: np.ndarray = np.clip(mixed, 0.0, 1.0)
-    return found
+    mixed: np.ndarray = np.clip(np.concatenate([mean, np.minimum(total, 1.0)[..., None]], axis=-1), 0.0, 1.0)
+    return mixed

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from analysis.attribution import CAUSES, Attribution
-from analysis.attribution.table import LABELS, write_csv
-from analysis.plots.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, new_figure, save_figure, scaled_pt, set_title
+from analysis.attribution.table import LABELS
+from analysis.plots.figure import SOURCE_MARKS, TEXT_COLOUR, WIDTH_IN, label_axes, new_figure, set_title
 from gems.utils.units import counted, time_unit
 
 if TYPE_CHECKING:
@@ -18,19 +17,6 @@ COLOURS = {
     "memory": "#117a8b", "recompute": "#6b3f8f", "input": "#e377a2", "host": "#4d4d4d", "noise": "#b8860b",
 }  # fmt: skip
 IDEAL_COLOUR, STEP_COLOUR = "#2f7d32", "#1b5f9e"
-HEIGHT_IN = 4.2
-
-
-def draw_waterfall(attribution: Attribution, path: Path) -> Path:
-    """Draw the waterfall to a file (PNG at 150 dpi, PDF or SVG by the suffix) and return the path of the CSV beside it.
-
-    Raises:
-        ConfigError: the path is not one for a picture, or a file cannot be written.
-    """
-    save_figure(waterfall_figure(attribution), path)
-    table = path.with_suffix(".csv")
-    write_csv(attribution, table)
-    return table
 
 
 def waterfall_figure(attribution: Attribution) -> Figure:
@@ -39,7 +25,7 @@ def waterfall_figure(attribution: Attribution) -> Figure:
     A cause that saved time goes back. Each bar carries its time and its share of the step.
     """
     unit = time_unit([attribution.step_s])
-    figure, (axes,) = new_figure(WIDTH_IN, HEIGHT_IN)
+    figure, (axes,) = new_figure(WIDTH_IN, 4.2)
     bars = [("ideal", attribution.ideal_s, IDEAL_COLOUR)]
     bars += [(LABELS[cause], attribution.run_s[cause], COLOURS[cause]) for cause in CAUSES]
     bars.append(("step", attribution.step_s, STEP_COLOUR))
@@ -55,13 +41,13 @@ def waterfall_figure(attribution: Attribution) -> Figure:
         axes.annotate(
             f"{time_s / unit.size:.3g} {unit.name}, {100 * share:.1f} %",
             (max(begin, reached) / unit.size, row), (4, 0), textcoords="offset points", va="center",
-            fontsize=scaled_pt(figure, 7.5), color=TEXT_COLOUR,
+            fontsize=7.5, color=TEXT_COLOUR,
         )  # fmt: skip
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.invert_yaxis()
     low = min(0.0, *(time_s for _, time_s, _ in bars))
     axes.set_xlim(low / unit.size, 1.18 * attribution.step_s / unit.size if attribution.step_s else 1.0)
-    axes.set_xlabel(f"time of a step ({unit.name})", fontsize=scaled_pt(figure, 9), color=TEXT_COLOUR)
+    label_axes(figure, axes, f"time of a step ({unit.name})")
     source = SOURCE_MARKS.get(attribution.source, attribution.source)
     set_title(
         figure, axes, f"Where the time of a step goes: {source}",

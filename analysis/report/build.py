@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from analysis.io.files import refuse_unwritable
 from analysis.io.load import load_trace
 from analysis.report.markup import Html
 from analysis.report.page import page
 from analysis.report.run_section import MAX_EVENTS, RunSection, run_section
 from analysis.report.study_section import study_section
 from gems.errors import ConfigError
+from gems.utils.atomic_io import atomic_write
 
 MAX_RUNS = 16
 
@@ -26,10 +27,6 @@ class Report:
     num_events: int
     runs: tuple[str, ...]
     notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the same as plain data."""
-        return {**asdict(self), "path": str(self.path)}
 
 
 def build_report(runs: Sequence[Path], out: Path) -> Report:
@@ -56,12 +53,10 @@ def build_report(runs: Sequence[Path], out: Path) -> Report:
             study = study_section(runs)
         except ConfigError as error:
             notes.append(f"no scaling section: {error}")
-    text = page(sections, study, notes)
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("out", out, f"cannot be written ({error.strerror or error})") from error
-    size_bytes = out.stat().st_size
+    with refuse_unwritable(out):
+        with atomic_write(out) as partial:
+            partial.write_text(page(sections, study, notes), encoding="utf-8")
+        size_bytes = out.stat().st_size
     return Report(out, size_bytes, sum(each.num_events for each in sections), tuple(map(str, runs)), tuple(notes))
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from analysis.plots.scaling import scaling_figure
 from analysis.report.markup import Html, element, svg_image
 from analysis.report.table import Cell, Table
-from analysis.scaling.efficiency import agreement_rows, point_rows, title
-from analysis.scaling.fits import fit_laws, why_not_fitted
-from analysis.scaling.fits.format import fit_lines
+from analysis.scaling.efficiency import Agreement, agreements, base_points, describe_base, point_rows, title
+from analysis.scaling.fits import fit_laws, fit_lines, why_not_fitted
 from analysis.scaling.points import read_points
 from analysis.scaling.rules import Rule, check_rules
-from gems.utils.units import counted, number
 
 COLUMNS = {
     "schedule": "schedule", "source": "source", "ranks": "ranks", "partitions": "partitions", "replicas": "replicas",
@@ -37,16 +34,16 @@ def study_section(runs: Sequence[Path]) -> Html:
     headline, detail = title(points)
     picture = io.BytesIO()
     scaling_figure(points, fits).savefig(picture, format="svg", facecolor="white")
-    found = point_rows(points)
-    rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in COLUMNS) for row in found]
+    rows: list[tuple[Cell, ...]] = [tuple(row[key] for key in COLUMNS) for row in point_rows(points)]
     table = Table("points", "Points of the study", tuple(COLUMNS.values()), rows, (4,) * len(COLUMNS))
-    bases = [element("li", text) for text in dict.fromkeys(map(_describe_base, found))]
+    bases = base_points(points)
+    stated = [f"base of {line}: {describe_base(bases[line])}" for line in dict.fromkeys(point.line for point in points)]
     laws = [*fit_lines(fits), *(f"not fitted: {reason}" for reason in why_not_fitted(points))]
-    predicted = agreement_rows(points)
+    predicted = agreements(points)
     parts = [
         element("h2", headline),
         element("p", detail),
-        element("ul", *bases),
+        element("ul", *(element("li", text) for text in stated)),
         element("figure", svg_image(picture.getvalue(), f"{headline}: images/s and efficiency over ranks")),
         element("ul", *(element("li", text) for text in laws)),
         table.html(),
@@ -54,11 +51,6 @@ def study_section(runs: Sequence[Path]) -> Html:
         _rules(check_rules(points)).html(),
     ]
     return element("section", *parts, id="study")
-
-
-def _describe_base(row: dict[str, Any]) -> str:
-    size = f"{number(row['base_images_per_s'])} images/s on {counted(row['base_ranks'], 'rank')}"
-    return f"base of {row['schedule']}: {size}, {row['base_source']}"
 
 
 def _rules(rules: Sequence[Rule]) -> Table:
@@ -69,17 +61,9 @@ def _rules(rules: Sequence[Rule]) -> Table:
     )
 
 
-def _agreement(found: Sequence[dict[str, Cell]]) -> Table:
-    rows = [
-        (
-            each["line"],
-            each["ranks"],
-            each["source"],
-            each["step_s"],
-            each["simulated_s"],
-            100 * float(each["error"] or 0),
-        )
-        for each in found
+def _agreement(found: Sequence[Agreement]) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (each.line, each.ranks, each.source, each.step_s, each.simulated_s, 100 * each.error) for each in found
     ]
     columns = ("schedule", "ranks", "run", "step of the run [s]", "simulated step [s]", "error [%]")
     return Table("agreement", "Simulated beside what ran", columns, rows, (0, 0, 0, 4, 4, 2))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
+from analysis.metrics.statistics import harmonic_mean
 from analysis.scaling.points import Point, format_error
 from gems.trace import SOURCES
 from gems.utils.units import counted, number
@@ -17,18 +20,14 @@ MAX_JOINED = 4  # times as many ranks
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A simulated point beside the same point of a run: `error` is predicted over observed step time, less 1."""
+    """A simulated point beside the same point of a run; `error` is predicted over observed step time, less 1."""
 
     line: str
     ranks: int
     source: str
     step_s: float
     simulated_s: float
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction, positive if the prediction is too slow."""
-        return self.simulated_s / self.step_s - 1.0
+    error: float
 
 
 def base_points(points: Sequence[Point]) -> dict[str, Point]:
@@ -90,11 +89,20 @@ def may_join(kind: str, point: Point, after: Point) -> bool:
 def agreements(points: Sequence[Point]) -> list[Agreement]:
     """Return every simulated point that has run too, measured or emulated, with both step times."""
     return [
-        Agreement(point.line, point.ranks, point.source, point.step_median_s, other.step_median_s)
+        Agreement(
+            point.line, point.ranks, point.source, point.step_median_s, other.step_median_s,
+            other.step_median_s / point.step_median_s - 1.0,
+        )
         for point in points
         for other in points
         if other.source == "simulated" and point.source != "simulated" and _same_work(point, other)
-    ]
+    ]  # fmt: skip
+
+
+def _same_work(point: Point, other: Point) -> bool:
+    names = ("line", "partitions", "replicas", "micro_batches", "images_per_step")
+    is_same = all(getattr(point, name) == getattr(other, name) for name in names)
+    return is_same and (point.work_s is None or point.problem == other.problem)
 
 
 def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
@@ -104,96 +112,57 @@ def point_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
     for point in points:
         base, step = bases[point.line], point.step_interval_s
         share = point.efficiency_interval(base)
-        rows.append(
-            {
-                "schedule": point.line,
-                "source": point.source,
-                "ranks": point.ranks,
-                "partitions": point.partitions,
-                "replicas": point.replicas,
-                "micro_batches": point.micro_batches,
-                "images_per_step": point.images_per_step,
-                "num_steps": len(point.step_s),
-                "step_median_s": step.value,
-                "step_low_s": step.low,
-                "step_high_s": step.high,
-                "step_bounds": "range" if step.is_range else f"{100 * step.level:g} % interval",
-                "step_min_s": min(point.step_s),
-                "step_p95_s": point.step_p95_s,
-                "step_max_s": max(point.step_s),
-                "images_per_s": point.images_per_s,
-                "images_per_s_mean": point.images_per_s_mean,
-                "parallel_efficiency": None if share is None else share.value,
-                "parallel_efficiency_low": None if share is None else share.low,
-                "parallel_efficiency_high": None if share is None else share.high,
-                "compute_efficiency": point.compute_efficiency,
-                "scaling": kind,
-                "base_ranks": base.ranks,
-                "base_source": base.source,
-                "base_images_per_s": base.images_per_s,
-                "signatures": " ".join(point.signatures),
-            }
-        )
+        row: dict[str, Any] = {"schedule": point.line}
+        for name in ("source", "ranks", "partitions", "replicas", "micro_batches", "images_per_step"):
+            row[name] = getattr(point, name)
+        row |= {
+            "num_steps": len(point.step_s), "step_median_s": step.value, "step_low_s": step.low,
+            "step_high_s": step.high, "step_bounds": "range" if step.is_range else f"{100 * step.level:g} % interval",
+            "step_min_s": min(point.step_s), "step_p95_s": point.step_p95_s, "step_max_s": max(point.step_s),
+            "images_per_s": point.images_per_s,
+            "images_per_s_mean": harmonic_mean(point.images_per_step / np.asarray(point.step_s)),
+        }  # fmt: skip
+        for end, name in (("value", ""), ("low", "_low"), ("high", "_high")):
+            row[f"parallel_efficiency{name}"] = None if share is None else getattr(share, end)
+        row |= {"compute_efficiency": point.compute_efficiency, "scaling": kind}
+        row |= {f"base_{name}": getattr(base, name) for name in ("ranks", "source", "images_per_s")}
+        rows.append(row | {"signatures": " ".join(point.signatures)})
     return rows
 
 
 def base_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return the base of each line with its absolute figures, as plain data."""
+    names = ("source", "ranks", "images_per_s", "step_median_s")
     return [
-        {
-            "schedule": line,
-            "source": base.source,
-            "ranks": base.ranks,
-            "images_per_s": base.images_per_s,
-            "step_median_s": base.step_median_s,
-        }
+        {"schedule": line, **{name: getattr(base, name) for name in names}}
         for line, base in sorted(base_points(points).items())
     ]
 
 
-def agreement_rows(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return the predictions that can be checked, as plain data."""
-    return [{**asdict(found), "error": found.error} for found in agreements(points)]
-
-
 def title(points: Sequence[Point]) -> tuple[str, str]:
     """Return the headline, which names the kind of scaling, and the line below it."""
-    kind, first = scaling_kind(points), points[0]
-    kinds = {
+    first = points[0]
+    images = " or ".join(f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)}))
+    headline = {
         "strong": f"strong scaling, {first.images_per_step} images a step",
-        "weak": f"weak scaling, {_list_images(points)} images a rank",
+        "weak": f"weak scaling, {images} images a rank",
         "capability": "capability scaling, the work of an image grows",
         "comparison": f"schedules on {counted(first.ranks, 'rank')}",
         "mixed": "scaling, images a step and ranks change independently",
-    }
-    return kinds[kind], _detail(points)
-
-
-def _list_images(points: Sequence[Point]) -> str:
-    return " or ".join(f"{float(images):g}" for images in sorted({images for _, images in images_per_rank(points)}))
-
-
-def _detail(points: Sequence[Point]) -> str:
-    found = agreements(points)
-    is_range = any(point.step_interval_s.is_range and not point.is_deterministic for point in points)
+    }[scaling_kind(points)]
+    is_range = any(point.has_range for point in points)
     bars = "95 % intervals, below 6 steps the range" if is_range else "95 % intervals"
     detail = f"median step, bars are {bars}, warm-up left out"
     known = [error for point in points if point.source == "simulated" and (error := point.held_out_error) is not None]
     if known:
         detail += f"; {format_error(max(known))}"
-    if not found:
-        return detail
-    low, high = (round(100 * pick(each.error for each in found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
-    return f"{detail}; simulated step times are off by {low:+.1f} to {high:+.1f} % ({counted(len(found), 'point')})"
+    found = [each.error for each in agreements(points)]
+    if found:
+        low, high = (round(100 * pick(found), 1) + 0.0 for pick in (min, max))  # no "-0.0"
+        detail += f"; simulated step times are off by {low:+.1f} to {high:+.1f} % ({counted(len(found), 'point')})"
+    return headline, detail
 
 
 def describe_base(base: Point) -> str:
     """Return a base with its absolute figure, its ranks and its source."""
     return f"{number(base.images_per_s)} images/s on {counted(base.ranks, 'rank')}, {base.source}"
-
-
-def _same_work(point: Point, other: Point) -> bool:
-    def key(of: Point) -> tuple[Any, ...]:
-        return of.line, of.partitions, of.replicas, of.micro_batches, of.images_per_step
-
-    return key(point) == key(other) and (point.work_s is None or point.problem == other.problem)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,7 @@ import numpy as np
 
 from analysis.io.run_config import read_head, read_section
 from analysis.metrics.run_metrics import NS, step_times_s
-from analysis.metrics.statistics import (
-    Interval,
-    harmonic_mean,
-    median_draws,
-    median_interval,
-    percentile,
-    percentile_interval,
-)
+from analysis.metrics.statistics import Interval, median_draws, median_interval, percentile, percentile_interval
 from gems.config.schema import CostConfig, DataConfig, ModelConfig, ParallelConfig, ScheduleConfig
 from gems.errors import ConfigError
 from gems.trace import SOURCES
@@ -31,12 +24,8 @@ DOCUMENTED = ("git_commit", "versions", "created_utc")
 class Setting:
     """How the traces of a point's runs were taken; tuples are sorted, without duplicates.
 
-    Attributes:
-        missing: root attributes that a trace lacks.
-        commits: of the code.
-        versions: of the libraries.
-        num_warmup_steps: steps that the run with the fewest of them left out.
-        clock_error_s: the largest error of a rank's clock against that of rank 0.
+    `missing` are root attributes that a trace lacks, `num_warmup_steps` those that the run with the fewest left out,
+    `clock_error_s` is the largest error of a rank's clock against that of rank 0.
     """
 
     missing: tuple[str, ...] = ()
@@ -47,13 +36,12 @@ class Setting:
 
     def with_(self, other: Setting) -> Setting:
         """Return the union of two settings."""
-        return Setting(
-            missing=_union(self.missing, other.missing),
-            commits=_union(self.commits, other.commits),
-            versions=_union(self.versions, other.versions),
-            num_warmup_steps=min(self.num_warmup_steps, other.num_warmup_steps),
-            clock_error_s=max(self.clock_error_s, other.clock_error_s),
-        )
+        union = {
+            name: tuple(sorted({*getattr(self, name), *getattr(other, name)}))
+            for name in ("missing", "commits", "versions")
+        }
+        fewest = min(self.num_warmup_steps, other.num_warmup_steps)
+        return Setting(**union, num_warmup_steps=fewest, clock_error_s=max(self.clock_error_s, other.clock_error_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +50,12 @@ class Point:
 
     Attributes:
         line: the schedule and what bounds it; points of one line are joined.
-        source: measured, emulated or simulated.
-        ranks: world size.
-        partitions: ranks of one pipeline.
-        replicas: copies of the pipeline.
         micro_batches: of one step and replica.
         images_per_step: over all micro-batches and replicas.
         problem: what an image costs: equal if the same model sees images of the same size.
         work_s: compute time of one image on one rank; None if only the hardware determines it.
         step_s: times of the steps that are not warm-up steps, in the order of the runs.
-        signatures: of the runs.
         num_images: images of all these steps together; None if each has `images_per_step`.
-        setting: how the runs were taken.
         run_steps: how many of the step times are of each run; empty if all are of one run.
         model: the network's name, depth and version, if costs are those of a network.
         held_out_error: how far predictions with the machine's calibration were off, of 1; None if unknown.
@@ -109,14 +91,18 @@ class Point:
     @property
     def run_intervals_s(self) -> tuple[Interval, ...]:
         """Median of the step times of each run by itself, with their intervals."""
-        ends = list(accumulate(self.run_steps or (len(self.step_s),)))
-        starts = [0, *ends[:-1]]
-        return tuple(median_interval(self.step_s[start:end]) for start, end in zip(starts, ends, strict=True))
+        ends = accumulate(self.run_steps or (len(self.step_s),), initial=0)
+        return tuple(median_interval(self.step_s[start:end]) for start, end in pairwise(ends))
 
     @property
     def is_deterministic(self) -> bool:
         """Whether all steps would take as long again: simulated without noise they do."""
         return self.source == "simulated" and min(self.step_s) == max(self.step_s)
+
+    @property
+    def has_range(self) -> bool:
+        """Whether there are too few steps for an interval of steps that differ."""
+        return self.step_interval_s.is_range and not self.is_deterministic
 
     @property
     def step_p95_s(self) -> float:
@@ -134,11 +120,6 @@ class Point:
         step = self.step_interval_s
         low, high = (self.images_per_step / bound for bound in (step.high, step.low))
         return Interval(low, self.images_per_s, high, step.is_range, step.level)
-
-    @property
-    def images_per_s_mean(self) -> float:
-        """Harmonic mean of the steps' images/s: all images over all time."""
-        return harmonic_mean(self.images_per_step / np.asarray(self.step_s))
 
     @property
     def rank_s_per_image(self) -> float:
@@ -185,10 +166,6 @@ class Point:
         return float(pixels / base_pixels) if model == base_model else None
 
 
-def _union(texts: Iterable[str], more: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted({*texts, *more}))
-
-
 def format_error(held_out_error: float) -> str:
     """Return a calibration's error as text."""
     return f"held-out error of step times {100 * held_out_error:.1f} %"
@@ -202,12 +179,14 @@ def read_point(path: Path) -> Point:
     """
     head = read_head(path)
     attributes, steps, document = head.attributes, head.steps, head.document
-    counted = steps[steps["is_warmup"] == 0]
-    if not len(counted):
+    is_counted = steps["is_warmup"] == 0
+    images = steps["images"][is_counted]
+    if not len(images):
         raise ConfigError("trace", path, "holds no whole step after warm-up", "raise train.steps")
     parallel, cost = read_section(document, "parallel", ParallelConfig), read_section(document, "cost", CostConfig)
-    source = str(attributes["source"])
-    work_s = None if source == "measured" else _work_s(parallel, cost)
+    model, source = read_section(document, "model", ModelConfig), str(attributes["source"])
+    units = parallel.partitions * (cost.forward + cost.input_grad + cost.weight_grad)
+    work_s = None if source == "measured" else units * cost.unit_s / parallel.micro_batch_size
     return Point(
         line=_line(read_section(document, "schedule", ScheduleConfig), parallel),
         source=source,
@@ -215,17 +194,17 @@ def read_point(path: Path) -> Point:
         partitions=parallel.partitions,
         replicas=parallel.replicas,
         micro_batches=parallel.micro_batches or 0,
-        images_per_step=int(counted["images"][0]),
-        problem=_problem(document) if work_s is None else (float(f"{work_s:.9g}"),),
+        images_per_step=int(images[0]),
+        problem=_problem(model, read_section(document, "data", DataConfig))
+        if work_s is None
+        else (float(f"{work_s:.9g}"),),
         work_s=work_s,
-        step_s=tuple(step_times_s(steps)[steps["is_warmup"] == 0].tolist()),
+        step_s=tuple(step_times_s(steps)[is_counted].tolist()),
         signatures=(str(attributes.get("signature", "")),),
-        num_images=int(counted["images"].sum()),
-        setting=_setting(attributes, len(steps) - len(counted)),
-        run_steps=(len(counted),),
-        model=_model_name(read_section(document, "model", ModelConfig))
-        if work_s is None or cost.name == "profile"
-        else "",
+        num_images=int(images.sum()),
+        setting=_setting(attributes, len(steps) - len(images)),
+        run_steps=(len(images),),
+        model=_model_name(model) if work_s is None or cost.name == "profile" else "",
         held_out_error=None if (error := attributes.get("held_out_error")) is None else float(error),
     )
 
@@ -244,16 +223,9 @@ def read_points(paths: Iterable[Path]) -> list[Point]:
         place = replace(read, step_s=(), signatures=(), num_images=None, setting=Setting(), run_steps=())
         known = pooled.get(place)
         pooled[place] = read if known is None else _together(known, read)
-    named = list(pooled.values())
-    several = {
-        point.line
-        for point in named
-        if any(_same_place(point, other) and point.model != other.model for other in named)
-    }
-    named = [_in_line(point, point.model) if point.line in several else point for point in named]
-    crowded = {point.line for point in named if sum(_same_place(point, other) for other in named) > 1}
-    named = [_in_line(point, f"pipelines of {point.partitions}") if point.line in crowded else point for point in named]
-    return sorted(named, key=lambda point: (point.line, point.ranks, SOURCES.index(point.source)))
+    points = _apart(list(pooled.values()), lambda point: point.model, if_alike=False)
+    points = _apart(points, lambda point: f"pipelines of {point.partitions}", if_alike=True)
+    return sorted(points, key=lambda point: (point.line, point.ranks, SOURCES.index(point.source)))
 
 
 def _together(point: Point, other: Point) -> Point:
@@ -267,19 +239,22 @@ def _together(point: Point, other: Point) -> Point:
     )
 
 
-def _in_line(point: Point, name: str) -> Point:
-    """Return the point in a line of its own, with a longer name."""
-    return replace(point, line=f"{point.line}, {name}") if name else point
+def _apart(points: Sequence[Point], name: Callable[[Point], str], *, if_alike: bool) -> list[Point]:
+    """Add names to the lines in which several points have one place: only if their names differ, or also if alike."""
+    places: dict[tuple[str, str, int], list[str]] = {}
+    for point in points:
+        places.setdefault((point.line, point.source, point.ranks), []).append(name(point))
+    lines = {line for (line, *_), names in places.items() if len(names if if_alike else set(names)) > 1}
+    return [
+        replace(point, line=f"{point.line}, {name(point)}") if point.line in lines and name(point) else point
+        for point in points
+    ]
 
 
 def _model_name(model: ModelConfig) -> str:
     """Return a network's name as people write it: resnet-1001-v2."""
     parts = [model.name, str(model.depth)] if model.name in ("resnet", "vgg") else [model.name]
     return "-".join([*parts, *([f"v{model.version}"] if model.name == "resnet" else [])])
-
-
-def _same_place(point: Point, other: Point) -> bool:
-    return (point.line, point.source, point.ranks) == (other.line, other.source, other.ranks)
 
 
 def _setting(attributes: Mapping[str, Any], num_warmup_steps: int) -> Setting:
@@ -306,13 +281,6 @@ def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
     return ", ".join([*parts, *(f"with {action}" for action in schedule.memory_actions)])
 
 
-def _work_s(parallel: ParallelConfig, cost: CostConfig) -> float:
-    units = parallel.partitions * (cost.forward + cost.input_grad + cost.weight_grad)
-    return units * cost.unit_s / parallel.micro_batch_size
-
-
-def _problem(document: dict[str, Any]) -> tuple[Any, ...]:
-    data = read_section(document, "data", DataConfig)
-    model = sorted(asdict(read_section(document, "model", ModelConfig)).items())
-    seen = ((key, str(value)) for key, value in model)  # values may be lists and mappings
+def _problem(model: ModelConfig, data: DataConfig) -> tuple[Any, ...]:
+    seen = ((key, str(value)) for key, value in sorted(asdict(model).items()))  # values may be lists and mappings
     return (*seen, data.channels, data.height_px * data.width_px)

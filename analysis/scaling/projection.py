@@ -18,6 +18,7 @@ from gems.schedule.schedule import Schedule
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import activation_cap, schedule_costs, simulate_step
 from gems.simulation.jitter import Arrivals, arrivals_of, median_of, noisy_steps
+from gems.utils.tables import RIGHT, table
 
 SHARE = 0.2  # by which a constant may be off, either way
 NUM_DRAWS = 32  # of all constants at once
@@ -88,10 +89,10 @@ class Projection:
 
 
 def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None:
-    """Return the bands of a study that is simulated throughout on a calibrated machine.
+    """Return the bands of a study that is simulated throughout on a calibrated machine; None for any other study.
 
     Each constant that the machine has is changed by 20 %, alone for the sensitivities, and all of them at once, evenly
-    and independently, for the bands, with other draws of the noise each time. None for any other study.
+    and independently, for the bands, with other draws of the noise each time.
     """
     if any(point.source != "simulated" for point in points):
         return None
@@ -101,18 +102,28 @@ def project(points: Sequence[Point], paths: Sequence[Path]) -> Projection | None
         return None
     places: list[Place] = []
     sensitivities: list[Sensitivity] = []
-    bases = base_points(points)
-    for line, base in bases.items():
+    for line, base in base_points(points).items():
         mine = [point for point in points if point.line == line]
         if len(mine) < 2 or any(point.efficiency(base) is None for point in mine):
             continue
         runs = [specs[point.signatures[0]] for point in mine]
-        varying = _Line(runs, mine.index(base))
-        lows, highs = varying.band()
-        for point, low, high in zip(mine, lows, highs, strict=True):
-            found = published(runs[0].schedule.name, point.model, point.ranks)
-            places.append(Place(point, point.efficiency(base) or 0.0, low, high, found))
-        sensitivities += varying.sensitivities(line)
+        first, last = runs[mine.index(base)], max(runs, key=lambda run: run.world_size)
+        schedules: dict[tuple[int, int | None], Schedule] = {}
+        constants, rng, drawn = machine_constants(first), np.random.default_rng(runs[0].seed), []
+        for draw in range(NUM_DRAWS):
+            factors = rng.uniform(1 - SHARE, 1 + SHARE, len(constants)).tolist()
+            drawn.append(
+                _efficiencies(runs, first, dict(zip(constants, factors, strict=True)), schedules, draw, NUM_BAND_STEPS)
+            )
+        for point, low, high in zip(mine, *np.quantile(drawn, BAND, axis=0).tolist(), strict=True):
+            beside = published(runs[0].schedule.name, point.model, point.ranks)
+            places.append(Place(point, point.efficiency(base) or 0.0, low, high, beside))
+        for name, value in machine_constants(last).items():
+            less, more = (
+                _efficiencies([last], first, {name: factor}, schedules, 0, NUM_STEPS)[0]
+                for factor in (1 - SHARE, 1 + SHARE)
+            )
+            sensitivities.append(Sensitivity(line, last.world_size, name, value, less, more))
     if not places:
         return None
     errors = [machine.held_out_error for machine in machines if machine.held_out_error is not None]
@@ -139,67 +150,39 @@ def machine_constants(spec: RunSpec) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value}
 
 
-class _Line:
-    """The runs of one line, which differ in their number of replicas alone or are simulated each by itself."""
+def _efficiencies(
+    runs: Sequence[RunSpec], base: RunSpec, factors: Mapping[str, float],
+    schedules: dict[tuple[int, int | None], Schedule], seed: int, num_steps: int,
+) -> list[float]:  # fmt: skip
+    """Return each run's work done per rank and time over that of the base, all with the same changed constants.
 
-    def __init__(self, runs: Sequence[RunSpec], base: int) -> None:
-        self._runs, self._base = runs, base
-        self._schedules: dict[tuple[int, int | None], Schedule] = {}
+    Runs of one line differ in their number of replicas alone or are simulated each by itself, so schedules are shared
+    by partitions and micro-batches, and the arrivals of replicas by partitions and the node that they begin on.
+    """
+    arrivals: dict[tuple[int, int], Arrivals] = {}
 
-    def band(self) -> tuple[list[float], list[float]]:
-        """Return the low and the high end of each run's efficiency."""
-        rng = np.random.default_rng(self._runs[0].seed)
-        names = list(machine_constants(self._runs[self._base]))
-        drawn = []
-        for draw in range(NUM_DRAWS):
-            factors = dict(zip(names, rng.uniform(1 - SHARE, 1 + SHARE, len(names)).tolist(), strict=True))
-            drawn.append(self._efficiencies(range(len(self._runs)), factors, draw, NUM_BAND_STEPS))
-        low, high = np.quantile(drawn, BAND, axis=0)
-        return low.tolist(), high.tolist()
-
-    def sensitivities(self, line: str) -> list[Sensitivity]:
-        """Return what each constant does to the run with the most ranks."""
-        last = max(range(len(self._runs)), key=lambda run: self._runs[run].world_size)
-        found = []
-        for constant, value in machine_constants(self._runs[last]).items():
-            less, more = (self._efficiencies([last], {constant: factor}, 0)[0] for factor in (1 - SHARE, 1 + SHARE))
-            found.append(Sensitivity(line, self._runs[last].world_size, constant, value, less, more))
-        return found
-
-    def _efficiencies(
-        self, which: Sequence[int], factors: Mapping[str, float], seed: int, num_steps: int = NUM_STEPS
-    ) -> list[float]:
-        """Return the work done per rank and time over that of the base, both with the same constants."""
-        arrivals: dict[tuple[int, int], Arrivals] = {}
-
-        def speed(run: int) -> float:
-            spec = varied(self._runs[run], factors)
-            parallel = spec.parallel
-            images = (parallel.micro_batches or 0) * parallel.micro_batch_size
-            return images / parallel.partitions / self._step_s(spec, seed, arrivals, num_steps)
-
-        base = speed(self._base)
-        return [speed(run) / base for run in which]
-
-    def _step_s(self, spec: RunSpec, seed: int, arrivals: dict[tuple[int, int], Arrivals], num_steps: int) -> float:
-        parallel, noise = spec.parallel, spec.machine.noise
+    def speed(run: RunSpec) -> float:
+        spec, parallel = varied(run, factors), run.parallel
+        noise = spec.machine.noise
         shape = parallel.partitions, parallel.micro_batches
-        if shape not in self._schedules:
-            self._schedules[shape] = lowered_schedule(spec)
-        schedule = self._schedules[shape]
-        network, simulated = simulate_step(spec, schedule)
+        if shape not in schedules:
+            schedules[shape] = lowered_schedule(spec)
+        schedule = schedules[shape]
+        network, step = simulate_step(spec, schedule)
         if noise:
             costs, cap = schedule_costs(spec, schedule.placement), activation_cap(spec)
             place = parallel.partitions, network.first_rank
             if place not in arrivals and parallel.replicas > 1:
-                rng = np.random.default_rng(seed)
-                arrivals[place] = arrivals_of(schedule, costs, network, cap, noise, rng)
-            steps = noisy_steps(
-                schedule, costs, network, cap, noise, parallel.replicas, seed, num_steps, arrivals.get(place)
-                if parallel.replicas > 1 else None,
-            )  # fmt: skip
-            simulated = median_of(steps)
-        return simulated.span * spec.cost.unit_s
+                arrivals[place] = arrivals_of(schedule, costs, network, cap, noise, np.random.default_rng(seed))
+            known = arrivals.get(place) if parallel.replicas > 1 else None
+            step = median_of(
+                noisy_steps(schedule, costs, network, cap, noise, parallel.replicas, seed, num_steps, known)
+            )
+        images = (parallel.micro_batches or 0) * parallel.micro_batch_size
+        return images / parallel.partitions / (step.span * spec.cost.unit_s)
+
+    of_base = speed(base)
+    return [speed(run) / of_base for run in runs]
 
 
 def _read_spec(path: Path) -> tuple[str, RunSpec]:
@@ -245,21 +228,24 @@ def sensitivity_rows(found: Projection) -> list[dict[str, Any]]:
 
 def projection_table(found: Projection) -> str:
     """Return both tables for people, in %."""
-    lines = [f"simulated on constants from {found.calibrated_from}; {describe_error(found)}"]
+    places = []
     for place in found.places:
+        low, value, high = (f"{100 * share:.2f}" for share in (place.low, place.efficiency, place.high))
         beside = place.published
-        published_text = f"   published {100 * beside.efficiency:.2f} ({beside.source})" if beside else ""
-        lines.append(
-            f"{place.point.line:<32}{place.point.ranks:>6} ranks  {100 * place.efficiency:6.2f} %"
-            f"  band {100 * place.low:.2f} to {100 * place.high:.2f}{published_text}"
-        )
-    lines.append(f"efficiency [%] of the largest points with a constant {SHARE:.0%} less, {SHARE:.0%} more")
-    lines += [
-        f"{each.line:<32}{each.ranks:>6} ranks  {each.constant:<26}{each.value:>10.4g}"
-        f"{100 * each.less:>9.2f}{100 * each.more:>9.2f}"
+        shown = f"published {100 * beside.efficiency:.2f} ({beside.source})" if beside else ""
+        places.append((place.point.line, place.point.ranks, value, f"{low} to {high}", shown))
+    constants = [
+        (each.line, each.ranks, each.constant, each.value, 100 * each.less, 100 * each.more)
         for each in found.sensitivities
     ]
-    return "\n".join(lines)
+    columns = {"schedule": "", "ranks": "d", "efficiency [%]": RIGHT, "band [%]": RIGHT, "": ""}
+    changes = {f"{SHARE:.0%} less [%]": ".2f", f"{SHARE:.0%} more [%]": ".2f"}
+    head = f"simulated on constants from {found.calibrated_from}; {describe_error(found)}"
+    about = f"efficiency of the largest points with a constant {SHARE:.0%} less, {SHARE:.0%} more"
+    return "\n".join([
+        table(columns, places, title=head),
+        table({"schedule": "", "ranks": "d", "constant": "", "value": ".4g", **changes}, constants, title=about),
+    ])  # fmt: skip
 
 
 def describe_error(projection: Projection) -> str:

@@ -86,7 +86,7 @@ def residual_share(found: Attribution) -> float:
 def attributed(overrides: list[str]) -> Attribution:
     """Run emulated ranks and attribute their steps."""
     with finished_run(compose(overrides), timeout_s=300.0) as folder:
-        return attribute(collect(folder.path).loaded.trace)
+        return attribute(collect(folder.path)[0].trace)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ import yaml
 
 from analysis.export import export_runs
 from analysis.io.load import load_trace
-from analysis.plots.timeline import draw_timeline
+from analysis.plots.figure import save_figure
+from analysis.plots.timeline import timeline_figure
 from analysis.report import build_report
 from gems.config.compose import compose
 from gems.runs.simulated_run import simulated_trace
@@ -113,7 +114,7 @@ def shape_row(shape: str, num_events: int, folder: Path) -> dict[str, Any]:
         return made
 
     loaded = [timed("load", lambda: load_trace(folder))]
-    timed("timeline", lambda: draw_timeline(loaded.pop().trace, folder / "timeline.png"))
+    timed("timeline", lambda: save_figure(timeline_figure(loaded.pop().trace), folder / "timeline.png"))
     made = timed("report", lambda: build_report([folder], folder / "report.html"))
     row |= {"page_bytes": made.size_bytes, "page_events": made.num_events}
     for name in ("perfetto", "csv"):

@@ -45,7 +45,7 @@ def test_a_finished_run_becomes_one_trace_with_pictures(folder):
     write_json(folder.result_json, {"validation_accuracy": 0.75, "validation_majority": 0.5,
     "schedule_rows": ["0F0", "1F0"],
                                     "schedule_sha256": "ab"})  # fmt: skip
-    collected = collect(folder.path)
+    loaded, metrics, files = collect(folder.path)
     trace = read_trace(folder.trace_h5)
     assert trace.steps["step"].tolist() == [0, 1, 2]
     assert trace.attributes["hostnames"] == ["n0", "n1"]
@@ -56,30 +56,30 @@ def test_a_finished_run_becomes_one_trace_with_pictures(folder):
     with h5py.File(folder.trace_h5) as file:
         profile = read_profile(file["profile"])
     assert json.loads(json.dumps(profile.to_json())) == json.loads(folder.profile_json.read_text())
-    assert trace.layer_times == collected.loaded.trace.layer_times
+    assert trace.layer_times == loaded.trace.layer_times
     assert trace.layer_times is not None and trace.layer_times.source == profile.source
     assert trace.layer_times.forward_s == tuple(layer.forward_s for layer in profile.layers)
     assert trace.run_yaml == folder.run_yaml.read_text()
-    assert collected.metrics.num_steps == 2
-    assert collected.metrics.images_per_s == pytest.approx(8 / (STEP_NS * 1e-9))
+    assert metrics.num_steps == 2
+    assert metrics.images_per_s == pytest.approx(8 / (STEP_NS * 1e-9))
     for name in ("timeline", "memory"):
         assert (folder.path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert collected.files[name].endswith(f"{name}.png")
+        assert files[name].endswith(f"{name}.png")
 
 
 def test_a_stopped_run_keeps_every_row_and_draws_what_is_whole(folder):
     leave_parts(folder, [3, 2])
-    collected = collect(folder.path)
+    loaded, _, files = collect(folder.path)
     trace = read_trace(folder.trace_h5)
     assert trace.steps["step"].tolist() == [0, 1]
     assert np.count_nonzero(trace.rank_steps["rank"] == 0) == 3
-    assert any("rank 1 finished 2 steps" in note for note in collected.loaded.notes)
-    assert "timeline" in collected.files
+    assert any("rank 1 finished 2 steps" in note for note in loaded.notes)
+    assert "timeline" in files
 
 
 def test_a_run_without_a_whole_step_has_a_trace_and_no_picture(folder):
     leave_parts(folder, [1, 0])
-    assert set(collect(folder.path).files) == {"trace"}
+    assert set(collect(folder.path)[2]) == {"trace"}
     assert len(read_trace(folder.trace_h5).events) == 2
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from analysis.metrics.events import by_rank
 from analysis.plots import timeline
+from analysis.plots.figure import save_figure
 from analysis.plots.memory_curve import MAX_COLUMNS, Curve, thinned
-from analysis.plots.timeline import LOOKS, blended, coverage, draw_timeline, shaded, timeline_figure
+from analysis.plots.timeline import LOOKS, blended, coverage, shaded, timeline_figure
 from gems.trace import Trace
 
 MS = 1_000_000
@@ -52,7 +53,7 @@ def test_a_dense_timeline_looks_like_that_of_boxes(
     for name, most in (("boxes", 40_000), ("dense", 0)):
         monkeypatch.setattr(timeline, "MAX_BOXES", most)
         monkeypatch.setattr(timeline, "_label_boxes", lambda *_: None)
-        draw_timeline(trace, tmp_path / f"{name}.png")
+        save_figure(timeline_figure(trace), tmp_path / f"{name}.png")
         pixels.append(imread(tmp_path / f"{name}.png")[..., :3])
     is_alike = np.abs(pixels[0] - pixels[1]).max(axis=-1) < 0.1
     assert is_alike.mean() > 0.97

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from analysis.__main__ import main
-from analysis.plots.memory_plans import memory_plans_figure
+from analysis.plots.answers import memory_plans_figure
 
 MIB = 2**20
 ANSWER: dict[str, Any] = {
@@ -23,7 +23,7 @@ ANSWER: dict[str, Any] = {
 
 
 def test_a_line_a_policy_in_ms_and_mib_with_the_limit() -> None:
-    device, host = memory_plans_figure(ANSWER, ANSWER["curves"]).axes
+    device, host = memory_plans_figure(ANSWER).axes
     lines = {line.get_label(): line for line in device.lines}
     assert set(lines) == {"keep", "plan", "limit"}
     assert list(lines["keep"].get_xdata()) == [0.0, 1.0] and list(lines["keep"].get_ydata()) == [50.0, 70.0]
@@ -32,7 +32,7 @@ def test_a_line_a_policy_in_ms_and_mib_with_the_limit() -> None:
 
 
 def test_a_limit_far_above_is_left_out() -> None:
-    device, _ = memory_plans_figure({**ANSWER, "limit_bytes": 900 * MIB}, ANSWER["curves"]).axes
+    device, _ = memory_plans_figure({**ANSWER, "limit_bytes": 900 * MIB}).axes
     assert "limit" not in {line.get_label() for line in device.lines}
     assert device.get_ylim()[1] < 100
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from analysis.metrics.step_window import step_window
-from analysis.plots.memory_curve import draw_memory, memory_figure, rank_curve
-from analysis.plots.timeline import IDLE_COLOUR, LOOKS, draw_timeline, timeline_figure
+from analysis.plots.figure import save_figure
+from analysis.plots.memory_curve import memory_figure, rank_curve
+from analysis.plots.timeline import IDLE_COLOUR, LOOKS, timeline_figure
 from gems.errors import ConfigError
 from gems.trace import DTYPES, Trace, root_attributes
 
@@ -53,7 +54,7 @@ def labels_in_boxes(figure: object) -> list[str]:
 def test_both_directions_are_in_the_picture(simulate: Simulate, tmp_path: Path, partitions: int, replicas: int) -> None:
     trace = simulate(partitions=partitions, replicas=replicas, reduce_ns=MS, step_ns=MS, link_ns=MS // 5)
     path = tmp_path / "timeline.png"
-    draw_timeline(trace, path)
+    save_figure(timeline_figure(trace), path)
     assert path.stat().st_size > 10_000
     for look in LOOKS:
         if not {"I", "W", "R", "OFFLOAD", "PREFETCH", "INPUT"}.isdisjoint(look.kinds):
@@ -64,7 +65,7 @@ def test_both_directions_are_in_the_picture(simulate: Simulate, tmp_path: Path, 
 
 def test_area_of_a_colour_follows_its_share_of_time(simulate: Simulate, tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
-    draw_timeline(simulate(name="layer_parallel", partitions=2, micro_batches=1), path)
+    save_figure(timeline_figure(simulate(name="layer_parallel", partitions=2, micro_batches=1)), path)
     forward, backward, idle = (num_pixels(path, c) for c in (colour_of("F", 0), colour_of("B", 0), IDLE_COLOUR))
     assert 1.7 < backward / forward < 2.3
     assert 0.8 < idle / (forward + backward) < 1.2
@@ -72,7 +73,7 @@ def test_area_of_a_colour_follows_its_share_of_time(simulate: Simulate, tmp_path
 
 def test_one_direction_needs_no_second_colour(simulate: Simulate, tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
-    draw_timeline(simulate(name="1f1b"), path)
+    save_figure(timeline_figure(simulate(name="1f1b")), path)
     assert num_pixels(path, colour_of("F", 1)) == num_pixels(path, colour_of("B", 1)) == 0
     assert legend_texts(timeline_figure(simulate(name="1f1b")))[:2] == ["F", "B"]
 
@@ -140,9 +141,9 @@ def test_no_such_step_is_refused(simulate: Simulate) -> None:
 def test_a_picture_needs_a_folder_and_a_known_suffix(simulate: Simulate, tmp_path: Path) -> None:
     trace = simulate(partitions=1)
     with pytest.raises(ConfigError, match="folder"):
-        draw_timeline(trace, tmp_path / "none" / "x.png")
+        save_figure(timeline_figure(trace), tmp_path / "none" / "x.png")
     with pytest.raises(ConfigError, match=r"\.png, \.pdf, \.svg"):
-        draw_timeline(trace, tmp_path / "x.jpeg")
+        save_figure(timeline_figure(trace), tmp_path / "x.jpeg")
 
 
 def test_the_curve_follows_the_ledger(simulate: Simulate) -> None:
@@ -179,7 +180,7 @@ def test_memory_has_a_panel_a_rank_with_its_peaks(simulate: Simulate, tmp_path: 
     assert texts[1:] == ["rank 1: peak 14.0 MiB", "rank 2: peak 11.0 MiB", "rank 3: peak 8.00 MiB"]
     assert "peaks 8.00 to 17.0 MiB" in titles(figure)
     path = tmp_path / "memory.png"
-    draw_memory(trace, path)
+    save_figure(figure, path)
     assert path.stat().st_size > 10_000
     assert num_pixels(path, "#d6e6f3") > 50_000
 

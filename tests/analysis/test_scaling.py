@@ -195,7 +195,7 @@ def test_lines_are_told_apart_by_cap_and_by_pipelines(write: Write) -> None:
 def test_the_csv_has_a_line_a_point_with_units_and_the_base(write: Write, tmp_path: Path) -> None:
     runs = [write(times_ms=(9, 10, 12, 11)), write(replicas=2, source="simulated", times_ms=(9, 12.5))]
     study = write_study(runs, tmp_path / "new" / "out")
-    with study.csv.open(newline="") as file:
+    with study.tables[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["schedule"], row["source"], row["ranks"]) for row in rows] == [
         ("1f1b", "measured", "4"), ("1f1b", "simulated", "8")
@@ -208,7 +208,11 @@ def test_the_csv_has_a_line_a_point_with_units_and_the_base(write: Write, tmp_pa
     assert {row["scaling"] for row in rows} == {"weak"}
     for picture, start in zip(study.pictures, (b"\x89PNG", b"%PDF"), strict=True):
         assert picture.read_bytes().startswith(start) and picture.stat().st_size > 10_000
-    assert sorted(path.name for path in study.csv.parent.iterdir()) == ["scaling.csv", "scaling.pdf", "scaling.png"]
+    assert sorted(path.name for path in study.tables[0].parent.iterdir()) == [
+        "scaling.csv",
+        "scaling.pdf",
+        "scaling.png",
+    ]
 
 
 def test_the_picture_tells_sources_apart_and_states_the_base(write: Write) -> None:

@@ -184,7 +184,7 @@ def test_the_curves_are_in_a_csv_that_goes_with_the_fits(runs: Runs, tmp_path: P
     assert {row["law"] for row in rows} == {"amdahl", "gustafson"}
     assert max(float(row["ranks"]) for row in rows) == 64.0
     write_study(folders[:1], tmp_path / "out")
-    assert not study.tables[1].exists() and study.csv.exists()
+    assert not study.tables[1].exists() and study.tables[0].exists()
 
 
 def test_the_command_prints_fits_and_broken_rules(

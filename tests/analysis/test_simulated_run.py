@@ -159,10 +159,10 @@ def test_collect_takes_the_trace_as_it_is(make: Make, capsys: pytest.CaptureFixt
     folder = prepare(make("1f1b", 4, 8, replicas=2))
     assert simulate_run([str(folder.path)]) == 0
     before = folder.trace_h5.read_bytes()
-    found = collect(folder.path)
+    files = collect(folder.path)[2]
     assert folder.trace_h5.read_bytes() == before
-    assert sorted(found.files) == ["memory", "timeline", "trace"]
-    assert all(Path(path).stat().st_size for path in found.files.values())
+    assert sorted(files) == ["memory", "timeline", "trace"]
+    assert all(Path(path).stat().st_size for path in files.values())
     for verb in ("summary", "collect", "timeline"):
         assert main([verb, str(folder.path)]) == 0
     out = capsys.readouterr().out

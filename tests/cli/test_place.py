@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from analysis.plots.placement import draw_placement, placement_figure
+from analysis.plots.answers import placement_figure
+from analysis.plots.figure import draw_answer_file
 from gems.errors import ConfigError
 from gems.partition.dlplacer import cp_sat
 from gems.partition.dlplacer.place import TOLERANCE
@@ -62,11 +63,11 @@ def test_the_picture_has_a_row_a_device(gems_: Gems, made_up: OpGraph, tmp_path:
     document.write_text(json.dumps(answer))
     figure = placement_figure(answer)
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["device 0", "device 1"]
-    draw_placement(document, picture)
+    draw_answer_file(document, picture, "placement", "gems place", placement_figure)
     assert picture.stat().st_size > 1000
     document.write_text("{}")
     with pytest.raises(ConfigError, match="holds no answer of gems place"):
-        draw_placement(document, picture)
+        draw_answer_file(document, picture, "placement", "gems place", placement_figure)
 
 
 def test_the_table_says_what_was_found(gems_: Gems, made_up: OpGraph) -> None:

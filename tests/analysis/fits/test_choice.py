@@ -7,8 +7,16 @@ import json
 import numpy as np
 import pytest
 
-from analysis.scaling.fits import best_fits, fit_laws, make_series, why_not_fitted
-from analysis.scaling.fits.format import curve_ranks, curve_rows, fit_lines, fit_rows
+from analysis.scaling.fits import (
+    best_fits,
+    curve_ranks,
+    curve_rows,
+    fit_laws,
+    fit_lines,
+    fit_rows,
+    make_series,
+    why_not_fitted,
+)
 from analysis.scaling.points import Point
 from gems.errors import ConfigError
 from tests.analysis.planted import RANKS, noisy, point

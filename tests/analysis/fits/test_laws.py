@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from analysis.scaling.fits import LAWS, fit_law
-from analysis.scaling.fits.normal_form import COLUMNS, choose_terms, fit_columns
+from analysis.scaling.fits import fit_law
+from analysis.scaling.laws import LAWS, TERM_NAMES, choose_terms, fit_columns
 from gems.errors import ConfigError
 from tests.analysis.planted import RANKS, series
 
@@ -63,7 +63,7 @@ def test_two_terms_are_found_where_there_are_two_and_none_where_there_is_nothing
     ranks = 2.0 ** np.arange(10)
     two = 1.0 + 0.2 * np.log2(ranks) + 1e-4 * ranks**1.5
     (found,) = choose_terms(ranks, 1.0 / two, two[None])
-    assert {COLUMNS[place].name for place in np.flatnonzero(found)} == {"", "log2(p)", "p^(3/2)"}
+    assert {TERM_NAMES[term] for term in np.flatnonzero(found)} == {"", "log2(p)", "p^(3/2)"}
     (found,) = choose_terms(ranks[::2], 1.0 / two[::2], two[None, ::2])  # five points do not bear two terms
     assert np.count_nonzero(found[1:]) == 1
     flat = np.exp(0.02 * np.random.default_rng(1).standard_normal((20, 10)))

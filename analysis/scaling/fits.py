@@ -1,25 +1,26 @@
-"""Represent a law fitted to a series.
-
-A fit has parameters with intervals, residuals, errors, and the range of ranks in which it is valid.
-"""
+"""Laws of scaling fitted to the lines of a study: parameters with intervals, residuals, errors, and range of ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
 from analysis.metrics.statistics import Interval, median_draws, percentile_interval
 from analysis.scaling.efficiency import base_points, scaling_kind
-from analysis.scaling.fits.laws import LAWS, Law
+from analysis.scaling.laws import LAWS, Law
 from analysis.scaling.points import Point
 from gems.errors import ConfigError, one_of
 from gems.trace import SOURCES
+from gems.utils.units import number
 
 MAX_EXTRAPOLATION = 4
 MIN_POINTS = 3
 NUM_DRAWS = 1000
+NUM_CURVE_POINTS = 41
 CHOICES = (*LAWS, "all", "none")
 _FLOOR, _HANDICAP = 1e-4, 1.1
 _MAX_LOG = 2.0  # of a resampled deviation: beyond it a law is meaningless, and exp() would overflow
@@ -30,8 +31,6 @@ class Series:
     """What an image costs over ranks. A prediction is never mixed with what ran.
 
     Attributes:
-        line: the line of the study.
-        source: of all points.
         ranks: shape (num_points,), rising.
         rank_s_per_image: what an image of the base costs, in seconds of one rank, shape (num_points,).
         deviations: how far the medians of resampled steps lie from the medians, as logarithms of their ratio; shape
@@ -56,12 +55,8 @@ class Residual:
 
     ranks: int
     rank_s_per_image: float
-    fitted_s: float
-
-    @property
-    def relative(self) -> float:
-        """Fitted over observed, less 1."""
-        return self.fitted_s / self.rank_s_per_image - 1.0
+    fitted_rank_s_per_image: float
+    relative: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +64,6 @@ class Fit:
     """A law with its parameters; evaluate it by `cost_s` or `curve`.
 
     Attributes:
-        line: of the study.
-        source: of the points: measured, emulated or simulated.
-        law: amdahl, gustafson, usl or pmnf.
         formula: of what an image costs in seconds of one rank.
         parameters: with 95 % bootstrap intervals, over steps and over the law's residuals.
         residuals: one a point.
@@ -144,15 +136,14 @@ def make_series(points: Sequence[Point]) -> list[Series]:
     """Return a series for each line that has three numbers of ranks of one source, of the most real such source.
 
     A comparison and a study in which images and ranks change apart have none: there what an image costs is no
-    function of the ranks. Points whose work cannot be held against that of the base are left out.
+    function of the ranks. Points whose work cannot be compared with that of the base are left out.
     """
     if scaling_kind(points) in ("comparison", "mixed"):
         return []
     found = []
     for line, base in sorted(base_points(points).items()):
-        of_sources = [_series(line, source, base, points) for source in SOURCES]
-        enough = [series for series in of_sources if series.num_ranks >= MIN_POINTS]
-        found += enough[:1]
+        by_source = (_series(line, source, base, points) for source in SOURCES)
+        found += [series for series in by_source if series.num_ranks >= MIN_POINTS][:1]
     return found
 
 
@@ -162,22 +153,12 @@ def _series(line: str, source: str, base: Point, points: Sequence[Point]) -> Ser
         for point in sorted(points, key=lambda point: point.ranks)
         if (point.line, point.source) == (line, source) and (share := point.work_beside(base)) is not None
     }
-    return Series(
-        line,
-        source,
-        np.array([point.ranks for point in shares], dtype=float),
-        np.array([point.rank_s_per_image / share for point, share in shares.items()]),
-        np.stack([_deviations(point, seed) for seed, point in enumerate(shares)], axis=1)
-        if shares
-        else np.empty((NUM_DRAWS, 0)),
-    )
-
-
-def _deviations(point: Point, seed: int) -> np.ndarray:
-    if min(point.step_s) == max(point.step_s):
-        return np.zeros(NUM_DRAWS)
-    drawn: np.ndarray = np.log(median_draws(point.step_s, NUM_DRAWS, seed) / point.step_median_s)
-    return drawn
+    deviations = np.zeros((NUM_DRAWS, len(shares)))
+    for place, point in enumerate(shares):
+        if min(point.step_s) < max(point.step_s):
+            deviations[:, place] = np.log(median_draws(point.step_s, NUM_DRAWS, seed=place) / point.step_median_s)
+    costs_s = np.array([point.rank_s_per_image / share for point, share in shares.items()])
+    return Series(line, source, np.array([point.ranks for point in shares], dtype=float), costs_s, deviations)
 
 
 def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
@@ -194,6 +175,9 @@ def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
     num_fitted = law.num_fitted(coefficients[0])
     draws = law.solve(ranks, 1.0 / costs_s, _resampled(series, fitted_s, num_fitted, seed))
     named = law.parameters(np.concatenate([coefficients, draws]))
+    inverse = 1.0 / costs_s
+    constant = inverse.sum() / (inverse**2).sum()
+    unfitted, missed = (float(((1.0 - fit * inverse) ** 2).sum()) for fit in (constant, fitted_s))
     return Fit(
         line=series.line,
         source=series.source,
@@ -201,10 +185,10 @@ def fit_law(law: Law, series: Series, seed: int = 0) -> Fit:
         formula=law.formula,
         parameters={name: percentile_interval(values[1:], float(values[0])) for name, values in named.items()},
         residuals=tuple(
-            Residual(int(count), float(cost_s), float(on_law_s))
+            Residual(int(count), float(cost_s), float(on_law_s), float(on_law_s / cost_s - 1.0))
             for count, cost_s, on_law_s in zip(ranks, costs_s, fitted_s, strict=True)
         ),
-        r2=_r2(costs_s, fitted_s),
+        r2=None if unfitted < 1e-12 else 1.0 - missed / unfitted,
         error=_left_out_error(law, series),
         num_fitted=num_fitted,
         coefficients=coefficients,
@@ -245,13 +229,6 @@ def _left_out_error(law: Law, series: Series) -> float:
         guessed_s = law.predict(coefficients, series.ranks[place : place + 1])[0, 0]
         missed.append(abs(guessed_s / series.rank_s_per_image[place] - 1.0))
     return float(np.mean(missed))
-
-
-def _r2(costs_s: np.ndarray, fitted_s: np.ndarray) -> float | None:
-    inverse = 1.0 / costs_s
-    constant = inverse.sum() / (inverse**2).sum()
-    whole = float(((1.0 - constant * inverse) ** 2).sum())
-    return None if whole < 1e-12 else 1.0 - float(((1.0 - fitted_s * inverse) ** 2).sum()) / whole
 
 
 def fit_laws(points: Sequence[Point], choice: str = "all", seed: int = 0) -> list[Fit]:
@@ -304,3 +281,83 @@ def _laws(choice: str) -> list[Law]:
 
 def _merit(fit: Fit) -> tuple[float, int]:
     return max(fit.error, _FLOOR) * _HANDICAP**fit.num_fitted, fit.num_fitted
+
+
+def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
+    """Return fits as plain data; a parameter that is infinite (a peak that never comes) is None."""
+    best = best_fits(fits)
+    return [
+        {
+            "schedule": fit.line, "source": fit.source, "name": fit.law, "is_best": fit is best[fit.line],
+            "formula": fit.formula,
+            "parameters": {name: _finite(bounds.value) for name, bounds in fit.parameters.items()},
+            "intervals": {name: [_finite(bounds.low), _finite(bounds.high)] for name, bounds in fit.parameters.items()},
+            "residuals": [asdict(residual) for residual in fit.residuals],
+            "extrapolation": [
+                {"ranks": ranks, **_costs(fit.cost_s(ranks))}
+                for ranks in (2 * fit.last_ranks, MAX_EXTRAPOLATION * fit.last_ranks)
+            ],
+            **{name: getattr(fit, name) for name in ("r2", "error", "first_ranks", "last_ranks", "limit_ranks")},
+        }
+        for fit in fits
+    ]  # fmt: skip
+
+
+def _costs(cost_s: Interval) -> dict[str, float]:
+    return {
+        "rank_s_per_image": cost_s.value, "rank_s_per_image_low": cost_s.low, "rank_s_per_image_high": cost_s.high,
+    }  # fmt: skip
+
+
+def curve_ranks(fit: Fit) -> np.ndarray:
+    """Return the ranks at which a fit is drawn: even on a logarithmic axis, the ends of data and limit among them."""
+    within = np.geomspace(fit.first_ranks, fit.last_ranks, NUM_CURVE_POINTS)
+    beyond = np.geomspace(fit.last_ranks, fit.limit_ranks, NUM_CURVE_POINTS // 2)
+    within[[0, -1]], beyond[[0, -1]] = (fit.first_ranks, fit.last_ranks), (fit.last_ranks, fit.limit_ranks)
+    return np.concatenate([within, beyond[1:]])
+
+
+def curve_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
+    """Return the curves of fits as a table: images/s and what an image costs, of images as large as the base's."""
+    return [
+        {
+            "schedule": fit.line, "source": fit.source, "law": fit.law, "ranks": ranks, **_costs(Interval(*bounds)),
+            "images_per_s": ranks / bounds[1], "is_extrapolated": int(ranks > fit.last_ranks),
+        }
+        for fit in fits
+        for ranks, bounds in zip(curve_ranks(fit).tolist(), fit.curve(curve_ranks(fit)).T.tolist(), strict=True)
+    ]  # fmt: skip
+
+
+def fit_lines(fits: Sequence[Fit]) -> list[str]:
+    """Return the best fit of each line, with intervals, errors and range, and the errors of the others."""
+    lines = []
+    for line, best in sorted(best_fits(fits).items()):
+        lines.append(f"best fit of {line}: {_describe(best)}")
+        others = [fit for fit in fits if fit.line == line and fit is not best]
+        if others:
+            shown = ", ".join(f"{fit.law} by {100 * fit.error:.1f} %" for fit in others)
+            lines.append(f"  the others miss a left-out point: {shown}")
+    return lines
+
+
+def _describe(fit: Fit) -> str:
+    shown = ", ".join(f"{name} {_bounds(bounds)}" for name, bounds in fit.parameters.items())
+    r2 = "" if fit.r2 is None else f", R2 {fit.r2:.3f}"
+    largest = max(abs(residual.relative) for residual in fit.residuals)
+    return (
+        f"{fit.law}, {shown}; {fit.source}, {fit.first_ranks} to {fit.last_ranks} ranks, not valid beyond "
+        f"{fit.limit_ranks}; largest residual {100 * largest:.1f} %{r2}, "
+        f"misses a left-out point by {100 * fit.error:.1f} %"
+    )
+
+
+def _bounds(interval: Interval) -> str:
+    if not math.isfinite(interval.value):
+        return "none"
+    high = number(interval.high) if math.isfinite(interval.high) else "none"
+    return f"{number(interval.value)} [{number(interval.low)}, {high}]"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
