@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gems.runs.run_plan import simulate as simulate
     from gems.simulation.prediction import Prediction as Prediction
     from gems.trace.layout import Trace as Trace
-    from gems.trace.whole import load_trace as load_trace
+    from gems.trace.parts import load_trace as load_trace
 
 __version__ = "0.1.0"
 
@@ -66,7 +66,7 @@ _HOMES = {
     "Verification": "gems.launch.verification",
     "train": "gems.engine.in_process",
     "TrainResult": "gems.engine.in_process",
-    "load_trace": "gems.trace.whole",
+    "load_trace": "gems.trace.parts",
     "Trace": "gems.trace.layout",
     "load_weights": "gems.engine.checkpoint.weights:load",
 }

@@ -4,10 +4,7 @@ A finished run has one file with a group of columns each for `/events`, `/steps`
 runs, every rank has a part of its own.
 """
 
-from __future__ import annotations
-
-from gems.trace.attempts import join_attempts
-from gems.trace.hdf5 import open_trace
+from gems.trace.hdf5 import open_trace, read_column, read_trace, write_trace
 from gems.trace.layout import (
     COLUMNS,
     DTYPES,
@@ -19,27 +16,10 @@ from gems.trace.layout import (
     Trace,
     root_attributes,
 )
-from gems.trace.part import PART_TABLES, TracePart, merge_parts, part_path, read_part
-from gems.trace.whole import read_column, read_trace, write_trace
+from gems.trace.parts import TracePart, join_attempts, merge_parts, part_path, read_part
 
 __all__ = [
-    "COLUMNS",
-    "DTYPES",
-    "KINDS",
-    "PART_TABLES",
-    "SCHEMA_VERSION",
-    "SOURCES",
-    "STREAMS",
-    "LayerTimes",
-    "Trace",
-    "TracePart",
-    "join_attempts",
-    "merge_parts",
-    "open_trace",
-    "part_path",
-    "read_column",
-    "read_part",
-    "read_trace",
-    "root_attributes",
-    "write_trace",
-]
+    "COLUMNS", "DTYPES", "KINDS", "SCHEMA_VERSION", "SOURCES", "STREAMS", "LayerTimes", "Trace", "TracePart",
+    "join_attempts", "merge_parts", "open_trace", "part_path", "read_column", "read_part", "read_trace",
+    "root_attributes", "write_trace",
+]  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 from analysis.io.load import load_parts
 from analysis.metrics.run_metrics import run_metrics
 from gems.trace import Trace, TracePart, part_path, read_trace, root_attributes, write_trace
-from gems.trace.attempts import GAP_NS
+from gems.trace.parts import GAP_NS
 
 S = 1_000_000_000
 

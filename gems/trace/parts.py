@@ -1,0 +1,214 @@
+"""Parts: one rank's rows while the run goes on; the parts of all ranks, and of all attempts, become one trace.
+
+Rows are in compound tables: one write a step instead of thirteen. With the default libver and a flush at each
+step's end the file is readable after SIGKILL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from gems.errors import ConfigError
+from gems.trace.hdf5 import get_attributes, open_trace, read_trace, set_attributes
+from gems.trace.layout import DTYPES, Trace
+
+PART_TABLES = ("events", "rank_steps", "samples")
+TABLES = ("events", "steps", "rank_steps", "samples")
+GAP_NS = 1_000_000
+
+
+class TracePart:
+    """One rank's part of a trace while the run goes on. Rows are kept until `flush`, at step ends."""
+
+    def __init__(self, path: Path, rank: int, attributes: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.rank = rank
+        self._file = h5py.File(path, "w")
+        set_attributes(self._file, {**attributes, "rank": rank})
+        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in PART_TABLES}
+        self._tables = {
+            name: self._file.create_dataset(name, (0,), DTYPES[name], maxshape=(None,), chunks=(1024,))
+            for name in PART_TABLES
+        }
+        self._file.flush()
+
+    def add(self, table: str, row: tuple[Any, ...]) -> None:
+        """Keep one row (all columns of `COLUMNS[table]`, in order) for the next flush."""
+        self._rows[table].append(row)
+
+    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Write root attributes that are known only later (the clock's offset, say)."""
+        set_attributes(self._file, attributes)
+
+    def flush(self) -> None:
+        """Append the kept rows and hand them to the operating system."""
+        for name, rows in self._rows.items():
+            if rows:
+                table, start = self._tables[name], len(self._tables[name])
+                table.resize((start + len(rows),))
+                table[start:] = np.array(rows, DTYPES[name])
+                rows.clear()
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        if self._file:
+            self.flush()
+            self._file.close()
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's part below the run folder."""
+    return folder / "trace" / f"rank{rank:04d}.h5"
+
+
+def read_part(path: Path) -> Trace:
+    """Read one rank's part, on its own clock; also that of a run that was killed.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, or of a newer schema.
+    """
+    with open_trace(path) as file:
+        tables: dict[str, Any] = {name: file[name][()] for name in PART_TABLES}
+        return Trace(attributes=get_attributes(file), **tables)
+
+
+def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
+    """Join parts on rank 0's clock, events sorted by (rank, start_ns); `attributes` are added to the root.
+
+    A step counts as done when every rank has it; later rows of a rank that got further stay in `rank_steps`.
+    """
+    parts = sorted(map(read_part, paths), key=lambda part: int(part.attributes["rank"]))
+    if not parts:
+        raise ConfigError("trace", "no parts", "at least one rank's part is needed")
+    world_size = int(parts[0].attributes["world_size"])
+    for part in parts:
+        for table in (part.events, part.rank_steps, part.samples):
+            for column in _times(table):
+                table[column] -= _offset_ns(part.attributes, table[column])
+    tables = _joined(PART_TABLES, parts)
+
+    def by_rank(name: str, unknown: Any) -> list[Any]:
+        known = {int(part.attributes["rank"]): part.attributes.get(name, unknown) for part in parts}
+        return [known.get(rank, unknown) for rank in range(world_size)]
+
+    unknown: dict[str, Any] = {"hostname": "", "clock_offset_ns": 0, "clock_error_ns": 0}
+    peaks = ("peak_allocated_bytes", "peak_reserved_bytes")
+    unknown |= {peak: -1 for peak in peaks if any(peak in part.attributes for part in parts)}
+    merged = parts[0].attributes | {name: by_rank(name, value) for name, value in unknown.items()}
+    merged = {**merged, "hostnames": merged["hostname"], **attributes}
+    for gone in ("rank", "hostname", "clock_at_ns", "clock_end_offset_ns", "clock_end_error_ns", "clock_end_at_ns"):
+        merged.pop(gone, None)
+    attempt = int(parts[0].attributes.get("attempt", 1))
+    return Trace(merged, steps=_whole_steps(tables["rank_steps"], world_size, attempt), **tables)
+
+
+def _times(table: np.ndarray) -> list[str]:
+    return [name for name in table.dtype.names or () if name.endswith("_ns")]
+
+
+def _joined(names: Sequence[str], traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return tables of several traces as one each, events sorted by (rank, start_ns)."""
+    tables = {name: np.concatenate([getattr(trace, name) for trace in traces]) for name in names}
+    events = tables["events"]
+    return tables | {"events": events[np.lexsort((events["start_ns"], events["rank"]))]}
+
+
+def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarray:
+    """Return how far a rank's clock was ahead of rank 0's at some of its times.
+
+    Between the measurement at the start and the one at the end (which a killed run lacks) clocks drift evenly.
+    """
+    start = int(attributes.get("clock_offset_ns", 0))
+    end = int(attributes.get("clock_end_offset_ns", start))
+    first, last = int(attributes.get("clock_at_ns", 0)), int(attributes.get("clock_end_at_ns", 0))
+    share = np.clip((times_ns - first) / (last - first), 0.0, 1.0) if last > first else np.zeros(len(times_ns))
+    offsets: np.ndarray = start + np.rint(share * (end - start)).astype(np.int64)
+    return offsets
+
+
+def _whole_steps(rank_steps: np.ndarray, world_size: int, attempt: int) -> np.ndarray:
+    rows = []
+    for step in np.unique(rank_steps["step"]):
+        mine = rank_steps[rank_steps["step"] == step]
+        if len(mine) == world_size:
+            known = mine["loss"][~np.isnan(mine["loss"])]
+            loss = float(known[0]) if len(known) else float("nan")
+            span = mine["start_ns"].min(), mine["end_ns"].max()
+            rows.append((step, *span, mine["images"].max(), loss, mine["is_warmup"].max(), attempt))
+    return np.array(rows, DTYPES["steps"])
+
+
+def load_trace(path: Path | str) -> Trace:
+    """Read the trace of a run folder, or a trace file.
+
+    Of a run without a `trace.h5` yet, the ranks' parts are joined: their events, steps and samples, without the
+    schedule and the configuration, which are in the folder's own files.
+
+    Raises:
+        ConfigError: nothing there that can be read, or a newer major schema.
+    """
+    path = Path(path)
+    whole = path / "trace.h5"
+    if not path.is_dir() or whole.exists():
+        return read_trace(whole if path.is_dir() else path)
+    parts = sorted(part_path(path, 0).parent.glob("rank*.h5"))
+    if not parts:
+        raise ConfigError(
+            "trace", path, "holds neither trace.h5 nor trace/rank*.h5", "give a run folder or a trace file"
+        )
+    return merge_parts(parts, {})
+
+
+def join_attempts(traces: Sequence[Trace]) -> Trace:
+    """Join the traces of attempts, given in their order, on the clock of the first that counts.
+
+    An attempt that resumed from a checkpoint continues the steps of those before it. What they did of the steps that
+    it repeats was lost, and is left out, so each step is there once. An attempt that began at the first step, or from
+    another run's state, has nothing before it. Clocks of other nodes have nothing in common, so an attempt is placed
+    by the time of day at its beginning, at least GAP_NS after the one before. The root attributes are the last one's.
+    """
+    start = len(traces) - 1
+    while start and traces[start].attributes.get("continues"):
+        start -= 1
+    chain = traces[start:]
+    if len(chain) == 1:
+        return chain[0]
+
+    def first_step(trace: Trace) -> int:
+        return int(trace.attributes.get("first_step", 0))
+
+    def zero_ns(trace: Trace) -> int:
+        """Return the time of day at which the attempt's clock was zero."""
+        return int(trace.attributes.get("utc_ns", 0)) - int(trace.attributes.get("utc_at_ns", 0))
+
+    moved: list[Trace] = []
+    shifts_ns: list[int] = []
+    free_ns: int | None = None  # from here on no attempt before has an event
+    for number, trace in enumerate(chain):
+        tables = {name: getattr(trace, name).copy() for name in TABLES}
+        filled = [table for table in tables.values() if len(table)]
+        shift_ns = zero_ns(trace) - zero_ns(chain[0])
+        if filled:
+            if free_ns is not None:
+                shift_ns = max(shift_ns, free_ns - min(int(table[_times(table)[0]].min()) for table in filled))
+            free_ns = max(int(table[_times(table)[-1]].max()) for table in filled) + shift_ns + GAP_NS
+        shifts_ns.append(shift_ns)
+        repeated = min(map(first_step, chain[number + 1 :]), default=None)
+        for name, table in tables.items():
+            for column in _times(table):
+                table[column] += shift_ns
+            if repeated is not None and "step" in (table.dtype.names or ()):
+                tables[name] = table[table["step"] < repeated]
+        moved.append(Trace({}, **tables))
+    attributes = chain[-1].attributes | {
+        "first_step": first_step(chain[0]),
+        "attempts": [int(trace.attributes.get("attempt", 1)) for trace in chain],
+        "attempt_shifts_ns": shifts_ns,
+    }
+    return Trace(attributes, run_yaml=chain[-1].run_yaml, **_joined(TABLES, moved))
