@@ -67,8 +67,9 @@ def test_a_run_on_two_ranks_trains(folder: Path) -> None:
 def test_simulation_takes_the_time_of_the_closed_form(folder: Path) -> None:
     found = json.loads(shown(folder, "simulate"))
     program = (
-        "from gems.schedule.bounds import *\n"
-        "print(json.dumps([step_units('mine', 4, 8, 1, 2), peak_units('mine', 4, 8)]))"
+        "from gems.schedule import FAMILIES, Terms\n"
+        "mine, terms = FAMILIES['mine'], Terms(4, 8, f=1.0, i=1.0, w=1.0)\n"
+        "print(json.dumps([mine.step_units(terms), mine.peak_units(terms)]))"
     )
     assert [found["step_s"], max(found["peak_units"])] == pytest.approx(ask(folder, program))
 

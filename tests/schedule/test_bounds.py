@@ -1,4 +1,4 @@
-"""gems.schedule.bounds: the closed forms, held against the simulation of what the generators build."""
+"""The closed forms of the families, held against the simulation of what the generators build."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 
 from gems.schedule import FAMILIES, generate
-from gems.schedule.bounds import bubble, peak_units, step_units
 from gems.schedule.costs import DepthCosts, uniform
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
+from tests.schedule.closed_forms import bubble, peak_units, step_units
 
 RANKS = range(1, 17)
 Cost = tuple[float, float, float]

@@ -85,8 +85,8 @@ def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0, reduce_s
     rank r begins when the stages before it have run forward and ends before they run backward, so that a step of M has
     N t_r + sum of t_s over s < r <= M for every r; the cut that makes the least M gives M = T / (1 - (1 - 1/N)^P), with
     T the model's time (and with every forward run again a times N for N, where a is the least that this adds to a
-    layer). A split backward leaves of that the beginning. In GEMS the runs' backwards follow each other (reference of
-    its closed form: gems.schedule.bounds). With a cap of K the micro-batches K apart follow each other.
+    layer). A split backward leaves of that the beginning. In GEMS the runs' backwards follow each other (see
+    its closed form). With a cap of K the micro-batches K apart follow each other.
 
     Args:
         one: the candidate.
