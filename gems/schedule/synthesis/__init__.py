@@ -6,20 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gems.errors import ConfigError, ScheduleError
-from gems.schedule.costs import StageCosts
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.ledger import TOLERANCE, peaks
-from gems.schedule.placement import Placement
+from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.registry import CAPPED, schedule_family, with_sizes
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.synthesis.bound import span_bound
-from gems.schedule.synthesis.budget import Budget
-from gems.schedule.synthesis.build import build, placements_of
-from gems.schedule.synthesis.memory_actions import Act, least_room
-from gems.schedule.synthesis.problem import SIZES_PER_UNIT, Problem, problem
+from gems.schedule.synthesis.problem import SIZES_PER_UNIT, Act, Problem, least_room, problem
 from gems.schedule.synthesis.search import Search
+from gems.schedule.synthesis.templates import STEPS_PER_S, Budget
 from gems.schedule.validate import validate
 
 __all__ = ["Found", "capped", "least_cap"]
@@ -29,6 +26,7 @@ CHECK_SHARE = 0.7
 NUM_REPLAYED = 3
 NEAR = 1.25
 NUM_PLACEMENTS, NUM_WITH_ACTS = 5, 4
+WAVE_CHUNKS = (4, 8)
 PLANNED_CAPS = (1.0, 2.0, 4.0)
 MAX_PLANNED = 64  # ranks x micro-batches for which `gems plan` may search
 
@@ -38,8 +36,8 @@ class Found:
     """A schedule and how good it is.
 
     `span` is in the units of the costs, `peak` in those of a cap. `bound` is an efficiency that no schedule on the
-    allowed placements exceeds, `gap` what is missing to it, as a part of it. `method` says what made the schedule
-    (greedy, pattern, annealing, solver, or the name of a published family), `candidates` how many were played.
+    allowed placements exceeds, `gap` what is missing to it, as a part of it. `method` is what made the schedule
+    (greedy, pattern, annealing, solver, or the name of a published family), `candidates` how many were simulated.
     """
 
     schedule: Schedule
@@ -56,7 +54,7 @@ class Found:
 def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     """Return the fastest schedule found for a request; `rivals` are schedules that it must not be slower than.
 
-    Templates are patterns (modulo scheduling), bettered by annealing and, where OR-tools is installed, by its solver;
+    Templates are patterns (modulo scheduling), bettered by annealing and, if OR-tools is installed, by its solver;
     a list scheduler makes finite steps of them, and the best of these are varied. All of it takes a number of steps
     that follows from `budget_s`, so the result is the same for the same request on any machine. Those of `rivals` that
     keep the cap, with the same ranks and micro-batches, take part. The winner is validated.
@@ -64,31 +62,56 @@ def capped(request: Request, rivals: Iterable[Schedule] = ()) -> Found:
     Raises:
         ConfigError: a cap below the least one that any allowed placement can keep.
     """
-    request = _with_own_ranks(request)
-    costs = {name: request.costs.stages(p.num_stages) for name, p in _labelled(request)}
-    problems = {name: _problem(request, name, p, costs[name]) for name, p in _labelled(request)}
-    _refuse_low_cap(request)
-    possible = [one for one in problems.values() if least_room(one, _sparing(one, request.allow)) <= one.cap]
-    best = _best_rival(request, rivals)
-    budget = Budget.of_seconds(request.budget_s)
-    least = min(_time_bound(one, request.allow) for one in possible)
-    chosen = _affordable(possible, budget, request.allow)
-    search = Search(chosen, request.allow, budget, request.seed, least)
-    for plan in search.run()[:NUM_REPLAYED]:
-        schedule = build(plan.problem, search.rows_of(plan))
+    request, problems, rooms = _problems(request)
+    cap, allow = request.cap, request.allow
+    least = min(rooms) / SIZES_PER_UNIT
+    if cap is not None and cap < least - TOLERANCE:
+        advice = "raise it" if allow else "raise it, or allow recompute or offload (schedule.memory_actions)"
+        raise ConfigError(
+            "schedule.activation_cap", f"{cap:g}",
+            f"must be at least {least:.6g}, what one micro-batch holds on the heaviest rank", advice,
+        )  # fmt: skip
+    possible = [one for one, room in zip(problems, rooms, strict=True) if room <= one.cap]
+    best: tuple[Simulation, Schedule, str] | None = None
+
+    def faster(schedule: Schedule, method: str) -> tuple[Simulation, Schedule, str] | None:
+        """Return the best so far and this schedule's simulation, whichever is faster."""
         try:
-            played = simulate(schedule, costs[plan.problem.name], request.network, request.cap)
+            result = simulate(schedule, request.costs.stages(schedule.num_stages), request.network, cap)
         except ScheduleError:
-            continue
-        if best is None or played.span < best.played.span:
-            best = _Replayed(schedule, played, plan.method, plan.problem)
-        if plan.problem.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
+            return best
+        return (result, schedule, method) if best is None or result.span < best[0].span else best
+
+    for rival in rivals:
+        if (rival.num_ranks, rival.num_micro_batches) == (request.num_ranks, request.num_micro_batches) and (
+            cap is None or max(peaks(rival, request.costs.stages(rival.num_stages))) <= cap + TOLERANCE
+        ):
+            best = faster(rival, rival.name)
+    budget = Budget(int(request.budget_s * STEPS_PER_S))
+    shortest = min(_time_bound(one, allow) for one in possible)
+    search = Search(_affordable(possible, budget, allow), allow, budget, request.seed, shortest)
+    for plan in search.run()[:NUM_REPLAYED]:
+        best = faster(search.listed(plan).schedule(), plan.method)
+        if best is not None and plan.problem.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
             break
     if best is None:
         raise ConfigError("schedule.budget_s", request.budget_s, "is too short to find a schedule", "raise it")
-    validate(best.schedule, request.costs.stages(best.schedule.num_stages), request.cap)
-    shortest = min(least, _time_bound(best.problem, request.allow))
-    return _report(request, best, shortest, search.tried)
+    result, schedule, method = best
+    validate(schedule, request.costs.stages(schedule.num_stages), cap)
+    shortest = min(shortest, _time_bound(_problem(request, method, schedule.placement), allow))
+    bound = result.efficiency * result.span / shortest if shortest else 1.0
+    known = _placements(replace(request, placements=()))
+    return Found(
+        schedule=replace(schedule, name=CAPPED),
+        span=result.span,
+        efficiency=result.efficiency,
+        bound=bound,
+        gap=1.0 - result.efficiency / bound if bound else 0.0,
+        placement=next((name for name, p in known if p.ranks == schedule.placement.ranks), f"that of {method}"),
+        peak=result.peak,
+        method=method,
+        candidates=search.tried,
+    )
 
 
 def _planned_caps(request: Request) -> Iterable[Request]:
@@ -104,50 +127,41 @@ def fastest(request: Request) -> Schedule:
 
 def least_cap(request: Request) -> float:
     """Return the least cap that any allowed placement can keep, in units of a cap."""
-    request = replace(_with_own_ranks(request), cap=None)
-    made = [_problem(request, name, p, request.costs.stages(p.num_stages)) for name, p in _labelled(request)]
-    return min(least_room(one, _sparing(one, request.allow)) for one in made) / SIZES_PER_UNIT
+    return min(_problems(request)[2]) / SIZES_PER_UNIT
 
 
-@dataclass(frozen=True, slots=True)
-class _Replayed:
-    schedule: Schedule
-    played: Simulation
-    method: str
-    problem: Problem
+def _problems(request: Request) -> tuple[Request, list[Problem], list[int]]:
+    """Return the request with costs of its ranks, its problem on each allowed placement, and the least cap of each."""
+    request = replace(request, costs=replace(request.costs, num_ranks=request.num_ranks))
+    found = [_problem(request, f"{name}-{i}", placement) for i, (name, placement) in enumerate(_placements(request))]
+    rooms = []
+    for one in found:
+        acts = [0, *(int(Act[name.upper()]) for name in request.allow)]
+        rooms.append(min(least_room(one, (*(act,) * (one.num_stages - 1), 0)) for act in acts))
+    return request, found, rooms
 
 
-def _with_own_ranks(request: Request) -> Request:
-    return replace(request, costs=replace(request.costs, num_ranks=request.num_ranks))
-
-
-def _labelled(request: Request) -> list[tuple[str, Placement]]:
-    """Return the allowed placements under names that tell those of one kind apart."""
-    return [(f"{name}-{i}", p) for i, (name, p) in enumerate(placements_of(request))]
-
-
-def _problem(request: Request, name: str, placement: Placement, costs: StageCosts) -> Problem:
+def _problem(request: Request, name: str, placement: Placement) -> Problem:
+    costs = request.costs.stages(placement.num_stages)
     return problem(name, placement, request.num_micro_batches, costs, request.network, request.cap)
 
 
-def _sparing(problem: Problem, allow: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the acts that need the least room."""
-    keep = (0,) * problem.num_stages
-    ways = [keep]
-    for name in allow:
-        act = int(Act[name.upper()])
-        ways.append((*(act for _ in keep[1:]), 0))
-    return min(ways, key=lambda way: least_room(problem, way))
+def _placements(request: Request) -> list[tuple[str, Placement]]:
+    """Return the placements that a request allows, by name; a wave with four and with eight stages a rank.
 
-
-def _refuse_low_cap(request: Request) -> None:
-    least = least_cap(request)
-    if request.cap is not None and request.cap < least - TOLERANCE:
-        advice = "raise it" if request.allow else "raise it, or allow recompute or offload (schedule.memory_actions)"
-        raise ConfigError(
-            "schedule.activation_cap", f"{request.cap:g}",
-            f"must be at least {least:.6g}, what one micro-batch holds on the heaviest rank", advice,
-        )  # fmt: skip
+    More stages free activations sooner and more smoothly. None has more than the request's `max_stages`, unless
+    nothing else is left.
+    """
+    num_ranks, most = request.num_ranks, request.max_stages
+    made = {
+        "linear": [linear(num_ranks)],
+        "bidirectional": [bidirectional(num_ranks)],
+        "v": [v(num_ranks)],
+        "wave": [wave(num_ranks, chunks) for chunks in WAVE_CHUNKS],
+    }
+    found = [(name, placement) for name in request.placements or tuple(made) for placement in made[name]]
+    fitting = [(name, placement) for name, placement in found if most is None or placement.num_stages <= most]
+    return fitting or [min(found, key=lambda pair: pair[1].num_stages)]
 
 
 def _affordable(problems: list[Problem], budget: Budget, allow: tuple[str, ...]) -> list[Problem]:
@@ -163,45 +177,3 @@ def _affordable(problems: list[Problem], budget: Budget, allow: tuple[str, ...])
 
 def _time_bound(problem: Problem, allow: tuple[str, ...] = ()) -> float:
     return span_bound(problem, allow) / problem.ticks_per_unit
-
-
-def _best_rival(request: Request, rivals: Iterable[Schedule]) -> _Replayed | None:
-    best: _Replayed | None = None
-    for schedule in rivals:
-        if (schedule.num_ranks, schedule.num_micro_batches) != (request.num_ranks, request.num_micro_batches):
-            continue
-        costs = request.costs.stages(schedule.num_stages)
-        if request.cap is not None and max(peaks(schedule, costs)) > request.cap + TOLERANCE:
-            continue
-        try:
-            played = simulate(schedule, costs, request.network, request.cap)
-        except ScheduleError:
-            continue
-        if best is None or played.span < best.played.span:
-            own = _problem(request, schedule.name, schedule.placement, costs)
-            best = _Replayed(schedule, played, schedule.name, own)
-    return best
-
-
-def _report(request: Request, best: _Replayed, shortest: float, tried: int) -> Found:
-    """Put figures beside the winner."""
-    efficiency = best.played.efficiency
-    bound = efficiency * best.played.span / shortest if shortest else 1.0
-    return Found(
-        schedule=replace(best.schedule, name=CAPPED),
-        span=best.played.span,
-        efficiency=efficiency,
-        bound=bound,
-        gap=1.0 - efficiency / bound if bound else 0.0,
-        placement=_placement_name(request, best),
-        peak=best.played.peak,
-        method=best.method,
-        candidates=tried,
-    )
-
-
-def _placement_name(request: Request, best: _Replayed) -> str:
-    for name, placement in placements_of(replace(request, placements=())):
-        if placement.ranks == best.schedule.placement.ranks:
-            return name
-    return f"that of {best.method}"

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from gems.schedule.synthesis.memory_actions import Act, Acting
-from gems.schedule.synthesis.problem import Problem
+from gems.schedule.action import Action, Kind
+from gems.schedule.registry import CAPPED
+from gems.schedule.schedule import Schedule
+from gems.schedule.synthesis.problem import Act, Acting, Problem
 
 NEVER = 1 << 60
 
@@ -33,12 +35,12 @@ class Rules:
 Item = tuple[int, int, int, int]
 
 
-class Listing:
-    """Plays a step forward in time; each rank takes what is ready, has room, and comes first by its key.
+class ListScheduler:
+    """Runs a step forward in time; each rank takes what is ready, has room, and comes first by its key.
 
-    Room is lent so that every micro-batch that has started can still end, in the order of their starts (the banker's
-    algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. Rows list micro-batch x 6 S + operation,
-    operations as in `Acting`. `span` is in ticks, `NEVER` where the step did not end.
+    Room is given so that every micro-batch that has started can still end, in the order of their starts (the banker's
+    algorithm: Dijkstra 1965), so no order of the keys leads to a deadlock. `rows` hold micro-batch x 6 S + operation,
+    operations as in `Acting`. `span` is in ticks, `NEVER` if the step did not end.
     """
 
     def __init__(
@@ -47,12 +49,9 @@ class Listing:
         ranks, numbers = range(problem.num_ranks), range(problem.num_micro_batches)
         self.problem, self.keys, self.actings, self.rules = problem, keys, actings, rules
         self.num_stages = problem.num_stages
-        self.free = [0] * problem.num_ranks
-        self.used = [0] * problem.num_ranks
-        self.leaving = [0] * problem.num_ranks
-        self.out_free = [0] * problem.num_ranks
-        self.in_free = [0] * problem.num_ranks
-        self.oldest = [0] * problem.num_ranks
+        # of each rank: until when rank and copy engines are busy, sizes used and on their way out, oldest micro-batch
+        self.free, self.out_free, self.in_free = ([0] * problem.num_ranks for _ in range(3))
+        self.used, self.leaving, self.oldest = ([0] * problem.num_ranks for _ in range(3))
         self.ready: list[list[Item]] = [[] for _ in ranks]
         self.weights: list[list[tuple[int, int, int]]] = [[] for _ in ranks]
         self.copies: list[list[tuple[int, int]]] = [[] for _ in ranks]
@@ -72,9 +71,6 @@ class Listing:
         self.span = 0
         for m in range(min(problem.num_directions, problem.num_micro_batches)):
             self.offer(problem.rank[m][0], (keys[m][0], m, 0, 0))
-
-    def play(self) -> Listing:
-        """Run to the end, or to a standstill, and gives itself."""
         events, free = self.events, self.free
         while events:
             now, rank = heappop(events)
@@ -82,7 +78,19 @@ class Listing:
                 self.decide(now, rank)
         if self.todo:
             self.span = NEVER
-        return self
+
+    def schedule(self) -> Schedule:
+        """Return the rows as a schedule of actions."""
+        stages = range(self.num_stages)
+        kinds = [(Kind.F, stage) for stage in stages] + [(Kind.I, stage) for stage in reversed(stages)]
+        kinds += [(kind, stage) for kind in (Kind.W, Kind.R, Kind.OFFLOAD, Kind.PREFETCH) for stage in stages]
+
+        def action(code: int) -> Action:
+            m, operation = divmod(code, 6 * self.num_stages)
+            return Action(*kinds[operation], m, m % self.problem.num_directions)
+
+        rows = tuple(tuple(map(action, row)) for row in self.rows)
+        return Schedule(CAPPED, self.problem.num_micro_batches, self.problem.placement, rows)
 
     def offer(self, rank: int, item: Item) -> None:
         """Put an operation among those of a rank that wait for their turn."""
@@ -90,7 +98,7 @@ class Listing:
         heappush(self.events, (item[3], rank))
 
     def decide(self, now: int, rank: int) -> None:
-        """Start the next operation of an idle rank, or sees to it that the rank is asked again in time."""
+        """Start the next operation of an idle rank, or have the rank asked again in time."""
         copies = self.copies[rank]
         while copies and copies[0][0] <= now:
             size = heappop(copies)[1]
@@ -159,10 +167,7 @@ class Listing:
         return None, coming, wake
 
     def has_room(self, rank: int, m: int, operation: int, size: int) -> bool:
-        """Return whether `size` is free and leaves enough room.
-
-        It must leave room for all micro-batches that started before, and for the rest of this one.
-        """
+        """Return whether `size` leaves room for all micro-batches that started before, and the rest of this one."""
         room = self.problem.cap - self.used[rank] - size
         if room < 0:
             return False
@@ -179,12 +184,12 @@ class Listing:
         return after - held[m] - size <= room
 
     def take(self, rank: int, m: int, size: int) -> None:
-        """Count what an operation brings, or gives back where `size` is negative."""
+        """Count what an operation allocates, or frees if `size` is negative."""
         self.used[rank] += size
         self.held[rank][m] += size
 
     def occupy(self, rank: int, until: int) -> None:
-        """Keep a rank busy, and asks it again at the end."""
+        """Keep a rank busy, and ask it again at the end."""
         self.free[rank] = until
         heappush(self.events, (until, rank))
 
@@ -207,7 +212,7 @@ class Listing:
         self.occupy(rank, end)
 
     def start_chain(self, now: int, rank: int, item: Item) -> None:
-        """Start a forward or an input gradient, and offers what follows from it."""
+        """Start a forward or an input gradient, and offer what follows from it."""
         _, m, operation, _ = item
         problem, acting, num_stages = self.problem, self.actings[m], self.num_stages
         direction = m % problem.num_directions
@@ -234,7 +239,7 @@ class Listing:
         self.finish(rank, end)
 
     def pass_on(self, m: int, operation: int, at: int, direction: int) -> None:
-        """Offer the next operation of a chain, which waits for its activations where they are away."""
+        """Offer the next operation of a chain, which waits for its activations if they are away."""
         stage = 2 * self.num_stages - 1 - operation
         if stage < self.num_stages and self.actings[m].acts[stage]:
             back = self.restored.get((m, stage))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gems.schedule.synthesis.memory_actions import Act
-from gems.schedule.synthesis.problem import Problem
+from gems.schedule.synthesis.problem import Act, Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
-"""The integer twin of a request on one placement: what the search reads in its inner loops."""
+"""The integer form of a request on one placement, which the search reads in its inner loops, and its memory actions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import ceil, floor, gcd, lcm
@@ -44,37 +45,19 @@ class Problem:
     size: tuple[int, ...]
     held: tuple[int, ...]
     boundary: tuple[int, ...]
-    num_ranks: int = field(init=False)
-    num_stages: int = field(init=False)
-    num_directions: int = field(init=False)
-    time_grains: tuple[tuple[int, ...], ...] = field(init=False)
-    lag_grains: tuple[tuple[int, ...], ...] = field(init=False)
-    weight_grains: tuple[int, ...] = field(init=False)
-    recompute_grains: tuple[int, ...] = field(init=False)
-    copy_grains: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_ranks", self.placement.num_ranks)
-        object.__setattr__(self, "num_stages", self.placement.num_stages)
-        object.__setattr__(self, "num_directions", self.placement.num_directions)
-        object.__setattr__(self, "time_grains", tuple(map(self._in_grains, self.time)))
-        object.__setattr__(self, "lag_grains", tuple(map(self._in_grains, self.lag)))
-        object.__setattr__(self, "weight_grains", self._in_grains(self.weight_grad))
-        object.__setattr__(self, "recompute_grains", self._in_grains(self.recompute))
-        object.__setattr__(self, "copy_grains", self._in_grains(self.copy))
-
-    def _in_grains(self, times: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(max(1, round(time / self.grain)) if time else 0 for time in times)
+    num_ranks: int
+    num_stages: int
+    num_directions: int
+    time_grains: tuple[tuple[int, ...], ...]
+    lag_grains: tuple[tuple[int, ...], ...]
+    weight_grains: tuple[int, ...]
+    recompute_grains: tuple[int, ...]
+    copy_grains: tuple[int, ...]
 
     @property
     def num_steps(self) -> int:
         """Compute actions of a whole step, without recomputation."""
         return 3 * self.num_stages * self.num_micro_batches
-
-    @property
-    def chunks(self) -> int:
-        """Stages that a rank holds in one direction, at least."""
-        return self.num_stages // self.num_ranks
 
     def stages_of(self, rank: int, direction: int) -> list[int]:
         """Return the stages that a rank holds in one direction, lowest first."""
@@ -105,22 +88,33 @@ class Problem:
 def problem(
     name: str, placement: Placement, num_micro_batches: int, costs: StageCosts, network: Network, cap: float | None
 ) -> Problem:
-    """Build the twin: exact where costs are fractions with small denominators, otherwise to a millionth of a unit.
+    """Build the integer form: exact if costs are fractions with small denominators, else to a millionth of a unit.
 
     Without a cap there is room for all micro-batches.
     """
-    flights = [_flights(row, costs, network) for row in placement.ranks]
-    values = [*costs.forward, *costs.input_grad, *costs.weight_grad, *(lag for row in flights for lag in row)]
-    ticks_per_unit = _ticks_per_unit([*values, *costs.recompute, *costs.copy])
+    flights = [  # from stage s to stage s + 1, for every s but the last
+        [
+            0.0 if here == there else network.delay(here, there, costs.boundary_bytes[stage])
+            for stage, (here, there) in enumerate(pairwise(row))
+        ]
+        for row in placement.ranks
+    ]
+    values = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.recompute, *costs.copy}
+    ticks_per_unit = _ticks_per_unit(values.union(*flights))
 
     def ticks(times: Iterable[float]) -> tuple[int, ...]:
         return tuple(round(time * ticks_per_unit) for time in times)
+
+    def grains(times: Iterable[int]) -> tuple[int, ...]:
+        return tuple(max(1, round(time / grain)) if time else 0 for time in times)
 
     def sizes(amounts: Iterable[float]) -> tuple[int, ...]:
         return tuple(ceil(amount * SIZES_PER_UNIT - 0.5) for amount in amounts)
 
     chain = ticks((*costs.forward, *costs.input_grad[::-1]))
     lags = tuple((0, *ticks(row), 0, *ticks(row[::-1])) for row in flights)
+    weight_grad, recompute, copy = ticks(costs.weight_grad), ticks(costs.recompute), ticks(costs.copy)
+    grain = _grain([*chain, *weight_grad, *(lag for row in lags for lag in row)])
     size = sizes(costs.activation)
     return Problem(
         name=name,
@@ -128,45 +122,117 @@ def problem(
         num_micro_batches=num_micro_batches,
         cap=sum(size) * num_micro_batches if cap is None else floor((cap + CAP_SLACK) * SIZES_PER_UNIT),
         ticks_per_unit=ticks_per_unit,
-        grain=_grain([*chain, *ticks(costs.weight_grad), *(lag for row in lags for lag in row)]),
+        grain=grain,
         rank=tuple((*row, *row[::-1]) for row in placement.ranks),
         time=(chain,) * placement.num_directions,
         lag=lags,
-        weight_grad=ticks(costs.weight_grad),
-        recompute=ticks(costs.recompute),
-        copy=ticks(costs.copy),
+        weight_grad=weight_grad,
+        recompute=recompute,
+        copy=copy,
         size=size,
         held=sizes(costs.held_for_weights),
         boundary=sizes(costs.boundary),
+        num_ranks=placement.num_ranks,
+        num_stages=placement.num_stages,
+        num_directions=placement.num_directions,
+        time_grains=(grains(chain),) * placement.num_directions,
+        lag_grains=tuple(map(grains, lags)),
+        weight_grains=grains(weight_grad),
+        recompute_grains=grains(recompute),
+        copy_grains=grains(copy),
     )
 
 
-def _flights(row: tuple[int, ...], costs: StageCosts, network: Network) -> list[float]:
-    """Return the time from stage s to stage s + 1, for every s but the last."""
-    return [
-        0.0 if here == there else network.delay(here, there, costs.boundary_bytes[stage])
-        for stage, (here, there) in enumerate(pairwise(row))
-    ]
-
-
-def _ticks_per_unit(values: list[float]) -> int:
+def _ticks_per_unit(values: Iterable[float]) -> int:
     common = 1
-    for value in set(values):
+    for value in values:
         fraction = Fraction(value).limit_denominator(MAX_DENOMINATOR)
-        if abs(float(fraction) - value) > 1e-12 * max(1.0, value):
-            return MAX_TICKS_PER_UNIT
         common = lcm(common, fraction.denominator)
-        if common > MAX_TICKS_PER_UNIT:
+        if abs(float(fraction) - value) > 1e-12 * max(1.0, value) or common > MAX_TICKS_PER_UNIT:
             return MAX_TICKS_PER_UNIT
     return common
 
 
 def _grain(times: list[int]) -> int:
-    """Return the tick of patterns: one that measures all times, or a part of the mean where that is too fine."""
+    """Return the tick of patterns: one that measures all times, or a part of their mean if that is too fine."""
     positive = [time for time in times if time]
-    if not positive:
-        return 1
     exact = gcd(*positive)
-    if max(positive) <= MAX_GRAINS * exact:
-        return exact
+    if max(positive, default=0) <= MAX_GRAINS * exact:
+        return exact or 1
     return max(1, sum(positive) // (len(positive) * COARSE_GRAINS))
+
+
+class Act(IntEnum):
+    """Activations stay, are computed anew, or leave for host memory and come back."""
+
+    KEEP = 0
+    RECOMPUTE = 1
+    OFFLOAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """The acts of one micro-batch's stages, and what follows from them.
+
+    Operations are numbered over S stages: forward s, input gradient 2 S - 1 - s, weight gradient 2 S + s,
+    recomputation 3 S + s, copy out 4 S + s, copy back 5 S + s. `takes[s]` is what forward brings,
+    `awaited[d][c]` the stages whose activations are asked back when operation c of the chain starts, and
+    `peak_after[d][operation]` the most that the operation's rank holds of this micro-batch from then on.
+    """
+
+    acts: tuple[int, ...]
+    takes: tuple[int, ...]
+    awaited: tuple[tuple[int, ...], ...]
+    peak_at_first: tuple[tuple[int, ...], ...]
+    peak_after: tuple[tuple[int, ...], ...]
+
+
+def acting(problem: Problem, acts: Sequence[int], ahead: int) -> Acting:
+    """Derive what follows from `acts` if activations are asked back `ahead` operations of the chain early."""
+    num_stages = problem.num_stages
+    awaited: list[list[int]] = [[] for _ in range(2 * num_stages)]
+    for stage in reversed(range(num_stages)):
+        if acts[stage]:
+            awaited[max(num_stages - 1, 2 * num_stages - 1 - stage - ahead)].append(stage)
+    after = [_peaks(problem, acts, direction) for direction in range(problem.num_directions)]
+    return Acting(
+        acts=tuple(acts),
+        takes=tuple(
+            problem.boundary[stage] if act == Act.RECOMPUTE else problem.size[stage] for stage, act in enumerate(acts)
+        ),
+        awaited=tuple(map(tuple, awaited)),
+        peak_at_first=tuple(first for first, _ in after),
+        peak_after=tuple(table for _, table in after),
+    )
+
+
+def _peaks(problem: Problem, acts: Sequence[int], direction: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the most that one micro-batch alone holds on each rank, in all and after each operation."""
+    num_stages = problem.num_stages
+    table, first = [0] * (6 * num_stages), []
+    for rank in range(problem.num_ranks):
+        levels: list[tuple[int, int]] = []  # of each operation of the rank, in order
+        held = 0
+        stages = problem.stages_of(rank, direction)
+        for stage in stages:
+            held += problem.boundary[stage] if acts[stage] == Act.RECOMPUTE else problem.size[stage]
+            levels.append((stage, held))
+            held -= problem.size[stage] if acts[stage] == Act.OFFLOAD else 0
+        for stage in reversed(stages):
+            if acts[stage]:
+                is_recomputed = acts[stage] == Act.RECOMPUTE
+                held += problem.size[stage] - (problem.boundary[stage] if is_recomputed else 0)
+                levels.append(((3 if is_recomputed else 5) * num_stages + stage, held))
+            levels.append((2 * num_stages - 1 - stage, held))
+            held -= problem.size[stage]
+        most = 0
+        for operation, level in reversed(levels):
+            table[operation] = most
+            most = max(most, level)
+        first.append(most)
+    return tuple(first), tuple(table)
+
+
+def least_room(problem: Problem, acts: Sequence[int]) -> int:
+    """Return the least cap, in the problem's sizes, under which every micro-batch can pass."""
+    return max(max(_peaks(problem, acts, direction)[0]) for direction in range(problem.num_directions))

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from gems.schedule.synthesis.anneal import anneal
-from gems.schedule.synthesis.budget import Budget
-from gems.schedule.synthesis.list_scheduler import NEVER, Listing, Rules
-from gems.schedule.synthesis.memory_actions import Act, Acting, acting
+from gems.schedule.synthesis.list_scheduler import NEVER, ListScheduler, Rules
 from gems.schedule.synthesis.pattern import Template
-from gems.schedule.synthesis.problem import Problem
+from gems.schedule.synthesis.problem import Act, Acting, Problem, acting
 from gems.schedule.synthesis.solver import is_small, solve
-from gems.schedule.synthesis.templates import acts_to_try, free_running, groups_of, patterns
+from gems.schedule.synthesis.templates import Budget, acts_to_try, anneal, free_running, patterns
 
 GREEDY, PATTERN, ANNEALING, SOLVER = "greedy", "pattern", "annealing", "solver"
 QUICK = ((1.0, 0.5), (2.0, NEVER), (0.0, NEVER), (NEVER, NEVER), (4.0, 1.0))
@@ -65,12 +62,16 @@ class Search:
         self.tried = 0
         self.best: dict[int, Plan] = {}
         self.fastest = float("inf")
-        self._actings: dict[tuple[str, int, tuple[int, ...], int], Acting] = {}
+        self._actings: dict[tuple[str, tuple[int, ...], int], Acting] = {}
 
     def run(self) -> list[Plan]:
         """Return the plans found, the fastest first; there is one at least, whatever the budget."""
-        self.screen(self.templates())
-        self.refine()
+        templates, whole = self.templates(), self.budget
+        with whole.share(SCREEN_SHARE) as self.budget:
+            self.screen(templates)
+        with whole.share(REFINE_SHARE) as self.budget:
+            self.refine()
+        self.budget = whole
         self.climb()
         return self.plans()
 
@@ -78,20 +79,15 @@ class Search:
         """Return the best plan of each template, the fastest first."""
         return sorted(self.best.values(), key=lambda plan: (plan.time, plan.template))
 
-    def rows_of(self, plan: Plan) -> list[list[int]]:
-        """Return the rows of a plan, as `Listing.rows`."""
-        return Listing(plan.problem, plan.keys, self.actings_of(plan), plan.rules).play().rows
-
-    def actings_of(self, plan: Plan) -> list[Acting]:
-        """Return what follows from a plan's acts, by micro-batch."""
-        problem, ahead = plan.problem, plan.rules.ahead
-        found = []
+    def listed(self, plan: Plan) -> ListScheduler:
+        """Run the list scheduler with a plan."""
+        actings, ahead = [], plan.rules.ahead
         for acts in plan.acts:
-            key = (problem.name, problem.num_stages, acts, ahead)
+            key = (plan.problem.name, acts, ahead)
             if key not in self._actings:
-                self._actings[key] = acting(problem, acts, ahead)
-            found.append(self._actings[key])
-        return found
+                self._actings[key] = acting(plan.problem, acts, ahead)
+            actings.append(self._actings[key])
+        return ListScheduler(plan.problem, plan.keys, actings, plan.rules)
 
     def evaluate(self, plan: Plan, must: bool = False) -> Plan | None:
         """Return a plan with its span, None when the budget is spent or the least time has been reached."""
@@ -101,8 +97,7 @@ class Search:
         if not self.budget.spend(steps) and not must:
             return None
         self.tried += 1
-        listing = Listing(plan.problem, plan.keys, self.actings_of(plan), plan.rules).play()
-        return replace(plan, span=listing.span)
+        return replace(plan, span=self.listed(plan).span)
 
     def keep(self, plan: Plan) -> None:
         """Keep a plan where it is its template's best."""
@@ -115,34 +110,31 @@ class Search:
         """Return the templates of all placements, acts and numbers of micro-batches a period, most promising first."""
         cases = [(problem, acts) for problem in self.problems for acts in acts_to_try(problem, self.allow)]
         found: list[Case] = [(problem, acts, GREEDY, free_running(problem, acts)) for problem, acts in cases]
-        budget = self.budget.share(PATTERN_SHARE)
-        cells = [(problem, acts, group) for problem, acts in cases for group in groups_of(problem)]
-        cells = sorted((cell for cell in cells if cell[2] <= cell[0].num_micro_batches), key=lambda cell: cell[2])
-        fastest = float("inf")
-        for i, (problem, acts, group) in enumerate(cells):
-            own = budget.share(3.0 / (len(cells) - i + 2))
-            longest = fastest * PATTERN_SLACK * group * problem.ticks_per_unit / problem.grain
-            for template in patterns(problem, acts, group, own, longest):
-                found.append((problem, acts, PATTERN, template))
-                if not template.overflow:
-                    fastest = min(fastest, self.pace(problem, template))
-                    better = anneal(problem, acts, template, own, self.random)
-                    found += [] if better is None else [(problem, acts, ANNEALING, better)]
-            budget.settle(own)
-        self.budget.settle(budget)
-        found += self.solved(found)
-        return sorted(found, key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, self.pace(case[0], case[3])))
-
-    def solved(self, cases: Sequence[Case]) -> list[Case]:
-        """Return the templates that the solver finds below the period of the shortest patterns, in time of its own."""
-        made = [case for case in cases if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])]
-        made.sort(key=lambda case: self.pace(case[0], case[3]))
-        budget = Budget(int(self.budget.steps * SOLVER_SHARE))
-        better = [
-            (problem, acts, SOLVER, solve(problem, template, budget, self.seed))
-            for problem, acts, _, template in made[:NUM_SOLVED]
+        cells = [
+            (problem, acts, times * problem.num_directions)
+            for problem, acts in cases
+            for times in (1, 2)
+            if times * problem.num_directions <= problem.num_micro_batches
         ]
-        return [(problem, acts, method, found) for problem, acts, method, found in better if found is not None]
+        cells.sort(key=lambda cell: cell[2])
+        fastest = float("inf")
+        with self.budget.share(PATTERN_SHARE) as budget:
+            for i, (problem, acts, group) in enumerate(cells):
+                longest = fastest * PATTERN_SLACK * group * problem.ticks_per_unit / problem.grain
+                with budget.share(3.0 / (len(cells) - i + 2)) as own:
+                    for template in patterns(problem, acts, group, own, longest):
+                        found.append((problem, acts, PATTERN, template))
+                        if not template.overflow:
+                            fastest = min(fastest, self.pace(problem, template))
+                            better = anneal(problem, acts, template, own, self.random)
+                            found += [] if better is None else [(problem, acts, ANNEALING, better)]
+        made = [case for case in found if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])]
+        made.sort(key=lambda case: self.pace(case[0], case[3]))
+        budget = Budget(int(self.budget.steps * SOLVER_SHARE))  # the solver has time of its own
+        for problem, acts, _, template in made[:NUM_SOLVED]:
+            better = solve(problem, template, budget, self.seed)
+            found += [] if better is None else [(problem, acts, SOLVER, better)]
+        return sorted(found, key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, self.pace(case[0], case[3])))
 
     @staticmethod
     def pace(problem: Problem, template: Template) -> float:
@@ -151,24 +143,20 @@ class Search:
 
     def screen(self, templates: Sequence[Case]) -> None:
         """Simulate every template under a few rules; those whose pace alone is too slow are passed over."""
-        share = self.budget.share(SCREEN_SHARE)
-        self.budget, rest = share, self.budget
         for lead, defer in QUICK:
             for number, (problem, acts, method, template) in enumerate(templates):
                 if self.pace(problem, template) * problem.num_micro_batches > self.fastest * SLACK:
                     continue
-                ahead = AHEADS[0] if problem.chunks < 4 else AHEADS[1]
+                ahead = AHEADS[0] if problem.num_stages < 4 * problem.num_ranks else AHEADS[1]
                 plan = Plan(
                     problem, method,
                     tuple(template.keys(problem.grain, problem.num_micro_batches)),
                     (acts,) * problem.num_micro_batches,
                     self.rules(problem, lead, defer, 0.0, ahead), number,
                 )  # fmt: skip
-                played = self.evaluate(plan, must=not self.best)
-                if played is not None:
-                    self.keep(played)
-        rest.settle(share)
-        self.budget = rest
+                result = self.evaluate(plan, must=not self.best)
+                if result is not None:
+                    self.keep(result)
 
     @staticmethod
     def rules(problem: Problem, lead: float, defer: float, patience: float, ahead: int) -> Rules:
@@ -182,8 +170,6 @@ class Search:
 
     def refine(self) -> None:
         """Simulate the best templates under more rules."""
-        share = self.budget.share(REFINE_SHARE)
-        self.budget, rest = share, self.budget
         random, best = self.random, self.plans()[:NUM_REFINED]
         tried = set()
         for _ in range(MAX_REFINED if best else 0):
@@ -196,37 +182,31 @@ class Search:
             if (plan.template, rules) in tried:
                 continue
             tried.add((plan.template, rules))
-            played = self.evaluate(replace(plan, rules=rules))
-            if played is None:
+            result = self.evaluate(replace(plan, rules=rules))
+            if result is None:
                 break
-            self.keep(played)
-        rest.settle(share)
-        self.budget = rest
+            self.keep(result)
 
     def climb(self) -> None:
-        """Vary the best plans at random and keeps what is not worse: each for as long, and at last the best alone."""
-        leaders = self.leaders()
+        """Vary the best plans of the best placements, each for as long, at last the best; keep what is not worse."""
+        best: dict[str, Plan] = {}
+        for plan in self.plans():
+            best.setdefault(plan.problem.name, plan)
+        leaders = list(best.values())[:NUM_CLIMBED]
         fair = self.budget.spent + CLIMB_FAIR * (self.budget.steps - self.budget.spent)
         spent = [0] * len(leaders)
         while leaders:
             i = spent.index(min(spent))
             if self.budget.spent > fair:
                 i = min(range(len(leaders)), key=lambda i: leaders[i].time)
-            played = self.evaluate(self.vary(leaders[i]))
-            if played is None:
+            result = self.evaluate(self.vary(leaders[i]))
+            if result is None:
                 break
-            spent[i] += OVERHEAD_STEPS + played.problem.num_steps
-            if played.span <= leaders[i].span:
-                leaders[i] = played
+            spent[i] += OVERHEAD_STEPS + result.problem.num_steps
+            if result.span <= leaders[i].span:
+                leaders[i] = result
         for plan in leaders:
             self.keep(plan)
-
-    def leaders(self) -> list[Plan]:
-        """Return the best plans of the best placements."""
-        found: dict[str, Plan] = {}
-        for plan in self.plans():
-            found.setdefault(plan.problem.name, plan)
-        return list(found.values())[:NUM_CLIMBED]
 
     def vary(self, plan: Plan) -> Plan:
         """Return a plan with one thing changed: keys of some micro-batches or operations, the rules, or an act."""
@@ -243,18 +223,17 @@ class Search:
                 random.choice(LEADS), random.choice(DEFERS), random.choice(PATIENCES), plan.rules.ahead,
             )  # fmt: skip
             return replace(plan, rules=rules)
-        first = self.somewhere(num)
+        place, kind = min(int(random.expovariate(0.4)), num - 1), random.random()  # more often in fill or drain
+        first = place if kind < 0.5 else num - 1 - place if kind < 0.7 else random.randrange(num)
         chosen = range(first, min(num, first + random.choice((1, 1, 2, 4))))
         low, high = 0, 3 * num_stages
         if choice < 0.55:  # the rest of the step moves up
             chosen, shift = range(first, num), -abs(shift) if random.random() < 0.8 else shift
-        elif choice < 0.7:
-            pass
-        elif choice < 0.85:
+        elif 0.7 <= choice < 0.85:
             low = random.randrange(2 * num_stages)
             high = random.choice((low + 1, low + problem.num_ranks, 2 * num_stages))
             chosen = chosen if choice < 0.78 else range(num)
-        else:
+        elif choice >= 0.85:
             low, high = 2 * num_stages, 3 * num_stages
         keys = list(plan.keys)
         for m in chosen:
@@ -262,11 +241,6 @@ class Search:
             row[low:high] = [key + shift for key in row[low:high]]
             keys[m] = row
         return replace(plan, keys=tuple(keys))
-
-    def somewhere(self, num: int) -> int:
-        """Return a micro-batch, more often one of fill or drain."""
-        place, kind = min(int(self.random.expovariate(0.4)), num - 1), self.random.random()
-        return place if kind < 0.5 else num - 1 - place if kind < 0.7 else self.random.randrange(num)
 
     def vary_acts(self, plan: Plan) -> Plan:
         """Return a plan in which one stage acts otherwise, for some micro-batches at the ends or for all."""

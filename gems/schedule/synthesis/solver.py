@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from gems.schedule.synthesis.budget import Budget
 from gems.schedule.synthesis.pattern import Template
 from gems.schedule.synthesis.problem import Problem
-from gems.schedule.synthesis.templates import least_period
+from gems.schedule.synthesis.templates import Budget, least_period
 
 IS_INSTALLED = find_spec("ortools") is not None
 MAX_OPERATIONS = 200

@@ -1,17 +1,50 @@
-"""Templates to start from: for one placement, the patterns with the shortest periods that were found."""
+"""Templates to start from: the patterns with the shortest periods that were found, and their annealing.
+
+The search is limited by an amount of work and not by the clock, so that it gives the same result on any machine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
-from math import ceil
+from math import ceil, exp
+from random import Random
 
-from gems.schedule.synthesis.budget import Budget
-from gems.schedule.synthesis.memory_actions import Act, least_room
 from gems.schedule.synthesis.pattern import Template, pattern
-from gems.schedule.synthesis.problem import Problem
+from gems.schedule.synthesis.problem import Act, Problem, least_room
 
 KEEP_EIGHTHS = (0, 1, 2, 3, 4, 6)
+ROUNDS, LATENCY_ROUNDS = 1500, 300
+LATENCY_WEIGHT, COLD = 0.02, 0.002
+SHARE = 0.5
+STEPS_PER_S = 300_000  # what one core of a common server does in pure Python, so that seconds are roughly kept
+
+
+class Budget:
+    """Steps that a search may take; one step is one operation that the list scheduler places."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.spent = 0
+
+    @property
+    def left(self) -> int:
+        """Steps that have not been taken."""
+        return self.steps - self.spent
+
+    def spend(self, steps: int) -> bool:
+        """Take steps if so many are left, and return whether they were."""
+        is_left = steps <= self.left
+        self.spent += steps * is_left
+        return is_left
+
+    @contextmanager
+    def share(self, part: float) -> Iterator[Budget]:
+        """Yield a budget with a part of what is left, and count what it has spent at the end."""
+        share = Budget(int(self.left * part))
+        yield share
+        self.spent += share.spent
 
 
 def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]:
@@ -20,28 +53,21 @@ def acts_to_try(problem: Problem, allow: Sequence[str]) -> list[tuple[int, ...]]
     The last stage's activations are used at once and always stay.
     """
     num_stages = problem.num_stages
-    ways = [(0,) * num_stages] if least_room(problem, (0,) * num_stages) <= problem.cap else []
-    acts = {"recompute": Act.RECOMPUTE, "offload": Act.OFFLOAD}
+    tried = [(0,) * num_stages]
     for name in allow:
-        for eighths in KEEP_EIGHTHS:
-            first_kept = num_stages - 1 - num_stages * eighths // 8
-            way = tuple(int(acts[name]) if stage < first_kept else 0 for stage in range(num_stages))
-            if way not in ways and least_room(problem, way) <= problem.cap:
-                ways.append(way)
+        firsts = (num_stages - 1 - num_stages * eighths // 8 for eighths in KEEP_EIGHTHS)
+        tried += [(int(Act[name.upper()]),) * first + (0,) * (num_stages - first) for first in firsts]
     if len(allow) > 1:
         for offloaded, acted in product((2, 4, 6), (4, 5, 6, 7)):
             first, second = num_stages * offloaded // 8, num_stages * acted // 8
-            way = tuple(
-                int(Act.OFFLOAD if stage < first else Act.RECOMPUTE if stage < second else Act.KEEP)
-                for stage in range(num_stages)
-            )
-            if first < second and way not in ways and least_room(problem, way) <= problem.cap:
-                ways.append(way)
-    return ways
+            if first < second:
+                acts = (int(Act.OFFLOAD),) * first + (int(Act.RECOMPUTE),) * (second - first)
+                tried.append(acts + (0,) * (num_stages - second))
+    return [acts for acts in dict.fromkeys(tried) if least_room(problem, acts) <= problem.cap]
 
 
 def least_period(problem: Problem, acts: Sequence[int], group: int) -> int:
-    """Return the grains that `group` micro-batches need of the busiest rank, and of its room where nothing acts."""
+    """Return the grains that `group` micro-batches need of the busiest rank, and of its room if nothing acts."""
     load, room = [0] * problem.num_ranks, [0] * problem.num_ranks
     for g in range(group):
         direction = g % problem.num_directions
@@ -71,11 +97,6 @@ def free_running(problem: Problem, acts: Sequence[int]) -> Template:
     return Template(period, tuple(rows), 0)
 
 
-def groups_of(problem: Problem) -> tuple[int, ...]:
-    """Return the numbers of micro-batches a period to try."""
-    return (2, 4) if problem.num_directions == 2 else (1, 2)
-
-
 def patterns(
     problem: Problem, acts: Sequence[int], group: int, budget: Budget, longest: float = float("inf")
 ) -> Iterator[Template]:
@@ -86,11 +107,11 @@ def patterns(
     """
     steps = 2 * group * problem.num_stages
     period = least_period(problem, acts, group)
-    tightest: Template | None = None
     longest = min(longest, 4 * period + 64)
+    tightest = best = None
     while period <= longest:
-        best: Template | None = None
-        for phases in _phases(problem, period, group):
+        best = None
+        for phases in _phases(period, group):
             if not budget.spend(steps):
                 break
             found = pattern(problem, acts, period, phases)
@@ -98,23 +119,20 @@ def patterns(
                 best = found
                 if not found.overflow:
                     break
-        if best is not None:
-            if not best.overflow:
-                if tightest is not None:
-                    yield tightest
-                yield best
-                return
-            if tightest is None:
-                tightest = best
-        if budget.spent + steps > budget.steps:
+        if best is not None and not best.overflow:
+            break
+        tightest = tightest or best
+        if budget.left < steps:
             break
         period += max(1, period // 80)
     if tightest is not None:
         yield tightest
+    if best is not None and not best.overflow:
+        yield best
 
 
-def _phases(problem: Problem, period: int, group: int) -> Iterator[tuple[int, ...]]:
-    """Yield the phases of a period's micro-batches, the evenly spread ones where there are too many."""
+def _phases(period: int, group: int) -> Iterator[tuple[int, ...]]:
+    """Yield the phases of a period's micro-batches, evenly spread ones if there are too many."""
     if group == 1:
         yield (0,)
     elif group == 2:
@@ -124,3 +142,63 @@ def _phases(problem: Problem, period: int, group: int) -> Iterator[tuple[int, ..
         half = period // 2
         step = max(1, half // 40)
         yield from ((0, phase, half, phase + half) for phase in range(0, half, step))
+
+
+def anneal(
+    problem: Problem, acts: Sequence[int], template: Template, budget: Budget, random: Random
+) -> Template | None:
+    """Return a template of a shorter period than that of `template`, None if none is found within the budget.
+
+    Modulo scheduling by simulated annealing: what is varied are the stalls before operations and the phases of
+    micro-batches, what is paid is the size above the cap and a little the latency, which is brought down
+    further once the cap is kept.
+    """
+    group, steps = template.num_micro_batches, 2 * template.num_micro_batches * problem.num_stages
+    floor = least_period(problem, acts, group)
+    period = max(floor, template.period - max(1, template.period // 40))
+    found: Template | None = None
+    with budget.share(SHARE) as own:
+        while period < (found or template).period:
+            better = _at_period(problem, acts, group, period, own, random, steps)
+            if better is None:
+                break
+            found = better
+            period = max(floor, period - max(1, period // 40))
+    return found
+
+
+def _at_period(
+    problem: Problem, acts: Sequence[int], group: int, period: int, budget: Budget, random: Random, steps: int
+) -> Template | None:
+    num_operations = 3 * problem.num_stages
+    stalls = [[0] * num_operations for _ in range(group)]
+    phases = [g * period // group for g in range(group)]
+    longest = max(max(problem.time_grains[0]), 2)
+    delays = (1, 1, 2, longest // 2, longest)
+    current = best = float("inf")
+    found: Template | None = None
+    left = ROUNDS
+    for turn in range(ROUNDS + LATENCY_ROUNDS):
+        if not left or not budget.spend(steps):
+            break
+        left -= 1
+        g, operation = random.randrange(group), random.randrange(num_operations)
+        was, phase = stalls[g][operation], phases[g]
+        if turn and group > 1 and random.random() < 0.2:
+            phases[g] = random.randrange(period) if g else 0
+        elif turn:
+            stalls[g][operation] = 0 if was and random.random() < 0.6 else random.choice(delays)
+        made = pattern(problem, acts, period, phases, stalls)
+        cost = float("inf")
+        if made is not None:  # sizes above the cap, in the largest stages' activations, and a little for the latency
+            latency = sum(row[2 * problem.num_stages - 1] - row[0] for row in made.starts) / period
+            cost = made.overflow / max(problem.size) + LATENCY_WEIGHT * latency
+        if made is not None and not made.overflow and cost < best:
+            left = LATENCY_ROUNDS if found is None else left
+            found, best = made, cost
+        heat = (1.0 - turn / (ROUNDS + LATENCY_ROUNDS)) if found is None else COLD
+        if cost <= current or (cost < float("inf") and random.random() < exp((current - cost) / heat)):
+            current = cost
+        else:
+            stalls[g][operation], phases[g] = was, phase
+    return found

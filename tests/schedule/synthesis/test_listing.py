@@ -9,10 +9,8 @@ import pytest
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
 from gems.schedule.simulate import simulate
-from gems.schedule.synthesis.build import build
-from gems.schedule.synthesis.list_scheduler import NEVER, Listing, Rules
-from gems.schedule.synthesis.memory_actions import acting, least_room
-from gems.schedule.synthesis.problem import problem
+from gems.schedule.synthesis.list_scheduler import NEVER, ListScheduler, Rules
+from gems.schedule.synthesis.problem import acting, least_room, problem
 from gems.schedule.validate import validate
 
 PLACEMENTS = (linear(4), bidirectional(4), v(3), wave(2, 4), wave(3, 8))
@@ -41,9 +39,9 @@ def test_no_keys_and_no_rules_lead_to_a_deadlock(placement: Placement, act: int 
             random.choice((0, made.ticks_per_unit)),
             random.choice((1, 3)),
         )
-        listing = Listing(made, keys, [acting(made, acts, rules.ahead)] * 6, rules).play()
+        listing = ListScheduler(made, keys, [acting(made, acts, rules.ahead)] * 6, rules)
         assert listing.todo == 0
-        schedule = build(made, listing.rows)
+        schedule = listing.schedule()
         validate(schedule, costs, made.cap / 1e12)
         played = simulate(schedule, costs, network, made.cap / 1e12)
         assert played.span <= listing.span / made.ticks_per_unit * (1 + 1e-9)
@@ -53,9 +51,9 @@ def test_no_keys_and_no_rules_lead_to_a_deadlock(placement: Placement, act: int 
 def test_a_forward_waits_for_its_key_less_the_lead() -> None:
     made = problem("p", linear(1), 1, DepthCosts(1).stages(1), Network(), 1)
     keys, acts = [[10, 11, 12]], [acting(made, (0,), 1)]
-    assert Listing(made, keys, acts, Rules(lead=0)).play().span == 13
-    assert Listing(made, keys, acts, Rules(lead=4)).play().span == 9
-    assert Listing(made, keys, acts, Rules()).play().span == 3
+    assert ListScheduler(made, keys, acts, Rules(lead=0)).span == 13
+    assert ListScheduler(made, keys, acts, Rules(lead=4)).span == 9
+    assert ListScheduler(made, keys, acts, Rules()).span == 3
 
 
 def test_a_late_weight_gradient_gives_way_and_an_early_one_does_not() -> None:
@@ -63,9 +61,7 @@ def test_a_late_weight_gradient_gives_way_and_an_early_one_does_not() -> None:
     keys, acts = [[0, 1, 2], [3, 4, 5]], [acting(made, (0,), 1)] * 2
 
     def order(defer: int) -> list[str]:
-        return [
-            str(action) for action in build(made, Listing(made, keys, acts, Rules(defer=defer)).play().rows).rows[0]
-        ]
+        return [str(action) for action in ListScheduler(made, keys, acts, Rules(defer=defer)).schedule().rows[0]]
 
     assert order(0) == ["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]
     assert order(10) == ["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]

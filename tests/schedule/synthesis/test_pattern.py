@@ -8,11 +8,9 @@ import pytest
 
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
-from gems.schedule.synthesis.anneal import anneal
-from gems.schedule.synthesis.budget import Budget
 from gems.schedule.synthesis.pattern import Template, pattern
 from gems.schedule.synthesis.problem import Problem, problem
-from gems.schedule.synthesis.templates import least_period, patterns
+from gems.schedule.synthesis.templates import Budget, anneal, least_period, patterns
 
 
 def unit(placement: Placement, cap: float, **costs: object) -> Problem:

@@ -8,11 +8,10 @@ import pytest
 
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.placement import Placement, v
-from gems.schedule.synthesis.budget import Budget
 from gems.schedule.synthesis.pattern import pattern
 from gems.schedule.synthesis.problem import Problem, problem
 from gems.schedule.synthesis.solver import is_small, solve
-from gems.schedule.synthesis.templates import patterns
+from gems.schedule.synthesis.templates import Budget, patterns
 
 KEEP = (0,) * 8
 
