@@ -29,7 +29,7 @@ from gems.memory.plan import MemoryPlan
 from gems.partition.methods import partition_model
 from gems.runs.heartbeat import Heartbeat
 from gems.runs.run_plan import plan_run
-from gems.schedule.families.forward_only import forward_only
+from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate

@@ -11,7 +11,7 @@ from gems.partition.exact import solve
 from gems.partition.methods import METHODS, PartitionCase, partition_by
 from gems.partition.problem import Partition
 from gems.schedule.costs import FREE, Network
-from gems.schedule.families.gpipe import gpipe
+from gems.schedule.families.linear import gpipe
 from gems.schedule.lower import lower
 from gems.schedule.request import Request
 from gems.schedule.simulate import simulate

@@ -26,7 +26,7 @@ from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
 from gems.schedule.costs import StageCosts
-from gems.schedule.families.gpipe import gpipe
+from gems.schedule.families.linear import gpipe
 from gems.schedule.lower import lower
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule

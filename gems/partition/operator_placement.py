@@ -12,7 +12,7 @@ from gems.partition.dlplacer.place import Placement, place
 from gems.profile.operator_graph import OpGraph
 from gems.profile.store import operators_taken
 from gems.schedule.costs import Network, StageCosts
-from gems.schedule.families.placed import placed
+from gems.schedule.families.given_placement import placed
 from gems.schedule.placement import Placement as StagePlacement
 from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached

@@ -15,7 +15,7 @@ from gems.models.build import TensorSpec, as_tuple
 from gems.runs.heartbeat import Heartbeat, read_beat
 from gems.schedule import generate
 from gems.schedule.action import RECV_KINDS, Kind, backward, forward
-from gems.schedule.families.forward_only import forward_only
+from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule

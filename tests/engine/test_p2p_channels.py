@@ -16,7 +16,7 @@ from gems.errors import ConfigError
 from gems.models.build import TensorSpec
 from gems.schedule import FAMILIES, generate
 from gems.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
-from gems.schedule.families.forward_only import forward_only
+from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule

@@ -19,7 +19,7 @@ from gems.engine.train import evaluate
 from gems.engine.verification.compare import compare
 from gems.models import layers_of
 from gems.models.operators import operators_of
-from gems.schedule.families.placed import placed
+from gems.schedule.families.given_placement import placed
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement
 from gems.schedule.validate import validate

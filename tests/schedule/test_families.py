@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gems.schedule import FAMILIES, generate, published
-from gems.schedule.families.forward_only import forward_only
+from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, bidirectional, linear
 from gems.schedule.validate import validate

@@ -12,8 +12,7 @@ from gems.errors import ScheduleError
 from gems.schedule.action import Action
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.dependencies import boundary_of, dependencies, other_stage, partner_of, sender_of, transfers_after
-from gems.schedule.families.forward_only import forward_only
-from gems.schedule.families.placed import placed
+from gems.schedule.families.given_placement import forward_only, placed
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.memory import memory_over_time

@@ -9,7 +9,7 @@ import pytest
 
 from gems.errors import ConfigError
 from gems.schedule import generate, published
-from gems.schedule.families.forward_only import forward_only
+from gems.schedule.families.given_placement import forward_only
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.lower import lower
 from gems.schedule.placement import linear

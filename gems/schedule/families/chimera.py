@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gems.schedule.action import Action, backward, forward
-from gems.schedule.families.halves import refuse_odd
-from gems.schedule.families.timed import in_order_of_time
+from gems.schedule.families.timed import in_order_of_time, refuse_odd
 from gems.schedule.placement import bidirectional
 from gems.schedule.registry import Terms, schedule_family
 from gems.schedule.request import Request
@@ -36,18 +35,17 @@ def chimera(request: Request) -> Schedule:
     """
     num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
     refuse_odd("chimera", num_micro_batches, "half run in each direction")
-    timed = _timed(num_ranks, num_micro_batches)
-    return in_order_of_time("chimera", num_micro_batches, bidirectional(num_ranks), timed)
-
-
-def _timed(num_ranks: int, num_micro_batches: int) -> Iterator[tuple[float, Action]]:
     late = num_ranks % 2
     unit = num_ranks + late
-    for m in range(num_micro_batches):
-        index, place = divmod(m, unit)
-        half = min(unit, num_micro_batches - index * unit) // 2
-        direction, turn = divmod(place, half)
-        start = 2 * num_ranks * index + 2 * turn + direction * late
-        for stage in range(num_ranks):
-            yield start + stage, forward(stage, m, direction)
-            yield start + 2 * num_ranks - 1 - stage, backward(stage, m, direction)
+
+    def timed() -> Iterator[tuple[float, Action]]:
+        for m in range(num_micro_batches):
+            index, place = divmod(m, unit)
+            half = min(unit, num_micro_batches - index * unit) // 2
+            direction, turn = divmod(place, half)
+            start = 2 * num_ranks * index + 2 * turn + direction * late
+            for stage in range(num_ranks):
+                yield start + stage, forward(stage, m, direction)
+                yield start + 2 * num_ranks - 1 - stage, backward(stage, m, direction)
+
+    return in_order_of_time("chimera", num_micro_batches, bidirectional(num_ranks), timed())

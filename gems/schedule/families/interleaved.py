@@ -17,10 +17,6 @@ def _step_units(s: Terms) -> float:
     return s.work + (s.p - 1 - (s.chunks - 1) * (min(s.n, s.p) - 1) / s.chunks) * (s.f + s.b)
 
 
-def _full_step_units(s: Terms) -> float | None:
-    return None if s.n % max(1, s.n // s.p) else _step_units(s)
-
-
 def _peak_units(s: Terms) -> float:
     """Return ((v - 1) G + 2 P - 1) / v and at most N: a bound if the groups are not full, else exact."""
     group = -(-s.n // max(1, s.n // s.p))
@@ -28,7 +24,8 @@ def _peak_units(s: Terms) -> float:
 
 
 @schedule_family(
-    "interleaved_1f1b", step_units=_full_step_units, peak_units=_peak_units, placement=looped, stages_per_rank=None,
+    "interleaved_1f1b", peak_units=_peak_units, placement=looped, stages_per_rank=None,
+    step_units=lambda s: None if s.n % max(1, s.n // s.p) else _step_units(s),
     planned=with_sizes("chunks", PLANNED_CHUNKS), rival=with_sizes("chunks", RIVAL_CHUNKS),
 )  # fmt: skip
 def interleaved_1f1b(request: Request) -> Schedule:

@@ -19,15 +19,10 @@ def place_weight_gradients(schedule: Schedule, costs: StageCosts, most_held: int
     """Put a W for every I into a schedule of F and I, whose order stays (Qi et al. 2023: W fills the bubbles).
 
     A rank runs its oldest W when it would wait for its next action, or when the next forward would hold more than
-    `most_held`; the rest of the W follow its last action. With unequal times it is not plain how short a wait is worth
-    a W: the faster is taken of what equal times give and of a W in each wait of a quarter of its time. Whether
-    `most_held` can be kept lies in the order of F and I alone, and a schedule that cannot keep it goes above it rather
-    than wait for ever.
-
-    Args:
-        schedule: compute actions of one direction, every backward an I.
-        costs: times of its stages, in any unit.
-        most_held: the most pairs of stage and micro-batch whose activations a rank may hold.
+    `most_held` pairs of stage and micro-batch; the rest of the W follow its last action. With unequal times it is not
+    plain how short a wait is worth a W: the faster is taken of what equal times give and of a W in each wait of a
+    quarter of its time. Whether `most_held` can be kept depends on the order of F and I alone, and a schedule that
+    cannot keep it exceeds it rather than wait for ever.
     """
     equal = uniform(schedule.num_ranks, schedule.num_stages)
     plain = _Filling(schedule, equal, most_held, 1.0).schedule()
@@ -38,7 +33,7 @@ def place_weight_gradients(schedule: Schedule, costs: StageCosts, most_held: int
 
 
 class _Filling:
-    """Plays all ranks forward at once, in the order of time.
+    """Runs all ranks forward at once, in the order of time.
 
     A micro-batch goes its way through 2 S places, F of stage 0 to S - 1 and I of S - 1 to 0; an action waits for the
     one at the place before, of the same micro-batch.
@@ -73,7 +68,7 @@ class _Filling:
         return max(last + rest for last, rest in zip(self.last, rests, strict=True))
 
     def advance(self, rank: int, now: float) -> None:
-        """Start one action of a free rank, or leaves word of what must wake it."""
+        """Start one action of a free rank, or note what must wake it."""
         action, owed = self.todo[rank][0], self.owed[rank]
         stage, m = action.stage, action.micro_batch or 0
         is_forward = action.kind is Kind.F

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.schedule.action import Action, forward, input_gradient
+from gems.schedule.action import forward, input_gradient
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.placement import linear
 from gems.schedule.registry import Terms, schedule_family
@@ -10,16 +10,10 @@ from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 
-def _h1_step_units(s: Terms) -> float | None:
-    return s.work + (s.p - 1) * max(s.f, s.i, s.f + s.i - s.w) if s.n >= s.p else None
-
-
-def _h2_step_units(s: Terms) -> float | None:
-    # The last rank starts (P - 1) f late, so that with no bubble the step still takes W + (P - 1) f.
-    return s.work + (s.p - 1) * max(s.f, s.f + s.i - 2 * s.w) if s.n >= 2 * s.p - 1 and s.w <= s.f else None
-
-
-@schedule_family("zb_h1", step_units=_h1_step_units, peak_units=lambda s: min(s.n, s.p), siblings="zb_h")
+@schedule_family(
+    "zb_h1", siblings="zb_h", peak_units=lambda s: min(s.n, s.p),
+    step_units=lambda s: s.work + (s.p - 1) * max(s.f, s.i, s.f + s.i - s.w) if s.n >= s.p else None,
+)  # fmt: skip
 def zb_h1(request: Request) -> Schedule:
     """Build ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
@@ -30,7 +24,12 @@ def zb_h1(request: Request) -> Schedule:
     return _zero_bubble("zb_h1", request, 1)
 
 
-@schedule_family("zb_h2", step_units=_h2_step_units, peak_units=lambda s: min(s.n, 2 * s.p - 1), siblings="zb_h")
+def _h2_step_units(s: Terms) -> float | None:
+    # The last rank starts (P - 1) f late, so that with no bubble the step still takes W + (P - 1) f.
+    return s.work + (s.p - 1) * max(s.f, s.f + s.i - 2 * s.w) if s.n >= 2 * s.p - 1 and s.w <= s.f else None
+
+
+@schedule_family("zb_h2", siblings="zb_h", peak_units=lambda s: min(s.n, 2 * s.p - 1), step_units=_h2_step_units)
 def zb_h2(request: Request) -> Schedule:
     """Build ZB-H2 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 
@@ -42,18 +41,13 @@ def zb_h2(request: Request) -> Schedule:
 
 def _zero_bubble(name: str, request: Request, warmup: int) -> Schedule:
     num_ranks, num_micro_batches = request.num_ranks, request.num_micro_batches
-    rows = tuple(
-        _row(stage, min(num_micro_batches, warmup * (num_ranks - 1 - stage)), num_micro_batches)
-        for stage in range(num_ranks)
-    )
-    order = Schedule(name, num_micro_batches, linear(num_ranks), rows)
-    most_held = warmup * (num_ranks - 1) + 1
-    return place_weight_gradients(order, request.costs.stages(num_ranks), most_held)
-
-
-def _row(stage: int, warmup: int, num_micro_batches: int) -> tuple[Action, ...]:
-    row = [forward(stage, m) for m in range(warmup)]
-    for m in range(warmup, num_micro_batches):
-        row += [forward(stage, m), input_gradient(stage, m - warmup)]
-    row += [input_gradient(stage, m) for m in range(num_micro_batches - warmup, num_micro_batches)]
-    return tuple(row)
+    rows = []
+    for stage in range(num_ranks):
+        ahead = min(num_micro_batches, warmup * (num_ranks - 1 - stage))
+        row = [forward(stage, m) for m in range(ahead)]
+        for m in range(ahead, num_micro_batches):
+            row += [forward(stage, m), input_gradient(stage, m - ahead)]
+        row += [input_gradient(stage, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
+        rows.append(tuple(row))
+    order = Schedule(name, num_micro_batches, linear(num_ranks), tuple(rows))
+    return place_weight_gradients(order, request.costs.stages(num_ranks), warmup * (num_ranks - 1) + 1)

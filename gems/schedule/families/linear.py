@@ -1,4 +1,4 @@
-"""1F1B: warm up, then one forward and one backward in turn, then drain; also with fewer micro-batches in flight."""
+"""One stage a rank in one direction: layer parallelism, GPipe and 1F1B, which trade memory for time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,38 @@ from gems.schedule.placement import linear
 from gems.schedule.registry import Terms, schedule_family, with_sizes
 from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
+
+
+@schedule_family(
+    "layer_parallel", step_units=lambda s: s.p * s.work, peak_units=lambda s: 1.0, siblings="in_flight",
+    planned=None,  # 1F1B with a cap of 1 takes as long
+)  # fmt: skip
+def layer_parallel(request: Request) -> Schedule:
+    """Build the schedule in which a micro-batch goes down and back up before the next starts.
+
+    Takes N P (f + b) time and holds one micro-batch of activations (Jain et al. 2020, GEMS-Basic).
+    """
+    rows = tuple(
+        tuple(make(stage, m) for m in range(request.num_micro_batches) for make in (forward, backward))
+        for stage in range(request.num_ranks)
+    )
+    return Schedule("layer_parallel", request.num_micro_batches, linear(request.num_ranks), rows)
+
+
+@schedule_family(
+    "gpipe", step_units=lambda s: s.work + (s.p - 1) * (s.f + s.b), peak_units=lambda s: s.n, siblings="in_flight",
+    planned=None,  # 1F1B takes as long with less memory
+)  # fmt: skip
+def gpipe(request: Request) -> Schedule:
+    """Build GPipe's schedule (Huang et al. 2019, section 2.3): all forwards, then all backwards.
+
+    Takes (N + P - 1)(f + b) time and holds N micro-batches of activations on every rank.
+    """
+    rows = tuple(
+        tuple(make(stage, m) for make in (forward, backward) for m in range(request.num_micro_batches))
+        for stage in range(request.num_ranks)
+    )
+    return Schedule("gpipe", request.num_micro_batches, linear(request.num_ranks), rows)
 
 
 def _step_units(s: Terms) -> float | None:
@@ -32,12 +64,9 @@ def _most_in_flight(request: Request) -> Iterable[Request]:
     p, n, cap = request.num_ranks, request.num_micro_batches, request.cap
     if cap is None:
         return [request]
-    sizes = request.costs.stages(p).activation
-
-    def fits(in_flight: int) -> bool:
-        return all(min(in_flight, p - stage, n) * size <= cap + TOLERANCE for stage, size in enumerate(sizes))
-
-    return with_sizes("cap", [float(k) for k in range(p, 0, -1) if fits(k)][:1])(request)
+    limit, sizes = cap + TOLERANCE, request.costs.stages(p).activation
+    fitting = (k for k in range(p, 0, -1) if all(min(k, p - s, n) * size <= limit for s, size in enumerate(sizes)))
+    return with_sizes("cap", [float(k) for k in fitting][:1])(request)
 
 
 @schedule_family(
@@ -61,14 +90,13 @@ def one_f_one_b(request: Request) -> Schedule:
             "raise it to 1, or use schedule=capped, whose stages are smaller",
         )  # fmt: skip
     group = num_ranks if cap is None else min(num_ranks, int(cap))
-    timed = _timed(num_ranks, num_micro_batches, group)
-    return in_order_of_time("1f1b", num_micro_batches, linear(num_ranks), timed)
 
+    def timed() -> Iterator[tuple[float, Action]]:
+        """Yield actions with slots in which forward and backward take one each: the two never meet on a rank."""
+        for m in range(num_micro_batches):
+            start = 2 * (m // group * num_ranks + m % group)
+            for stage in range(num_ranks):
+                yield start + stage, forward(stage, m)
+                yield start + 2 * num_ranks - 1 - stage, backward(stage, m)
 
-def _timed(num_ranks: int, num_micro_batches: int, group: int) -> Iterator[tuple[float, Action]]:
-    """Yield each action with its slot where forward and backward take one each: forwards and backwards never meet."""
-    for m in range(num_micro_batches):
-        start = 2 * (m // group * num_ranks + m % group)
-        for stage in range(num_ranks):
-            yield start + stage, forward(stage, m)
-            yield start + 2 * num_ranks - 1 - stage, backward(stage, m)
+    return in_order_of_time("1f1b", num_micro_batches, linear(num_ranks), timed())

@@ -1,0 +1,38 @@
+"""Schedules for a given placement, which are no choice of `schedule=`: evaluation, and the stages of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gems.schedule.action import backward, forward
+from gems.schedule.placement import Placement
+from gems.schedule.schedule import Schedule
+
+
+def forward_only(placement: Placement, num_micro_batches: int) -> Schedule:
+    """Build the schedule that sends every micro-batch down through the stages and frees it at once, for evaluation.
+
+    One direction is enough: the copies of a stage hold equal weights, and two streams in one list of a rank would
+    wait for each other at every turn. A rank with several stages takes them along the diagonal, so that it holds few
+    boundaries at once.
+    """
+    rows = []
+    for rank in range(placement.num_ranks):
+        stages = [stage for direction, stage in placement.stages_on(rank) if direction == 0]
+        cells = sorted((m + stage, stage, m) for stage in stages for m in range(num_micro_batches))
+        rows.append(tuple(forward(stage, m) for _, stage, m in cells))
+    return Schedule("forward_only", num_micro_batches, placement, tuple(rows), forward_only=True)
+
+
+def placed(
+    placement: Placement, num_micro_batches: int, forward_order: Sequence[int], backward_order: Sequence[int]
+) -> Schedule:
+    """Build the schedule that runs the stages of a graph in the order of a placement in time.
+
+    A rank runs forward of its stages in the order given, then their backward, then the next micro-batch: it may begin
+    that one while others are still at this one (Pal et al. 2019 place one micro-batch).
+    """
+    both = [(forward, stage) for stage in forward_order] + [(backward, stage) for stage in backward_order]
+    mine = ([one for one in both if placement.rank_of(0, one[1]) == rank] for rank in range(placement.num_ranks))
+    rows = tuple(tuple(make(stage, m) for m in range(num_micro_batches) for make, stage in some) for some in mine)
+    return Schedule("placed", num_micro_batches, placement, rows)
