@@ -11,7 +11,7 @@ import yaml
 
 from gems.config.renamed_keys import with_new_names
 from gems.errors import ConfigError
-from gems.schedule.bounds import step_units
+from gems.schedule.registry import Terms, step_units
 from gems.trace import DTYPES, Trace, open_trace, read_column
 from gems.trace.hdf5 import get_attributes
 
@@ -40,10 +40,9 @@ class RunFacts:
         name, partitions, micro_batches = self.schedule, self.partitions, self.micro_batches
         if name is None or partitions is None or micro_batches is None or forward_s is None or backward_s is None:
             return None
-        span_s = step_units(
-            name, partitions, micro_batches, forward_s, backward_s, self.parts or 1,
-            weight_grad=weight_grad_s, chunks=self.chunks, cap=self.cap,
-        )  # fmt: skip
+        w_s = backward_s / 2 if weight_grad_s is None else weight_grad_s
+        times_s = forward_s, backward_s - w_s, w_s
+        span_s = step_units(name, Terms(partitions, micro_batches, self.parts or 1, self.chunks, self.cap, *times_s))
         return None if not span_s else 1.0 - micro_batches * (forward_s + backward_s) / span_s
 
 

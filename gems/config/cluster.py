@@ -120,19 +120,13 @@ class ClusterConfig:
     charge_per: str | None = choice(None, CHARGED, "what is charged", in_run_id=False)
     charge_rate: float | None = number(None, "price of one cluster.charge_per", in_run_id=False)
     charge_unit: str | None = text(None, "unit of the price", in_run_id=False)
-    archive_code: bool = flag(
-        True, "run a job from the code as it was at submission, from the archive in its folder", in_run_id=False
-    )
+    archive_code: bool = flag(True, "run a job from the code as it was at submission", in_run_id=False)
     exclude: list[str] = text(
         [], "nodes not to use", accepts=NODE.fullmatch, form="must be names of nodes, as in [n001,'n[003-005]']",
         in_run_id=False,
     )  # fmt: skip
-    runs_per_job: int = number(
-        1, "one-node points of a study that share a job, one after another", min=1, in_run_id=False
-    )
-    confirm_above_gpu_hours: float | None = number(
-        None, "GPU-hours above which a submission is confirmed first; null: never", in_run_id=False
-    )
+    runs_per_job: int = number(1, "one-node points of a study that share a job, in turn", min=1, in_run_id=False)
+    confirm_above_gpu_hours: float | None = number(None, "GPU-hours above which to ask; null: never", in_run_id=False)
     signal_before_end_s: int = number(
         120, "seconds before the time limit at which a run is asked to save and stop; 0: never", max=MAX_SIGNAL_S,
         in_run_id=False,

@@ -87,9 +87,7 @@ class DataConfig:
     num_classes: int = number(2, "classes of the labels, or different tokens", min=2, max=MAX_COUNT)
     length: int = number(64, "tokens of a sequence", min=1, max=MAX_SIDE)
     path: str | None = text(None, "folder or file of the samples, if the source reads one")
-    field_of_view_px: int | None = number(
-        None, "side of the slide that a tile shows, before it is resampled; null: that of the tile, from 8 to 64", min=1
-    )
+    field_of_view_px: int | None = number(None, "side of the slide that a tile shows; null: the tile's, 8 to 64", min=1)
     train_samples: int = number(1024, "samples of an epoch", min=1, max=MAX_COUNT)
     validation_samples: int = number(256, "samples of the validation split", min=1, max=MAX_COUNT)
     augment: bool = flag(True, "flip and rotate training images at random")
@@ -106,9 +104,7 @@ class ParallelConfig:
         None, "GEMS's eta, how often the directions take turns in a step; null: from micro_batches and parts",
         min=1, max=MAX_FORWARDS,
     )  # fmt: skip
-    parts: int | None = number(
-        None, "micro-batches of a replication; null: from micro_batches and replications", min=1, max=MAX_FORWARDS
-    )
+    parts: int | None = number(None, "micro-batches of a replication; null: derived", min=1, max=MAX_FORWARDS)
     micro_batches: int | None = number(
         None, "micro-batches of a pipeline's step; null: replications x parts", min=1, max=MAX_FORWARDS
     )
@@ -117,7 +113,7 @@ class ParallelConfig:
         None, "first layer of each stage and the number of layers, rising from 0; null: by partition="
     )
     gpus: int | None = number(
-        None, "GPUs that a plan may spend, and that a run must use", min=1, max=MAX_WORLD, in_run_id=False
+        None, "GPUs that a plan may spend and a run must use", min=1, max=MAX_WORLD, in_run_id=False
     )
 
 
@@ -214,14 +210,9 @@ class CostConfig:
     link: float = number(0.0, "time of a message between neighbouring ranks")
     recompute: float | None = number(None, "time of a recompute; null: that of a forward")
     offload: float = number(0.0, "time of a copy of one rank's activations to or from the host")
-    input_load: float = number(
-        0.0,
-        "time in which the first rank of a direction reads a micro-batch, one after the other, emulated or simulated",
-    )
+    input_load: float = number(0.0, "time in which a direction's first rank reads a micro-batch, emulated or simulated")
     times: list[float] = number([1.0], "relative time of equal parts of the depth", above=0, needs_entries=True)
-    activations: list[float] = number(
-        [1.0], "relative activations of equal parts of the depth", above=0, needs_entries=True
-    )
+    activations: list[float] = number([1.0], "relative activations of equal depth parts", above=0, needs_entries=True)
     unit_s: float = number(1.0, "seconds of a unit of time", above=0)
     activation_bytes: int = number(0, "bytes of a unit of activations")
     boundary_bytes: int = number(0, "bytes of a message between stages")
@@ -261,9 +252,7 @@ class MachineConfig:
     efficiency: float = number(1.0, "share of the rates that kernels reach, for times of profile=fake", above=0)
     noise: float = number(0.0, "relative standard deviation of a compute's time, drawn by seed in predictions", max=0.5)
     calibrated_from: str | None = text(None, "what the figures were measured on")
-    held_out_error: float | None = number(
-        None, "median relative error of predicted step times in runs that were not used to calibrate"
-    )
+    held_out_error: float | None = number(None, "median error of step times predicted for runs not used to calibrate")
 
 
 @dataclass(slots=True)
@@ -283,9 +272,7 @@ class TrainConfig:
     )
     sample_interval_s: float = number(0.5, "seconds between samples of memory and power", above=0)
     initial_checkpoint: str | None = text(None, "folder of a finished run, or of weights, to start from")
-    checkpoint_steps: int | None = number(
-        None, "steps between checkpoints of the whole state; null: none", min=1, in_run_id=False
-    )
+    checkpoint_steps: int | None = number(None, "steps between whole checkpoints; null: none", min=1, in_run_id=False)
     checkpoint_s: float | None = number(
         None, "seconds between checkpoints; null with checkpoint_steps=null: only when the run is asked to stop",
         above=0, in_run_id=False,
@@ -324,12 +311,8 @@ class RunSpec:
         None, "folder of profiles, partitions and plans; null: $GEMS_CACHE_DIR or ~/.cache/gems",
         accepts=_is_folder, form=FOLDER, in_run_id=False,
     )  # fmt: skip
-    plugins: list[str] = text(
-        [], "your modules that register schedules, policies, data, ...; imported wherever the run is"
-    )
-    plugins_dir: str | None = text(
-        None, "folder of plugins that are not installed; null: the current one", in_run_id=False
-    )
+    plugins: list[str] = text([], "your modules that register schedules, policies, data and so on")
+    plugins_dir: str | None = text(None, "folder of plugins that are not installed; null: current", in_run_id=False)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

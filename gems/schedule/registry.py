@@ -126,6 +126,17 @@ def published() -> list[str]:
     return [name for name in FAMILIES if name != CAPPED]
 
 
+def step_units(name: str, terms: Terms) -> float | None:
+    """Return the time of a step with equal stages and free links, in the unit of the terms' times.
+
+    None for a family without a closed form, or outside of the form's range.
+    """
+    family: Family | None = FAMILIES.get(name)
+    if family is None or family.step_units is None or (family.num_directions == 2 and terms.n % (2 * terms.parts)):
+        return None
+    return family.step_units(terms)
+
+
 def generate(name: str, num_ranks: int, num_micro_batches: int, num_parts: int = 1, **more: object) -> Schedule:
     """Build the compute-only schedule of a family; `more` are further fields of `Request`.
 

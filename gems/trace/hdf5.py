@@ -120,8 +120,8 @@ def read_trace(path: Path) -> Trace:
         layer_times = None
         if "profile" in file:
             group = file["profile"]
-            columns = (tuple(map(float, group[name][()])) for name in ("forward_s", "input_grad_s", "weight_grad_s"))
-            layer_times = LayerTimes(str(group.attrs["source"]), *columns)
+            times = (tuple(map(float, group[name][()])) for name in ("forward_s", "input_grad_s", "weight_grad_s"))
+            layer_times = LayerTimes(str(group.attrs["source"]), *times)
         return Trace(
             attributes=get_attributes(file),
             run_yaml=file["run_yaml"].asstr()[()],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gems.schedule import registry
 from gems.schedule.registry import FAMILIES, Family, Terms
 
 
@@ -23,13 +24,8 @@ def step_units(
     without a closed form, or outside of the form's range.
     """
     w = backward / 2 if weight_grad is None else weight_grad
-    family: Family | None = FAMILIES.get(name)
-    if family is None or family.step_units is None:
-        return None
-    if family.num_directions == 2 and num_micro_batches % (2 * parts):
-        return None
     terms = Terms(num_ranks, num_micro_batches, parts, chunks, cap, forward, backward - w, w)
-    return family.step_units(terms)
+    return registry.step_units(name, terms)
 
 
 def peak_units(
