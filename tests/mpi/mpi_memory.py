@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from contextlib import suppress
@@ -12,16 +11,12 @@ from itertools import cycle, product
 import pytest
 import torch
 
-import gems.partition.methods
-import gems.simulation.memory_case
 from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.pipeline import Pipeline, build_pipeline
 from gems.engine.verification.reference import collect_values
 from gems.errors import DoesNotFitError
-from gems.profile import ModelProfile
-from gems.profile.profilers.fake import fake_profile
 from gems.runs.run_plan import RunPlan, plan_run
 from gems.simulation.build import compute_schedule
 from gems.simulation.memory_case import memory_case
@@ -69,24 +64,6 @@ QUICK = [policy for policy in POLICIES if policy != "lms_limit"]  # it needs lar
 CASES = [(*pair, policy) for pair, policy in zip(product(NETWORKS, SCHEDULES), cycle(QUICK), strict=False)]
 if "GEMS_ALL_CASES" in os.environ:
     CASES = list(product(NETWORKS, SCHEDULES, POLICIES))
-
-
-@functools.cache
-def taken(run: str, micro_batch_size: int) -> ModelProfile:
-    spec = RunSpec.from_dict(json.loads(run))
-    return fake_profile(spec.model, spec.data, micro_batch_size, spec.train.dtype, spec.machine)
-
-
-@pytest.fixture(autouse=True)
-def profiles_of_this_process(monkeypatch):
-    """Take fake profiles here, where torch is loaded already, and not in a child process."""
-
-    def profile_of(spec: RunSpec) -> ModelProfile:
-        alike = RunSpec(model=spec.model, data=spec.data)
-        return taken(json.dumps(alike.to_dict()), spec.parallel.micro_batch_size)
-
-    for module in (gems.partition.methods, gems.simulation.memory_case):
-        monkeypatch.setattr(module, "profile_of", profile_of)
 
 
 def spec_of(network: str, schedule: str, memory: MemoryConfig, partitions: int = 2, replicas: int = 1) -> RunSpec:
