@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from gems.memory.memory_actions import add_memory
 from gems.memory.model import OPTIMIZERS, static_blocks
-from gems.memory.plan import MemoryPlan
-from gems.memory.segment_costs import segment_costs
-from gems.memory.timeline import RankTimeline, rank_timeline
+from gems.memory.plan import MemoryPlan, Place, add_memory, place_of
+from gems.memory.timeline import RankTimeline, rank_timeline, segment_costs
 from gems.profile import ModelProfile
 from gems.schedule.action import COMPUTE_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
@@ -48,12 +46,11 @@ class MemoryCase:
         """Return the schedule that ranks run under a plan."""
         return lower(add_memory(self.schedule, plan))
 
-    def peak_bytes(self, plan: MemoryPlan, ranks: Sequence[int] | None = None) -> Iterator[int]:
+    def peak_bytes(self, plan: MemoryPlan, ranks: Iterable[int] | None = None) -> Iterator[int]:
         """Yield the peak bytes on the device of each of the ranks (default: all) under a plan."""
         plan = replace(plan, least_bytes=self.least_bytes)
-        schedule, optimizer = self.lowered(plan), OPTIMIZERS[self.optimizer]
-        for rank in range(schedule.num_ranks) if ranks is None else ranks:
-            yield rank_timeline(self.profile, plan, schedule, rank, optimizer).peak_bytes
+        for timeline in self._timelines(plan, self.lowered(plan), ranks):
+            yield timeline.peak_bytes
 
     def static_blocks(self, rank: int) -> Iterator[int]:
         """Yield the sizes in bytes of what a rank holds throughout a step."""
@@ -64,11 +61,14 @@ class MemoryCase:
         plan = replace(plan, least_bytes=self.least_bytes)
         schedule = self.lowered(plan)
         costs = segment_costs(self.profile, plan, schedule, self.d2h_bytes_per_s, self.h2d_bytes_per_s)
-        ranks = tuple(
-            rank_timeline(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer])
-            for rank in range(schedule.num_ranks)
-        )
+        ranks = tuple(self._timelines(plan, schedule))
         return PlanOutcome(plan, schedule, costs, ranks, simulate(schedule, costs, self.network))
+
+    def _timelines(
+        self, plan: MemoryPlan, schedule: Schedule, ranks: Iterable[int] | None = None
+    ) -> Iterator[RankTimeline]:
+        for rank in range(schedule.num_ranks) if ranks is None else ranks:
+            yield rank_timeline(self.profile, plan, schedule, rank, OPTIMIZERS[self.optimizer])
 
 
 @dataclass(frozen=True)
@@ -111,60 +111,45 @@ class PlanOutcome:
         }
 
 
-Place = tuple[int, int]  # (stage, segment)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exposure:
-    """The cost of a segment in a step, over all its micro-batches and directions, in seconds.
+    """The cost of a segment in a step, over all its micro-batches and directions, in seconds."""
 
-    `copy_s` is the time of its copies both ways, `exposed_s` what ranks wait for them, `again_s` that of its
-    recomputes. `out_s` and `back_s` are when the copy out of its first micro-batch begins and its copy back ends,
-    `moved_bytes` what its copies out carry; None if nothing is copied.
-    """
-
-    copy_s: float = 0.0
-    exposed_s: float = 0.0
-    again_s: float = 0.0
-    moved_bytes: int = 0
-    out_s: float | None = None
-    back_s: float | None = None
+    copy_s: float = 0.0  # of its copies both ways
+    exposed_s: float = 0.0  # what ranks wait for them
+    again_s: float = 0.0  # of its recomputes
+    moved_bytes: int = 0  # by its copies out
+    out_s: float | None = None  # when the copy out of its first micro-batch begins
+    back_s: float | None = None  # when that one's copy back ends
 
 
 def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
     """Return the cost of each segment of a plan in the simulated step."""
     found: dict[Place, Exposure] = {}
-    for rank, row in enumerate(outcome.schedule.rows):
+    for rank, timeline in enumerate(outcome.ranks):
         starts, ends = outcome.simulation.start[rank], outcome.simulation.end[rank]
-        moved = {point.action: point.moved_bytes for point in outcome.ranks[rank].points}
         arrival: dict[Action, float] = {}
         free = 0.0
-        for action, start, end in zip(row, starts, ends, strict=True):
-            kind, place = action.kind, (action.stage, action.segment)
+        for point, start, end in zip(timeline.points, starts, ends, strict=True):
+            action, kind = point.action, point.action.kind
             if action.segment is None:
                 free = max(free, end) if kind in COMPUTE_KINDS else free
                 continue
-            one = found.get(place, Exposure())  # type: ignore[arg-type]
+            one = found.setdefault(place_of(action), Exposure())
             if kind is Kind.OFFLOAD:
-                out_s = start if one.out_s is None else one.out_s
-                one = replace(
-                    one, copy_s=one.copy_s + end - start, out_s=out_s, moved_bytes=one.moved_bytes + moved[action]
-                )
+                one.copy_s = one.copy_s + end - start
+                one.moved_bytes += point.moved_bytes
+                one.out_s = start if one.out_s is None else one.out_s
             elif kind is Kind.PREFETCH:
                 arrival[action] = end
-                one = replace(one, copy_s=one.copy_s + end - start, back_s=end if one.back_s is None else one.back_s)
+                one.copy_s = one.copy_s + end - start
+                one.back_s = end if one.back_s is None else one.back_s
             elif kind in COMPUTE_KINDS or kind in WAIT_KINDS:
-                waited = _waited(action, free, start, outcome, arrival)
-                again = end - start if kind is Kind.R else 0.0
-                one = replace(one, exposed_s=one.exposed_s + waited, again_s=one.again_s + again)
+                ready = start
+                if kind is not Kind.FREE:
+                    copies = [arrival[need] for need in dependencies(action, outcome.schedule) if need in arrival]
+                    ready = min(start, max(copies, default=free))
+                one.exposed_s += max(0.0, ready - free)
+                one.again_s += end - start if kind is Kind.R else 0.0
                 free = end
-            found[place] = one  # type: ignore[index]
     return found
-
-
-def _waited(action: Action, free: float, start: float, outcome: PlanOutcome, arrival: dict[Action, float]) -> float:
-    """Return how long a rank waited for a copy before an action, from `free` on."""
-    if action.kind is Kind.FREE:
-        return max(0.0, start - free)
-    copies = [arrival[need] for need in dependencies(action, outcome.schedule) if need in arrival]
-    return max(0.0, min(start, max(copies)) - free) if copies else 0.0

@@ -54,25 +54,15 @@ def static_blocks(
 
 
 class HeldCounts(NamedTuple):
-    """How many micro-batches of a stage and direction hold each kind of tensor.
+    """How many micro-batches of a stage and direction hold each kind of tensor."""
 
-    Attributes:
-        stashes: saved tensors, between forward and backward.
-        weights: what W needs, between I and W.
-        inputs: boundary tensors, from the posting of their receive to the end of the backward (of W if it is split).
-        gradients: received gradients likewise, except the one that is used by the running backward.
-        outputs: tensors given to a send that may not have left before the next action ends.
-        input_gradients: gradients given to a send likewise.
-        images: those of the whole step.
-    """
-
-    stashes: int = 0
-    weights: int = 0
-    inputs: int = 0
-    gradients: int = 0
-    outputs: int = 0
-    input_gradients: int = 0
-    images: int = 0
+    stashes: int = 0  # saved tensors, between forward and backward
+    weights: int = 0  # what W needs, between I and W
+    inputs: int = 0  # from the posting of their receive to the end of the backward (of W if it is split)
+    gradients: int = 0  # received ones likewise, except the one that is used by the running backward
+    outputs: int = 0  # given to a send that may not have left before the next action ends
+    input_gradients: int = 0  # likewise
+    images: int = 0  # of the whole step
 
 
 # the tables of `Spans` with the bytes of each field of HeldCounts, and with the transients of each kind of action
@@ -86,52 +76,47 @@ _TRANSFERRED = {
 }  # fmt: skip
 
 
-class BoundaryTensors:
-    """Counts the tensors between stages, and the images, along a rank's schedule, in the fields of `HeldCounts`.
+Counts = dict[StageKey, dict[str, int]]  # the fields of HeldCounts by stage
 
-    Call `begin` before a compute action, `end` after it, and `post` for transfers. Of a stage in segments the first one
-    reads the stage's inputs and makes their gradients, the last one makes the outputs and reads their gradients.
+
+def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tuple[Action, bool]]]:
+    """Return counts of the tensors between stages, and of the images, and the actions of a rank that change them.
+
+    A compute action comes twice, while it runs (False) and after it has run (True), others once (True). Of a stage in
+    segments the first one reads the stage's inputs and makes their gradients, the last one makes the outputs and reads
+    their gradients.
     """
+    counts = {held: dict.fromkeys(HeldCounts._fields, 0) for held in schedule.placement.stages_on(rank)}
+    directions = list(schedule.directions().values())
+    for (direction, stage), mine in counts.items():
+        mine["images"] = directions.count(direction) if stage == 0 else 0
+    return counts, _count_boundary(schedule, rank, counts)
 
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self._schedule = schedule
-        self.counts = {held: dict.fromkeys(HeldCounts._fields, 0) for held in schedule.placement.stages_on(rank)}
-        directions = list(schedule.directions().values())
-        for (direction, stage), counts in self.counts.items():
-            counts["images"] = directions.count(direction) if stage == 0 else 0
 
-    def post(self, action: Action) -> None:
-        """Count what a receive allocates or a send holds."""
-        self.counts[action.direction, action.stage][_TRANSFERRED[action.kind]] += 1
-
-    def begin(self, action: Action) -> None:
-        """Move the output gradient of a backward into what that backward needs."""
-        if action.kind in (Kind.B, Kind.I) and self._is_at_end(action):
-            self.counts[action.direction, action.stage]["gradients"] -= action.stage < self._schedule.num_stages - 1
-
-    def end(self, action: Action) -> None:
-        """Count what an action passes to neighbours on this rank, and free what it has read for the last time."""
-        self.settle()
+def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[tuple[Action, bool]]:
+    for action in schedule.rows[rank]:
         kind, stage, _, direction, segment = action
-        mine = self.counts[direction, stage]
-        if self._is_at_end(action):
-            if kind is Kind.F and (direction, stage + 1) in self.counts:
-                self.counts[direction, stage + 1]["inputs"] += 1
-            elif stage < self._schedule.num_stages - 1:
-                mine["gradients"] += (kind is Kind.I) - (kind is Kind.W)
-        if not segment:
-            if kind in (Kind.B, Kind.I) and (direction, stage - 1) in self.counts:
-                self.counts[direction, stage - 1]["gradients"] += 1
-            if kind in (Kind.B, Kind.W):
-                mine["inputs"] -= stage > 0
-
-    def settle(self) -> None:
-        """Count everything sent before the last action as gone."""
-        for counts in self.counts.values():
-            counts["outputs"] = counts["input_gradients"] = 0
-
-    def _is_at_end(self, action: Action) -> bool:
-        return action.segment == self._schedule.last_segment(action.stage)
+        is_compute, is_backward = kind in COMPUTE_KINDS, kind in (Kind.B, Kind.I)
+        is_at_end, has_next = segment == schedule.last_segment(stage), stage < schedule.num_stages - 1
+        if kind in _TRANSFERRED:
+            counts[direction, stage][_TRANSFERRED[kind]] += 1
+        if is_backward and is_at_end:
+            counts[direction, stage]["gradients"] -= has_next  # they are among what the backward needs
+        if is_compute:
+            yield action, False
+        if is_compute or kind in RANK_KINDS:
+            for each in counts.values():  # all that was sent before is gone
+                each["outputs"] = each["input_gradients"] = 0
+        if is_compute and is_at_end and has_next:
+            counts[direction, stage]["gradients"] += (kind is Kind.I) - (kind is Kind.W)
+        if kind in (Kind.B, Kind.W) and not segment:
+            counts[direction, stage]["inputs"] -= stage > 0
+        # what another stage of this rank receives without a message
+        if kind is Kind.F and is_at_end and (direction, stage + 1) in counts:
+            counts[direction, stage + 1]["inputs"] += 1
+        if is_backward and not segment and (direction, stage - 1) in counts:
+            counts[direction, stage - 1]["gradients"] += 1
+        yield action, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,34 +144,28 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
     ones, zeros = (1.0,) * schedule.num_stages, (0.0,) * schedule.num_stages
     # in units of one stash; what W needs is counted apart
     ledger = Ledger(schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros))
-    boundary = BoundaryTensors(schedule, rank)
+    counts, actions = boundary_tensors(schedule, rank)
     seen: set[Snapshot] = set()
     found: list[Snapshot] = []
 
     def record(active: StageKey | None, kind: Kind) -> None:
-        counts = tuple((held, HeldCounts(**counts)) for held, counts in boundary.counts.items())
-        snapshot = Snapshot(counts, active, kind)
+        snapshot = Snapshot(tuple((held, HeldCounts(**mine)) for held, mine in counts.items()), active, kind)
         if snapshot not in seen and not any(other.covers(snapshot) for other in found):
             found[:] = [*(other for other in found if not snapshot.covers(other)), snapshot]
         seen.add(snapshot)
 
-    for action in schedule.rows[rank]:
+    for action, has_run in actions:
         kind, held = action.kind, (action.direction, action.stage)
         if kind in RANK_KINDS:
-            boundary.settle()
             record(None, Kind.STEP)
-        elif kind in _TRANSFERRED:
-            boundary.post(action)
         elif kind in COPY_KINDS:
-            boundary.counts[held]["stashes"] += 1 if kind is Kind.PREFETCH else -1
+            counts[held]["stashes"] += 1 if kind is Kind.PREFETCH else -1
+        elif kind in COMPUTE_KINDS and has_run:
+            counts[held]["stashes"] += int(ledger.brings(action))
+            counts[held]["weights"] += (kind is Kind.I) - (kind is Kind.W)
         elif kind in COMPUTE_KINDS:
-            mine = boundary.counts[held]
-            mine["stashes"] -= int(ledger.leaves(action))
-            boundary.begin(action)
+            counts[held]["stashes"] -= int(ledger.leaves(action))
             record(held, kind)
-            boundary.end(action)
-            mine["stashes"] += int(ledger.brings(action))
-            mine["weights"] += (kind is Kind.I) - (kind is Kind.W)
     return tuple(found)
 
 
@@ -214,7 +193,7 @@ class MemoryModel:
                     tuple(cache(partial(self._of_stage, each, stage, ...)) for stage in stages) for each in snapshots
                 )
                 if len(stages) == 1:
-                    tables = ((cache(partial(_largest, tables)),),)
+                    tables = ((cache(lambda each=tables: reduce(np.maximum, (table() for (table,) in each))),),)
                 made[held, snapshots] = RankCosts(stages, tables)
             listed.append(made[held, snapshots])
         return tuple(listed)
@@ -242,11 +221,6 @@ class MemoryModel:
             if snapshot.active == held:
                 total = total + getattr(self._spans, _TRANSIENTS[snapshot.kind])[where]
         return total
-
-
-def _largest(tables: Sequence[Sequence[Any]]) -> Table:
-    """Return the largest entries over the snapshots of a rank with one stage."""
-    return reduce(np.maximum, (table() for (table,) in tables))
 
 
 def time_costs(spans: Spans, schedule: Schedule) -> tuple[RankCosts, ...]:

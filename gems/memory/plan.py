@@ -1,17 +1,19 @@
-"""A memory plan: what happens to each layer's saved tensors between forward and backward."""
+"""A memory plan: what happens to each layer's saved tensors between forward and backward, and its actions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 from gems.errors import ConfigError
-from gems.schedule.action import Action
+from gems.schedule.action import Action, Kind
+from gems.schedule.schedule import Schedule
 
 SCHEMA = "gems.memory/1"
+PASS = "add_memory"  # the pass that puts a plan into a schedule
 Place = tuple[int, int]  # stage, and number of the segment in it
 
 
@@ -139,3 +141,46 @@ class MemoryPlan:
 def place_of(action: Action) -> Place:
     """Return the segment that an action of a segment acts on."""
     return action.stage, action.segment or 0
+
+
+def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
+    """Split the compute actions of a compute-only schedule into segments, and add the plan's memory actions.
+
+    An offloaded segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT where the
+    plan says so; one that is recomputed gets R before its backward. Copies that are posted at one place come back in
+    the order in which they are needed. Where a copy would have to come back before it has left, the segment is kept for
+    that micro-batch: so are the last ones before the turn.
+    """
+    rows = tuple(tuple(_with_memory(row, plan)) for row in schedule.rows)
+    return replace(schedule, rows=rows, passes=(*schedule.passes, PASS))
+
+
+def _with_memory(row: tuple[Action, ...], plan: MemoryPlan) -> Iterator[Action]:
+    """Yield a rank's schedule in segments, and the actions before and after each."""
+    compute: list[Action] = []
+    for action in row:
+        numbers = range(len(plan.stages[action.stage]))
+        compute += [action._replace(segment=each) for each in (numbers if action.kind is Kind.F else reversed(numbers))]
+    index_of = {action: index for index, action in enumerate(compute)}
+    before: dict[int, list[Action]] = {}
+    after: dict[int, list[Action]] = {}
+    for index, action in enumerate(compute):
+        segment = plan.segment(place_of(action))
+        if action.kind not in (Kind.B, Kind.I) or segment.choice is not Choice.OFFLOAD:
+            continue
+        made = index_of[action._replace(kind=Kind.F)]
+        free = made + segment.free_after
+        back = max(free + 1, index - segment.ahead)
+        if free + 1 >= index:
+            continue
+        after.setdefault(made, []).insert(0, action._replace(kind=Kind.OFFLOAD))
+        after.setdefault(free, []).append(action._replace(kind=Kind.FREE))
+        before.setdefault(back, []).append(action._replace(kind=Kind.PREFETCH))
+        if segment.is_awaited and back < index:
+            after.setdefault(back, []).append(action._replace(kind=Kind.AWAIT))
+    for index, action in enumerate(compute):
+        yield from before.get(index, ())
+        if action.kind in (Kind.B, Kind.I) and plan.segment(place_of(action)).choice.is_recomputed:
+            yield action._replace(kind=Kind.R)
+        yield action
+        yield from after.get(index, ())

@@ -28,13 +28,10 @@ Maker = Callable[[MemoryConfig, MemoryCase], MemoryPlan]
 class MemoryPolicy:
     """A policy and what is known of it.
 
-    Attributes:
-        make: Makes the plan of a case; raises DoesNotFitError if nothing that the policy can do keeps the limit.
-        needs_limit: Whether it must know how much a device has.
-        takes_target: Whether memory.target_reduction may stand in for the limit.
-        quick_ways, slow_ways: Values of memory.recompute with which `gems plan` tries it, by what one evaluation takes;
-        ""
-            for a policy that does not read it.
+    `make` makes the plan of a case, or raises DoesNotFitError if nothing that the policy can do keeps the limit. One
+    that `needs_limit` must know how much a device has; of one that `takes_target` memory.target_reduction may replace
+    it. `quick_ways` and `slow_ways` are values of memory.recompute with which `gems plan` tries it, by what one
+    evaluation takes ("" for a policy that does not read it).
     """
 
     make: Maker
@@ -58,12 +55,7 @@ def memory_policy(name: str, **known: Any) -> Callable[[Maker], Maker]:
 
 
 def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Return the plan of the configured policy.
-
-    Raises:
-        ConfigError: a policy that needs a limit and has none.
-        DoesNotFitError: nothing that the policy can do keeps the limit.
-    """
+    """Return the plan of the configured policy, or raise DoesNotFitError if nothing that it can do keeps the limit."""
     return POLICIES[memory.name].make(memory, case)
 
 
@@ -71,7 +63,6 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     """Return the plan of the configured policy, stopping early if recomputed segments miss the limit.
 
     Raises:
-        ConfigError: as `plan_of`.
         DoesNotFitError: the plan does not keep the case's limit, or nothing that the policy can do does.
     """
     limit = case.limit_bytes
@@ -87,64 +78,39 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     return keep_last(case, plan, peaks)
 
 
-def published_plans(case: MemoryCase) -> list[MemoryPlan]:
-    """Return the plans of the published policies that can be had under the case's limit."""
-    makers: list[Callable[[], MemoryPlan]] = [
-        partial(vdnn_dyn, case), partial(vdnn_dyn, case, asynchronous=True), partial(lms, case),
-        partial(lms_limit, case),
-        *(partial(recompute, case, how) for how in RECOMPUTES),
-    ]  # fmt: skip
-    plans = []
-    for make in makers:
-        with suppress(DoesNotFitError):
-            plans.append(make())
-    return plans
-
-
-@memory_policy("keep", quick_ways=("",), slow_ways=())
-def _keep(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    return MemoryPlan.keeping(case.boundaries)
-
-
-@memory_policy("vdnn_all", slow_ways=())
-def _vdnn_all(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    return vdnn_all(case, memory.asynchronous)
-
-
-@memory_policy("vdnn_conv", slow_ways=())
-def _vdnn_conv(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    return vdnn_conv(case, memory.asynchronous)
-
-
-@memory_policy("vdnn_dyn", needs_limit=True)
-def _vdnn_dyn(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    return vdnn_dyn(case, memory.asynchronous)
-
-
-@memory_policy("lms", needs_limit=True, slow_ways=())
-def _lms(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    return lms(
-        case, memory.swapout_threshold, memory.swapin_ahead, memory.swapin_groupby, memory.sync_mode, memory.ratio
-    )
-
-
-@memory_policy("lms_limit", needs_limit=True, slow_ways=())
-def _lms_limit(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    return lms_limit(case, memory.limit_bytes, memory.reclaim)
-
-
-@memory_policy("recompute", quick_ways=("stage",), slow_ways=("selective", "segment"))
-def _recompute(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    return recompute(case, memory.recompute, memory.segments)
+_PUBLISHED: tuple[tuple[str, Maker, dict[str, Any]], ...] = (
+    ("keep", lambda memory, case: MemoryPlan.keeping(case.boundaries), {"quick_ways": ("",), "slow_ways": ()}),
+    ("vdnn_all", lambda memory, case: vdnn_all(case, memory.asynchronous), {"slow_ways": ()}),
+    ("vdnn_conv", lambda memory, case: vdnn_conv(case, memory.asynchronous), {"slow_ways": ()}),
+    ("vdnn_dyn", lambda memory, case: vdnn_dyn(case, memory.asynchronous), {"needs_limit": True}),
+    ("lms", lambda memory, case: lms(case, memory.swapout_threshold, memory.swapin_ahead, memory.swapin_groupby,
+        memory.sync_mode, memory.ratio), {"needs_limit": True, "slow_ways": ()}),
+    ("lms_limit", lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim),
+     {"needs_limit": True, "slow_ways": ()}),
+    ("recompute", lambda memory, case: recompute(case, memory.recompute, memory.segments),
+     {"quick_ways": ("stage",), "slow_ways": ("selective", "segment")}),
+)  # fmt: skip
+for _name, _make, _known in _PUBLISHED:
+    memory_policy(_name, **_known)(_make)
 
 
 @memory_policy("plan", needs_limit=True, takes_target=True)
 def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
-    """Return the optimal plan under the limit, or under that of memory.target_reduction if it is less."""
+    """Return the optimal plan under the limit, or under that of memory.target_reduction if it is less.
+
+    Its rivals are the plans of the published policies that can be had under that limit.
+    """
     limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
     if memory.target_reduction is not None:
         limit = min(limit, target_limit_bytes(case, memory.target_reduction))
     limited = replace(case, limit_bytes=limit)
-    found = plan(limited, limit, memory.budget_s, published_plans(limited))
+    recomputing = (partial(recompute, how=how) for how in RECOMPUTES)
+    makers: tuple[Callable[[MemoryCase], MemoryPlan], ...]
+    makers = (vdnn_dyn, partial(vdnn_dyn, asynchronous=True), lms, lms_limit, *recomputing)
+    rivals = []
+    for make in makers:
+        with suppress(DoesNotFitError):
+            rivals.append(make(limited))
+    found = plan(limited, limit, memory.budget_s, rivals)
     counters = {"limit_bytes": limit, "bound_s": found.bound_s, "gap": found.gap, "method": found.method}
     return replace(found.plan, policy="plan", counters=counters)

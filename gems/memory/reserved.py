@@ -22,13 +22,14 @@ OWN_SEGMENT_STEP_BYTES = 2 << 20  # a larger one has its own segment, rounded up
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, with its neighbours `before` and `behind`."""
+    """A piece of a segment of `segment_bytes`, with its neighbours `before` and `after`."""
 
     num_bytes: int
+    segment_bytes: int
     is_small: bool
     is_free: bool = False
     before: Block | None = None
-    behind: Block | None = None
+    after: Block | None = None
 
 
 class CachingAllocator:
@@ -51,10 +52,10 @@ class CachingAllocator:
         block = self._best(size, is_small) or self._segment(size, is_small)
         left = block.num_bytes - size
         if left >= BLOCK_BYTES if is_small else left > SMALL_BYTES:
-            rest = Block(left, is_small, before=block, behind=block.behind)
-            if block.behind is not None:
-                block.behind.before = rest
-            block.num_bytes, block.behind = size, rest
+            rest = Block(left, block.segment_bytes, is_small, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.num_bytes, block.after = size, rest
             self._keep(rest)
         block.is_free = False
         self.allocated_bytes += block.num_bytes
@@ -63,18 +64,18 @@ class CachingAllocator:
     def give(self, block: Block) -> None:
         """Free a block; it joins free neighbours of its segment."""
         self.allocated_bytes -= block.num_bytes
-        for other in (block.before, block.behind):
+        for other in (block.before, block.after):
             if other is not None and other.is_free:
                 self._forget(other)
                 block.num_bytes += other.num_bytes
                 if other is block.before:
                     block.before = other.before
                     if block.before is not None:
-                        block.before.behind = block
+                        block.before.after = block
                 else:
-                    block.behind = other.behind
-                    if block.behind is not None:
-                        block.behind.before = block
+                    block.after = other.after
+                    if block.after is not None:
+                        block.after.before = block
         self._keep(block)
 
     def _best(self, size: int, is_small: bool) -> Block | None:
@@ -92,7 +93,7 @@ class CachingAllocator:
         else:
             num_bytes = _rounded(size, OWN_SEGMENT_STEP_BYTES)
         self.reserved_bytes += num_bytes
-        return Block(num_bytes, is_small)
+        return Block(num_bytes, num_bytes, is_small)
 
     def _keep(self, block: Block) -> None:
         block.is_free = True
@@ -165,10 +166,15 @@ def _backward(
     allocator: CachingAllocator, layers: Sequence[LayerProfile], kept: list[list[Block]], passing: list[Block]
 ) -> None:
     for layer, blocks in zip(reversed(layers), reversed(kept), strict=True):
-        # the gradient that the layer returns, and the rest of what its backward needs
-        needed = max(0, layer.backward_peak_bytes - layer.output_grad_bytes)
-        given_back = min(needed, layer.output_grad_bytes)
-        made = [allocator.take(size) for size in (max(1, given_back), needed - given_back) if size > 0]
+        gradient, rest = backward_requests(layer)
+        made = [allocator.take(size) for size in (max(1, gradient), rest) if size > 0]
         _give(allocator, [*blocks, *passing, *made[1:]])
         passing = made[:1]
     _give(allocator, passing)
+
+
+def backward_requests(layer: LayerProfile) -> tuple[int, int]:
+    """Return the bytes of the gradient that a layer returns and the rest of what its backward needs."""
+    needed = max(0, layer.backward_peak_bytes - layer.output_grad_bytes)
+    gradient = min(needed, layer.output_grad_bytes)
+    return gradient, needed - gradient

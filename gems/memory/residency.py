@@ -15,14 +15,9 @@ Key = Hashable
 class StorageState:
     """A saved storage.
 
-    Attributes:
-        num_bytes: its size.
-        savers: segments whose backward has still to read it; `~segment` for a segment's W.
-        is_movable: whether copies may take it.
-        is_pinned: whether it stays on the device because a segment that is not offloaded has saved it too.
-        moved_with: the segment whose copy took it.
-        on_device: whether the device has it.
-        on_host: whether host memory has it.
+    `savers` are the segments whose backward has still to read it, `~segment` for a segment's W. One that `is_movable`
+    may be copied; one that `is_pinned` stays on the device because a segment that is not offloaded has saved it too.
+    `moved_with` is the segment whose copy took it.
     """
 
     num_bytes: int
@@ -39,37 +34,22 @@ class Residency:
 
     A storage belongs to the last segment that saves it (vDNN's reference count, Rhu et al. 2016, section III): it
     leaves with that segment's copy, is back for that segment's backward, and stays until the backward of the first
-    segment that saved it. So no storage is copied twice in one direction.
+    segment that saved it. So no storage is copied twice in one direction. `device_bytes` are those of saved storages on
+    the device, `host_bytes` those of copies in host memory, `states` those that a backward has still to read.
     """
 
     def __init__(self, offloaded: Collection[int] = ()) -> None:
         self._offloaded = frozenset(offloaded)
-        self._states: dict[Key, StorageState] = {}
+        self.states: dict[Key, StorageState] = {}
         self._saved_by: dict[int, dict[Key, None]] = {}
         self._moved: dict[int, list[Key]] = {}
         self._unmoved: dict[Key, None] = {}
-        self._device_bytes = 0
-        self._host_bytes = 0
-
-    def __getitem__(self, key: Key) -> StorageState:
-        return self._states[key]
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._states
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of saved storages on the device."""
-        return self._device_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of copies in host memory."""
-        return self._host_bytes
+        self.device_bytes = 0
+        self.host_bytes = 0
 
     def is_on_device(self, key: Key) -> bool:
         """Whether a storage is on the device."""
-        state = self._states.get(key)
+        state = self.states.get(key)
         return state is not None and state.on_device
 
     def save(self, key: Key, num_bytes: int, segment: int, is_movable: bool = True) -> bool:
@@ -78,11 +58,11 @@ class Residency:
         A storage that has left the device stays in host memory if it is saved again, except by a segment that is not
         offloaded.
         """
-        state = self._states.get(key)
+        state = self.states.get(key)
         is_new = state is None
         if state is None:
-            state = self._states[key] = StorageState(num_bytes, is_movable=is_movable)
-            self._device_bytes += num_bytes
+            state = self.states[key] = StorageState(num_bytes, is_movable=is_movable)
+            self.device_bytes += num_bytes
         state.savers.add(segment)
         self._saved_by.setdefault(segment, {})[key] = None
         stays = segment not in self._offloaded
@@ -108,14 +88,14 @@ class Residency:
         stays = () if segment + 1 in self._offloaded else set(outputs)
         taken = []
         for key in list(self._unmoved):
-            if max(self._states[key].savers) not in self._offloaded:
+            if max(self.states[key].savers) not in self._offloaded:
                 del self._unmoved[key]
             elif key not in stays:
                 taken.append(key)
         for key in taken:
-            state = self._states[key]
+            state = self.states[key]
             state.moved_with, state.on_host = segment, True
-            self._host_bytes += state.num_bytes
+            self.host_bytes += state.num_bytes
             del self._unmoved[key]
         self._moved.setdefault(segment, []).extend(taken)
         return taken
@@ -124,11 +104,11 @@ class Residency:
         """Return what is freed on the device when the copy of a segment has ended."""
         gone = []
         for key in self._moved.pop(segment, ()):
-            state = self._states.get(key)
+            state = self.states.get(key)
             if state is not None and state.moved_with == segment and state.on_device and not state.is_pinned:
                 gone.append(key)
                 state.on_device = False
-                self._device_bytes -= state.num_bytes
+                self.device_bytes -= state.num_bytes
         return gone
 
     def prefetch(self, segment: int) -> list[Key]:
@@ -138,7 +118,7 @@ class Residency:
         """
         back = []
         for key in self._saved_by.get(segment, ()):
-            state = self._states[key]
+            state = self.states[key]
             if state.on_device:
                 state.is_pinned = True
             else:
@@ -148,8 +128,8 @@ class Residency:
 
     def fetch(self, key: Key) -> None:
         """Record that a storage was copied back because it was read before its prefetch was posted."""
-        if not self._states[key].on_device:
-            self._bring_back(self._states[key])
+        if not self.states[key].on_device:
+            self._bring_back(self.states[key])
 
     def done(self, segment: int) -> list[Key]:
         """Return what is no longer needed once the backward of a segment has run.
@@ -158,19 +138,19 @@ class Residency:
         """
         gone = []
         for key in self._saved_by.pop(segment, ()):
-            state = self._states[key]
+            state = self.states[key]
             state.savers.discard(segment)
             if not state.savers:
                 gone.append(key)
-                del self._states[key]
+                del self.states[key]
                 self._unmoved.pop(key, None)
-                self._device_bytes -= state.num_bytes if state.on_device else 0
+                self.device_bytes -= state.num_bytes if state.on_device else 0
             if state.on_host and max(state.savers, default=-1) < 0:
                 # the weight gradients that may still read it do so on the device
                 state.on_host = False
-                self._host_bytes -= state.num_bytes
+                self.host_bytes -= state.num_bytes
         return gone
 
     def _bring_back(self, state: StorageState) -> None:
         state.on_device = True
-        self._device_bytes += state.num_bytes
+        self.device_bytes += state.num_bytes

@@ -80,7 +80,7 @@ class Layers:
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.spans = Spans(profile)
-        self.storages = tuple(_told_apart(profile, index) for index in range(profile.num_layers))
+        self.storages = tuple(_layer_storages(profile, index) for index in range(profile.num_layers))
         # a stage by its segments and the size from which storages are moved: plans differ in few stages
         self.stage = lru_cache(MAX_STAGES)(partial(StageStorages, self))
         self.made = lru_cache(MAX_STAGES)(self._made)
@@ -218,15 +218,15 @@ def profile_storages(profile: ModelProfile) -> Layers:
     return found
 
 
-def _told_apart(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
+def _layer_storages(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
     """Return the storages that a layer makes and that are saved or passed on.
 
     A profile that only knows sums does not say what of its output a layer saves itself, nor what nobody saves: the sums
     of the next layer tell, for tensors that are not carried further.
     """
     layer = profile.layers[index]
-    is_told = layer.passing or layer.saved != saved_from(layer.stash_bytes, layer.saved_later, layer.cheap_bytes)
-    if is_told or index + 1 == profile.num_layers:
+    is_known = layer.passing or layer.saved != saved_from(layer.stash_bytes, layer.saved_later, layer.cheap_bytes)
+    if is_known or index + 1 == profile.num_layers:
         return (*layer.saved, *layer.passing)
     after = profile.layers[index + 1]
     unsaved = max(0, after.unsaved_input_bytes - sum(num_bytes for _, num_bytes in after.unsaved_from))

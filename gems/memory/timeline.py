@@ -1,22 +1,26 @@
-"""The bytes that a rank holds along its schedule under a memory plan, storage by storage."""
+"""The bytes that a rank holds along its schedule under a memory plan, storage by storage, and what segments cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
-from gems.memory.model import TABLES, BoundaryTensors, HeldCounts, Optimizer
+from gems.memory.model import TABLES, HeldCounts, Optimizer, boundary_tensors
 from gems.memory.plan import MemoryPlan
 from gems.memory.residency import Residency
 from gems.memory.storages import MAX_STAGES, Group, StageStorages, as_bytes, profile_storages, stage_storages
-from gems.profile import ModelProfile
-from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RANK_KINDS, WAIT_KINDS, Action, Kind
+from gems.profile import LayerProfile, ModelProfile
+from gems.profile.spans import Spans
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, WAIT_KINDS, Action, Kind
+from gems.schedule.costs import SegmentCosts, StageCosts
 from gems.schedule.schedule import Schedule
 
 MicroBatchKey = tuple[int, int, int | None]  # direction, stage, micro-batch
 Script = tuple[tuple[Kind, int], ...]  # the actions of one micro-batch on a stage in order: kind and segment
 OWN_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
+_TIMES = ("forward_s", "input_grad_s", "weight_grad_s", "recompute_s")
 _BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[2:]  # all but stashes and weights
 
 
@@ -66,9 +70,10 @@ def rank_timeline(
     saved storages, values and gradients between segments, and the transients of each action. If the schedule does not
     wait for a copy to host memory (no FREE), what it moves counts as freed when the copy is posted.
     """
-    spans, cuts, boundary = profile_storages(profile).spans, plan.boundaries, BoundaryTensors(schedule, rank)
+    spans, cuts = profile_storages(profile).spans, plan.boundaries
+    held, actions = boundary_tensors(schedule, rank)
     static_bytes, sizes = 0, []
-    for (_, stage), counts in boundary.counts.items():
+    for (_, stage), counts in held.items():
         span = (cuts[stage], cuts[stage + 1])
         static_bytes += as_bytes(optimizer.static_bytes(spans.params[span], spans.buffers[span]))
         sizes += [(counts, name, as_bytes(getattr(spans, table)[span])) for name, table in _BETWEEN_STAGES]
@@ -77,7 +82,7 @@ def rank_timeline(
         """Return the bytes that belong to no micro-batch's own actions; only compute and transfers change them."""
         return static_bytes + sum(counts[name] * num_bytes for counts, name, num_bytes in sizes)
 
-    storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in boundary.counts}
+    storages = {stage: stage_storages(profile, plan, schedule, stage) for _, stage in held}
     states = {
         key: iter(micro_batch_states(storages[key[1]], script))
         for key, script in micro_batch_scripts(schedule.rows[rank]).items()
@@ -86,30 +91,24 @@ def rank_timeline(
     device = activations = host = 0
     outside_bytes = outside()
     points = []
-    for action in schedule.rows[rank]:
+    for action, has_run in actions:
         kind, stage, micro_batch, direction, _ = action
-        if kind in OWN_KINDS:
-            key = (direction, stage, micro_batch)
-            before, state = last.get(key, _NOTHING), next(states[key])
-            last[key] = state
-            if kind in COMPUTE_KINDS:
-                boundary.begin(action)
-                outside_bytes = outside()
-            during = outside_bytes + device - before.device_bytes + state.during_bytes
-            device += state.device_bytes - before.device_bytes
-            activations += state.activation_bytes - before.activation_bytes
-            host += state.host_bytes - before.host_bytes
-            if kind in COMPUTE_KINDS:
-                boundary.end(action)
-                outside_bytes = outside()
-            points.append(Point(action, during, outside_bytes + device, activations, host, state.moved_bytes))
+        if kind not in OWN_KINDS or kind in COMPUTE_KINDS:
+            during_bytes, outside_bytes = outside_bytes, outside()
+        if not has_run:
             continue
-        if kind in RANK_KINDS:
-            boundary.settle()
-        else:
-            boundary.post(action)
-        outside_bytes = outside()
-        points.append(Point(action, outside_bytes + device, outside_bytes + device, activations, host))
+        if kind not in OWN_KINDS:
+            points.append(Point(action, outside_bytes + device, outside_bytes + device, activations, host))
+            continue
+        key = (direction, stage, micro_batch)
+        before, state = last.get(key, _NOTHING), next(states[key])
+        last[key] = state
+        during = (during_bytes if kind in COMPUTE_KINDS else outside_bytes) + device - before.device_bytes
+        device += state.device_bytes - before.device_bytes
+        activations += state.activation_bytes - before.activation_bytes
+        host += state.host_bytes - before.host_bytes
+        during += state.during_bytes
+        points.append(Point(action, during, outside_bytes + device, activations, host, state.moved_bytes))
     return RankTimeline(tuple(points))
 
 
@@ -197,7 +196,7 @@ class MicroBatch:
             group
             for segment, groups in self._used_up.items()
             for group in groups
-            if self._residency[group].savers == {segment}
+            if self._residency.states[group].savers == {segment}
         )
         return self._activation_bytes + passing + self._gradient_bytes - used_up
 
@@ -215,7 +214,7 @@ class MicroBatch:
         storages = self._storages
         for group in storages.saves[segment]:
             is_kept = group.maker < segment or (storages.is_selective[segment] and group.is_product)
-            is_second = not is_kept and group in self._residency
+            is_second = not is_kept and group in self._residency.states
             key = ("second", group) if is_second else group
             self._residency.save(key, storages.num_bytes[group], segment, group.is_movable)
         self._used_up[segment] = [each for each in self._kept_for_recompute(segment) if segment not in each.savers]
@@ -252,3 +251,88 @@ def micro_batch_scripts(row: Iterable[Action]) -> dict[MicroBatchKey, Script]:
         if kind in OWN_KINDS:
             found.setdefault((direction, stage, micro_batch), []).append((kind, segment or 0))
     return {key: tuple(script) for key, script in found.items()}
+
+
+def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
+    """Return the costs of the stages of a partition, in seconds and bytes.
+
+    An input of a stage counts among its activations: it is held as long.
+    """
+    cuts = list(pairwise(boundaries))
+    stages = [spans.profile.layers[first:end] for first, end in cuts]
+    given = tuple(float(spans.profile.given_bytes(first)) for first in boundaries[:-1])
+    forward, input_grad, weight_grad, recompute = (tuple(_sum(stage, name) for stage in stages) for name in _TIMES)
+    return StageCosts(
+        forward,
+        input_grad,
+        weight_grad,
+        recompute=recompute,
+        activation=tuple(float(spans.stash[cut]) + more for cut, more in zip(cuts, given, strict=True)),
+        held_for_weights=tuple(
+            float(spans.held_for_weights[cut]) + more for cut, more in zip(cuts, given, strict=True)
+        ),
+        boundary=given,
+        boundary_bytes=tuple(float(stage[-1].output_bytes) for stage in stages),
+    )
+
+
+def segment_costs(
+    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, d2h_bytes_per_s: float, h2d_bytes_per_s: float
+) -> StageCosts:
+    """Return the costs of the stages and segments of a plan, in seconds and bytes.
+
+    What segments keep and move is that of the micro-batch of which most is moved or recomputed. A storage that several
+    segments save counts in the first of them, which frees it; the stage's input counts in its first segment.
+    """
+    scripts: dict[int, Script] = {}
+    most: dict[int, int] = {}
+    for row in schedule.rows:
+        for (_, stage, _), script in micro_batch_scripts(row).items():
+            number = sum(kind in (Kind.OFFLOAD, Kind.R) for kind, _ in script)
+            if number > most.get(stage, -1):
+                scripts[stage], most[stage] = script, number
+    rates = d2h_bytes_per_s, h2d_bytes_per_s
+    segments = tuple(
+        _segments(stage_storages(profile, plan, schedule, stage), scripts[stage], *rates)
+        for stage in range(schedule.num_stages)
+    )
+    copy = tuple(max(sum(each.copy_out for each in stage), sum(each.copy_in for each in stage)) for stage in segments)
+    return replace(stage_costs(profile_storages(profile).spans, plan.boundaries), copy=copy, segments=segments)
+
+
+def _segments(
+    storages: StageStorages, script: Script, d2h_bytes_per_s: float, h2d_bytes_per_s: float
+) -> tuple[SegmentCosts, ...]:
+    # bytes that a segment's forward and recompute newly save, and that its copies move
+    saved: dict[tuple[Kind, int], int] = {}
+    moved: dict[tuple[Kind, int], int] = {}
+    before = 0
+    for at, state in zip(script, micro_batch_states(storages, script), strict=True):
+        saved[at], moved[at] = state.activation_bytes - before, state.moved_bytes
+        before = state.activation_bytes
+    found = []
+    for number, (first, end) in enumerate(storages.spans_of):
+        profile = storages.layers.profile
+        layers, given = profile.layers[first:end], 0 if number else profile.given_bytes(first)
+        forward_s, input_grad_s, weight_grad_s, recompute_s = (_sum(layers, name) for name in _TIMES)
+        forward, again = saved.get((Kind.F, number), 0), saved.get((Kind.R, number))
+        out, back = (moved.get((kind, number), 0) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
+        found.append(
+            SegmentCosts(
+                forward_s,
+                input_grad_s,
+                weight_grad_s,
+                activation=float(forward + (again or 0) + given),
+                recompute=_sum(layers, "cheap_s") if storages.is_selective[number] else recompute_s,
+                held_for_weights=float(storages.held_for_weights_bytes(number) + given),
+                boundary=float((0 if again is None else forward) + given),
+                moved=float(out),
+                copy_out=out / d2h_bytes_per_s,
+                copy_in=back / h2d_bytes_per_s,
+            )
+        )
+    return tuple(found)
+
+
+def _sum(layers: Sequence[LayerProfile], name: str) -> float:
+    return sum(float(getattr(layer, name)) for layer in layers)

@@ -14,7 +14,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes
-from gems.memory.segment_costs import stage_costs
+from gems.memory.timeline import stage_costs
 from gems.models import layers_of
 from gems.partition.even import even
 from gems.partition.exact import solve

@@ -11,8 +11,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel
 from gems.memory.registry import plan_within
-from gems.memory.segment_costs import segment_costs, stage_costs
-from gems.memory.timeline import RankTimeline, rank_timeline
+from gems.memory.timeline import RankTimeline, rank_timeline, segment_costs, stage_costs
 from gems.partition.methods import optimizer_name
 from gems.planner.candidate_partitions import Cuts, TimeCut, stashes, with_stages
 from gems.planner.search.best_first import Rules, TooLarge

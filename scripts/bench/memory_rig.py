@@ -24,8 +24,7 @@ from gems.engine.device import DTYPES, open_device
 from gems.engine.pipeline import build_pipeline
 from gems.engine.transport.mpi import world
 from gems.memory.case import MemoryCase, PlanOutcome
-from gems.memory.memory_actions import add_memory
-from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
 from gems.memory.registry import plan_of
 from gems.models import layers_of
 from gems.models.build import as_tuple

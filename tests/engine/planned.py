@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from gems.engine.executor import Batch
-from gems.memory.memory_actions import add_memory
-from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
 from gems.models.build import TensorSpec
 from gems.schedule.action import Action, Kind
 from gems.schedule.lower import lower

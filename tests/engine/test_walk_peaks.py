@@ -10,9 +10,8 @@ from torch import nn
 
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.engine.executor import Batch
-from gems.memory.memory_actions import add_memory
 from gems.memory.model import OPTIMIZERS
-from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
 from gems.memory.timeline import rank_timeline
 from gems.models import layers_of
 from gems.models.build import build_layers, input_spec

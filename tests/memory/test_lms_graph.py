@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gems.memory.policies.lms.graph import Graph, Return, Swap, Tensor
+from gems.memory.policies.lms.graph import Graph, Parameters, Return, Swap, Tensor
 
 # 0 -> 1 -> 2 -> 4 and 0 -> 3 -> 4, then 4 -> 5 -> ... -> 9; 0 is read again by 7 and 9
 LINKS = [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9)]
@@ -73,13 +73,13 @@ def test_levels_of_other_branches_are_no_control() -> None:
 
 def test_swaps_name_what_leaves_and_what_comes_back() -> None:
     graph = graph_of(Tensor(8, 0, (3, 7, 9)), Tensor(8, 5, (9,)), Tensor(8, 1, (9,), is_movable=False))
-    assert graph.swaps(3, 1, 0, is_swapin_sync=False) == (
+    assert graph.swaps(Parameters(3, 1, 0)) == (
         Swap(10, 3, (Return(10, (7,), 5), Return(10, (9,), 7))),
         Swap(11, 5, (Return(11, (9,), 7),)),
     )
-    assert graph.swaps(3, 1, 2, is_swapin_sync=True) == (
+    assert graph.swaps(Parameters(3, 1, 2, 2)) == (
         Swap(10, 3, (Return(10, (7, 9), None),)),
         Swap(11, 5, (Return(11, (9,), None),)),
     )
-    assert graph.swaps(5, 1, 0, is_swapin_sync=False)[0].last_near == 3
-    assert graph.swaps(8, 1, 0, is_swapin_sync=False) == ()
+    assert graph.swaps(Parameters(5, 1, 0))[0].last_near == 3
+    assert graph.swaps(Parameters(8, 1, 0)) == ()

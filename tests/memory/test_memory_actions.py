@@ -1,4 +1,4 @@
-"""gems.memory.memory_actions: where a plan's actions stand in the lists of the ranks."""
+"""gems.memory.plan: where a plan's actions stand in the lists of the ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gems.memory.memory_actions import add_memory
-from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.segment_costs import segment_costs
+from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
+from gems.memory.timeline import segment_costs
 from gems.schedule import generate
 from gems.schedule.action import COMPUTE_KINDS, Kind
 from gems.schedule.costs import Network

@@ -12,12 +12,10 @@ import pytest
 
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.memory import storages
-from gems.memory.memory_actions import add_memory
 from gems.memory.model import OPTIMIZERS, MemoryModel, static_blocks
-from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.segment_costs import segment_costs
+from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
 from gems.memory.storages import Layers
-from gems.memory.timeline import RankTimeline, micro_batch_states, rank_timeline
+from gems.memory.timeline import RankTimeline, micro_batch_states, rank_timeline, segment_costs
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.saved_storages import Saved

@@ -238,7 +238,7 @@ class SavedTensorTable:
     def unneeded_on_host(self) -> list[SavedStorage]:
         """Return storages whose host copy is not read again: weight gradients read them on the device."""
         left = [saved for saved in self.for_weights if saved.buffer is not None and saved.number in self._storages]
-        return [saved for saved in left if not self.residency[saved.number].on_host]
+        return [saved for saved in left if not self.residency.states[saved.number].on_host]
 
 
 def is_plain(tensor: Tensor, device: torch.device) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from gems.memory.case import MemoryCase
 from gems.memory.optimizer.milp import Program, Terms
@@ -16,7 +15,6 @@ from gems.memory.timeline import Point
 from gems.schedule.action import COMPUTE_KINDS, SEND_KINDS, Action, Kind
 from gems.schedule.dependencies import dependencies
 
-BACKWARD = (Kind.B, Kind.I)
 Weights = tuple[dict[Segment, float], ...]  # of each option, by stage
 
 
@@ -54,8 +52,12 @@ class PlanModel:
         self.starts: list[tuple[Action, int, float]] = []
         self.span = self.program.variable()
         for rank in range(case.schedule.num_ranks):
-            _RankRows(self, rank, kept.ranks[rank].points).write()
-        self._write_dependencies()
+            _RankRows(self, rank, kept.ranks[rank].points)
+        for action, ended, time in self.starts:
+            for need in dependencies(action, case.schedule):
+                if need.stage != action.stage:
+                    low = self._delay_s(need, action) * self.program.per_s + time
+                    self.program.row({ended: 1.0, self.ended[need]: -1.0}, low=low)
 
     def solve(
         self, is_whole: bool, node_limit: int = 0, gap: float = 0.0, copy_share: float = 0.0
@@ -77,31 +79,22 @@ class PlanModel:
         found = self.program.solve(is_whole, node_limit, gap)
         if found is None:
             return None
-        weights: Weights = ()
-        if found.values is not None:
-            values = found.values
-            weights = tuple(
-                {option: float(values[at]) for option, at in block.at.items() if values[at] > 1e-6}
-                for block in self.blocks
-            )
+        values = () if found.values is None else found.values
+        weights = tuple(
+            {option: float(values[at]) for option, at in block.at.items() if values[at] > 1e-6}
+            for block in (self.blocks if len(values) else ())
+        )
         return weights, max(0.0, found.bound / self.program.per_s)
 
-    def _write_dependencies(self) -> None:
-        schedule, network = self.case.schedule, self.case.network
-        for action, ended, time in self.starts:
-            for need in dependencies(action, schedule):
-                if need.stage == action.stage:
-                    continue
-                delay = 0.0
-                here, there = schedule.rank_of(need), schedule.rank_of(action)
-                if here != there:
-                    layer = self.case.boundaries[max(need.stage, action.stage)] - 1
-                    delay = network.delay(here, there, self.case.profile.layers[layer].output_bytes)
-                self.program.row({ended: 1.0, self.ended[need]: -1.0}, low=delay * self.program.per_s + time)
+    def _delay_s(self, need: Action, action: Action) -> float:
+        """Return the seconds that it takes to bring what an action needs from another stage."""
+        here, there = self.case.schedule.rank_of(need), self.case.schedule.rank_of(action)
+        layer = self.case.profile.layers[self.case.boundaries[max(need.stage, action.stage)] - 1]
+        return 0.0 if here == there else self.case.network.delay(here, there, layer.output_bytes)
 
 
 class _RankRows:
-    """The constraints of one rank: along its schedule, layer by layer.
+    """Writes the constraints of one rank: along its schedule, layer by layer.
 
     Of the running action, `out` and `back` are what leaves and comes, `lasts` and `lasted` its length so far in
     variables and as a number, `resident` the bytes of other micro-batches, `kept` those if every layer is kept.
@@ -109,7 +102,6 @@ class _RankRows:
 
     def __init__(self, model: PlanModel, rank: int, points: Sequence[Point]) -> None:
         self.model, self.program, self.case = model, model.program, model.case
-        self.row = self.case.schedule.rows[rank]
         self.during = {point.action: point.during_bytes for point in points}
         self.before = {after.action: point.device_bytes for point, after in pairwise(points)}
         self.messages = _spared_messages(points)
@@ -120,9 +112,7 @@ class _RankRows:
         self.clock = Terms()
         self.on_host: dict[tuple[int, int | None, int], Terms] = {}
         self.left_of: dict[tuple[int, int | None, int], Terms] = {}
-
-    def write(self) -> None:
-        for action in self.row:
+        for action in self.case.schedule.rows[rank]:
             self._act(action)
         self.program.row(Terms({self.model.span: 1.0}) - self.clock, low=0.0)
 
@@ -136,7 +126,7 @@ class _RankRows:
         for key, host in list(now_on_host.items()):
             left, came, after = program.variable(), program.variable(), program.variable()
             other = self.model.blocks[key[0]]
-            moved, kept = other.moved_all(), other.kept_all()
+            moved, kept = other.moved_before(other.end, True), other.forward_bytes(other.end)
             program.row(Terms({after: 1.0, left: -1.0, came: 1.0}) - host, low=0.0, high=0.0)
             program.row(Terms({after: 1.0}) - moved, high=0.0)
             self.resident += moved - host
@@ -160,7 +150,7 @@ class _RankRows:
             if not is_forward:
                 del now_on_host[mine]
                 if self.model.moves_all:
-                    program.row(self.left_of[mine] - block.moved_all(), low=0.0)
+                    program.row(self.left_of[mine] - block.moved_before(block.end, is_forward=True), low=0.0)
         for flows, rate in ((self.out, self.out_rate), (self.back, self.in_rate)):
             if flows:
                 program.row(flows | self.lasts * -rate, high=rate * self.lasted)
@@ -198,8 +188,9 @@ class _RankRows:
         self.out |= {waited_out: 1.0, left: 1.0}
         self.left_of[action.stage, action.micro_batch, action.direction] |= {waited_out: 1.0, left: 1.0}
         self.back |= {waited_back: 1.0, came: 1.0}
-        before = block.moved_before(layer, is_forward)
-        posted = block.posted_before(layer) if is_forward else before
+        before = posted = block.moved_before(layer, is_forward)
+        if is_forward:  # what earlier layers have saved
+            posted = block.before(layer, block.moved_own, block.moved_saved)
         program.row(Terms({begin: 1.0}) - posted, high=0.0)
         program.row(Terms({after: 1.0}) - posted, high=0.0)
         held = block.forward_bytes(layer) if is_forward else block.backward_bytes(layer)
@@ -245,7 +236,7 @@ def _spared_messages(points: Sequence[Point]) -> dict[Action, int]:
         elif action.kind is Kind.RECV_B:
             received.append((action, more))
         elif action.kind in COMPUTE_KINDS:
-            is_backward = action.kind in BACKWARD
+            is_backward = action.kind in (Kind.B, Kind.I)
             found[action] = sent * is_backward + sum(
                 size for each, size in received if not is_backward or each[1:4] != action[1:4]
             )
@@ -253,39 +244,24 @@ def _spared_messages(points: Sequence[Point]) -> dict[Action, int]:
     return found
 
 
-class _Part(NamedTuple):
-    """Bytes that leave together, made by layer `maker` and needed last by layer `saver`.
-
-    `moved` is the variable of their leaving. If an earlier layer saved them too, they leave with that one if `saver`
-    itself is not offloaded.
-    """
-
-    num_bytes: int
-    moved: int
-    maker: int
-    saver: int
-    is_of_several: bool
-
-
 class _WholeCopies:
     """For one stage: during which layers' actions an offloaded segment is on the device, all of it or nothing.
 
-    It is gone once the host has it whole, and there in full from the posting of the copy back.
+    It is gone once the host has it whole, and there in full from the posting of the copy back. By the layer that needs
+    them last, `_parts` are the bytes that leave together: how many, the variable of their leaving, the layer that makes
+    them, and whether an earlier layer saved them too: they leave with that one if this one is not offloaded.
     """
 
     def __init__(self, program: Program, block: StageBlock) -> None:
         self.program = program
-        self._offloaded = {
-            layer: next(block.at[option] for option in options if option.choice is Choice.OFFLOAD)
-            for layer, options in block.covering.items()
-        }
-        self._parts: dict[int, list[_Part]] = {}
-        for layer, at in self._offloaded.items():
+        self._offloaded: dict[int, int] = {}
+        self._parts: dict[int, list[tuple[int, int, int, bool]]] = {}
+        for layer, options in block.covering.items():
+            at = next(block.at[option] for option in options if option.choice is Choice.OFFLOAD)
             size = block.own_movable_bytes(layer)
-            self._parts[layer] = [_Part(size, at, layer, layer, False)] if size else []
+            self._offloaded[layer], self._parts[layer] = at, [(size, at, layer, False)] if size else []
         for each, moved in block.moved.items():
-            part = _Part(each.total_bytes, moved, each.maker, each.owner, len(each.savers) > 1)
-            self._parts[each.owner].append(part)
+            self._parts[each.owner].append((each.total_bytes, moved, each.maker, len(each.savers) > 1))
 
     def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> Terms:
         """Return the bytes on the device of what copies take of earlier layers, during an action of a layer.
@@ -294,25 +270,21 @@ class _WholeCopies:
         """
         program, found, away = self.program, Terms(), Terms()
         for saver, parts in self._parts.items():
-            here = [part for part in parts if part.maker < layer and (is_forward or saver < layer)]
+            here = [part for part in parts if part[2] < layer and (is_forward or saver < layer)]
             is_there = program.variable(1.0, is_whole=True) if here else 0
-            for part in here:
-                size, there = program.per_byte * part.num_bytes, program.variable(1.0)
-                self._tie(part, there, is_there, not is_forward or saver < layer or part.is_of_several)
+            for num_bytes, moved, _, is_of_several in here:
+                size, there = program.per_byte * num_bytes, program.variable(1.0)
+                # on the device as its segment is, if it leaves at all and with that segment
+                leaves = Terms({there: 1.0, moved: -1.0})
+                program.row(leaves, high=0.0)
+                if is_forward and saver >= layer and not is_of_several:
+                    program.row(leaves, low=0.0)
+                else:
+                    bound = Terms({self._offloaded[saver]: 1.0} if is_of_several else {})
+                    program.row(Terms({there: 1.0, is_there: -1.0}) + bound, high=float(is_of_several))
+                    program.row(leaves + {is_there: -1.0} - bound, low=-1.0 - is_of_several)
                 found[there] = size
-                away += {part.moved: size, there: -size}
+                away += {moved: size, there: -size}
         for host in hosts:
             program.row(Terms({host: 1.0}) - away, low=0.0)
         return found
-
-    def _tie(self, part: _Part, there: int, is_there: int, is_posted: bool) -> None:
-        """Constrain a part to be on the device as its segment is, if it leaves at all and with that segment."""
-        stays = Terms({there: 1.0, part.moved: -1.0})
-        self.program.row(stays, high=0.0)
-        if not is_posted:
-            self.program.row(stays, low=0.0)
-            return
-        bound = Terms({self._offloaded[part.saver]: 1.0} if part.is_of_several else {})
-        free = float(part.is_of_several)
-        self.program.row(Terms({there: 1.0, is_there: -1.0}) + bound, high=free)
-        self.program.row(stays + {is_there: -1.0} - bound, low=-1.0 - free)

@@ -18,17 +18,21 @@ class Terms(dict[int, float]):
     """A linear expression: the factor of each variable."""
 
     def __add__(self, other: Mapping[int, float]) -> Terms:
-        found = Terms(self)
-        found += other
+        small, large = (self, other) if len(self) < len(other) else (other, self)
+        found = Terms(large)
+        found += small
         return found
 
     def __iadd__(self, other: Mapping[int, float]) -> Terms:
         for variable, factor in other.items():
-            self[variable] = self.get(variable, 0.0) + factor
+            self[variable] = self[variable] + factor if variable in self else factor
         return self
 
-    def __sub__(self, other: Terms) -> Terms:
-        return self + other * -1.0
+    def __sub__(self, other: Mapping[int, float]) -> Terms:
+        found = Terms(self)
+        for variable, factor in other.items():
+            found[variable] = found[variable] - factor if variable in found else -factor
+        return found
 
     def __mul__(self, factor: float) -> Terms:
         return Terms({variable: factor * value for variable, value in self.items()})

@@ -1,16 +1,18 @@
-"""The optimal plan: per layer keep, offload or recompute, so that every rank fits and the step is fastest."""
+"""The optimal plan, by a MILP and a local search: per layer keep, offload or recompute so that the step is fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.optimizer.formulation import PlanModel, Weights
-from gems.memory.optimizer.search import Candidate, Cut, Search
-from gems.memory.optimizer.windows import shortened
+from gems.memory.optimizer.windows import WindowOrder, shortened, with_windows
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.storages import profile_storages
 
@@ -28,6 +30,14 @@ VARIABLES_PER_S = 600  # of a MILP that HiGHS follows so far in a second
 SEARCH_SHARE = 0.5  # of the budget; the MILPs have the rest
 PARTS = (0, 1, 2, 3, 4, 6, 8)  # in how many segments all of a stage is recomputed; 0: each layer by itself
 ADVICE = "give more memory, use more partitions or fewer micro-batches in flight, or a smaller image or micro-batch"
+ACTIONS_PER_S = 60_000  # actions of a schedule that a common core simulates in a second
+ACTIONS_OF_A_LAYER = 10  # what finding out a layer's storages costs beside
+HOTTEST = 0.02  # the share of a step that annealing first gives away lightly
+STARTS = 3  # plans from which a descent begins
+MAX_ROUNDS = 20_000  # a case so small that all its plans are known soon must end too
+RUNS = (2, 3, 4, 6)  # lengths of segments that are recomputed as one change
+Cut = tuple[tuple[Segment, ...], ...]
+Move = Callable[[tuple[Segment, ...]], tuple[Segment, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -81,27 +91,26 @@ def plan(case: MemoryCase, limit_bytes: int, budget_s: float, rivals: Sequence[M
             that a plan reached.
     """
     search = Search(case, limit_bytes, SEARCH_SHARE * budget_s)
-    kept = Candidate(case.kept, limit_bytes)
-    if not kept.excess_bytes:
+    if not search.excess_bytes(case.kept):
         return _planned(case.kept, case.kept.step_s, "keep")
     tried = [("all layers alike", search.judge(cut)) for cut in _simple(case)]
     for rival in rivals:
-        tried.append((rival.policy, Candidate(search.simulate(rival), limit_bytes)))
+        tried.append((rival.policy, search.simulate(rival)))
         tried.append((rival.policy, search.judge(rival.stages)))
     bound_s = 0.0
-    for bound_s, cut in _by_programme(case, limit_bytes, budget_s):
+    for bound_s, cut in _by_milp(case, limit_bytes, budget_s):
         search.good_s = (1.0 + GOOD) * bound_s
         if cut is not None:
             tried.append(("programme", search.judge(cut)))
         if any(search.is_good(each) for _, each in tried):
             break
-    method, best = min(tried, key=lambda each: each[1].cost)
-    found = search.improve([kept, *search.choose_order([each for _, each in tried])])
-    if found.excess_bytes:
-        raise _too_small(case, found.outcome, limit_bytes)
+    method, best = min(tried, key=lambda each: search.cost(each[1]))
+    found = search.improve([case.kept, *search.choose_order([each for _, each in tried])])
+    if search.excess_bytes(found):
+        raise _too_small(case, found, limit_bytes)
     if found is not best:
         method += ", improved by search"
-    return _planned(shortened(search.joined(found).outcome, limit_bytes, search.simulate), bound_s, method)
+    return _planned(shortened(search.joined(found), limit_bytes, search.simulate), bound_s, method)
 
 
 def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
@@ -109,7 +118,7 @@ def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
     return Planned(outcome, min(bound_s, outcome.step_s), method)
 
 
-def _by_programme(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterator[tuple[float, Cut | None]]:
+def _by_milp(case: MemoryCase, limit_bytes: int, budget_s: float) -> Iterator[tuple[float, Cut | None]]:
     """Yield solutions of the MILP at the limit and below it, each with a lower bound of every plan's step, in seconds.
 
     Where the MILP is too large for the budget its relaxation is rounded. Without any solution no plan can keep the
@@ -157,16 +166,12 @@ def _rounded(case: MemoryCase, weights: Weights) -> Cut:
 
 def _simple(case: MemoryCase) -> Iterator[Cut]:
     """Yield plans to start a search from: everything offloaded, or recomputed in equal parts."""
-    stages = list(pairwise(case.boundaries))
-    yield tuple(
-        tuple(Segment(layer, layer + 1, Choice.OFFLOAD) for layer in range(first, end)) for first, end in stages
-    )
-    for parts in PARTS:
+    for choice, parts in ((Choice.OFFLOAD, 0), *((Choice.RECOMPUTE, parts) for parts in PARTS)):
         cut = []
-        for first, end in stages:
+        for first, end in pairwise(case.boundaries):
             number = min(parts or end - first, end - first)
             marks = [first + round(part * (end - first) / number) for part in range(number + 1)]
-            cut.append(tuple(Segment(begin, stop, Choice.RECOMPUTE) for begin, stop in pairwise(marks)))
+            cut.append(tuple(Segment(begin, stop, choice) for begin, stop in pairwise(marks)))
         yield tuple(cut)
 
 
@@ -185,3 +190,185 @@ def _too_small(case: MemoryCase, least: PlanOutcome, limit_bytes: int) -> DoesNo
         limit_bytes,
         f"its largest layer {case.profile.layers[largest].name} needs {alone[largest]} bytes by itself; {ADVICE}",
     )
+
+
+class Search:
+    """Improves a plan under a limit by changes of one or two places, in an order drawn from a fixed seed.
+
+    It ends where a plan takes no more than `good_s`, seconds, or the budget is spent, which is counted in simulated
+    actions so that a search is the same on every machine. Copies get their windows in one `way`.
+    """
+
+    def __init__(self, case: MemoryCase, limit_bytes: int, budget_s: float) -> None:
+        self.case, self.limit_bytes = case, limit_bytes
+        self.good_s = 0.0
+        self.way = WindowOrder.OUT_FIRST
+        self._left = budget_s * ACTIONS_PER_S
+        self._tried: dict[tuple[Cut, WindowOrder], PlanOutcome] = {}
+        self._random = random.Random(0)
+
+    def excess_bytes(self, tried: PlanOutcome) -> int:
+        """Return the bytes above the limit, of all ranks together: so each rank's change counts."""
+        return sum(max(0, peak - self.limit_bytes) for peak in tried.peak_bytes)
+
+    def cost(self, tried: PlanOutcome) -> tuple[float, float]:
+        """Return the objective, to be minimised: bytes above the limit first, seconds then."""
+        return (float(self.excess_bytes(tried)), tried.step_s)
+
+    def simulate(self, plan: MemoryPlan) -> PlanOutcome:
+        """Simulate a plan and count what that took."""
+        found = self.case.outcome(plan)
+        self._left -= sum(map(len, found.schedule.rows)) + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
+        return found
+
+    def judge(self, stages: Cut) -> PlanOutcome:
+        """Set the windows of a plan's copies and simulate it, with kept layers as segments of their own."""
+        key = (_bare(_by_layer(stages)), self.way)
+        if key not in self._tried:
+            self._tried[key] = self._with_windows(key[0], (self.way,))
+        return self._tried[key]
+
+    def choose_order(self, starts: Sequence[PlanOutcome]) -> list[PlanOutcome]:
+        """Choose the window order under which the best starts do best, and return all that were tried."""
+        found = {way: list(starts) for way in WindowOrder}
+        for start in sorted(starts, key=self.cost)[:STARTS]:
+            for self.way in WindowOrder:
+                if self._left > 0:
+                    found[self.way].append(self.judge(start.plan.stages))
+        self.way = min(WindowOrder, key=lambda way: min(map(self.cost, found[way])))
+        return list({id(each): each for tried in found.values() for each in tried}.values())
+
+    def is_good(self, tried: PlanOutcome) -> bool:
+        """Whether a plan fits and is fast enough."""
+        return not self.excess_bytes(tried) and tried.step_s <= self.good_s
+
+    def improve(self, starts: Sequence[PlanOutcome]) -> PlanOutcome:
+        """Return the best plan found: mix stages of the starts, descend by single changes, then anneal."""
+        starts = sorted(starts, key=self.cost)
+        best = starts[0] if self.is_good(starts[0]) else self._mix(starts[0], starts[1:])
+        for start in (best, *starts[1:STARTS]):
+            if self.is_good(best):
+                return best
+            changed = self._descend(start)
+            while changed is not start:
+                start, changed = changed, self._descend(changed)
+            best = min(best, start, key=self.cost)
+        return self._anneal(best)
+
+    def joined(self, best: PlanOutcome) -> PlanOutcome:
+        """Return the plan with neighbouring kept segments joined if that costs nothing, for a shorter schedule."""
+        plan = MemoryPlan("plan", _bare(best.plan.stages)).joined()
+        found = self._with_windows(plan.stages, tuple(WindowOrder))
+        return found if self.cost(found) <= (self.excess_bytes(best), best.step_s * (1 + 1e-9)) else best
+
+    def _with_windows(self, stages: Cut, ways: Sequence[WindowOrder]) -> PlanOutcome:
+        return with_windows(MemoryPlan("plan", stages), self.limit_bytes, self.simulate, ways)
+
+    def _mix(self, best: PlanOutcome, others: Sequence[PlanOutcome]) -> PlanOutcome:
+        """Take single stages from other plans if that helps: not all ranks need the same."""
+        for stage in range(len(self.case.boundaries) - 1):
+            for other in others:
+                if self._left <= 0:
+                    return best
+                stages = list(_bare(best.plan.stages))
+                stages[stage] = _bare(other.plan.stages)[stage]
+                best = min(best, self.judge(tuple(stages)), key=self.cost)
+        return best
+
+    def _descend(self, best: PlanOutcome) -> PlanOutcome:
+        """Try every change once, in an order drawn anew, and take those that help."""
+        stages = _by_layer(best.plan.stages)
+        moves = [(stage, move) for stage, cut in enumerate(stages) for move in _moves(cut)]
+        self._random.shuffle(moves)
+        for stage, move in moves:
+            found = None if self.is_good(best) else self._after(stages, stage, move)
+            if found is not None and self.cost(found) < self.cost(best):
+                best, stages = found, _by_layer(found.plan.stages)
+        return best
+
+    def _anneal(self, best: PlanOutcome) -> PlanOutcome:
+        """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
+        now, whole, rounds = best, max(self._left, 1.0), 0
+        while self._left > 0 and not self.is_good(best) and rounds < MAX_ROUNDS:
+            rounds += 1
+            stages = _by_layer(now.plan.stages)
+            stage = self._random.randrange(len(stages))
+            move = self._random.choice(list(_moves(stages[stage])))
+            found = self._after(stages, stage, move)
+            if found is None or self.excess_bytes(found) > self.excess_bytes(now):
+                continue
+            warmth = HOTTEST * best.step_s * self._left / whole
+            worse_s = found.step_s - now.step_s
+            if worse_s <= 0 or (warmth > 0 and self._random.random() < math.exp(-worse_s / warmth)):
+                now = found
+                best = min(best, now, key=self.cost)
+        return best
+
+    def _after(self, stages: Cut, stage: int, move: Move) -> PlanOutcome | None:
+        """Return the plan with one stage changed, or None if nothing changes or the budget is spent."""
+        changed = move(stages[stage])
+        if changed is None or self._left <= 0:
+            return None
+        return self.judge((*stages[:stage], changed, *stages[stage + 1 :]))
+
+
+def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
+    """Yield the changes of a stage, by its layers, so that they mean something after other changes too."""
+    layers = range(cut[0].first, cut[-1].end)
+    for layer in layers:
+        for choice in Choice:
+            yield partial(_chosen, first=layer, end=layer + 1, choice=choice)
+        for length in RUNS:
+            if layer + length <= layers.stop:
+                for choice in (Choice.RECOMPUTE, Choice.SELECTIVE):
+                    yield partial(_chosen, first=layer, end=layer + length, choice=choice)
+        for step in (1, 2, 3):
+            yield partial(_swapped, layer=layer, other=layer + step)
+        if layer + 1 in layers:
+            yield partial(_toggled, layer=layer + 1)
+
+
+def _chosen(now: tuple[Segment, ...], first: int, end: int, choice: Choice) -> tuple[Segment, ...] | None:
+    """Make layers one segment of a choice; what is left of the segments around them stays as it was."""
+    if any((each.first, each.end, each.choice) == (first, end, choice) for each in now):
+        return None
+    before = [replace(each, end=min(each.end, first)) for each in now if each.first < first]
+    after = [replace(each, first=max(each.first, end)) for each in now if each.end > end]
+    return (*before, Segment(first, end, choice), *after)
+
+
+def _swapped(now: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment, ...] | None:
+    """Exchange the choices of two layers."""
+    if other >= now[-1].end:
+        return None
+    one, two = (next(s.choice for s in now if s.first <= each < s.end) for each in (layer, other))
+    changed = None if one is two else _chosen(now, layer, layer + 1, two)
+    return None if changed is None else _chosen(changed, other, other + 1, one)
+
+
+def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None:
+    """Split a recomputed segment before a layer, or join the two that meet there."""
+    for index, segment in enumerate(now):
+        if not segment.choice.is_recomputed:
+            continue
+        if segment.first < layer < segment.end:
+            return (*now[:index], replace(segment, end=layer), replace(segment, first=layer), *now[index + 1 :])
+        if segment.first == layer and index and now[index - 1].choice is segment.choice:
+            return (*now[: index - 1], replace(segment, first=now[index - 1].first), *now[index + 1 :])
+    return None
+
+
+def _by_layer(stages: Cut) -> Cut:
+    """Return kept segments layer by layer."""
+
+    def parts(segment: Segment) -> list[Segment]:
+        if segment.choice is not Choice.KEEP:
+            return [segment]
+        return [replace(segment, first=layer, end=layer + 1) for layer in range(segment.first, segment.end)]
+
+    return tuple(tuple(part for segment in cut for part in parts(segment)) for cut in stages)
+
+
+def _bare(stages: Cut) -> Cut:
+    """Return segments without distances."""
+    return tuple(tuple(Segment(segment.first, segment.end, segment.choice) for segment in cut) for cut in stages)

@@ -91,23 +91,11 @@ class StageBlock:
 
     def forward_bytes(self, layer: int) -> Terms:
         """Return what is on the device of earlier layers when the forward of a layer begins."""
-        return self._before(layer, self.kept_own, self.kept_made)
+        return self.before(layer, self.kept_own, self.kept_made)
 
     def moved_before(self, layer: int, is_forward: bool) -> Terms:
         """Return the bytes that copies take of earlier layers: made by them, or in backward needed by them alone."""
-        return self._before(layer, self.moved_own, self.moved_made if is_forward else self.moved_done)
-
-    def posted_before(self, layer: int) -> Terms:
-        """Return the bytes whose copies may be posted when a layer's forward begins: saved by earlier ones."""
-        return self._before(layer, self.moved_own, self.moved_saved)
-
-    def kept_all(self) -> Terms:
-        """Return what stays on the device between forward and backward."""
-        return self.forward_bytes(self.end)
-
-    def moved_all(self) -> Terms:
-        """Return what copies take of a micro-batch."""
-        return self.moved_before(self.end, is_forward=True)
+        return self.before(layer, self.moved_own, self.moved_made if is_forward else self.moved_done)
 
     def worth_kept(self, terms: Terms) -> float:
         """Return the value of an expression if every layer is kept."""
@@ -125,7 +113,7 @@ class StageBlock:
     def _earlier(self, layer: int) -> Terms:
         """Return what earlier layers keep on the device at the backward of a layer."""
         if layer not in self._kept_earlier:
-            found = self._before(layer, self.kept_own, self.kept_done)
+            found = self.before(layer, self.kept_own, self.kept_done)
             for each in self.shared:
                 if each.maker < layer <= each.last_use and layer not in each.savers:
                     found[self._rest(each, layer)] = self.program.per_byte * each.total_bytes
@@ -233,11 +221,11 @@ class StageBlock:
             found[layer] = self.program.variable()
             total += self.worth_kept(terms[layer])
             self.value_kept[found[layer]] = total
-            so_far = Terms({found[layer]: 1.0}) - self._before(layer, found) - terms[layer]
+            so_far = Terms({found[layer]: 1.0}) - self.before(layer, found) - terms[layer]
             self.program.row(so_far, low=0.0, high=0.0)
         return found
 
-    def _before(self, layer: int, *sums: dict[int, int]) -> Terms:
+    def before(self, layer: int, *sums: dict[int, int]) -> Terms:
         """Return the total of some sums up to the layer before one."""
         return Terms({each[layer - 1]: 1.0 for each in sums if layer - 1 in each})
 

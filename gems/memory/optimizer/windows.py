@@ -78,18 +78,14 @@ def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -
 
 @dataclass(slots=True)
 class _Window:
-    """One copy of one micro-batch on a rank: made at place `made`, needed at place `needed` of its compute actions.
-
-    During the next action `next_bytes` more are held when the copy is not waited for, `out_bytes` during later ones:
-    the next segment holds what it was given anyway. `back_bytes` are held from the posting of the copy back.
-    """
+    """One copy of one micro-batch on a rank: made and needed at these places of its compute actions."""
 
     place: Place
     made: int
     needed: int
-    next_bytes: int
-    out_bytes: int
-    back_bytes: int = 0
+    next_bytes: int  # held during the next action when the copy is not waited for
+    out_bytes: int  # during later ones; the next segment holds what it was given anyway
+    back_bytes: int = 0  # from the posting of the copy back
 
     def out_bytes_at(self, index: int) -> int:
         """Return the bytes held at a compute action if the copy is not waited for before it."""
@@ -98,13 +94,10 @@ class _Window:
 
 @dataclass(slots=True)
 class _RankWindows:
-    """The copies of a rank in the order in which they are made, and the bytes that are free during each compute action.
+    """The copies of a rank in the order in which they are made."""
 
-    `ends` are the seconds at which each would end without a wait.
-    """
-
-    room: list[int]
-    ends: list[float] = field(default_factory=list)
+    room: list[int]  # the bytes that are free during each compute action
+    ends: list[float] = field(default_factory=list)  # the seconds at which each would end without a wait
     copies: list[_Window] = field(default_factory=list)
 
     def length_s(self, copy: _Window, width: int, is_back: bool) -> float:
@@ -160,17 +153,17 @@ def _is_counted(action: Action) -> bool:
 
 def _widest(ranks: Sequence[_RankWindows], back_first: bool) -> tuple[Widths, Widths]:
     """Return the distances out and back; a segment's are those of the micro-batch and rank with the least."""
-    free: Widths = {}
-    ahead: Widths = {}
+    both: tuple[Widths, Widths] = ({}, {})
+    order = (_back, _out) if back_first else (_out, _back)
     for windows in ranks:
-        room = list(windows.room)
-        first = (_back if back_first else _out)(windows.copies, room, {})
-        second = (_out if back_first else _back)(windows.copies, room, first)
-        for widths, found in ((free, second if back_first else first), (ahead, first if back_first else second)):
-            for index, width in found.items():
+        room, first = list(windows.room), dict[int, int]()
+        for get in order:
+            first = get(windows.copies, room, first)
+            widths = both[get is _back]
+            for index, width in first.items():
                 place = windows.copies[index].place
                 widths[place] = min(widths.get(place, width), width)
-    return free, ahead
+    return both
 
 
 def _out(copies: Sequence[_Window], room: list[int], ahead: dict[int, int]) -> dict[int, int]:
@@ -254,19 +247,19 @@ def shortened(outcome: PlanOutcome, limit_bytes: int, simulate: Simulate) -> Pla
         is_idle = segment.choice is Choice.OFFLOAD and place not in moved
         return Segment(segment.first, segment.end) if is_idle else segment
 
-    outcome = _if_as_good(outcome, simulate(outcome.plan.changed(kept_if_idle)), limit_bytes)
-    ordered = _if_as_good(outcome, simulate(set_distances(outcome.plan, None, _in_order(outcome))), limit_bytes)
+    def if_as_good(outcome: PlanOutcome, plan: MemoryPlan) -> PlanOutcome:
+        other = simulate(plan)
+        fits = max(other.peak_bytes) <= max(limit_bytes, *outcome.peak_bytes)
+        return other if fits and other.step_s <= outcome.step_s * (1 + 1e-9) else outcome
+
+    outcome = if_as_good(outcome, outcome.plan.changed(kept_if_idle))
+    ordered = if_as_good(outcome, set_distances(outcome.plan, None, _in_order(outcome)))
     free, ahead = _used(ordered)
     for widths in ((free, ahead), (free, None), (None, ahead)):
-        found = _if_as_good(ordered, simulate(set_distances(ordered.plan, *widths)), limit_bytes)
+        found = if_as_good(ordered, set_distances(ordered.plan, *widths))
         if found is not ordered:
             return found
     return ordered
-
-
-def _if_as_good(outcome: PlanOutcome, other: PlanOutcome, limit_bytes: int) -> PlanOutcome:
-    fits = max(other.peak_bytes) <= max(limit_bytes, *outcome.peak_bytes)
-    return other if fits and other.step_s <= outcome.step_s * (1 + 1e-9) else outcome
 
 
 def _in_order(outcome: PlanOutcome) -> Widths:

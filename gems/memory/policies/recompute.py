@@ -21,12 +21,11 @@ POLICY = "recompute"
 
 
 def recompute(case: MemoryCase, how: str = "segment", segments: int | None = None) -> MemoryPlan:
-    """Return the plan that recomputes whole stages, segments, or all but products.
+    """Return the plan that recomputes whole stages, segments, or, "selective", all but products, by `how`.
 
-    Args:
-        case: the run.
-        how: stage, segment or cheap.
-        segments: of each stage; None for the root of its layers, and with `cheap` for a segment a layer.
+    `segments` is their number in each stage, None for the root of its layers. Selective recomputation runs norms,
+    activations and poolings again and keeps the results of convolutions and matrix products: each layer is a segment,
+    and one that would free nothing is kept. With `segments` what layers pass to each other within one is freed too.
 
     Raises:
         ConfigError: no such way, or no such number of segments.
@@ -36,19 +35,16 @@ def recompute(case: MemoryCase, how: str = "segment", segments: int | None = Non
     if segments is not None and segments < 1:
         raise ConfigError("memory.segments", segments, "must be at least 1")
     if how == "stage":
-        return recompute_stages(case)
-    return recompute_selective(case, segments) if how == "selective" else recompute_segments(case, segments)
-
-
-def recompute_stages(case: MemoryCase) -> MemoryPlan:
-    """Recompute every stage as a whole; it keeps its inputs only."""
-    return _plan(case, [[(first, end)] for first, end in pairwise(case.boundaries)], Choice.RECOMPUTE)
-
-
-def recompute_segments(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Recompute every segment of a stage, except last ones that can be kept for free."""
+        return _plan([[(first, end)] for first, end in pairwise(case.boundaries)])
+    if how == "selective" and segments is None:
+        layers = (index for index, layer in enumerate(case.profile.layers) if lets_go(layer))
+        chosen = {index: Segment(index, index + 1, Choice.SELECTIVE) for index in layers}
+        return MemoryPlan.by_layer(POLICY, case.boundaries, chosen).joined()
     plan = run_again(case, segments)
-    return keep_last(case, plan, tuple(case.peak_bytes(plan)))
+    plan = keep_last(case, plan, tuple(case.peak_bytes(plan)))
+    if how == "segment":
+        return plan
+    return plan.changed(lambda _, each: replace(each, choice=Choice.SELECTIVE) if each.choice.is_recomputed else each)
 
 
 def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
@@ -56,9 +52,10 @@ def run_again(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
     spans = []
     for first, end in pairwise(case.boundaries):
         sizes = [layer.kept_bytes for layer in case.profile.layers[first:end]]
-        ends = least_largest(sizes, min(segments or _root(len(sizes)), len(sizes)))
+        root = isqrt(len(sizes) - 1) + 1  # rounded up
+        ends = least_largest(sizes, min(segments or root, len(sizes)))
         spans.append([(first + low, first + high) for low, high in pairwise((0, *ends))])
-    return _plan(case, spans, Choice.RECOMPUTE)
+    return _plan(spans)
 
 
 def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
@@ -83,27 +80,6 @@ def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> 
             plan, step_s = other, other_s
             peaks |= others
     return plan
-
-
-def recompute_selective(case: MemoryCase, segments: int | None = None) -> MemoryPlan:
-    """Recompute norms, activations and poolings; keep the results of convolutions and matrix products.
-
-    Each layer is a segment, and one that would let nothing go is kept. With `segments` a stage has that many, within
-    which what layers hand to each other is freed too.
-    """
-    if segments is not None:
-        plan = recompute_segments(case, segments)
-        stages = tuple(
-            tuple(replace(one, choice=Choice.SELECTIVE) if one.choice.is_recomputed else one for one in stage)
-            for stage in plan.stages
-        )
-        return replace(plan, stages=stages)
-    chosen = {
-        index: Segment(index, index + 1, Choice.SELECTIVE)
-        for index, layer in enumerate(case.profile.layers)
-        if lets_go(layer)
-    }
-    return MemoryPlan.by_layer(POLICY, case.boundaries, chosen).joined()
 
 
 def lets_go(layer: LayerProfile) -> bool:
@@ -137,10 +113,5 @@ def _ends(sizes: Sequence[int], limit: int) -> tuple[int, ...]:
     return (*ends, len(sizes))
 
 
-def _root(num_layers: int) -> int:
-    """Return the root of a number of layers, rounded up."""
-    return isqrt(num_layers - 1) + 1
-
-
-def _plan(case: MemoryCase, spans: Sequence[Sequence[tuple[int, int]]], choice: Choice) -> MemoryPlan:
-    return MemoryPlan(POLICY, tuple(tuple(Segment(first, end, choice) for first, end in stage) for stage in spans))
+def _plan(spans: Sequence[Sequence[tuple[int, int]]]) -> MemoryPlan:
+    return MemoryPlan(POLICY, tuple(tuple(Segment(*span, Choice.RECOMPUTE) for span in stage) for stage in spans))

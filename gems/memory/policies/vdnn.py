@@ -13,19 +13,17 @@ are none. The classifier (kinds linear and head) is left untouched, as in the pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
-from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.segment_costs import segment_costs
+from gems.memory.plan import Choice, MemoryPlan, Place, Segment, place_of
 from gems.memory.storages import saved_storages
+from gems.memory.timeline import segment_costs
 from gems.profile import LayerProfile, ModelProfile
 from gems.schedule.action import Action, Kind
-from gems.schedule.costs import StageCosts
 
 _CLASSIFIERS = ("linear", "head")
 _NO_CONVOLUTIONS = (
@@ -53,9 +51,7 @@ def vdnn_conv(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 
 
 def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Take the first that fits of the paper's trials (section III.C).
-
-    These are none, conv and all, then conv and all with less workspace.
+    """Take the first that fits of the paper's trials (section III.C): none, conv, all, then conv and all again.
 
     The paper tries its policies with the fastest convolution algorithms first, and then gives up speed for workspace,
     convolution by convolution, down to the algorithm that needs none. torch lets nobody choose an algorithm: cuDNN's
@@ -71,21 +67,22 @@ def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
     keep = replace(_plan(case, "vdnn_dyn", [False] * case.profile.num_layers, False), counters=None)
     conv, everything = vdnn_conv(case, asynchronous), vdnn_all(case, asynchronous)
     limit = case.limit_bytes
-    counters = {"trial": "none", "cudnn_benchmark": True, "trials": 1}
     if limit is None:
-        return replace(keep, counters=counters)
+        return replace(keep, counters={"trial": "none", "cudnn_benchmark": True, "trials": 1})
     least = tuple(lean.peak_bytes(everything))
     if max(least) > limit:
         rank = least.index(max(least))
         raise DoesNotFitError(f"rank {rank} under vdnn_all", least[rank], limit, _HELP)
-    trials = (
-        ("none", keep, True), ("conv", conv, True), ("all", everything, True), ("conv", conv, False),
-    )  # fmt: skip
-    for number, (name, plan, is_fast) in enumerate(trials, 2):
-        peaks = tuple((case if is_fast else lean).peak_bytes(plan))
+    trials = [
+        ("none", keep, case), ("conv", conv, case), ("all", everything, case), ("conv", conv, lean),
+        ("all", everything, lean),
+    ]  # fmt: skip
+    for number, (trial, plan, tried) in enumerate(trials, 2):
+        peaks = tuple(tried.peak_bytes(plan)) if number <= len(trials) else least
+        counters = {"trial": trial, "cudnn_benchmark": tried is case, "trials": number, "peak_bytes": list(peaks)}
         if max(peaks) <= limit:
-            return _tried(plan, name, is_fast, number, peaks)
-    return _tried(everything, "all", False, len(trials) + 2, least)
+            break
+    return replace(plan, policy="vdnn_dyn", counters={**(plan.counters or {}), **counters})
 
 
 def without_workspace(profile: ModelProfile) -> ModelProfile:
@@ -125,31 +122,17 @@ def _plan(case: MemoryCase, policy: str, chosen: Sequence[bool], asynchronous: b
     convs = [is_conv(layer) for layer in case.profile.layers]
     layers: dict[int, Segment] = {}
     for first, end in pairwise(case.boundaries):
+        found = [(end - 1, 0, False)] if chosen[end - 1] else []
         for place, back in enumerate(prefetch_window(convs[first:end], chosen[first:end])):
             if back is not None:
-                layers[first + back] = _segment(first + back, place - back, not asynchronous)
-        if chosen[end - 1]:
-            layers[end - 1] = _segment(end - 1, 0, False)
+                found.append((first + back, place - back, not asynchronous))
+        for layer, ahead, is_awaited in found:
+            layers[layer] = Segment(layer, layer + 1, Choice.OFFLOAD, ahead=ahead, is_awaited=is_awaited)
     plan = MemoryPlan.by_layer(policy, case.boundaries, layers)
     if asynchronous:
         plan = _without_waits(case, plan)
     moved = sum(case.profile.layers[layer].kept_bytes for layer in layers)
     return replace(plan, counters={"offloaded_layers": len(layers), "offloaded_layer_bytes": moved})
-
-
-def _segment(layer: int, ahead: int, is_awaited: bool) -> Segment:
-    return Segment(layer, layer + 1, Choice.OFFLOAD, ahead=ahead, is_awaited=is_awaited)
-
-
-def _tried(plan: MemoryPlan, trial: str, is_fast: bool, number: int, peak_bytes: Sequence[int]) -> MemoryPlan:
-    counters: Mapping[str, Any] = plan.counters or {}
-    return replace(
-        plan,
-        policy="vdnn_dyn",
-        counters={
-            **counters, "trial": trial, "cudnn_benchmark": is_fast, "trials": number, "peak_bytes": list(peak_bytes),
-        },
-    )  # fmt: skip
 
 
 def _lean(layer: LayerProfile) -> LayerProfile:
@@ -170,48 +153,35 @@ def _lean(layer: LayerProfile) -> LayerProfile:
 
 
 def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
-    """Set `free_after` to the actions that hide a copy out, counted in each rank's list with the profile's times."""
+    """Set `free_after` to the fewest actions, over all micro-batches, that run until a copy out has ended.
+
+    By the profile's times, and no more than run until the stage's backward begins: there a later segment may bring back
+    what this one has taken.
+    """
     lowered = case.lowered(plan)
     costs = segment_costs(case.profile, plan, lowered, case.d2h_bytes_per_s, case.h2d_bytes_per_s)
-    needed: dict[tuple[int, int], int] = {}
+    needed: dict[Place, int] = {}
     for row in lowered.rows:
-        _count_hiding(row, costs, needed)
-    stages = tuple(
-        tuple(
-            replace(segment, free_after=needed.get((stage, place), segment.free_after))
-            for place, segment in enumerate(segments)
-        )
-        for stage, segments in enumerate(plan.stages)
-    )
-    return replace(plan, stages=stages)
-
-
-def _count_hiding(row: Sequence[Action], costs: StageCosts, needed: dict[tuple[int, int], int]) -> None:
-    """Record for each segment the fewest actions, over its micro-batches, that run until its copy out has ended.
-
-    No more than run until the stage's backward begins: there a later segment may bring back what this one has taken.
-    """
-    compute = [action for action in row if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
-    ends: list[float] = []
-    turns: dict[tuple[int, int, int | None], int] = {}
-    for index, action in enumerate(compute):
-        ends.append((ends[-1] if ends else 0.0) + costs.time(action))
-        if action.kind in (Kind.B, Kind.I):
-            turns.setdefault((action.direction, action.stage, action.micro_batch), index)
-    place = {action: index for index, action in enumerate(compute)}
-    engine = 0.0
-    for action in row:
-        if action.kind is not Kind.OFFLOAD:
-            continue
-        assert action.segment is not None
-        made = place[action._replace(kind=Kind.F)]
-        engine = max(engine, ends[made]) + costs.time(action)
-        hiding = next((index for index in range(made + 1, len(ends)) if ends[index] >= engine), len(ends))
-        turn = turns[action.direction, action.stage, action.micro_batch]
-        back = next(place[found] for kind in (Kind.B, Kind.I) if (found := action._replace(kind=kind)) in place)
-        key = (action.stage, action.segment)
-        count = max(1, min(hiding, turn - 1, back - 2) - made)
-        needed[key] = min(needed.get(key, count), count)
+        compute = [action for action in row if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+        ends = list(accumulate(map(costs.time, compute)))
+        made = {action: index for index, action in enumerate(compute) if action.kind is Kind.F}
+        back: dict[Action, int] = {}
+        turns: dict[tuple[int, int, int | None], int] = {}
+        for index, action in enumerate(compute):
+            if action.kind in (Kind.B, Kind.I):
+                back[action._replace(kind=Kind.F)] = index
+                turns.setdefault((action.direction, action.stage, action.micro_batch), index)
+        engine = 0.0
+        for action in row:
+            if action.kind is not Kind.OFFLOAD:
+                continue
+            forward, key = action._replace(kind=Kind.F), (action.direction, action.stage, action.micro_batch)
+            first = made[forward]
+            engine = max(engine, ends[first]) + costs.time(action)
+            hiding = next((index for index in range(first + 1, len(ends)) if ends[index] >= engine), len(ends))
+            count = max(1, min(hiding, turns[key] - 1, back[forward] - 2) - first)
+            needed[place_of(action)] = min(needed.get(place_of(action), count), count)
+    return plan.changed(lambda place, each: replace(each, free_after=needed.get(place, each.free_after)))
 
 
 def find_prefetch(
@@ -233,12 +203,8 @@ def find_prefetch(
 def prefetch_window(is_conv: Sequence[bool], is_offloaded: Sequence[bool]) -> tuple[int | None, ...]:
     """Return for each layer, first to last, the one whose input is fetched while the layer's backward runs.
 
-    Every offloaded input is there once, and at the latest with the layer behind: only that of the very last layer has
-    nobody to bring it, and comes on demand.
-
-    Args:
-        is_conv: for each layer in the order of forward, whether it is a convolution.
-        is_offloaded: for each, whether its input leaves the device in forward.
+    Every offloaded input is there once, and at the latest with the layer after it: only that of the very last layer is
+    brought by none, and comes on demand. The arguments are for each layer in the order of forward.
     """
     is_prefetched = [False] * len(is_conv)
     fetched: list[int | None] = [None] * len(is_conv)

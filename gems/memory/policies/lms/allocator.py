@@ -1,17 +1,16 @@
 """The allocator of LMS by need: a caching allocator that pages out what is not in use.
 
-It plays the rules of IBM's large model support for PyTorch 1.5, whose counters it keeps under the same names.
+It follows the rules of IBM's large model support for PyTorch 1.5, whose counters it keeps under the same names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from gems.memory.reserved import BLOCK_BYTES, SMALL_BYTES, Block, CachingAllocator
 
-_HISTORY_MASK = (1 << 32) - 1
 SOURCES = (
     "freelist", "cudamalloc", "reclaim_one", "reclaim_fragments", "reclaim_all", "cudamalloc_retry",
 )  # fmt: skip
@@ -42,27 +41,18 @@ class Paged:
 
 @dataclass(slots=True)
 class _History:
-    """The history of a storage while not in use: a bit per time, 1 if it was reclaimed, also for the last iteration."""
+    """Whether a storage was reclaimed each time that it was not in use, in this iteration and in the last."""
 
-    bits: int = 0
-    count: int = 0
-    bits_before: int = 0
-    count_before: int = 0
+    now: list[bool] = field(default_factory=list)
+    before: list[bool] = field(default_factory=list)
 
     def restart(self) -> None:
-        self.bits_before, self.count_before = self.bits, self.count
-        self.bits = self.count = 0
+        self.before, self.now = self.now, []
 
-    def record(self, is_reclaimed: bool) -> None:
-        self.bits = (self.bits << 1 | is_reclaimed) & _HISTORY_MASK
-        self.count += 1
-
+    @property
     def expects_reclaim(self) -> bool:
         """Whether all went so far as in the iteration before, and there the storage was reclaimed next."""
-        left = self.count_before - self.count
-        if left <= 0 or self.bits_before >> left != self.bits:
-            return False
-        return bool(self.bits_before >> (left - 1) & 1)
+        return self.before[: len(self.now) + 1] == [*self.now, True]
 
 
 @dataclass(slots=True)
@@ -80,12 +70,9 @@ class Counts:
 
     def to_json(self) -> dict[str, int]:
         """Return the counters as torch's memory statistics name them, flat."""
-        names = (
-            "reclaimed", "reclaimed_bytes", "pinned", "pinned_bytes", "paged_in_bytes", "speculative",
-            "speculative_missed",
-        )  # fmt: skip
-        counts = {name: int(getattr(self, name)) for name in names}
-        return counts | {f"alloc_distribution.{source}": self.alloc_distribution[source] for source in SOURCES}
+        counts = {each.name: getattr(self, each.name) for each in fields(self)}
+        by_source: Counter[str] = counts.pop("alloc_distribution")
+        return counts | {f"alloc_distribution.{source}": by_source[source] for source in SOURCES}
 
 
 class LmsAllocator(CachingAllocator):
@@ -160,7 +147,7 @@ class LmsAllocator(CachingAllocator):
             self._num_named += 1
             storage.identity = (storage.block.num_bytes, self._num_named, len(self._inactive))
             self._histories.setdefault(storage.identity, _History()).restart()
-        storage.is_leaving = self._histories[storage.identity].expects_reclaim()
+        storage.is_leaving = self._histories[storage.identity].expects_reclaim
         self.counts.speculative += storage.is_leaving
 
     def drop(self, storage: Paged) -> None:
@@ -176,7 +163,11 @@ class LmsAllocator(CachingAllocator):
     def _segment(self, size: int, is_small: bool) -> Block:
         block = self._from_device(size, is_small, "cudamalloc") or self._by_reclaim(size, is_small)
         if block is None:
-            self._give_back_segments()
+            # give segments that are free as a whole back to the device
+            for free in self._free.values():
+                for _, _, whole in [entry for entry in free if entry[2].num_bytes == entry[2].segment_bytes]:
+                    self._forget(whole)
+                    self.reserved_bytes -= whole.num_bytes
             block = self._from_device(size, is_small, "cudamalloc_retry")
         if block is None:
             raise OutOfMemoryError(self._missing_bytes, self.reserved_bytes)
@@ -199,12 +190,18 @@ class LmsAllocator(CachingAllocator):
             if one is not None:
                 chosen, source = [one], "reclaim_one"
             else:
-                chosen = [storage for storage in self._of_pool(is_small) if _segment_bytes(storage) >= size]
+                chosen = [storage for storage, block in self._of_pool(is_small) if block.segment_bytes >= size]
                 source = "reclaim_fragments"
             if not chosen:
                 chosen, source = list(self._inactive), "reclaim_all"
             for storage in chosen:
-                self._reclaim(storage)
+                assert storage.block is not None
+                self._withdraw(storage, is_reclaimed=True)
+                self.counts.reclaimed += 1
+                self.counts.reclaimed_bytes += storage.num_bytes
+                self.reclaimed.append(storage)
+                self.give(storage.block)
+                storage.block, storage.is_leaving = None, False
             block = self._best(size, is_small)
             if block is not None:
                 self._source = source
@@ -214,10 +211,11 @@ class LmsAllocator(CachingAllocator):
     def _suitable(self, size: int, is_small: bool) -> Paged | None:
         """Return the storage whose leaving makes room by itself."""
         best, best_bytes = None, 0
-        for storage in self._of_pool(is_small):
-            assert storage.block is not None
-            has = storage.block.num_bytes
-            if has < size and _room_around(storage.block) < size:
+        for storage, block in self._of_pool(is_small):
+            # once freed, it joins its free neighbours
+            around = (each for each in (block.before, block.after) if each is not None and each.is_free)
+            has = block.num_bytes
+            if has < size and has + sum(each.num_bytes for each in around) < size:
                 continue
             if best is None or has < best_bytes:
                 best, best_bytes = storage, has
@@ -226,55 +224,18 @@ class LmsAllocator(CachingAllocator):
                     break
         return best
 
-    def _of_pool(self, is_small: bool) -> Iterator[Paged]:
+    def _of_pool(self, is_small: bool) -> Iterator[tuple[Paged, Block]]:
         return (
-            storage for storage in self._inactive if storage.block is not None and storage.block.is_small == is_small
+            (each, each.block) for each in self._inactive if each.block is not None and each.block.is_small == is_small
         )
-
-    def _reclaim(self, storage: Paged) -> None:
-        assert storage.block is not None
-        self._withdraw(storage, is_reclaimed=True)
-        self.counts.reclaimed += 1
-        self.counts.reclaimed_bytes += storage.num_bytes
-        self.reclaimed.append(storage)
-        self.give(storage.block)
-        storage.block, storage.is_leaving = None, False
 
     def _withdraw(self, storage: Paged, is_reclaimed: bool) -> None:
         assert storage.block is not None and storage.identity is not None
         del self._inactive[storage]
         self._inactive_bytes -= storage.block.num_bytes
-        self._histories[storage.identity].record(is_reclaimed)
-
-    def _give_back_segments(self) -> None:
-        """Return segments that are free as a whole back to the device."""
-        for free in self._free.values():
-            whole = [entry[2] for entry in free if entry[2].before is None and entry[2].behind is None]
-            for block in whole:
-                self._forget(block)
-                self.reserved_bytes -= block.num_bytes
+        self._histories[storage.identity].now.append(is_reclaimed)
 
     def _note_pinned(self) -> None:
         counts = self.counts
         counts.pinned = max(counts.pinned, self._num_blocks - len(self._inactive))
         counts.pinned_bytes = max(counts.pinned_bytes, self.allocated_bytes - self._inactive_bytes)
-
-
-def _room_around(block: Block) -> int:
-    """Return what a block would be once freed and joined with its free neighbours, in bytes."""
-    around = (other for other in (block.before, block.behind) if other is not None and other.is_free)
-    return block.num_bytes + sum(other.num_bytes for other in around)
-
-
-def _segment_bytes(storage: Paged) -> int:
-    """Return the size of a storage's segment."""
-    block = storage.block
-    assert block is not None
-    while block.before is not None:
-        block = block.before
-    total = 0
-    place: Block | None = block
-    while place is not None:
-        total += place.num_bytes
-        place = place.behind
-    return total

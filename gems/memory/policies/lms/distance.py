@@ -8,18 +8,16 @@ micro-batch of each stage of a rank. Swapping is local to a rank: beside data pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import Choice, MemoryPlan, Segment
-from gems.memory.policies.lms.graph import Graph, Parameters, Return, Tensor, Tuned, simulate, tune
+from gems.memory.policies.lms.graph import Graph, Parameters, Tensor, Tuned, simulate, tune
 from gems.memory.storages import Storage, saved_storages
 from gems.schedule.action import Kind
-from gems.schedule.schedule import Schedule
 
 RATIO = 0.9
 RATIO_WITH_REPLICAS = 0.8
@@ -36,24 +34,23 @@ class _Holder:
     layers: RankGraph
     static_bytes: int
     room_bytes: float
-    tuned: Tuned | None = None
+    tuned: Tuned = field(init=False)
     is_least: bool = False
 
-    def tune(self, given: tuple[int | None, ...], is_last: bool) -> bool:
+    def tune(self, given: tuple[int | None, ...], is_last: bool = False) -> bool:
         """Find parameters, in the end those that swap and wait for everything; return whether any were left."""
-        self.tuned = None if is_last else tune(self.layers.graph, self.room_bytes, *given)
-        if self.tuned is None and not self.is_least:
+        found = None if is_last else tune(self.layers.graph, self.room_bytes, *given)
+        if found is None and self.is_least:
+            return False
+        if found is None:
             _, ahead, groupby, _ = given
-            self.tuned, self.is_least = Tuned(Parameters(1, ahead or 1, groupby or 0, 3), True, 0), True
-        return self.tuned is not None
+            found, self.is_least = Tuned(Parameters(1, ahead or 1, groupby or 0, 3), True, 0), True
+        self.tuned = found
+        return True
 
-    def tighten(self, limit_bytes: int, held_bytes: int) -> None:
-        """Lower the room in the proportion in which the ranks hold too much, for other parameters."""
-        assert self.tuned is not None
-        played = simulate(self.layers.graph, self.tuned.parameters, inf).peak_bytes
-        share = (limit_bytes - self.static_bytes) / max(1, held_bytes - self.static_bytes)
-        self.room_bytes = min(self.room_bytes, played) * max(0.0, min(_SHARE, share))
-        self.tuned = None
+    def needed_bytes(self, outcome: PlanOutcome) -> int:
+        """Return the peak of the rank that holds most under a plan."""
+        return max(outcome.peak_bytes[rank] for rank in self.ranks)
 
 
 def lms(
@@ -80,49 +77,45 @@ def lms(
         DoesNotFitError: no parameters fit one of the ranks.
     """
     share = ratio if ratio is not None else RATIO_WITH_REPLICAS if case.num_replicas > 1 else RATIO
-    holders = _holders(case, share)
-    given = (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
-    outcome: PlanOutcome | None = None
-    for tries in range(1, _TRIES + 1):
-        for holder in holders:
-            if holder.tuned is None and not holder.tune(given, is_last=tries == _TRIES):
-                raise _too_large(case, holder, outcome)
-        plan = _plan(case, holders, {"ratio": share, "tries": tries})
-        if case.limit_bytes is None or swapout_threshold is not None:
-            return plan
-        outcome = case.outcome(plan)
-        if max(outcome.peak_bytes) <= case.limit_bytes:
-            return plan
-        for holder in holders:
-            held = _held(holder, outcome)
-            if held > case.limit_bytes:
-                holder.tighten(case.limit_bytes, held)
-    raise _too_large(case, max(holders, key=lambda one: _held(one, outcome)), outcome)
-
-
-def _holders(case: MemoryCase, share: float) -> list[_Holder]:
+    limit, given = case.limit_bytes, (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
     by_stages: dict[tuple[int, ...], list[int]] = {}
     for rank in range(case.schedule.num_ranks):
         stages = tuple(sorted({stage for _, stage in case.schedule.placement.stages_on(rank)}))
         by_stages.setdefault(stages, []).append(rank)
-    found = []
+    holders = []
     for ranks in by_stages.values():
         static = max(sum(case.static_blocks(rank)) for rank in ranks)
-        room = inf if case.limit_bytes is None else (case.limit_bytes - static) * share
-        found.append(_Holder(ranks, RankGraph(case, ranks[0]), static, room))
-    return found
+        room = inf if limit is None else (limit - static) * share
+        holders.append(_Holder(ranks, RankGraph(case, ranks[0]), static, room))
+        holders[-1].tune(given)
+    for tries in range(1, _TRIES + 1):
+        plan = _plan(case, holders, {"ratio": share, "tries": tries})
+        if limit is None or swapout_threshold is not None:
+            return plan
+        outcome = case.outcome(plan)
+        if max(outcome.peak_bytes) <= limit:
+            return plan
+        for holder in holders if tries < _TRIES else ():
+            needed = holder.needed_bytes(outcome)
+            if needed > limit:
+                # lower the room in the proportion in which the ranks hold too much, for other parameters
+                simulated = simulate(holder.layers.graph, holder.tuned.parameters, inf).peak_bytes
+                fitting = (limit - holder.static_bytes) / max(1, needed - holder.static_bytes)
+                holder.room_bytes = min(holder.room_bytes, simulated) * max(0.0, min(_SHARE, fitting))
+                if not holder.tune(given, is_last=tries + 1 == _TRIES):
+                    raise _too_large(case, holder, outcome)
+    raise _too_large(case, max(holders, key=lambda one: one.needed_bytes(outcome)), outcome)
 
 
 def _plan(case: MemoryCase, holders: list[_Holder], counters: Mapping[str, Any]) -> MemoryPlan:
     layers, ranks = {}, []
     for holder in holders:
-        assert holder.tuned is not None
         if holder.tuned.is_needed:
             layers.update(holder.layers.segments(holder.tuned.parameters))
         ranks.append(
             {
                 "ranks": holder.ranks,
-                **asdict(holder.tuned.parameters),
+                **holder.tuned.parameters._asdict(),
                 "is_needed": holder.tuned.is_needed,
                 "num_levels": holder.layers.graph.num_levels,
                 "num_plays": holder.tuned.num_plays,
@@ -133,13 +126,9 @@ def _plan(case: MemoryCase, holders: list[_Holder], counters: Mapping[str, Any])
     return replace(plan, counters={**counters, "tuned": ranks})
 
 
-def _held(holder: _Holder, outcome: PlanOutcome | None) -> int:
-    return max(outcome.peak_bytes[rank] for rank in holder.ranks) if outcome else 0
-
-
-def _too_large(case: MemoryCase, holder: _Holder, outcome: PlanOutcome | None) -> DoesNotFitError:
+def _too_large(case: MemoryCase, holder: _Holder, outcome: PlanOutcome) -> DoesNotFitError:
     """Return the error: what a rank needs with everything swapped at once."""
-    assert outcome is not None and case.limit_bytes is not None
+    assert case.limit_bytes is not None
     rank = max(holder.ranks, key=lambda rank: outcome.peak_bytes[rank])
     return DoesNotFitError(f"rank {rank} under lms", outcome.peak_bytes[rank], case.limit_bytes, _HELP)
 
@@ -162,15 +151,19 @@ class RankGraph:
         self._backward: dict[_Layer, int] = {}
         self._tensors: list[Tensor] = []
         self._movable: dict[int, tuple[_Held, Storage]] = {}
-        spans = list(pairwise(case.boundaries))
-        for (direction, stage), is_forward in _first_runs(case.schedule, rank):
-            layers = range(*spans[stage]) if is_forward else reversed(range(*spans[stage]))
-            for layer in layers:
-                number = len(self._forward) + len(self._backward)
-                (self._forward if is_forward else self._backward)[(direction, stage), layer] = number
-        num_ops = len(self._forward) + len(self._backward)
+        cuts, num_ops = case.boundaries, 0
+        first: dict[_Held, int | None] = {}
+        for action in case.schedule.rows[rank]:
+            held = (action.direction, action.stage)
+            if action.kind is Kind.W or first.setdefault(held, action.micro_batch) != action.micro_batch:
+                continue
+            layers = range(*cuts[action.stage : action.stage + 2])
+            is_forward = action.kind is Kind.F
+            for layer in layers if is_forward else reversed(layers):
+                (self._forward if is_forward else self._backward)[held, layer] = num_ops
+                num_ops += 1
         for held in case.schedule.placement.stages_on(rank):
-            self._add_stage(held, *spans[held[1]])
+            self._add_stage(held, *cuts[held[1] : held[1] + 2])
         for op in range(1, num_ops):  # they run one after the other
             self._add(0, op - 1, [op])
         self.graph = Graph(num_ops, tuple(self._tensors))
@@ -180,18 +173,17 @@ class RankGraph:
 
         A copy back is posted right after the operation that sets it off: so many actions ahead as run in between.
         """
-        swaps = {swap.tensor: swap for swap in parameters.swaps(self.graph)}
+        swaps = {swap.tensor: swap for swap in self.graph.swaps(parameters)}
         movable: dict[int, int] = {}
         swapped: dict[int, int] = {}
         ahead: dict[int, int] = {}
         for tensor, (held, storage) in self._movable.items():
             layer = storage.owner
             movable[layer] = movable.get(layer, 0) + storage.total_bytes
-            returns = swaps[tensor].returns if tensor in swaps else ()
-            for back in returns:
-                if back.consumers[0] == self._backward[held, layer]:
+            for _, (reader, *_), trigger in swaps[tensor].returns if tensor in swaps else ():
+                if reader == self._backward[held, layer]:
                     swapped[layer] = swapped.get(layer, 0) + storage.total_bytes
-                    ahead[layer] = max(ahead.get(layer, 0), _ahead(back))
+                    ahead[layer] = max(ahead.get(layer, 0), 0 if trigger is None else reader - trigger - 1)
         free_after = 0 if parameters.is_swapout_sync else 1
         return {
             layer: Segment(layer, layer + 1, Choice.OFFLOAD, free_after=free_after, ahead=ahead[layer])
@@ -224,21 +216,3 @@ class RankGraph:
 
     def _add(self, num_bytes: int, maker: int, consumers: Iterable[int], is_movable: bool = False) -> None:
         self._tensors.append(Tensor(num_bytes, maker, tuple(sorted(consumers)), is_movable))
-
-
-def _ahead(back: Return) -> int:
-    """Return the operations that run between the one that sets off a return and the first that reads it."""
-    return 0 if back.trigger is None else back.consumers[0] - back.trigger - 1
-
-
-def _first_runs(schedule: Schedule, rank: int) -> list[tuple[_Held, bool]]:
-    """Return when a rank runs one micro-batch of each of its stages, in the order of its list: forward, or backward."""
-    first: dict[_Held, int | None] = {}
-    runs = []
-    for action in schedule.rows[rank]:
-        if action.kind not in (Kind.F, Kind.B, Kind.I):
-            continue
-        held = (action.direction, action.stage)
-        if first.setdefault(held, action.micro_batch) == action.micro_batch:
-            runs.append((held, action.kind is Kind.F))
-    return runs

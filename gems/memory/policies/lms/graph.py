@@ -6,15 +6,17 @@ levels of the graph: an operation's level is the length of the longest way to it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 LOOK_BACK_LEVELS = 10
+SYNC_MODES = (0, 1, 2, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """What an operation makes: its size, its maker and the operations that read it, by number.
 
     Only one that `is_movable` may be swapped; the original leaves out vectors, scalars and variables.
@@ -26,8 +28,7 @@ class Tensor:
     is_movable: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Return:
+class Return(NamedTuple):
     """One copy of a swapped tensor that comes back for the operations `consumers`.
 
     It sets out when the operation `trigger` has run; without one, when the first of the consumers begins, which waits.
@@ -38,8 +39,7 @@ class Return:
     trigger: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(NamedTuple):
     """A tensor that leaves the device after `last_near`, its last reader there, and its returns."""
 
     tensor: int
@@ -47,129 +47,7 @@ class Swap:
     returns: tuple[Return, ...]
 
 
-@dataclass(frozen=True)
-class Graph:
-    """A DAG of `num_ops` operations, makers numbered before readers; they run level by level, by number."""
-
-    num_ops: int
-    tensors: tuple[Tensor, ...]
-
-    def __post_init__(self) -> None:
-        for tensor in self.tensors:
-            if not all(tensor.maker < consumer < self.num_ops for consumer in tensor.consumers):
-                raise ValueError(f"{tensor} is read before it is made, or by an operation that is not there")
-
-    @cached_property
-    def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """The tensors that each operation reads."""
-        found: list[list[int]] = [[] for _ in range(self.num_ops)]
-        for index, tensor in enumerate(self.tensors):
-            for consumer in sorted(set(tensor.consumers)):
-                found[consumer].append(index)
-        return tuple(map(tuple, found))
-
-    @cached_property
-    def outputs(self) -> tuple[tuple[int, ...], ...]:
-        """The tensors that each operation makes."""
-        found: list[list[int]] = [[] for _ in range(self.num_ops)]
-        for index, tensor in enumerate(self.tensors):
-            found[tensor.maker].append(index)
-        return tuple(map(tuple, found))
-
-    @cached_property
-    def levels(self) -> tuple[int, ...]:
-        """The level of each operation, 0 for sources."""
-        found: list[int] = []
-        for inputs in self.inputs:
-            found.append(max((found[self.tensors[tensor].maker] + 1 for tensor in inputs), default=0))
-        return tuple(found)
-
-    @cached_property
-    def by_level(self) -> tuple[tuple[int, ...], ...]:
-        """The operations of each level, in the order in which they run."""
-        found: list[list[int]] = [[] for _ in range(max(self.levels, default=-1) + 1)]
-        for op, level in enumerate(self.levels):
-            found[level].append(op)
-        return tuple(map(tuple, found))
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """All operations in the order in which they run."""
-        return tuple(op for ops in self.by_level for op in ops)
-
-    @property
-    def num_levels(self) -> int:
-        """Number of levels: no distance is larger."""
-        return len(self.by_level)
-
-    @cached_property
-    def _reached(self) -> tuple[int, ...]:
-        """For each operation, the set of those that it leads to, as the bits of a number."""
-        found = [0] * self.num_ops
-        for op in range(self.num_ops - 1, -1, -1):
-            for tensor in self.outputs[op]:
-                for consumer in self.tensors[tensor].consumers:
-                    found[op] |= found[consumer] | 1 << consumer
-        return tuple(found)
-
-    def leads_to(self, op: int, other: int) -> bool:
-        """Whether there is a way from an operation to another."""
-        return bool(self._reached[op] >> other & 1)
-
-    def far_consumers(self, tensor: Tensor, threshold: int) -> tuple[int, ...]:
-        """Return the readers of a tensor that are more than `threshold` levels from its maker, nearest first."""
-        from_level = self.levels[tensor.maker]
-        far = {op for op in tensor.consumers if self.levels[op] - from_level > threshold}
-        return self._by_level(far)
-
-    def groups(self, ops: Sequence[int], groupby: int) -> tuple[tuple[int, ...], ...]:
-        """Join operations, nearest first, within `groupby` levels of the one before; with 0 none."""
-        found: list[list[int]] = []
-        for op in ops:
-            if groupby > 0 and found and self.levels[op] - self.levels[found[-1][-1]] <= groupby:
-                found[-1].append(op)
-            else:
-                found.append([op])
-        return tuple(map(tuple, found))
-
-    def control(self, maker: int, consumer: int, ahead: int) -> int | None:
-        """Return the operation after which a tensor is to come back for `consumer`, or None.
-
-        It is the latest that leads to the consumer, lies more than `ahead` levels before it and after the maker;
-        at most 10 levels are searched, and of one level the first is taken.
-        """
-        above = self.levels[consumer] - ahead
-        lowest = max(above - LOOK_BACK_LEVELS, self.levels[maker] + 1)
-        for level in range(above - 1, lowest - 1, -1):
-            for op in self.by_level[level]:
-                if self.leads_to(op, consumer):
-                    return op
-        return None
-
-    def swaps(self, threshold: int, ahead: int, groupby: int, is_swapin_sync: bool) -> tuple[Swap, ...]:
-        """Return what is swapped under these parameters, and how it comes back."""
-        found = []
-        for index, tensor in enumerate(self.tensors):
-            far = self.far_consumers(tensor, threshold) if tensor.is_movable else ()
-            if not far:
-                continue
-            near = self._by_level(set(tensor.consumers) - set(far))
-            returns = tuple(
-                Return(index, group, None if is_swapin_sync else self.control(tensor.maker, group[0], ahead))
-                for group in self.groups(far, groupby)
-            )
-            found.append(Swap(index, near[-1] if near else tensor.maker, returns))
-        return tuple(found)
-
-    def _by_level(self, ops: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(ops, key=lambda op: (self.levels[op], op)))
-
-
-SYNC_MODES = (0, 1, 2, 3)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(NamedTuple):
     """What large model support swaps, and when.
 
     A tensor is swapped for readers more than `swapout_threshold` levels from its maker, comes back `swapin_ahead`
@@ -192,13 +70,101 @@ class Parameters:
         """Whether kernels wait for copies back; then nothing comes back ahead."""
         return self.sync_mode in (2, 3)
 
-    def swaps(self, graph: Graph) -> tuple[Swap, ...]:
-        """Return what is swapped in a graph."""
-        return graph.swaps(self.swapout_threshold, self.swapin_ahead, self.swapin_groupby, self.is_swapin_sync)
+
+@dataclass(frozen=True)
+class Graph:
+    """A DAG of `num_ops` operations, makers numbered before readers; they run level by level, by number."""
+
+    num_ops: int
+    tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        for tensor in self.tensors:
+            if not all(tensor.maker < consumer < self.num_ops for consumer in tensor.consumers):
+                raise ValueError(f"{tensor} is read before it is made, or by an operation that is not there")
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """The level of each operation, 0 for sources."""
+        found = [0] * self.num_ops
+        for reader, maker in sorted((reader, tensor.maker) for tensor in self.tensors for reader in tensor.consumers):
+            found[reader] = max(found[reader], found[maker] + 1)
+        return tuple(found)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """All operations in the order in which they run."""
+        return self._by_level(range(self.num_ops))
+
+    @cached_property
+    def by_level(self) -> tuple[tuple[int, ...], ...]:
+        """The operations of each level, in the order in which they run."""
+        return tuple(tuple(ops) for _, ops in groupby(self.order, self.levels.__getitem__))
+
+    @property
+    def num_levels(self) -> int:
+        """Number of levels: no distance is larger."""
+        return len(self.by_level)
+
+    @cached_property
+    def _reached(self) -> tuple[int, ...]:
+        """For each operation, the set of those that it leads to, as the bits of a number."""
+        found = [0] * self.num_ops
+        for tensor in sorted(self.tensors, key=lambda each: -each.maker):
+            for consumer in tensor.consumers:
+                found[tensor.maker] |= found[consumer] | 1 << consumer
+        return tuple(found)
+
+    def leads_to(self, op: int, other: int) -> bool:
+        """Whether there is a way from an operation to another."""
+        return bool(self._reached[op] >> other & 1)
+
+    def far_consumers(self, tensor: Tensor, threshold: int) -> tuple[int, ...]:
+        """Return the readers of a tensor that are more than `threshold` levels from its maker, nearest first."""
+        nearest = self.levels[tensor.maker] + threshold
+        return self._by_level({op for op in tensor.consumers if self.levels[op] > nearest})
+
+    def groups(self, ops: Sequence[int], groupby: int) -> tuple[tuple[int, ...], ...]:
+        """Join operations, nearest first, within `groupby` levels of the one before; with 0 none."""
+        found: list[list[int]] = []
+        for op in ops:
+            if groupby > 0 and found and self.levels[op] - self.levels[found[-1][-1]] <= groupby:
+                found[-1].append(op)
+            else:
+                found.append([op])
+        return tuple(map(tuple, found))
+
+    def control(self, maker: int, consumer: int, ahead: int) -> int | None:
+        """Return the operation after which a tensor is to come back for `consumer`, or None.
+
+        It is the latest that leads to the consumer, lies more than `ahead` levels before it and after the maker;
+        at most 10 levels are searched, and of one level the first is taken.
+        """
+        above = self.levels[consumer] - ahead
+        lowest = max(above - LOOK_BACK_LEVELS, self.levels[maker] + 1)
+        earlier = (op for level in range(above - 1, lowest - 1, -1) for op in self.by_level[level])
+        return next((op for op in earlier if self.leads_to(op, consumer)), None)
+
+    def swaps(self, parameters: Parameters) -> tuple[Swap, ...]:
+        """Return what is swapped under these parameters, and how it comes back."""
+        found, (threshold, ahead, groupby, _) = [], parameters
+        for index, tensor in enumerate(self.tensors):
+            far = self.far_consumers(tensor, threshold) if tensor.is_movable else ()
+            if not far:
+                continue
+            near = self._by_level(set(tensor.consumers) - set(far))
+            returns = tuple(
+                Return(index, group, None if parameters.is_swapin_sync else self.control(tensor.maker, group[0], ahead))
+                for group in self.groups(far, groupby)
+            )
+            found.append(Swap(index, near[-1] if near else tensor.maker, returns))
+        return tuple(found)
+
+    def _by_level(self, ops: Collection[int]) -> tuple[int, ...]:
+        return tuple(sorted(ops, key=lambda op: (self.levels[op], op)))
 
 
-@dataclass(frozen=True, slots=True)
-class GraphMemory:
+class GraphMemory(NamedTuple):
     """What a graph holds under some parameters, in bytes; `fits` tells if it stays below the limit."""
 
     fits: bool
@@ -206,11 +172,10 @@ class GraphMemory:
     host_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tuned:
+class Tuned(NamedTuple):
     """The parameters found; `is_needed` is False if the graph fits without swapping.
 
-    `num_plays` counts how often the memory was played.
+    `num_plays` counts how often the memory was simulated.
     """
 
     parameters: Parameters
@@ -226,50 +191,43 @@ def simulate(graph: Graph, parameters: Parameters, limit_bytes: float) -> GraphM
     copies out are waited for, and one operation later where they are not. As in the original, an allocation must be
     smaller than what is free, an output that nobody reads is never there, and host memory only counts.
     """
-    order = graph.order
-    place = {op: index for index, op in enumerate(order)}
-    takes: list[list[int]] = [[] for _ in order]
-    sets_off: list[list[int]] = [[] for _ in order]
-    frees = [0] * len(order)
-    host = [0] * (len(order) + 1)
-    swaps = {swap.tensor: swap for swap in parameters.swaps(graph)}
-    for index, tensor in enumerate(graph.tensors):
-        if not tensor.consumers:
+    num = graph.num_ops
+    place = {op: index for index, op in enumerate(graph.order)}
+    takes: list[list[int]] = [[] for _ in range(num)]
+    sets_off: list[list[int]] = [[] for _ in range(num)]
+    frees, host = [0] * num, [0] * (num + 1)
+    swaps = {swap.tensor: swap for swap in graph.swaps(parameters)}
+    for index, (num_bytes, maker, consumers, _) in enumerate(graph.tensors):
+        if not consumers:
             continue
-        takes[place[tensor.maker]].append(tensor.num_bytes)
+        takes[place[maker]].append(num_bytes)
         swap = swaps.get(index)
         if swap is None:
-            frees[max(place[op] for op in tensor.consumers)] += tensor.num_bytes
+            frees[max(place[op] for op in consumers)] += num_bytes
             continue
         gone = place[swap.last_near] + (not parameters.is_swapout_sync)
-        frees[min(gone, len(order) - 1)] += tensor.num_bytes
-        host[place[tensor.maker]] += tensor.num_bytes
+        frees[min(gone, num - 1)] += num_bytes
+        host[place[maker]] += num_bytes
         last = 0
-        for back in swap.returns:
-            first = place[back.consumers[0]]
-            if back.trigger is None:
-                takes[first].insert(0, tensor.num_bytes)
+        for _, readers, trigger in swap.returns:
+            if trigger is None:
+                takes[place[readers[0]]].insert(0, num_bytes)
             else:
-                sets_off[place[back.trigger]].append(tensor.num_bytes)
-            frees[max(place[op] for op in back.consumers)] += tensor.num_bytes
-            last = max(last, first if back.trigger is None else place[back.trigger])
-        host[last + 1] -= tensor.num_bytes
-    used = peak = 0
+                sets_off[place[trigger]].append(num_bytes)
+            frees[max(place[op] for op in readers)] += num_bytes
+            last = max(last, place[readers[0] if trigger is None else trigger])
+        host[last + 1] -= num_bytes
+    used = peak = host_peak = on_host = 0
     fits = True
-    for index in range(len(order)):
-        for num_bytes in takes[index]:
-            fits = fits and used + num_bytes < limit_bytes
-            used += num_bytes
-        peak = max(peak, used)
-        used -= frees[index]
-        for num_bytes in sets_off[index]:
-            fits = fits and used + num_bytes < limit_bytes
-            used += num_bytes
-        peak = max(peak, used)
-    host_peak = held = 0
-    for change in host:
-        held += change
-        host_peak = max(host_peak, held)
+    for index in range(num):
+        for sizes, freed in ((takes[index], frees[index]), (sets_off[index], 0)):
+            for num_bytes in sizes:
+                fits = fits and used + num_bytes < limit_bytes
+                used += num_bytes
+            peak = max(peak, used)
+            used -= freed
+        on_host += host[index]
+        host_peak = max(host_peak, on_host)
     return GraphMemory(fits, peak, host_peak)
 
 
@@ -299,33 +257,27 @@ def tune(
     def found(parameters: Parameters, is_needed: bool = True) -> Tuned:
         return Tuned(parameters, is_needed, num_plays)
 
-    start = Parameters(
-        swapout_threshold if swapout_threshold is not None else 1,
-        swapin_ahead if swapin_ahead is not None else 1,
-        swapin_groupby if swapin_groupby is not None else 0,
-        sync_mode or 0,
-    )
-    if swapout_threshold is swapin_ahead is swapin_groupby is None:
-        off = replace(start, swapout_threshold=num_levels)
+    given = swapout_threshold, swapin_ahead, swapin_groupby
+    threshold, ahead, grouped = (value if each is None else each for each, value in zip(given, (1, 1, 0), strict=True))
+    start = Parameters(threshold, ahead, grouped, sync_mode or 0)
+    if given == (None, None, None):
+        off = start._replace(swapout_threshold=num_levels)
         if fits(off):
             return found(off, is_needed=False)
     if swapout_threshold is None:
         while not fits(start):
             if start.sync_mode == SYNC_MODES[-1]:
                 return None
-            start = replace(start, sync_mode=start.sync_mode + 1)
+            start = start._replace(sync_mode=start.sync_mode + 1)
         start = _search(fits, start, "swapout_threshold", 1, num_levels)
-    if start.is_swapin_sync:
+    if start.is_swapin_sync or None not in given[1:]:
         return found(start)
-    is_known = swapout_threshold is None
+    if swapout_threshold is not None and not fits(start):
+        return found(start._replace(sync_mode=SYNC_MODES[-1]))
     if swapin_ahead is None:
-        if not is_known and not fits(start):
-            return found(replace(start, sync_mode=SYNC_MODES[-1]))
-        start, is_known = _search(fits, start, "swapin_ahead", 1, num_levels), True
+        start = _search(fits, start, "swapin_ahead", 1, num_levels)
     if swapin_groupby is None:
-        if not is_known and not fits(start):
-            return found(replace(start, sync_mode=SYNC_MODES[-1]))
-        wide = replace(start, swapin_groupby=num_levels)
+        wide = start._replace(swapin_groupby=num_levels)
         start = wide if fits(wide) else _search(fits, start, "swapin_groupby", 0, num_levels, is_any=True)
     return found(start)
 
@@ -337,7 +289,7 @@ def _search(
     best = start
     while low <= high:
         middle = (low + high) // 2
-        tried = replace(start, **{name: middle})
+        tried = start._replace(**{name: middle})
         if fits(tried):
             best, low = tried, middle + 1
             if is_any:

@@ -8,15 +8,15 @@ simulated with those rules until a step is like the one before. What is then rec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
 
 from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.policies.lms.allocator import Counts, LmsAllocator, OutOfMemoryError, Paged
+from gems.memory.reserved import Block, backward_requests
 from gems.memory.storages import Storage, saved_storages
 from gems.schedule.action import Action, Kind
 
@@ -37,11 +37,8 @@ def lms_limit(case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "
     holds more than the limit, the step is simulated again under less. `counters` has the original's for the first and
     for the repeated step, rank by rank.
 
-    Args:
-        case: the run; its `limit_bytes` is what a rank may hold.
-        limit_bytes: of the allocator; None or 0 for 0.95 of what the rank may hold. Without either nothing is
-            reclaimed.
-        reclaim: "first" takes the least recently used that is large enough, "size" the one that fits best.
+    `limit_bytes` is the allocator's, None or 0 for 0.95 of what the rank may hold; without either nothing is reclaimed.
+    `reclaim` "first" takes the least recently used that is large enough, "size" the one that fits best.
 
     Raises:
         DoesNotFitError: a request that does not fit although everything that may leave has left.
@@ -50,63 +47,57 @@ def lms_limit(case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "
     limit = limit_bytes or (int(DEFAULT_SHARE * allowed) if allowed < _UNLIMITED else _UNLIMITED)
     limits = [max(1, limit)] * case.schedule.num_ranks
     outcome: PlanOutcome | None = None
-    played: dict[int, RankPaging] = {}
+    ranks: dict[int, RankPaging] = {}
     for tries in range(1, _TRIES + 1):
         for rank, limit in enumerate(limits):
-            if rank in played:
+            if rank in ranks:
                 continue
-            played[rank] = RankPaging(case, rank, limit, reclaim)
+            ranks[rank] = RankPaging(case, rank, limit, reclaim)
             try:
-                played[rank].settle()
+                ranks[rank].settle()
             except OutOfMemoryError as error:
                 wanted = -(-(error.reserved_bytes + error.num_bytes) * allowed // limit)
-                raise _too_large(rank, outcome.peak_bytes[rank] if outcome else wanted, allowed) from error
-        plan = replace(_plan(case, played), counters=_counters(played, tries, limits))
+                needed = outcome.peak_bytes[rank] if outcome else wanted
+                raise DoesNotFitError(f"rank {rank} under lms_limit", needed, allowed, _HELP) from error
+        counters = {
+            "tries": tries,
+            "ranks": [
+                {
+                    "limit_bytes": limit if limit < _UNLIMITED else None,
+                    "steps": len(ranks[rank].steps),
+                    "first": ranks[rank].steps[0].to_json(),
+                    "steady": ranks[rank].steps[-1].to_json(),
+                }
+                for rank, limit in enumerate(limits)
+            ],
+        }
+        plan = replace(_plan(case, ranks.values()), counters=counters)
         if allowed == _UNLIMITED:
             return plan
         outcome = case.outcome(plan)
         for rank, peak in enumerate(outcome.peak_bytes):
             if peak > allowed:
                 limits[rank] = max(1, int(limits[rank] * _SHARE * allowed / peak))
-                del played[rank]
-        if len(played) == len(limits):
+                del ranks[rank]
+        if len(ranks) == len(limits):
             return plan
     assert outcome is not None
     rank = outcome.fullest_rank
-    raise _too_large(rank, outcome.peak_bytes[rank], allowed)
+    raise DoesNotFitError(f"rank {rank} under lms_limit", outcome.peak_bytes[rank], allowed, _HELP)
 
 
-def _too_large(rank: int, needed_bytes: int, limit_bytes: int) -> DoesNotFitError:
-    return DoesNotFitError(f"rank {rank} under lms_limit", needed_bytes, limit_bytes, _HELP)
-
-
-def _plan(case: MemoryCase, played: Mapping[int, RankPaging]) -> MemoryPlan:
+def _plan(case: MemoryCase, ranks: Iterable[RankPaging]) -> MemoryPlan:
     """Offload the layers most of whose bytes are reclaimed, over all ranks that hold them."""
     uses: dict[int, list[Use]] = {}
-    for paging in played.values():
+    for paging in ranks:
         for layer, use in paging.uses.items():
             uses.setdefault(layer, []).append(use)
     layers = {}
     for layer, found in uses.items():
-        soonest = [use.soonest for use in found if use.soonest is not None]
         if 2 * sum(use.reclaimed_bytes for use in found) > sum(use.movable_bytes for use in found):
-            layers[layer] = Segment(layer, layer + 1, Choice.OFFLOAD, free_after=max(0, min(soonest)), ahead=0)
+            soonest = min(use.soonest for use in found if use.soonest is not None)
+            layers[layer] = Segment(layer, layer + 1, Choice.OFFLOAD, free_after=max(0, soonest), ahead=0)
     return MemoryPlan.by_layer("lms_limit", case.boundaries, layers)
-
-
-def _counters(played: Mapping[int, RankPaging], tries: int, limits: Sequence[int]) -> dict[str, Any]:
-    return {
-        "tries": tries,
-        "ranks": [
-            {
-                "limit_bytes": limits[rank] if limits[rank] < _UNLIMITED else None,
-                "steps": len(played[rank].steps),
-                "first": played[rank].steps[0].to_json(),
-                "steady": played[rank].steps[-1].to_json(),
-            }
-            for rank in sorted(played)
-        ],
-    }
 
 
 MAX_STEPS = 8
@@ -125,38 +116,19 @@ class Use:
     soonest: int | None = None
 
 
-class _Stage:
-    """The storages of a stage by number, and which of them each layer makes, reads forward and reads backward."""
-
-    def __init__(self, case: MemoryCase, first: int, end: int) -> None:
-        self.first, self.end = first, end
-        self.storages = saved_storages(case.profile, first, end, case.least_bytes)
-        self.makes: dict[int, list[int]] = {layer: [] for layer in range(first, end)}
-        self.reads: dict[int, list[int]] = {layer: [] for layer in range(first, end)}
-        self.saves: dict[int, list[int]] = {layer: [] for layer in range(first, end)}
-        for number, storage in enumerate(self.storages):
-            self.makes[storage.maker].append(number)
-            for layer in sorted({*storage.savers, storage.maker + 1, storage.last_use}):
-                if storage.maker < layer <= storage.last_use:
-                    self.reads[layer].append(number)
-            for layer in storage.savers:
-                self.saves[layer].append(number)
-
-
 @dataclass(slots=True)
 class _Flight:
     """One micro-batch of one stage in flight.
 
-    `forward` and `back` say when a layer's forward and whether its backward has run, `turn` when backward began.
+    `paged` are its storages by number, `forward` when the forward of a layer ran that had no backward yet, `turn` when
+    backward began.
     """
 
-    stage: _Stage
     paged: dict[int, list[Paged]] = field(default_factory=dict)
     forward: dict[int, int] = field(default_factory=dict)
-    back: set[int] = field(default_factory=set)
     turn: int | None = None
     gone: set[Paged] = field(default_factory=set)
-    others: list[Any] = field(default_factory=list)
+    others: list[Block] = field(default_factory=list)
 
 
 class RankPaging:
@@ -167,9 +139,17 @@ class RankPaging:
         self.steps: list[Counts] = []
         self.uses: dict[int, Use] = {}
         self._case, self._rank = case, rank
-        spans = list(pairwise(case.boundaries))
-        held = {stage for _, stage in case.schedule.placement.stages_on(rank)}
-        self._stages = {stage: _Stage(case, *spans[stage]) for stage in held}
+        # the storages that each layer makes, reads in its forward and saves for backward
+        self._makes, self._reads, self._saves = (defaultdict[int, list[Storage]](list) for _ in range(3))
+        for stage in {stage for _, stage in case.schedule.placement.stages_on(rank)}:
+            first, end = case.boundaries[stage : stage + 2]
+            for storage in saved_storages(case.profile, first, end, case.least_bytes):
+                self._makes[storage.maker].append(storage)
+                for layer in sorted({*storage.savers, storage.maker + 1, storage.last_use}):
+                    if storage.maker < layer <= storage.last_use:
+                        self._reads[layer].append(storage)
+                for layer in storage.savers:
+                    self._saves[layer].append(storage)
         self._flights: dict[tuple[int, int, int | None], _Flight] = {}
         self._of: dict[Paged, tuple[_Flight, Storage]] = {}
         self._now = 0
@@ -193,73 +173,69 @@ class RankPaging:
             before = self.uses
 
     def _act(self, action: Action) -> None:
-        kind, stage = action.kind, self._stages[action.stage]
+        kind, profile = action.kind, self._case.profile
+        layers = range(*self._case.boundaries[action.stage : action.stage + 2])
         key = (action.direction, action.stage, action.micro_batch)
-        passing: list[Any] = []
+        passing: list[Block] = []
         if kind is Kind.F:
-            flight = self._flights[key] = _Flight(stage)
-            if stage.first:
-                flight.others.append(self._take(self._case.profile.given_bytes(stage.first)))
-            for layer in range(stage.first, stage.end):
+            flight = self._flights[key] = _Flight()
+            if layers.start:
+                flight.others.append(self._take(profile.given_bytes(layers.start)))
+            for layer in layers:
                 passing = self._forward(flight, layer, passing)
                 self._now += 1
         elif kind in (Kind.B, Kind.I):
             flight = self._flights[key]
             flight.turn = self._now
-            passing.append(self._take(self._case.profile.layers[stage.end - 1].output_grad_bytes))
-            for layer in range(stage.end - 1, stage.first - 1, -1):
+            passing = [self._take(profile.layers[layers[-1]].output_grad_bytes)]
+            for layer in reversed(layers):
                 passing = self._backward(flight, layer, passing, kind is Kind.I)
                 self._now += 1
         elif kind is Kind.W:
-            self._now += stage.end - stage.first
+            self._now += len(layers)
         self._give(passing)
         if kind in (Kind.B, Kind.W):
             self._give(self._flights.pop(key).others)
 
-    def _forward(self, flight: _Flight, layer: int, passing: Sequence[Any]) -> list[Any]:
+    def _forward(self, flight: _Flight, layer: int, passing: Sequence[Block]) -> list[Block]:
         """Run a layer's forward, and return its outputs that no layer saves."""
-        stage = flight.stage
-        read = [paged for number in stage.reads[layer] for paged in flight.paged[number]]
+        read = [paged for storage in self._reads[layer] for paged in flight.paged[storage.number]]
         self._pin(read)
-        made = 0
-        for number in stage.makes[layer]:
-            storage = stage.storages[number]
-            made += storage.total_bytes
-            mine = flight.paged[number] = [Paged(storage.num_bytes) for _ in range(storage.count)]
+        for storage in self._makes[layer]:
+            mine = flight.paged[storage.number] = [Paged(storage.num_bytes) for _ in range(storage.count)]
             for paged in mine:
                 self._of[paged] = (flight, storage)
                 self._note(self.allocator.make(paged))
             if storage.is_movable:
                 self._use(storage).movable_bytes += storage.total_bytes
+        made = sum(storage.total_bytes for storage in self._makes[layer])
         extra = self._case.profile.layers[layer].forward_peak_bytes - made
-        handed = [self._take(extra)] if extra > 0 else []
+        outputs = [self._take(extra)] if extra > 0 else []
         self._give(passing)
         flight.forward[layer] = self._now
-        used = (number for number in stage.makes[layer] if number in stage.saves[layer])
+        used = (storage.number for storage in self._makes[layer] if layer in storage.savers)
         self._unpin([*read, *(paged for number in used for paged in flight.paged[number])])
-        return handed
+        return outputs
 
-    def _backward(self, flight: _Flight, layer: int, passing: Sequence[Any], is_split: bool) -> list[Any]:
+    def _backward(self, flight: _Flight, layer: int, passing: Sequence[Block], is_split: bool) -> list[Block]:
         """Run a layer's backward, and return the gradient of its input."""
-        stage, profile = flight.stage, self._case.profile.layers[layer]
-        flight.back.add(layer)
-        self._pin([paged for number in stage.saves[layer] for paged in flight.paged[number]])
-        needed = max(0, profile.backward_peak_bytes - profile.output_grad_bytes)
-        handed = min(needed, profile.output_grad_bytes)
-        made = [self._take(num_bytes) for num_bytes in (handed, needed - handed)]
-        self._give([*passing, made[1]])
+        saves, profile = self._saves[layer], self._case.profile.layers[layer]
+        del flight.forward[layer]
+        self._pin([paged for storage in saves for paged in flight.paged[storage.number]])
+        gradient, rest = map(self._take, backward_requests(profile))
+        self._give([*passing, rest])
         if is_split and profile.held_for_weights_bytes:
             flight.others.append(self._take(profile.held_for_weights_bytes))
-        for number in stage.saves[layer]:
-            if stage.storages[number].savers[0] != layer:
-                self._unpin(flight.paged[number])
+        for storage in saves:
+            if storage.savers[0] != layer:
+                self._unpin(flight.paged[storage.number])
                 continue
-            for paged in flight.paged.pop(number):
+            for paged in flight.paged.pop(storage.number):
                 self.allocator.drop(paged)
                 del self._of[paged]
-        return made[:1]
+        return [gradient]
 
-    def _take(self, num_bytes: int) -> Any:
+    def _take(self, num_bytes: int) -> Block:
         block = self.allocator.take(num_bytes)
         self._note(self.allocator.reclaimed)
         return block
@@ -280,7 +256,7 @@ class RankPaging:
         for paged in reclaimed:
             flight, storage = self._of[paged]
             layer = storage.owner
-            if layer not in flight.forward or layer in flight.back or paged in flight.gone:
+            if layer not in flight.forward or paged in flight.gone:
                 continue
             flight.gone.add(paged)
             use = self._use(storage)
@@ -292,6 +268,6 @@ class RankPaging:
     def _use(self, storage: Storage) -> Use:
         return self.uses.setdefault(storage.owner, Use())
 
-    def _give(self, blocks: Iterable[Any]) -> None:
+    def _give(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             self.allocator.give(block)
