@@ -33,12 +33,15 @@ class SegmentCosts:
         """Return the time of an action on its rank or copy engine."""
         if kind is Kind.B:
             return self.input_grad + self.weight_grad
-        return float(getattr(self, _TIME_OF[kind])) if kind in _TIME_OF else 0.0
+        return float(getattr(self, _SEGMENT_FIELDS[kind])) if kind in _SEGMENT_FIELDS else 0.0
 
 
-_TIME_OF = {
+_SEGMENT_FIELDS = {
     Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.R: "recompute",
     Kind.OFFLOAD: "copy_out", Kind.PREFETCH: "copy_in",
+}  # fmt: skip
+_FIELDS = {
+    **_SEGMENT_FIELDS, Kind.OFFLOAD: "copy", Kind.PREFETCH: "copy", Kind.REDUCE_GRAD: "reduce", Kind.STEP: "step",
 }  # fmt: skip
 
 
@@ -86,17 +89,10 @@ class StageCosts:
         return replace(self, segments=tuple((self._part(stage, count),) * count for stage, count in enumerate(counts)))
 
     def _part(self, stage: int, count: int) -> SegmentCosts:
-        return SegmentCosts(
-            forward=self.forward[stage] / count,
-            input_grad=self.input_grad[stage] / count,
-            weight_grad=self.weight_grad[stage] / count,
-            activation=self.activation[stage] / count,
-            recompute=self.recompute[stage] / count,
-            held_for_weights=self.held_for_weights[stage] / count,
-            moved=self.activation[stage] / count,
-            copy_out=self.copy[stage] / count,
-            copy_in=self.copy[stage] / count,
-        )
+        names = ("forward", "input_grad", "weight_grad", "activation", "recompute", "held_for_weights")
+        parts = {name: getattr(self, name)[stage] / count for name in names}
+        copy = self.copy[stage] / count
+        return SegmentCosts(**parts, moved=self.activation[stage] / count, copy_out=copy, copy_in=copy)
 
     def time(self, action: Action) -> float:
         """Return the time of an action on its rank or copy engine; transfers take none here."""
@@ -104,21 +100,10 @@ class StageCosts:
         if action.segment is not None:
             is_transfer = kind in SEND_KINDS or kind in RECV_KINDS
             return 0.0 if is_transfer else self.segments[stage][action.segment].time(kind)
-        if kind is Kind.F:
-            return self.forward[stage]
         if kind is Kind.B:
             return self.input_grad[stage] + self.weight_grad[stage]
-        if kind is Kind.I:
-            return self.input_grad[stage]
-        if kind is Kind.W:
-            return self.weight_grad[stage]
-        if kind is Kind.R:
-            return self.recompute[stage]
-        if kind is Kind.OFFLOAD or kind is Kind.PREFETCH:
-            return self.copy[stage]
-        if kind is Kind.REDUCE_GRAD:
-            return self.reduce[stage]
-        return self.step[stage] if kind is Kind.STEP else 0.0
+        name = _FIELDS.get(kind)
+        return 0.0 if name is None else float(getattr(self, name)[stage])
 
     def held(self, what: str, action: Action) -> float:
         """Return `activation`, `held_for_weights` or `boundary` of an action's stage or segment."""

@@ -1,4 +1,4 @@
-"""What must be complete before an action may start, and the two ends of a transfer. Every other part asks here.
+"""What must be complete before an action may start, and the two ends of a transfer; the only place that knows it.
 
 In a chain a transfer joins neighbours. Between the stages of a graph (`Placement.feeders`) it names the stage at the
 other end in place of a segment: `2.5SEND_F0` carries what stage 2 made to the rank of stage 5, and pairs with
@@ -46,7 +46,13 @@ def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
             return (_named(kind, stage, micro_batch, direction, segment - 1),)
         return () if stage == 0 else (_from_stage(action, stage - 1, Kind.F, Kind.RECV_F, schedule),)
     if kind is Kind.B or kind is Kind.I:
-        own = _named(_source_of_activations(action, schedule), stage, micro_batch, direction, segment)
+        place = stage, micro_batch, direction, segment
+        brought_by = Kind.F  # or by a recomputation, or a copy back
+        for again in (Kind.R, Kind.PREFETCH):
+            if schedule.has_any(again) and schedule.has(again, *place):
+                brought_by = again
+                break
+        own = _named(brought_by, *place)
         if segment is not None and segment != schedule.last_segment(stage):
             return (own, _named(kind, stage, micro_batch, direction, segment + 1))
         if stage == schedule.num_stages - 1:
@@ -74,23 +80,13 @@ def _named(kind: Kind, stage: int, micro_batch: int | None, direction: int, segm
     return tuple.__new__(Action, (kind, stage, micro_batch, direction, segment))
 
 
-def _source_of_activations(action: Action, schedule: Schedule) -> Kind:
-    """Return what last brought the stash that a backward reads: forward, recomputation or the copy back."""
-    _, stage, micro_batch, direction, segment = action
-    for kind in (Kind.R, Kind.PREFETCH):
-        if schedule.has_any(kind) and schedule.has(kind, stage, micro_batch, direction, segment):
-            return kind
-    return Kind.F
-
-
 def _from_stage(action: Action, other: int, compute: Kind, receive: Kind, schedule: Schedule) -> Action:
-    """Name the neighbour's compute, or the receive of its data where transfers are in the list."""
+    """Return the neighbour's compute, or the receive of its data if transfers are in the list."""
     _, stage, micro_batch, direction, _ = action
     ranks = schedule.placement.ranks[direction]
     if schedule.has_transfers and ranks[other] != ranks[stage]:
         return _named(receive, stage, micro_batch, direction)
-    is_before = compute is Kind.F
-    segment = schedule.last_segment(other) if is_before else schedule.first_segment(other)
+    segment = schedule.last_segment(other) if compute is Kind.F else schedule.first_segment(other)
     return _named(compute, other, micro_batch, direction, segment)
 
 
@@ -103,18 +99,22 @@ def transfers_after(action: Action, schedule: Schedule) -> tuple[tuple[Action, A
     if placement.feeders is None:
         transfer = transfer_after(action, schedule)
         return () if transfer is None else (transfer,)
-    sends = _graph_sends_after(action, placement)
-    receives = map(partner_of, sends)
-    return tuple(
-        (send, receive, placement.rank_of(receive.direction, receive.stage))
-        for send, receive in zip(sends, receives, strict=True)
-    )
+    kind, stage, micro_batch, direction, _ = action
+    here, sends = placement.rank_of(direction, stage), []
+    if kind is Kind.F:
+        readers = readers_by_rank(placement, direction, stage)
+        sends = [(Kind.SEND_F, some[0], rank) for rank, some in readers.items()]
+    elif kind is Kind.B:
+        feeders = placement.feeders_of(stage)
+        sends = [(Kind.SEND_B, feeder, placement.rank_of(direction, feeder)) for feeder in feeders]
+    made = [(Action(name, stage, micro_batch, direction, other), rank) for name, other, rank in sends if rank != here]
+    return tuple((send, partner_of(send), rank) for send, rank in made)
 
 
 def transfer_after(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
     """Return the send and the receive that carry what a compute action of a chain makes, and the receiving rank.
 
-    None where the data stays on its rank or nothing follows.
+    None if the data stays on its rank or nothing follows.
     """
     kind, stage, micro_batch, direction, segment = action
     if kind is Kind.F:
@@ -167,7 +167,7 @@ def _graph_needs(action: Action, placement: Placement, has_transfers: bool) -> t
         return tuple(
             of(Kind.F, feeder)
             if not has_transfers or placement.rank_of(direction, feeder) == here
-            else of(Kind.RECV_F, _first_reader(placement, direction, feeder, here), feeder)
+            else of(Kind.RECV_F, readers_by_rank(placement, direction, feeder)[here][0], feeder)
             for feeder in placement.feeders_of(stage)
         )
     if kind is Kind.B:
@@ -183,30 +183,6 @@ def _graph_needs(action: Action, placement: Placement, has_transfers: bool) -> t
     if kind is Kind.RECV_F or kind is Kind.RECV_B:
         return (partner_of(action),)
     return ()
-
-
-def _graph_sends_after(action: Action, placement: Placement) -> tuple[Action, ...]:
-    """Return the sends that carry what a compute action makes to other ranks."""
-    kind, stage, micro_batch, direction, _ = action
-    here = placement.rank_of(direction, stage)
-    if kind is Kind.F:
-        return tuple(
-            Action(Kind.SEND_F, stage, micro_batch, direction, readers[0])
-            for rank, readers in readers_by_rank(placement, direction, stage).items()
-            if rank != here
-        )
-    if kind is Kind.B:
-        return tuple(
-            Action(Kind.SEND_B, stage, micro_batch, direction, feeder)
-            for feeder in placement.feeders_of(stage)
-            if placement.rank_of(direction, feeder) != here
-        )
-    return ()
-
-
-def _first_reader(placement: Placement, direction: int, stage: int, rank: int) -> int:
-    """Return the lowest stage on `rank` that reads what `stage` makes."""
-    return readers_by_rank(placement, direction, stage)[rank][0]
 
 
 def readers_by_rank(placement: Placement, direction: int, stage: int) -> dict[int, list[int]]:

@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from gems.errors import ScheduleError
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.dependencies import dependencies, partner_of
 from gems.schedule.ledger import Ledger
-from gems.schedule.pace import EVEN, Pace
 from gems.schedule.schedule import Schedule
 
 Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What disturbs one pipeline beside the costs of its stages.
+
+    Compute on `slow_rank`, a rank of the pipeline, takes `slowdown` times as long, and all that rank r does
+    `slowdowns[r]` times as long, if given. A rank where a direction begins reads one input after the other from the
+    beginning of the step on, each in `input` units of time. `late` is, by the stage that names a reduction, when peers
+    in other replicas join it at the earliest.
+    """
+
+    slow_rank: int | None = None
+    slowdown: float = 1.0
+    input: float = 0.0
+    slowdowns: tuple[float, ...] = ()
+    late: Mapping[int, float] = field(default_factory=dict, hash=False)
+
+    def factor(self, rank: int, action: Action) -> float:
+        """Return how many times longer than its cost an action takes on `rank`."""
+        usual = self.slowdowns[rank] if self.slowdowns else 1.0
+        return usual * self.slowdown if rank == self.slow_rank and action.kind in COMPUTE_KINDS else usual
+
+    def inputs_ready(self, schedule: Schedule, rank: int) -> dict[Action, float]:
+        """Return when the input of each forward that reads one is ready, in units from the beginning of the step."""
+        if not self.input:
+            return {}
+        first = schedule.first_segment(0)
+        readers = (a for a in schedule.rows[rank] if a.kind is Kind.F and a.stage == 0 and a.segment == first)
+        return {action: (number + 1) * self.input for number, action in enumerate(readers)}
+
+
+EVEN = Pace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +86,14 @@ def simulate(
     Raises:
         ScheduleError: an action waits for something that never comes (a deadlock, a missing partner, or no room).
     """
-    return _Player(schedule, costs, network, cap, pace).play()
+    return _Simulator(schedule, costs, network, cap, pace).run()
 
 
-class _Player:
+class _Simulator:
     def __init__(self, schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, pace: Pace) -> None:
         ranks = range(schedule.num_ranks)
         self.schedule, self.costs, self.network, self.pace = schedule, costs, network, pace
-        self.inputs_ready = {
-            action: time for rank in ranks for action, time in pace.inputs_ready(schedule, rank).items()
-        }
+        self.inputs_ready = dict(item for rank in ranks for item in pace.inputs_ready(schedule, rank).items())
         self.reduced: dict[int, float] = {}
         self.clock = [0.0] * schedule.num_ranks
         self.next = [0] * schedule.num_ranks
@@ -78,9 +109,9 @@ class _Player:
         self.ready = [(0.0, rank) for rank in ranks]
         self.has_transfers = schedule.has_transfers
 
-    def play(self) -> Simulation:
+    def run(self) -> Simulation:
         rows, ready, clock, following = self.schedule.rows, self.ready, self.clock, self.next
-        # Only where messages compete for a link does it matter that ranks are played in the order of time.
+        # Only if messages compete for a link does it matter that ranks run in the order of time.
         keeps_time = self.network.has_contention
         while ready:
             now, rank = heapq.heappop(ready)
@@ -98,7 +129,7 @@ class _Player:
         return Simulation(tuple(map(tuple, self.start)), tuple(map(tuple, self.end)), span, tuple(self.busy), peak)
 
     def advance(self, rank: int, action: Action) -> bool:
-        """Run one action when it can run; otherwise remembers who must wake this rank."""
+        """Run one action if it can run; otherwise note what must wake this rank."""
         kind = action.kind
         needs = dependencies(action, self.schedule)
         if kind in RECV_KINDS:
@@ -113,7 +144,10 @@ class _Player:
                 self.waiting.setdefault(need, []).append(rank)
                 return False
             if not self.has_transfers and need.stage != action.stage:
-                ended += self.flight(need, action)
+                here, there = self.schedule.rank_of(need), self.schedule.rank_of(action)
+                if here != there:
+                    size = self.costs.boundary_bytes[min(need.stage, action.stage)]
+                    ended += self.network.delay(here, there, size)
             if ended > begin:
                 begin = ended
         if kind in SEND_KINDS:
@@ -126,27 +160,17 @@ class _Player:
         if self.inputs_ready:
             begin = max(begin, self.inputs_ready.get(action, 0.0))
         begin = ledger.take(rank, action, begin)
-        time = self.costs.time(action) * self.pace.factor(rank, action)
-        finish = begin + time
+        time = self.costs.time(action)
+        finish = begin + time * self.pace.factor(rank, action)
         ledger.give(action)
         self.clock[rank] = finish
         self.start[rank].append(begin)
         self.end[rank].append(finish)
         if kind is not Kind.STEP:
             if kind is not Kind.R and kind not in WAIT_KINDS:
-                self.busy[rank] += self.costs.time(action)
+                self.busy[rank] += time
             self.finish(action, finish)
         return True
-
-    def flight(self, need: Action, action: Action) -> float:
-        """Return the network's time where data comes from another rank and no transfer in the list carries it."""
-        here, there = self.schedule.rank_of(need), self.schedule.rank_of(action)
-        if here == there:
-            return 0.0
-        return self.network.delay(here, there, self.boundary_bytes(need.stage, action.stage))
-
-    def boundary_bytes(self, sender: int, receiver: int) -> float:
-        return self.costs.boundary_bytes[min(sender, receiver)]
 
     def post(self, rank: int, action: Action, send: Action, receive: Action) -> None:
         """Post one side of a transfer; the data sets out when both sides are posted and the way is free."""
@@ -160,9 +184,8 @@ class _Player:
             return
         sender, receiver = (mine, other) if action is send else (other, mine)
         depart = max(now, other[2])
-        latency, transmission = self.network.parts(
-            sender[0], receiver[0], self.boundary_bytes(send.stage, receive.stage)
-        )
+        size = self.costs.boundary_bytes[min(send.stage, receive.stage)]
+        latency, transmission = self.network.parts(sender[0], receiver[0], size)
         if self.network.has_contention:
             out, into = self.network.lanes(sender[0], receiver[0])
             ways = [(out, Kind.SEND_F), (into, Kind.RECV_F)]
@@ -211,7 +234,7 @@ class _Player:
         return True
 
     def pass_through(self, ways: Sequence[tuple[int, Kind]], begin: float, time: float) -> float:
-        """Take ways that pass one thing at a time, as soon as all of them are free; gives when that is."""
+        """Take ways that pass one thing at a time, as soon as all of them are free, and return when that is."""
         begin = max(begin, *(self.engines.get(way, 0.0) for way in ways))
         self.engines.update(dict.fromkeys(ways, begin + time))
         return begin
@@ -227,7 +250,7 @@ class _Player:
                 heapq.heappush(self.ready, (max(time, self.clock[rank]), rank))
 
     def refuse_stuck(self) -> None:
-        """Name an action of a circle of ranks that wait for each other, or the one that waits for nothing to come."""
+        """Refuse an action of a circle of ranks that wait for each other, or one that waits for nothing to come."""
         rows = self.schedule.rows
         stuck = {rank: row[self.next[rank]] for rank, row in enumerate(rows) if self.next[rank] < len(row)}
         path: list[int] = []
@@ -274,17 +297,17 @@ class RankTime:
 
 
 def rank_times(
-    schedule: Schedule, costs: StageCosts, played: Simulation, network: Network = FREE, pace: Pace = EVEN
+    schedule: Schedule, costs: StageCosts, simulation: Simulation, network: Network = FREE, pace: Pace = EVEN
 ) -> tuple[RankTime, ...]:
-    """Split each rank's step into its parts; `network` and `pace` are those that `played` was simulated with."""
+    """Split each rank's step into its parts; `network` and `pace` are those that `simulation` was simulated with."""
     spans = {
         action: (start, end)
-        for row, starts, ends in zip(schedule.rows, played.start, played.end, strict=True)
+        for row, starts, ends in zip(schedule.rows, simulation.start, simulation.end, strict=True)
         for action, start, end in zip(row, starts, ends, strict=True)
         if action.kind is not Kind.STEP and action.kind is not Kind.REDUCE_GRAD
     }
     times = []
-    for rank, (row, starts, ends) in enumerate(zip(schedule.rows, played.start, played.end, strict=True)):
+    for rank, (row, starts, ends) in enumerate(zip(schedule.rows, simulation.start, simulation.end, strict=True)):
         free = 0.0
         parts = dict.fromkeys(("useful", "recompute", "link", "input", "reduce", "step"), 0.0)
         inputs_ready = pace.inputs_ready(schedule, rank)
@@ -301,7 +324,7 @@ def rank_times(
             else:
                 continue
             free = end
-        times.append(RankTime(**parts, idle=played.span - sum(parts.values())))
+        times.append(RankTime(**parts, idle=simulation.span - sum(parts.values())))
     return tuple(times)
 
 
@@ -311,14 +334,10 @@ def _flight(action: Action, schedule: Schedule, costs: StageCosts, network: Netw
     for need in dependencies(action, schedule):
         if need.kind in RECV_KINDS:
             (send,) = dependencies(need, schedule)
-            last = max(last, (max(spans[need][0], spans[send][0]), spans[need][1]), key=_arrival)
+            last = max(last, (max(spans[need][0], spans[send][0]), spans[need][1]), key=itemgetter(1))
         elif need.stage != action.stage and need.kind not in COPY_KINDS:
             here, there = schedule.rank_of(need), schedule.rank_of(action)
             size = costs.boundary_bytes[min(need.stage, action.stage)]
             delay = network.delay(here, there, size) if here != there else 0.0
-            last = max(last, (spans[need][1], spans[need][1] + delay), key=_arrival)
+            last = max(last, (spans[need][1], spans[need][1] + delay), key=itemgetter(1))
     return last
-
-
-def _arrival(span: Span) -> float:
-    return span[1]

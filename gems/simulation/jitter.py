@@ -9,9 +9,8 @@ import numpy as np
 
 from gems.schedule.action import Kind
 from gems.schedule.costs import Network, StageCosts
-from gems.schedule.pace import EVEN, Pace
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import Simulation, simulate
+from gems.schedule.simulate import EVEN, Pace, Simulation, simulate
 
 NUM_SAMPLES = 64
 NUM_DRAWS = 100

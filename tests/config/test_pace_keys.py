@@ -13,8 +13,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.run_plan import plan_simulation, predict
 from gems.runs.simulated_run import simulated_trace
-from gems.schedule.pace import Pace
-from gems.schedule.simulate import simulate
+from gems.schedule.simulate import Pace, simulate
 from gems.simulation.build import lowered_schedule
 from gems.simulation.costs import replica_pace, schedule_costs, simulate_step
 from gems.trace import KINDS

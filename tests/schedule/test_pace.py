@@ -8,8 +8,7 @@ from gems.schedule import generate
 from gems.schedule.action import Kind
 from gems.schedule.costs import uniform
 from gems.schedule.lower import lower
-from gems.schedule.pace import EVEN, Pace
-from gems.schedule.simulate import rank_times, simulate
+from gems.schedule.simulate import EVEN, Pace, rank_times, simulate
 
 
 def test_a_slow_rank_takes_longer_to_compute_and_for_nothing_else() -> None:

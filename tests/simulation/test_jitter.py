@@ -10,8 +10,7 @@ import pytest
 from gems.schedule import generate
 from gems.schedule.costs import FREE, uniform
 from gems.schedule.lower import lower
-from gems.schedule.pace import Pace
-from gems.schedule.simulate import simulate
+from gems.schedule.simulate import Pace, simulate
 from gems.simulation.jitter import arrivals_of, interval_of, median_of, noisy_steps, slowdowns
 
 

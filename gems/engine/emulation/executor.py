@@ -20,8 +20,8 @@ from gems.schedule.action import COPY_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts
 from gems.schedule.dependencies import dependencies
 from gems.schedule.ledger import Ledger
-from gems.schedule.pace import EVEN, Pace
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import EVEN, Pace
 
 
 class EmulatedMemory:
