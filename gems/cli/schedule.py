@@ -12,8 +12,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ScheduleError
 from gems.runs.run_plan import plan_simulation
 from gems.schedule.costs import StageCosts
-from gems.schedule.formats.fault_grid import fault_grid
-from gems.schedule.formats.grid import grid
+from gems.schedule.formats.grid import fault_grid, grid
 from gems.schedule.formats.schedule_json import to_json
 from gems.schedule.formats.torch_csv import to_torch_csv
 from gems.schedule.lower import compute_only

@@ -36,11 +36,10 @@ COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECV_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
 COPY_KINDS = frozenset({Kind.OFFLOAD, Kind.PREFETCH})
-# What waits for a copy on the rank itself: FREE for the copy out, whose memory is free behind it, AWAIT for the copy
-# back.
+# These wait for a copy on the rank itself: FREE for the copy out, whose memory is free after it, AWAIT for that back.
 WAIT_KINDS = frozenset({Kind.FREE, Kind.AWAIT})
 RANK_KINDS = frozenset({Kind.REDUCE_GRAD, Kind.STEP})
-# What a rank goes on behind only when it has ended; the others post.
+# A rank goes on after these have ended; the others only post.
 BLOCKING_KINDS = COMPUTE_KINDS | WAIT_KINDS | RANK_KINDS
 
 _TEXT = re.compile(
@@ -83,13 +82,10 @@ class Action(NamedTuple):
             )
         if match["kind"] not in Kind.__members__:
             raise ConfigError("action", text, f"kind {match['kind']}: " + one_of(Kind.__members__))
-        return cls(
-            kind=Kind(match["kind"]),
-            stage=int(match["stage"]),
-            micro_batch=None if match["micro_batch"] is None else int(match["micro_batch"]),
-            direction=int(match["direction"] or 0),
-            segment=None if match["segment"] is None else int(match["segment"]),
+        micro_batch, segment = (
+            None if match[name] is None else int(match[name]) for name in ("micro_batch", "segment")
         )
+        return cls(Kind(match["kind"]), int(match["stage"]), micro_batch, int(match["direction"] or 0), segment)
 
 
 def forward(stage: int, micro_batch: int, direction: int = 0) -> Action:

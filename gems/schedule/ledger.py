@@ -60,8 +60,8 @@ class Ledger:
                     raise ScheduleError(
                         rank, action, f"brings {size:g} to {self.held:g} held, above the cap of {self._cap:g}"
                     )
-                now, left = heapq.heappop(self._leaving)
-                self.held -= left
+                now, freed = heapq.heappop(self._leaving)
+                self.held -= freed
         self._granted = now
         self.held += size
         self.peak = max(self.peak, self.held)
@@ -81,14 +81,12 @@ class Ledger:
 
     def brings(self, action: Action) -> float:
         """Return the size that an action allocates before it starts."""
-        kind, stage, micro_batch, direction, segment = action
-        costs = self._costs
+        kind, costs = action.kind, self._costs
         if kind is Kind.F:
             if self._schedule.forward_only:
                 return 0.0
-            if self._has_recompute and self._schedule.has(Kind.R, stage, micro_batch, direction, segment):
-                return costs.held("boundary", action)
-            return costs.held("activation", action)
+            is_recomputed = self._has_recompute and self._schedule.has(Kind.R, *action[1:])
+            return costs.held("boundary" if is_recomputed else "activation", action)
         if kind is Kind.R:
             return costs.held("activation", action) - costs.held("boundary", action)
         return costs.moved(action) if kind is Kind.PREFETCH else 0.0
@@ -105,10 +103,7 @@ class Ledger:
         return costs.held("held_for_weights", action) if action.kind is Kind.W else 0.0
 
     def _waits_for(self, copy: Action) -> bool:
-        _, stage, micro_batch, direction, segment = copy
-        return self._schedule.has_any(Kind.FREE) and self._schedule.has(
-            Kind.FREE, stage, micro_batch, direction, segment
-        )
+        return self._schedule.has_any(Kind.FREE) and self._schedule.has(Kind.FREE, *copy[1:])
 
     def leaves_at_once(self, action: Action) -> float:
         """Return the size that counts as freed after an action, by the order of the schedule alone."""

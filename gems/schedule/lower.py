@@ -14,11 +14,11 @@ MADE_KINDS = COMPUTE_KINDS | COPY_KINDS | WAIT_KINDS
 
 
 def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Schedule:
-    """Insert sends behind the compute whose data they carry, and receives ahead of the compute that needs it.
+    """Insert sends after the compute whose data they carry, and receives ahead of the compute that needs it.
 
-    A receive only posts a buffer, so it stands `receives_ahead` compute actions early: a message then finds its
+    A receive only posts a buffer, so it comes `receives_ahead` compute actions early: a message then finds its
     buffer while the rank still computes. More would only hold more buffers. Without a number it is 1 in a chain, 8 in
-    a graph of stages, where several actions may need what one receive brings: it stands ahead of the first.
+    a graph of stages, where several actions may need what one receive brings: it comes ahead of the first.
     """
     is_graph = schedule.placement.feeders is not None
     if receives_ahead is None:
@@ -27,8 +27,10 @@ def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Sche
     rows = []
     for row in schedule.rows:
         receives = [[need for need in dependencies(action, posted) if need.kind in RECV_KINDS] for action in row]
-        if is_graph:
-            receives = _first_of_each(receives)
+        if is_graph:  # of a receive that several actions need the first place stays
+            first: dict[Action, int] = {}
+            for i, some in enumerate(receives):
+                receives[i] = [one for one in some if first.setdefault(one, i) == i]
         receives += [[]] * receives_ahead
         lowered = [receive for needed in receives[:receives_ahead] for receive in needed]
         for action, needed in zip(row, receives[receives_ahead:], strict=True):
@@ -36,45 +38,26 @@ def add_transfers(schedule: Schedule, receives_ahead: int | None = None) -> Sche
             lowered.append(action)
             lowered += [send for send, _, _ in transfers_after(action, schedule)]
         rows.append(tuple(lowered))
-    return _more(posted, tuple(rows), posted.passes)
-
-
-def _first_of_each(receives: list[list[Action]]) -> list[list[Action]]:
-    """Keep of a receive that several actions need the first place."""
-    seen: set[Action] = set()
-    kept = []
-    for some in receives:
-        kept.append([receive for receive in some if receive not in seen])
-        seen.update(some)
-    return kept
-
-
-def add_reduce(schedule: Schedule) -> Schedule:
-    """Append to every rank the one fused reduction of the gradients that it holds."""
-    return _append(schedule, Kind.REDUCE_GRAD, "add_reduce")
-
-
-def add_step(schedule: Schedule) -> Schedule:
-    """Append to every rank the optimizer step."""
-    return _append(schedule, Kind.STEP, "add_step")
-
-
-def _append(schedule: Schedule, kind: Kind, name: str) -> Schedule:
-    rows = tuple((*row, Action(kind, schedule.placement.lowest_stage(rank))) for rank, row in enumerate(schedule.rows))
-    return _more(schedule, rows, (*schedule.passes, name))
-
-
-def _more(schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]) -> Schedule:
-    """Return the schedule with rows that hold more; what its actions need is the same, and not looked for again."""
-    more = replace(schedule, rows=rows, passes=passes)
-    more.needs.update(schedule.needs)
-    return more
+    return _with_needs(posted, tuple(rows), posted.passes)
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Run all passes: transfers, and for training the gradient reduction and the step."""
+    """Run all passes: transfers, and for training one fused gradient reduction of each rank and the optimizer step."""
     lowered = add_transfers(schedule)
-    return lowered if schedule.forward_only else add_step(add_reduce(lowered))
+    if schedule.forward_only:
+        return lowered
+    rows = []
+    for rank, row in enumerate(lowered.rows):
+        stage = schedule.placement.lowest_stage(rank)
+        rows.append((*row, Action(Kind.REDUCE_GRAD, stage), Action(Kind.STEP, stage)))
+    return _with_needs(lowered, tuple(rows), (*lowered.passes, "add_reduce", "add_step"))
+
+
+def _with_needs(schedule: Schedule, rows: tuple[tuple[Action, ...], ...], passes: tuple[str, ...]) -> Schedule:
+    """Return the schedule with rows that hold more; what its actions need is the same, and not derived again."""
+    more = replace(schedule, rows=rows, passes=passes)
+    more.needs.update(schedule.needs)
+    return more
 
 
 def compute_only(schedule: Schedule) -> Schedule:

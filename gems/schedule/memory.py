@@ -53,7 +53,7 @@ class RankMemory:
 
 
 def memory_over_time(
-    schedule: Schedule, costs: StageCosts, played: Simulation, activation_bytes: float = 1.0, param_bytes: float = 0.0
+    schedule: Schedule, costs: StageCosts, result: Simulation, activation_bytes: float = 1.0, param_bytes: float = 0.0
 ) -> tuple[RankMemory, ...]:
     """Return each rank's memory over a simulated step.
 
@@ -61,16 +61,12 @@ def memory_over_time(
     ends. A send's buffer is held until the message has arrived, a receive's from its posting until the compute that
     needs it has ended. Host memory is held from the end of the copy out to the end of the copy back.
 
-    Args:
-        schedule: compute-only or lowered; boundary buffers are those of the transfers in the list.
-        costs: of its stages, with boundary bytes in bytes.
-        played: the simulation of this schedule.
-        activation_bytes: bytes of one unit of activations.
-        param_bytes: bytes of the parameters of one direction's stages on a rank.
+    `result` is that of this schedule, whose transfers in the list have the boundary buffers. `activation_bytes` is
+    the size of one unit of activations, `param_bytes` that of the parameters of one direction's stages on a rank.
     """
     found = []
     for rank, row in enumerate(schedule.rows):
-        changes = _changes(row, schedule, costs, played.start[rank], played.end[rank], activation_bytes)
+        changes = _changes(row, schedule, costs, result.start[rank], result.end[rank], activation_bytes)
         directions = {direction for direction, _ in schedule.placement.stages_on(rank)}
         found.append(RankMemory(param_bytes * len(directions), _summed(changes)))
     return tuple(found)

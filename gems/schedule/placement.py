@@ -12,8 +12,8 @@ class Placement:
     Ranks here are places inside one pipeline, 0 to `num_ranks` - 1. With `replicas` copies of the pipeline, world
     rank = replica x num_ranks + rank.
 
-    Stages form a chain, unless `feeders` names, for each stage, the lower ones whose outputs it reads, ascending. Stage
-    0 alone reads none there (it reads the data), the last is read by none (it makes the loss), all others by some.
+    Stages form a chain, unless `feeders` names, for each stage, the lower ones whose outputs it reads, ascending. Only
+    stage 0 reads none there (it reads the data), and only the last is read by none (it makes the loss).
 
     Raises:
         ValueError: `feeders` are no such graph.
@@ -28,12 +28,10 @@ class Placement:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_users", () if self.feeders is None else _users_of(self.feeders, self.num_stages))
         held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
-        for direction, row in enumerate(self.ranks):
-            for stage, rank in enumerate(row):
-                if 0 <= rank < self.num_ranks:
-                    held[rank].append((direction, stage))
-        for pairs in held:
-            pairs.sort(key=lambda pair: (pair[1], pair[0]))
+        places = sorted((stage, way, rank) for way, row in enumerate(self.ranks) for stage, rank in enumerate(row))
+        for stage, way, rank in places:
+            if 0 <= rank < self.num_ranks:
+                held[rank].append((way, stage))
         object.__setattr__(self, "_held", tuple(map(tuple, held)))
 
     @property
@@ -43,7 +41,7 @@ class Placement:
 
     @property
     def num_directions(self) -> int:
-        """1, or 2 where the pipeline runs both ways with a weight copy for each."""
+        """1, or 2 if the pipeline runs both ways with a weight copy for each."""
         return len(self.ranks)
 
     def rank_of(self, direction: int, stage: int) -> int:

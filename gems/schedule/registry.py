@@ -20,8 +20,8 @@ PLACED = "placed"
 class Terms:
     """The terms of a closed form, named as in the papers.
 
-    P ranks, N micro-batches, GEMS's parts, chunks of a rank, a cap in micro-batches if any; and the time that forward
-    (f), input gradient (i) and weight gradient (w) of one micro-batch take on a rank's part of the model.
+    P ranks, N micro-batches, GEMS's parts, chunks of a rank, a cap in micro-batches if any; and the times of forward
+    (f), input gradient (i) and weight gradient (w) of one micro-batch on a rank's part of the model.
     """
 
     p: int

@@ -19,10 +19,9 @@ class Schedule:
     """The program of one step: what each rank does, in order.
 
     `num_micro_batches` counts all of a step over both directions; a micro-batch runs in one direction.
-    `passes` names what has been done to the compute-only list that a generator made. `num_stages` is the stages that
-    the model is cut into, `num_segments` those of each stage (None where a stage runs whole), `has_transfers` says
-    whether transfers are in the list, so that data of other ranks comes only through them, and `needs` keeps what
-    `gems.schedule.dependencies` has answered for this schedule.
+    `passes` names what has been done to the compute-only list that a generator made. `num_segments` are those of each
+    stage (None if it runs whole). With `has_transfers` data of other ranks comes only through transfers in the list.
+    `needs` caches the answers of `gems.schedule.dependencies`.
     """
 
     name: str
@@ -49,12 +48,15 @@ class Schedule:
                     last[stage] = max(segment, last.get(stage, 0))
                     if segment == 0:
                         in_segments.add(stage)
-        object.__setattr__(self, "_marks", {kind: frozenset(found) for kind, found in marks.items()})
-        object.__setattr__(self, "num_stages", self.placement.num_stages)
-        segments = tuple(last[stage] + 1 if stage in in_segments else None for stage in range(self.num_stages))
-        object.__setattr__(self, "num_segments", segments)
-        object.__setattr__(self, "has_transfers", "add_transfers" in self.passes)
-        object.__setattr__(self, "needs", {})
+        num_stages = self.placement.num_stages
+        for name, value in (
+            ("_marks", {kind: frozenset(found) for kind, found in marks.items()}),
+            ("num_stages", num_stages),
+            ("num_segments", tuple(last[s] + 1 if s in in_segments else None for s in range(num_stages))),
+            ("has_transfers", "add_transfers" in self.passes),
+            ("needs", {}),
+        ):
+            object.__setattr__(self, name, value)
 
     def has(self, kind: Kind, stage: int, micro_batch: int | None, direction: int, segment: int | None = None) -> bool:
         """Whether an I, R or action of a copy of this stage (or segment), micro-batch and direction is in the list."""
@@ -65,21 +67,21 @@ class Schedule:
         return bool(self._marks[kind])
 
     def backward_kind(self, stage: int, micro_batch: int | None, direction: int) -> Kind:
-        """Return the kind that makes the input gradient: I where the backward is split, otherwise B."""
+        """Return the kind that makes the input gradient: I if the backward is split, otherwise B."""
         segment = self.first_segment(stage)
         return Kind.I if (stage, micro_batch, direction, segment) in self._marks[Kind.I] else Kind.B
 
     def first_segment(self, stage: int) -> int | None:
-        """Return the segment that reads what a stage is given; None where the stage runs whole."""
+        """Return the segment that reads a stage's input; None if the stage runs whole."""
         return None if self.num_segments[stage] is None else 0
 
     def last_segment(self, stage: int) -> int | None:
-        """Return the segment that makes what a stage hands on; None where the stage runs whole."""
+        """Return the segment that makes a stage's output; None if the stage runs whole."""
         count = self.num_segments[stage]
         return None if count is None else count - 1
 
     def segments_of(self, stage: int) -> tuple[int | None, ...]:
-        """Return the segments of a stage in order; the one None where it runs whole."""
+        """Return the segments of a stage in order; only None if it runs whole."""
         count = self.num_segments[stage]
         return (None,) if count is None else tuple(range(count))
 
@@ -100,7 +102,7 @@ class Schedule:
 
     @property
     def num_directions(self) -> int:
-        """1, or 2 where the pipeline runs both ways."""
+        """1, or 2 if the pipeline runs both ways."""
         return self.placement.num_directions
 
     def actions(self) -> Iterator[tuple[int, Action]]:

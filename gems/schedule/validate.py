@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from gems.errors import ScheduleError
-from gems.schedule.action import (
-    COMPUTE_KINDS,
-    COPY_KINDS,
-    RANK_KINDS,
-    RECV_KINDS,
-    SEND_KINDS,
-    WAIT_KINDS,
-    Action,
-    Kind,
-)  # fmt: skip
+from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RANK_KINDS, RECV_KINDS, SEND_KINDS, WAIT_KINDS, Action, Kind
 from gems.schedule.costs import StageCosts, uniform
 from gems.schedule.dependencies import dependencies, transfers_after
 from gems.schedule.schedule import Schedule
@@ -26,10 +17,10 @@ _GRAPH_KINDS = _TRANSFER_KINDS | RANK_KINDS | {Kind.F, Kind.B}
 
 
 def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | None = None) -> Schedule:
-    """Check a compute-only or lowered schedule and gives it back.
+    """Check a compute-only or lowered schedule and return it.
 
-    Held: every stage of every micro-batch runs forward and backward once (whole, or its two halves), on the rank
-    that holds it and in one direction, so that all activations are let go; what is recomputed or copied to host
+    Checked: every stage of every micro-batch runs forward and backward once (whole, or its two halves), on the rank
+    that holds it and in one direction, so that all activations are freed; what is recomputed or copied to host
     memory comes back before its backward, and in one way only; nothing runs before its data; each transfer has its
     partner and each need its transfer; the gradients are reduced after the last backward and the step follows; peers
     reduce the same stages, once and at the same place of their lists; no rank waits for ever, with sends that complete
@@ -40,31 +31,23 @@ def validate(schedule: Schedule, costs: StageCosts | None = None, cap: float | N
         ScheduleError: names the first fault, and carries the schedule.
     """
     try:
-        _check(schedule)
-        simulate(schedule, costs or _equal_costs(schedule), cap=cap)
+        if len(schedule.rows) != schedule.num_ranks:
+            raise ScheduleError(len(schedule.rows), "none", f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks")
+        _check_peers(schedule)
+        if schedule.placement.feeders is not None:
+            _check_graph(schedule)
+        _check_places(schedule)
+        _check_compute_is_whole(schedule)
+        _check_transfers(schedule)
+        for rank, row in enumerate(schedule.rows):
+            _check_order(schedule, rank, row)
+            _check_tail(schedule, rank, row)
+        equal = uniform(schedule.num_ranks, schedule.num_stages)
+        simulate(schedule, costs or equal.in_segments([n or 1 for n in schedule.num_segments]), cap=cap)
     except ScheduleError as error:
         error.schedule = schedule
         raise
     return schedule
-
-
-def _equal_costs(schedule: Schedule) -> StageCosts:
-    """Return equal costs of the stages, and of the segments of each."""
-    stages = uniform(schedule.num_ranks, schedule.num_stages)
-    return stages.in_segments([count or 1 for count in schedule.num_segments])
-
-
-def _check(schedule: Schedule) -> None:
-    if len(schedule.rows) != schedule.num_ranks:
-        raise ScheduleError(len(schedule.rows), "none", f"{len(schedule.rows)} rows for {schedule.num_ranks} ranks")
-    _check_peers(schedule)
-    _check_graph(schedule)
-    _check_places(schedule)
-    _check_compute_is_whole(schedule)
-    _check_transfers(schedule)
-    for rank, row in enumerate(schedule.rows):
-        _check_order(schedule, rank, row)
-        _check_tail(schedule, rank, row)
 
 
 def _check_peers(schedule: Schedule) -> None:
@@ -80,8 +63,6 @@ def _check_peers(schedule: Schedule) -> None:
 
 
 def _check_graph(schedule: Schedule) -> None:
-    if schedule.placement.feeders is None:
-        return
     for rank, action in schedule.actions():
         if action.kind not in _GRAPH_KINDS or action.direction:
             raise ScheduleError(rank, action, "stages of a graph run whole, in one direction, with a full backward")
@@ -118,7 +99,7 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
             raise ScheduleError(schedule.placement.rank_of(0, 0), Action(Kind.F, 0, m), "is missing")
         for stage in range(schedule.num_stages):
             for segment in schedule.segments_of(stage):
-                for kind in _kinds_of(schedule, stage, m, directions[m], segment):
+                for kind in _kinds(schedule, stage, m, directions[m], segment):
                     expected = Action(kind, stage, m, directions[m], segment)
                     if expected not in left:
                         raise ScheduleError(schedule.rank_of(expected), expected, "is missing")
@@ -127,21 +108,19 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
         raise ScheduleError(schedule.rank_of(action), action, "has no place in this step")
 
 
-def _kinds_of(
-    schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
-) -> tuple[Kind, ...]:
-    """Return the actions that one stage (or segment) and micro-batch needs, seen from those that are there."""
+def _kinds(schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None) -> list[Kind]:
+    """Return the actions that one stage (or segment) and micro-batch needs, judged by those in the list."""
     if schedule.forward_only:
-        return (Kind.F,)
+        return [Kind.F]
     kind = schedule.backward_kind(stage, micro_batch, direction)
     found = [Kind.F, Kind.I, Kind.W] if kind is Kind.I else [Kind.F, Kind.B]
     place = (stage, micro_batch, direction, segment)
     if schedule.has(Kind.R, *place):
-        return (*found, Kind.R)
+        return [*found, Kind.R]
     found += [kind for kind in (Kind.FREE, Kind.AWAIT) if schedule.has(kind, *place)]
     if any(schedule.has(copy, *place) for copy in (*COPY_KINDS, *WAIT_KINDS)):
         found += [Kind.OFFLOAD, Kind.PREFETCH]
-    return tuple(found)
+    return found
 
 
 def _check_transfers(schedule: Schedule) -> None:

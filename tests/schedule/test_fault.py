@@ -6,7 +6,7 @@ import pytest
 
 from gems.errors import ScheduleError
 from gems.schedule import generate
-from gems.schedule.formats.fault_grid import fault_grid
+from gems.schedule.formats.grid import fault_grid
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gems.errors import ConfigError, ScheduleError
 from gems.schedule import generate, published
 from gems.schedule.action import Action, Kind
-from gems.schedule.formats.fault_grid import fault_grid
+from gems.schedule.formats.grid import fault_grid
 from gems.schedule.lower import lower
 from gems.schedule.placement import Placement, v
 from gems.schedule.schedule import Schedule

@@ -1,29 +1,38 @@
-"""A schedule as text: one line a rank, one column a unit of time."""
+"""A schedule as text: over time, or if it is broken action by action as far as it runs."""
 
 from __future__ import annotations
 
-from gems.schedule.action import COMPUTE_KINDS
+from gems.errors import ScheduleError
+from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, Action, Kind
+from gems.schedule.dependencies import dependencies
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation
 
 MAX_COLUMNS = 400
+MAX_RANKS = 32
+MAX_STEPS = 16
+IDLE = "."
 
 
-def grid(schedule: Schedule, played: Simulation, unit: float = 1.0) -> str:
+def grid(schedule: Schedule, result: Simulation, unit: float = 1.0) -> str:
     """Draw the compute actions over time; `unit` is the time of one column.
 
     `F3` is the forward of micro-batch 3 in direction 0, `f4` one in direction 1; `--` goes on with the action to
-    its left and `.` is idle. Where a rank holds several stages of a direction, a letter names which: `F3a`, `F3b`.
-    A step longer than 400 columns is cut, with a line that says so.
+    its left and `.` is idle. If a rank holds several stages of a direction, a letter names which: `F3a`, `F3b`. A step
+    longer than 400 columns is cut, and a last line counts the rest.
     """
-    columns = max(1, round(played.span / unit))
-    chunk_of = _chunks(schedule)
+    columns = max(1, round(result.span / unit))
+    chunk_of: dict[tuple[int, int], str] = {}
+    for rank in range(schedule.num_ranks):
+        for way in range(schedule.num_directions):
+            mine = [place for place in schedule.placement.stages_on(rank) if place[0] == way]
+            chunk_of |= {place: chr(ord("a") + i % 26) if len(mine) > 1 else "" for i, place in enumerate(mine)}
     width = max(map(len, chunk_of.values())) + 1 + len(str(max(0, schedule.num_micro_batches - 1)))
     shown = min(columns, MAX_COLUMNS)
     lines = []
     for rank, row in enumerate(schedule.rows):
         cells = ["." * width] * shown
-        for action, start, end in zip(row, played.start[rank], played.end[rank], strict=True):
+        for action, start, end in zip(row, result.start[rank], result.end[rank], strict=True):
             if action.kind not in COMPUTE_KINDS:
                 continue
             first = round(start / unit)
@@ -38,12 +47,82 @@ def grid(schedule: Schedule, played: Simulation, unit: float = 1.0) -> str:
     return "\n".join(lines)
 
 
-def _chunks(schedule: Schedule) -> dict[tuple[int, int], str]:
-    """Return the letter of each (direction, stage) among those that its rank holds; none where there is but one."""
-    letters: dict[tuple[int, int], str] = {}
-    for rank in range(schedule.num_ranks):
-        held = schedule.placement.stages_on(rank)
-        for way in range(schedule.num_directions):
-            mine = [place for place in held if place[0] == way]
-            letters |= {place: chr(ord("a") + i % 26) if len(mine) > 1 else "" for i, place in enumerate(mine)}
-    return letters
+def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
+    """Draw each rank's list, one action a step, up to what never runs: the fault as `!0B0!`, the rest as `0B1?`.
+
+    Steps count actions and not time: in each, every rank runs its next action if all that it needs is done. The
+    fault's own rank is shown up to it, even if it is stuck before; a fault that is not in the list comes after its
+    rank's last action. Of many ranks or steps those around the fault are shown.
+    """
+    cells = _cells(schedule, error)
+    ranks = range(len(cells))
+    fault = error.rank if error.rank in ranks else 0
+    shown = ranks[max(0, min(fault - MAX_RANKS // 2, len(cells) - MAX_RANKS)) :][:MAX_RANKS]
+    marked = next((step for step, cell in enumerate(cells[fault]) if cell.startswith("!")), len(cells[fault]))
+    steps = range(max(0, marked + MAX_STEPS // 4 - MAX_STEPS), marked + MAX_STEPS // 4 + 1)
+    steps = range(steps.start, min(steps.stop, max((len(cells[rank]) for rank in shown), default=0)))
+    width = {
+        step: max([len(str(step)), *(len(cells[rank][step]) for rank in shown if step < len(cells[rank]))])
+        for step in steps
+    }
+    before = "... " if steps.start else ""
+    lines = ["step      | " + before + " ".join(f"{step:<{width[step]}}" for step in steps)]
+    for rank in shown:
+        texts = (cells[rank][step] if step < len(cells[rank]) else "" for step in steps)
+        drawn = " ".join(f"{text:<{width[step]}}" for step, text in zip(steps, texts, strict=True))
+        lines.append(f"rank {rank:>4} | {before}{drawn}")
+    if len(shown) < len(cells):
+        lines.append(f"(ranks {shown.start} to {shown.stop - 1} of {len(cells)})")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
+    """Return the cells of each rank, the last one of a rank that is stuck being what it is stuck at."""
+    rows, fault = schedule.rows, None
+    if 0 <= error.rank < len(rows) and error.action in rows[error.rank]:  # the second, if it is in the list twice
+        fault = error.rank, max(i for i, action in enumerate(rows[error.rank]) if action == error.action)
+    cells: list[list[str]] = [[] for _ in rows]
+    at = [0] * len(rows)
+    done: set[Action] = set()
+    while True:
+        ready = [
+            rank
+            for rank, row in enumerate(rows)
+            if at[rank] < len(row) and (rank, at[rank]) != fault and _is_ready(rank, row[at[rank]], at, done, schedule)
+        ]  # fmt: skip
+        if not ready:
+            break
+        for rank, row in enumerate(rows):
+            if at[rank] < len(row):
+                cells[rank].append(str(row[at[rank]]) if rank in ready else IDLE)
+        for rank in ready:
+            done.add(rows[rank][at[rank]])
+            at[rank] += 1
+    for rank, row in enumerate(rows):
+        while cells[rank] and cells[rank][-1] == IDLE:
+            cells[rank].pop()
+        stop = at[rank] + 1
+        if rank == error.rank and isinstance(error.action, Action):
+            stop = len(row) if fault is None else fault[1]
+        cells[rank] += [f"{action}?" for action in row[at[rank] : stop]]
+        if rank == error.rank and isinstance(error.action, Action):
+            cells[rank].append(f"!{error.action}!")
+    return cells
+
+
+def _is_ready(rank: int, action: Action, at: list[int], done: set[Action], schedule: Schedule) -> bool:
+    placement = schedule.placement
+    if action.kind is Kind.REDUCE_GRAD:
+        peers = (peer for peer in placement.peers_of(rank) if peer < len(schedule.rows))
+        return all(
+            any(other.kind is Kind.REDUCE_GRAD for other in schedule.rows[peer][: at[peer] + 1]) for peer in peers
+        )
+    if action.kind is Kind.STEP or action.kind in RECV_KINDS:
+        return True
+    is_known = 0 <= action.direction < schedule.num_directions and 0 <= action.stage < schedule.num_stages
+    if not is_known or schedule.rank_of(action) != rank:
+        return False
+    for need in dependencies(action, schedule):
+        if need not in done or (need.kind in RECV_KINDS and dependencies(need, schedule)[0] not in done):
+            return False
+    return True
