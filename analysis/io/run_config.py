@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml
 
-from gems.config.renamed_keys import with_new_names
+from gems.config.fields import with_new_names
 from gems.errors import ConfigError
 from gems.schedule.registry import Terms, step_units
 from gems.trace import DTYPES, Trace, open_trace, read_column

@@ -118,8 +118,7 @@ def _default_cluster(flags: frozenset[str]) -> str:
 
 
 def _help(program: str, name: str, verb: Verb, words: list[str]) -> str:
-    from gems.config.compose import composed
-    from gems.config.key_help import key_help
+    from gems.config.compose import composed, key_help
 
     choices = [f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()]
     own = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))

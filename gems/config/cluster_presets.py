@@ -40,7 +40,12 @@ def matching(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path in (path for folder in folders for path in sorted((folder / GROUP).glob("*.yaml"))):
-        for pattern in _hosts(path):
+        try:
+            values = yaml.safe_load(path.read_text())
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            raise ConfigError(GROUP, path, f"cannot be read ({' '.join(str(error).split())})") from error
+        hosts = values.get("hosts") if isinstance(values, dict) else None
+        for pattern in hosts if isinstance(hosts, list) else ():
             fitting = [name for name in names if fnmatchcase(name, str(pattern).lower())]
             if fitting:
                 found[path.stem] = fitting[0]
@@ -64,12 +69,3 @@ def _choose(folders: tuple[Path, ...], names: tuple[str, ...]) -> str:
     ((preset, name),) = found.items()
     print(f"gems: cluster={preset}, by the host name {name}; cluster=NAME overrides it", file=sys.stderr, flush=True)
     return preset
-
-
-def _hosts(path: Path) -> list[object]:
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(GROUP, path, f"cannot be read ({' '.join(str(error).split())})") from error
-    hosts = values.get("hosts") if isinstance(values, dict) else None
-    return hosts if isinstance(hosts, list) else []

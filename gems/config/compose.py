@@ -1,12 +1,14 @@
-"""Composition: from `conf/` and overrides to a resolved run, with errors in one line."""
+"""Composition: from `conf/` and overrides to a resolved run, with errors in one line; and the text of --help."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -15,18 +17,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gems.config.cluster_presets import AUTO, choose_preset
+from gems.config.fields import keys
 from gems.config.overrides import (
     CONF,
     FREE,
     REGISTERED,
     check_overrides,
+    config_folders,
+    hydra_word,
     import_plugins,
-    in_bytes,
-    opened,
+    options_of,
     parsed,
     registered_options,
     rewritten,
-    search_path,
     translate,
 )
 from gems.config.resolve import resolve
@@ -34,6 +37,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 
 LOCAL = "local"
+WIDTH = 120  # of a line of help
 
 
 def compose(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
@@ -76,7 +80,7 @@ def changed(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     Raises:
         ConfigError: as `compose`, or a word that is no plain key=value.
     """
-    overrides = [opened(in_bytes(word)) for word in overrides]
+    overrides = [hydra_word(word) for word in overrides]
     check_overrides(overrides)
     given = parsed(overrides)
     try:
@@ -146,27 +150,22 @@ def hydra_app(argv: Sequence[str], program: str, act: Callable[[RunSpec], None],
 class _DefaultCluster:
     """The preset for Hydra's list of defaults, which Hydra asks for only if nothing else chooses one.
 
-    Hydra would wrap an error that is raised here, so that `check` raises it later.
+    Hydra would wrap an error that is raised here, so `check` raises it later.
     """
 
     def __init__(self, name: str, overrides: Sequence[str]) -> None:
         self._name = name
-        self._overrides = overrides
+        self.overrides = overrides
         self._error: ConfigError | None = None
 
     def __call__(self) -> str:
         if self._name != AUTO:
             return self._name
         try:
-            return choose_preset(self.folders())
+            return choose_preset(config_folders(self.overrides))
         except ConfigError as error:
             self._error = error
             return LOCAL
-
-    def folders(self) -> list[Path]:
-        """Return the folders of options: ours, and those of the user."""
-        words = [word for word in self._overrides if word.startswith("hydra.searchpath=")]
-        return [CONF, *search_path(parsed(words))]
 
     def check(self) -> None:
         """Raise the ConfigError of a preset that was not found."""
@@ -180,14 +179,11 @@ def _store_schema() -> None:
 
 
 def _register(default: _DefaultCluster) -> None:
-    """Give Hydra what is no file: the schema, the default cluster, and the registered options.
-
-    A file of a name wins.
-    """
+    """Give Hydra what is no file: the schema, the default cluster, and the registered options without a file."""
     _store_schema()
-    store = ConfigStore.instance()
+    store, folders = ConfigStore.instance(), config_folders(default.overrides)
     for group in REGISTERED:
-        files = {path.name for folder in default.folders() for path in (folder / group).glob("*.yaml")}
+        files = {path.name for folder in folders for path in (folder / group).glob("*.yaml")}
         for name in registered_options(group):
             # Hydra would take an entry beside a file of its name for the file's schema.
             if f"{name}.yaml" in files:
@@ -204,3 +200,24 @@ def _to_spec(config: DictConfig) -> RunSpec:
     spec = OmegaConf.to_object(config)
     assert isinstance(spec, RunSpec)
     return spec
+
+
+def key_help(spec: RunSpec) -> str:
+    """Return the groups with their options, and every key with its value in `spec`, what it may hold and its use."""
+    groups = sorted({folder.name for folder in CONF.iterdir() if folder.is_dir()} | set(REGISTERED))
+
+    def wrapped(text: str, indent: int = 0) -> str:
+        return textwrap.fill(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2))
+
+    def lines() -> Iterator[str]:
+        yield "Choose an option of a group: group=option. Set a key: key=value; null derives the value."
+        yield from ("", "== Groups ==")
+        yield from (wrapped(f"{group}: {', '.join(options_of(group))}") for group in groups if options_of(group))
+        yield from ("", "== Keys ==")
+        for key in keys(RunSpec):
+            value: Any = functools.reduce(getattr, key.name.split("."), spec)
+            yield f"{key.name}={json.dumps(value) if isinstance(value, bool | None) else value}"
+            allowed = key.rule.allowed(key.entry)
+            yield wrapped(f"{key.rule.help} [{allowed}]" if allowed else key.rule.help, 4)
+
+    return "\n".join(lines())

@@ -1,7 +1,4 @@
-"""Declare the fields of the configuration: what each may hold and what it is for.
-
-This is metadata that checks, --help and errors read.
-"""
+"""Fields of the configuration: declarations of what each may hold and what it is for, and checks by them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from gems.config.renamed_keys import with_new_names
 from gems.errors import ConfigError, nearest, one_of
 
 T = TypeVar("T")
@@ -22,6 +18,25 @@ MAX_INT = 2**63 - 1
 MIN_REAL, MAX_REAL = 1e-30, 1e30
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list",
 dict: "a mapping"}  # fmt: skip
+# Keys and values that have new names: an old one is refused with the new name, and still read from a run.yaml.
+RENAMED = {
+    "cluster.ask_above_gpu_hours": "cluster.confirm_above_gpu_hours",
+    "cluster.no_mem": "cluster.supports_mem_option",
+    "cluster.points_per_job": "cluster.runs_per_job",
+    "cluster.snapshot": "cluster.archive_code",
+    "cluster.stop_before_s": "cluster.signal_before_end_s",
+    "cost.input": "cost.input_load",
+    "data.field_px": "data.field_of_view_px",
+    "data.train_images": "data.train_samples",
+    "data.validation_images": "data.validation_samples",
+    "memory.least_bytes": "memory.min_offload_bytes",
+    "memory.saving": "memory.target_reduction",
+    "profile.whole": "profile.whole_model_peak",
+    "schedule.allow": "schedule.memory_actions",
+    "train.stall_limit_s": "train.hang_timeout_s",
+}
+VALUES = {("memory.recompute", "cheap"): "selective"}
+INVERTED = ("cluster.no_mem",)  # true of the old key is false of the new one
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,3 +251,24 @@ def _build(schema: type[T], values: Any, key: str) -> T:
             value = [_build(cast(Any, entry[0]), row, f"{prefix}{name}[{index}]") for index, row in enumerate(value)]
         made[name] = value
     return schema(**made)
+
+
+def renamed_error(key: str, value: object) -> ConfigError | None:
+    """Return the error for a key or a value that has a new name, or None."""
+    if isinstance(value, str) and (key, value) in VALUES:
+        return ConfigError(key, value, f"is now called {VALUES[key, value]}")
+    if key not in RENAMED:
+        return None
+    return ConfigError(
+        key, value, f"is now called {RENAMED[key]}", "true and false are swapped" if key in INVERTED else ""
+    )
+
+
+def with_new_names(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section of a run.yaml with old keys and values under their new names."""
+    found = {}
+    for name, value in values.items():
+        old = f"{section}.{name}"
+        value = VALUES.get((old, value), value) if isinstance(value, str) else value
+        found[RENAMED[old].partition(".")[2] if old in RENAMED else name] = not value if old in INVERTED else value
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,9 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gems.config.cluster_presets import AUTO, choose_preset
 from gems.config.cluster_presets import GROUP as CLUSTER
-from gems.config.fields import keys
+from gems.config.fields import keys, renamed_error
 from gems.config.registries import DATASETS, METHODS, MODELS, POLICIES
-from gems.config.renamed_keys import renamed_error
 from gems.config.schema import COSTS, PROFILES, RunSpec
 from gems.errors import ConfigError, nearest, one_of
 from gems.schedule import FAMILIES, FROM_FILE, PLACED
@@ -34,25 +34,28 @@ KWARGS = re.compile(r"model\.kwargs[.=]")
 
 def rewritten(words: Sequence[str]) -> list[str]:
     """Return overrides as Hydra takes them: sizes in bytes, keys that may be added, this machine's preset."""
-    words = [opened(in_bytes(word)) for word in words]
-    chosen = [number for number, word in enumerate(words) if word.startswith(f"{CLUSTER}=")]
-    if not chosen or words[chosen[-1]] != f"{CLUSTER}={AUTO}":
-        return [word for word in words if word != f"{CLUSTER}={AUTO}"]
-    folders = [CONF, *search_path(parsed([word for word in words if word.startswith("hydra.searchpath=")]))]
-    return [word if word != f"{CLUSTER}={AUTO}" else f"{CLUSTER}={choose_preset(folders)}" for word in words]
+    words, auto = [hydra_word(word) for word in words], f"{CLUSTER}={AUTO}"
+    chosen = [word for word in words if word.startswith(f"{CLUSTER}=")]
+    if not chosen or chosen[-1] != auto:
+        return [word for word in words if word != auto]
+    preset = choose_preset(config_folders(words))
+    return [word if word != auto else f"{CLUSTER}={preset}" for word in words]
 
 
-def opened(override: str) -> str:
-    """Return an override with a ++ if its key is a keyword argument of the user's own network, and so may be new."""
+def hydra_word(override: str) -> str:
+    """Return an override as Hydra takes it.
+
+    The key of a keyword argument of the user's own network may be new and gets a ++. A size becomes a plain number:
+    machine.device_bytes=16GB is 16000000000; a GiB is 2^30.
+    """
+    if (found := SIZE.fullmatch(override)) is not None:
+        override = f"{found['key']}={round(float(found['number']) * UNITS[found['unit']])}"
     return f"++{override}" if KWARGS.match(override) else override
 
 
-def in_bytes(override: str) -> str:
-    """Return an override of a size as a plain number: machine.device_bytes=16GB becomes 16000000000; a GiB is 2^30."""
-    found = SIZE.fullmatch(override)
-    if found is None:
-        return override
-    return f"{found['key']}={round(float(found['number']) * UNITS[found['unit']])}"
+def config_folders(words: Sequence[str]) -> list[Path]:
+    """Return the folders of options: ours, and those of the user in hydra.searchpath."""
+    return [CONF, *search_path(parsed([word for word in words if word.startswith("hydra.searchpath=")]))]
 
 
 def options_of(group: str, folders: Sequence[Path] = (CONF,)) -> list[str]:
@@ -95,10 +98,10 @@ def valid_keys(folders: Sequence[Path] = (CONF,)) -> Iterator[str]:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse overrides whose key or option does not exist.
+    """Check that the keys and options of overrides exist.
 
     Raises:
-        ConfigError: with the nearest valid keys or options.
+        ConfigError: one does not; with the nearest valid keys or options.
     """
     given = parsed(overrides)
     import_plugins(given)
@@ -136,17 +139,14 @@ def search_path(given: Sequence[Override]) -> Iterator[Path]:
             path = Path(str(entry).removeprefix(FILE))
             if str(entry).startswith(FILE) and not path.is_dir():
                 raise ConfigError("--config-dir", path, "is not a folder")
-            if str(entry).startswith(PACKAGE) and not _is_package(str(entry).removeprefix(PACKAGE)):
-                raise ConfigError("hydra.searchpath", entry, "is no package of Python's")
+            if str(entry).startswith(PACKAGE):
+                package = None
+                with contextlib.suppress(ImportError, ValueError, AttributeError):
+                    package = importlib.util.find_spec(str(entry).removeprefix(PACKAGE).replace("/", "."))
+                if package is None:
+                    raise ConfigError("hydra.searchpath", entry, "is no package of Python's")
             if path.is_dir():
                 yield path
-
-
-def _is_package(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name.replace("/", ".")) is not None
-    except (ImportError, ValueError, AttributeError):
-        return False
 
 
 def _check_override(override: Override, valid: Sequence[str], folders: Sequence[Path]) -> None:

@@ -1,16 +1,24 @@
-"""Resolution: from a configuration as written to one that can run."""
+"""Resolution: from a configuration as written to one that can run, and its identity."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 
 from gems.config.constraints import check_constraints
-from gems.config.fields import check_fields
+from gems.config.fields import check_fields, keys
 from gems.config.registries import DATASETS, RESOLVERS
-from gems.config.schema import ParallelConfig, RunSpec
+from gems.config.schema import RESUME_AUTO, RESUME_NEVER, ParallelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES
 from gems.utils.registry import load_plugins, plugin_folder
+
+# Fields of `cost` that a profile fills: what is measured is no part of what the user asked for.
+PROFILED = (
+    "forward", "input_grad", "weight_grad", "recompute", "times", "activations", "unit_s", "activation_bytes",
+    "boundary_bytes", "param_bytes",
+)  # fmt: skip
 
 
 def resolve(spec: RunSpec) -> RunSpec:
@@ -36,13 +44,27 @@ def global_batch(spec: RunSpec) -> int:
     return parallel.replicas * (parallel.micro_batches or 0) * parallel.micro_batch_size
 
 
-def _resolve_counts(spec: RunSpec) -> ParallelConfig:
-    """Derive replications, parts and micro-batches, their product, from those given (GEMS.
+def run_id(spec: RunSpec) -> str:
+    """Return 8 hexadecimal digits of the values of a resolved run that differ from the schema's defaults.
 
-    Two replications at least).
+    Fields with `in_run_id=False` are left out, and so is all that a profile fills. A key that a later version adds
+    changes no ID as long as it has its default.
     """
-    parallel = spec.parallel
-    is_gems = _has_runs(spec)
+    values = {}
+    for key in keys(RunSpec):
+        section, _, name = key.name.rpartition(".")
+        value = getattr(getattr(spec, section) if section else spec, name)
+        is_profiled = section == "cost" and name in PROFILED and spec.cost.name == "profile"
+        is_default = value == key.default or (key.name == "train.resume" and value in (RESUME_AUTO, RESUME_NEVER))
+        if key.rule.in_run_id and not is_profiled and not is_default:
+            values[key.name] = value
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _resolve_counts(spec: RunSpec) -> ParallelConfig:
+    """Derive replications, parts and micro-batches, their product, from those given (GEMS: 2 replications or more)."""
+    parallel, family = spec.parallel, FAMILIES.get(spec.schedule.name)
+    is_gems = family is not None and family.has_runs
     total, runs, parts = parallel.micro_batches, parallel.replications, parallel.parts
     if spec.schedule.name == "gems_mast":
         if runs not in (None, 2):
@@ -76,10 +98,6 @@ def _resolve_counts(spec: RunSpec) -> ParallelConfig:
             f"use {runs + 1}, or change parallel.micro_batches or parallel.parts",
         )  # fmt: skip
     return replace(parallel, micro_batches=total, replications=runs, parts=parts)
-
-
-def _has_runs(spec: RunSpec) -> bool:
-    return spec.schedule.name in FAMILIES and FAMILIES[spec.schedule.name].has_runs
 
 
 def check_gpus(spec: RunSpec) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
-from gems.config.resolve import global_batch
-from gems.config.run_id import run_id
+from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.supervision.progress import Progress

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from gems.config.run_id import run_id
+from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.memory.plan import MemoryPlan

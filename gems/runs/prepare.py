@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from gems.config.run_id import run_id
+from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.code_archive import hash_of

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from gems import __version__
-from gems.config.resolve import global_batch
-from gems.config.run_id import run_id
+from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.runs.folder import RunFolder

@@ -14,8 +14,7 @@ import gems.partition.methods
 import gems.simulation.memory_case
 import gems.simulation.profiled_costs
 from gems.config.compose import compose
-from gems.config.resolve import global_batch
-from gems.config.run_id import run_id
+from gems.config.resolve import global_batch, run_id
 from gems.config.schema import RunSpec
 from gems.runs.run_plan import plan_run
 from tests.commands import Gems, check_refusal, runner

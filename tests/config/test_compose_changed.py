@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gems.config.compose import changed, compose
-from gems.config.run_id import run_id
+from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gems.config.compose import compose
-from gems.config.run_id import run_id
+from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, of_the_system
 

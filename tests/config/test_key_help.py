@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from gems.config.cluster import QueueLimit
+from gems.config.compose import key_help
 from gems.config.fields import MAX_INT, MAX_REAL, Key, check_fields, keys
-from gems.config.key_help import key_help
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, one_line
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gems.config.compose import compose
+from gems.config.fields import INVERTED, RENAMED
 from gems.config.overrides import valid_keys
-from gems.config.renamed_keys import INVERTED, RENAMED
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 

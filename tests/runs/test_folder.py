@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gems.config.fields import keys
-from gems.config.run_id import run_id
+from gems.config.resolve import run_id
 from gems.config.schema import CostConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import gems.runs.simulated_run
-from gems.config.resolve import global_batch, resolve
-from gems.config.run_id import run_id
+from gems.config.resolve import global_batch, resolve, run_id
 from gems.config.schema import CostConfig, MachineConfig, ParallelConfig, RunSpec, ScheduleConfig, TrainConfig
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
