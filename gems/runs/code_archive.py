@@ -37,12 +37,12 @@ def code_root() -> Path:
 
 
 def from_snapshot(code_zip: Path, module: str) -> list[str]:
-    """Return the words that, behind an interpreter's, run a module from a snapshot."""
+    """Return the words that run a module from a snapshot, after those of an interpreter."""
     return [str(code_zip), module]
 
 
 def take_snapshot(target: Path, cache_dir: str | None = None) -> str:
-    """Put an archive of this code at `target` and gives its BLAKE2b hash.
+    """Put an archive of this code at `target` and return its BLAKE2b hash.
 
     An archive of the same code that is in the cache is linked to, or copied where the file system cannot link.
 
@@ -91,28 +91,18 @@ def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sources:
-            _add(archive, name, data)
-            if name == MAIN:
-                _add(archive, "__main__.py", data)
+            for entry in (name, "__main__.py") if name == MAIN else (name,):
+                contents = {entry: data} | ({f"{entry}c": _byte_code(entry, data)} if entry.endswith(".py") else {})
+                for inner, content in contents.items():
+                    info = zipfile.ZipInfo(inner, EPOCH)
+                    info.external_attr = MODE << 16
+                    info.create_system = 3  # Unix, wherever it is made
+                    archive.writestr(info, content)
     return buffer.getvalue()
 
 
-def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    entries = [(name, data)]
-    if name.endswith(".py"):
-        entries.append((f"{name}c", _byte_code(name, data)))
-    for entry, content in entries:
-        info = zipfile.ZipInfo(entry, EPOCH)
-        info.external_attr = MODE << 16
-        info.create_system = 3  # Unix, wherever it is made
-        archive.writestr(info, content)
-
-
 def _byte_code(name: str, source: bytes) -> bytes:
-    """Return a module's byte-code file. Its file name is within the archive.
-
-    No file in a job's folder is taken for it.
-    """
+    """Return a module's byte-code file. Its file name is within the archive, so that no file of a job shadows it."""
     code = compile(source, f"{CODE_ZIP}/{name}", "exec", dont_inherit=True, optimize=0)
     header = importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(source)
     return header + marshal.dumps(code, WITHOUT_REFERENCES)

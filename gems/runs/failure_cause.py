@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from gems.errors import ConfigError, DoesNotFitError, StalledError
 
@@ -43,8 +43,7 @@ class FailureCause(StrEnum):
         return self not in (self.FINISHED, self.STOPPED, self.RUNNING, self.WAITING)
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorClass:
+class ErrorClass(NamedTuple):
     """The cause that an exception shows, and a hint that may follow its own message."""
 
     cause: FailureCause
@@ -52,13 +51,13 @@ class ErrorClass:
 
 
 def classify_error(error: BaseException) -> ErrorClass:
-    """Classify an exception by its type and error number, or by the first telling one in its chain of causes."""
+    """Classify an exception by its type and error number, or by the first in its chain of causes that shows one."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
-        found = _classify(link)
-        if found.cause is not FailureCause.EXCEPTION:
-            return found
+        known = _classify(link)
+        if known.cause is not FailureCause.EXCEPTION:
+            return known
         seen.add(id(link))
         link = link.__cause__ or link.__context__
     return _classify(error)
@@ -84,10 +83,8 @@ def _classify(error: BaseException) -> ErrorClass:
         text = f"{missing} {error}".lower()
         if "libmpi" in text or "mpi4py" in text or "libpmi" in text:
             return ErrorClass(FailureCause.WRONG_MPI, "mpi4py and this node's MPI library do not match")
-        return ErrorClass(
-            FailureCause.CONFIGURATION,
-            f"the environment of this node lacks {missing}: modules, container, cluster.python",
-        )
+        hint = f"the environment of this node lacks {missing}: modules, container, cluster.python"
+        return ErrorClass(FailureCause.CONFIGURATION, hint)
     if type(error).__module__.startswith("mpi4py"):
         return ErrorClass(FailureCause.EXCEPTION, "MPI failed: another rank may be gone")
     return ErrorClass(FailureCause.EXCEPTION)

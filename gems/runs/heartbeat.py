@@ -17,8 +17,8 @@ MARK_BYTES = 160  # the mark of the rank's own thread; the rest is its watchdog'
 class Heartbeat:
     """Marks step and action in a memory-mapped file, so that also a rank killed by SIGKILL leaves its last mark.
 
-    Behind the mark stands a sign of life: a thread of its own keeps it young while the process runs at all, and tells
-    what the rank waits for. A process that is stopped, or whose interpreter is held, leaves it old.
+    After the mark comes a sign of life, which a thread of its own renews while the process runs, with what the rank
+    waits for. A process that is stopped, or whose interpreter is held, leaves it old.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,8 +55,8 @@ class Heartbeat:
 class Beat:
     """The last mark of a rank: step -1 is outside of training; action "finished" is a clean end.
 
-    `alive_ns` is its last sign of life, 0 where nothing gives any; `waits_for` what it waits for, empty while it works
-    or where that is not known; `moved_ns` when it last began an action, or to wait or to work within one.
+    `alive_ns` is its last sign of life, or 0; `waits_for` what it waits for, empty while it works or if that is not
+    known; `moved_ns` when it last began an action, or to wait or to work within one.
     """
 
     pid: int

@@ -40,8 +40,7 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         if folder.run_yaml.exists():
-            _check_same(folder, spec)
-            _refuse_running(folder)
+            _check_free(folder, spec)
             folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
         with atomic_write(folder.run_yaml) as partial:
             partial.write_text(yaml.safe_dump(spec.to_dict(), sort_keys=False))
@@ -66,28 +65,22 @@ def prepare(spec: RunSpec, plan: RunPlan | None = None) -> RunFolder:
     return folder
 
 
-def _check_same(folder: RunFolder, spec: RunSpec) -> None:
-    held = folder.read_spec()
-    if run_id(held) != run_id(spec):
+def _check_free(folder: RunFolder, spec: RunSpec) -> None:
+    """Check that a folder holds this configuration, and no run that is still going on."""
+    status, held = folder.read_status(), run_id(folder.read_spec())
+    state, pid = status.get("state"), status.get("pid")
+    if held != run_id(spec):
         raise ConfigError(
-            "run folder", folder.path, f"holds another configuration ({run_id(held)}, not {run_id(spec)})",
+            "run folder", folder.path, f"holds another configuration ({held}, not {run_id(spec)})",
             "choose another name= or runs_dir=, or move that folder away",
         )  # fmt: skip
-
-
-def _refuse_running(folder: RunFolder) -> None:
-    status = folder.read_status()
-    if status.get("state") in ("submitted", "requeued"):
+    if state in ("submitted", "requeued"):
         raise ConfigError(
             "run folder", folder.path, f"is that of job {status.get('job_id')}, which has not ended",
             "cancel it, or change name=",
         )  # fmt: skip
-    pid = status.get("pid")
-    if status.get("state") == "running" and status.get("host") == os.uname().nodename and _alive(pid):
+    is_alive = isinstance(pid, int) and pid != os.getpid() and Path(f"/proc/{pid}").exists()
+    if state == "running" and status.get("host") == os.uname().nodename and is_alive:
         raise ConfigError(
             "run folder", folder.path, f"a run goes on there (process {pid})", "wait for it, or change name="
         )
-
-
-def _alive(pid: object) -> bool:
-    return isinstance(pid, int) and Path(f"/proc/{pid}").exists() and pid != os.getpid()

@@ -33,9 +33,9 @@ PRIVATE = re.compile(r"JWT|TOKEN|SECRET|PASS|KEY|CRED|AUTH|_USER$|_UID$|_GID$|MA
 
 
 def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
-    """Write what is known of a run when it is prepared to `folder`, and gives the summary.
+    """Write to `folder` what is known of a run when it is prepared, and return the summary.
 
-    That are `code.zip`, the code itself; `code.diff`, what it differs by from its commit (none outside of a checkout);
+    These are `code.zip`, the code itself; `code.diff`, its difference from its commit (none outside of a checkout);
     `packages.txt`; and `environment.json`. A user's own network is not in the archive: the hash of its files is noted.
 
     Raises:
@@ -60,7 +60,7 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
 
 
 def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
-    """Compare the archive in a bundle with its summary; gives what is wrong, or None."""
+    """Compare the archive in a bundle with its summary, and return what is wrong, or None."""
     expected = summary.get("code_blake2b")
     try:
         found = hash_of(folder / CODE_ZIP)
@@ -72,15 +72,15 @@ def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
 
 
 def commit(root: Path) -> str:
-    """Return the commit of a checkout, with "-dirty" where files differ from it; "unknown" where it is none."""
-    said = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    return said.decode(errors="replace").strip() if said else "unknown"
+    """Return the commit of a checkout, with "-dirty" if files differ from it; "unknown" outside of a checkout."""
+    output = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return output.decode(errors="replace").strip() if output else "unknown"
 
 
 def code_diff(root: Path) -> bytes | None:
-    """Return what our packages in a checkout differ by from its commit, new files too; None where it is no checkout.
+    """Return how our packages in a checkout differ from its commit, with new files; None outside of a checkout.
 
-    `git apply` takes it, unless it was longer than MAX_DIFF_BYTES: then its last line says so.
+    `git apply` takes it, unless it was cut at MAX_DIFF_BYTES, as its last line then tells.
     """
     diff = _git(root, "diff", "--no-color", "--no-ext-diff", "--binary", "HEAD", "--", *PACKAGES)
     new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *(f"{name}/*.py" for name in PACKAGES))
@@ -97,27 +97,22 @@ def code_diff(root: Path) -> bytes | None:
 
 
 def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
-    """Return what git says of a checkout at `root`, not of one around it; None where it has nothing to say."""
+    """Return git's output in a checkout at `root`, not in one around it; None if it fails."""
     if not (root / ".git").exists():
         return None
     try:
-        said = subprocess.run(
-            ["git", "-C", str(root), *words], stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_LIMIT_S
-        )  # fmt: skip
+        command = ["git", "-C", str(root), *words]
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return said.stdout if said.returncode in fine else None
+    return ended.stdout if ended.returncode in fine else None
 
 
 @functools.cache
 def packages() -> str:
     """Return the installed packages with their versions, one a line, as a requirements file."""
-    found = set()
-    for package in importlib.metadata.distributions():
-        name, version = package.metadata["Name"], package.metadata["Version"]
-        if name and version:
-            found.add(f"{name}=={version}\n")
-    return "".join(sorted(found, key=str.lower))
+    known = ((each.metadata["Name"], each.metadata["Version"]) for each in importlib.metadata.distributions())
+    return "".join(sorted({f"{name}=={version}\n" for name, version in known if name and version}, key=str.lower))
 
 
 def environment() -> dict[str, Any]:
