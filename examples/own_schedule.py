@@ -10,8 +10,7 @@ from __future__ import annotations
 from gems.errors import ConfigError
 from gems.schedule.action import Action, backward, forward
 from gems.schedule.placement import linear
-from gems.schedule.registry import schedule_family
-from gems.schedule.request import Request
+from gems.schedule.registry import Request, schedule_family
 from gems.schedule.schedule import Schedule
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
@@ -13,6 +14,7 @@ from gems.schedule import FAMILIES, PLACED
 
 PREDICTED = ("emulated", "simulated")
 SCHEDULES_OF_STAGES = "is for schedules of stages, and schedule=placed lays operators on ranks"
+Check = tuple[object, str, object, str, str]  # whether it is wrong, key, value, problem and advice
 
 
 def check_constraints(spec: RunSpec) -> None:
@@ -21,12 +23,17 @@ def check_constraints(spec: RunSpec) -> None:
     Raises:
         ConfigError: the first that does not suit another, is missing beside it, or excludes it.
     """
-    _check_size(spec)
-    _check_schedule(spec)
+    _refuse_first(_schedule_checks(spec))
     check_memory(spec)
-    _check_disturbance(spec)
+    _refuse_first(_machine_checks(spec))
     _check_train(spec)
     check_cluster(spec.cluster)
+
+
+def _refuse_first(checks: Iterable[Check]) -> None:
+    for is_wrong, key, value, problem, advice in checks:
+        if is_wrong:
+            raise ConfigError(key, value, problem, advice)
 
 
 def check_memory(spec: RunSpec) -> None:
@@ -35,27 +42,23 @@ def check_memory(spec: RunSpec) -> None:
     Raises:
         ConfigError: a policy without its limit, or one that the machine or the schedule cannot have.
     """
-    memory, machine = spec.memory, spec.machine
+    memory, machine, actions = spec.memory, spec.machine, spec.schedule.memory_actions
     if memory.name == "keep":
         return
     policy = POLICIES[memory.name]
+    has_limit = memory.limit_bytes is not None or machine.device_bytes is not None
     has_target = policy.takes_target and memory.target_reduction is not None
-    if policy.needs_limit and memory.limit_bytes is None and machine.device_bytes is None and not has_target:
-        target = ", or memory.target_reduction" if policy.takes_target else ""
-        raise ConfigError(
-            "memory.limit_bytes", "null", f"must be given for memory={memory.name}",
-            f"give it, a machine of known memory (machine.device_bytes){target}",
-        )  # fmt: skip
-    if machine.kind != "real":
-        raise ConfigError(
-            "memory", memory.name, f"needs a profile of real layers, and machine.kind={machine.kind} has none",
-            "use memory=keep, or a machine of kind real",
-        )  # fmt: skip
-    if spec.schedule.memory_actions:
-        raise ConfigError(
-            "memory", memory.name, f"excludes schedule.memory_actions={list(spec.schedule.memory_actions)}",
-            "let either the schedule's search or the policy choose what leaves the device",
-        )  # fmt: skip
+    target = ", or memory.target_reduction" if policy.takes_target else ""
+    _refuse_first([
+        (policy.needs_limit and not has_limit and not has_target, "memory.limit_bytes", "null",
+         f"must be given for memory={memory.name}",
+         f"give it, a machine of known memory (machine.device_bytes){target}"),
+        (machine.kind != "real", "memory", memory.name,
+         f"needs a profile of real layers, and machine.kind={machine.kind} has none",
+         "use memory=keep, or a machine of kind real"),
+        (actions, "memory", memory.name, f"excludes schedule.memory_actions={list(actions)}",
+         "let either the schedule's search or the policy choose what leaves the device"),
+    ])  # fmt: skip
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
@@ -65,28 +68,18 @@ def check_cluster(cluster: ClusterConfig) -> None:
         ConfigError: the first that does not suit another.
     """
     order, image, rate = cluster.device_order, cluster.container_image, cluster.charge_rate
-    if order and sorted(order) != list(range(len(order))):
-        raise ConfigError(
-            "cluster.device_order", order, f"must hold each of 0 to {len(order) - 1} once", "as in [3,2,1,0]"
-        )
-    if order and len(order) != cluster.gpus_per_node:
-        raise ConfigError(
-            "cluster.device_order", order, f"must list the {cluster.gpus_per_node} GPUs of a node",
-            "change it, or cluster.gpus_per_node",
-        )  # fmt: skip
-    if image is not None and cluster.container == "none":
-        raise ConfigError(
-            "cluster.container_image", image, "needs a container runtime",
-            f"set cluster.container: {', '.join(CONTAINERS[1:])}",
-        )  # fmt: skip
-    if image is not None and cluster.container == "pyxis" and cluster.launcher != "srun":
-        raise ConfigError(
-            "cluster.container", "pyxis", f"is a plug-in of srun, not of {cluster.launcher}", "use apptainer"
-        )
-    if rate is not None and cluster.charge_per is None:
-        raise ConfigError(
-            "cluster.charge_per", "null", f"must be given beside cluster.charge_rate={rate:g}", one_of(CHARGED)
-        )
+    _refuse_first([
+        (order and sorted(order) != list(range(len(order))), "cluster.device_order", order,
+         f"must hold each of 0 to {len(order) - 1} once", "as in [3,2,1,0]"),
+        (order and len(order) != cluster.gpus_per_node, "cluster.device_order", order,
+         f"must list the {cluster.gpus_per_node} GPUs of a node", "change it, or cluster.gpus_per_node"),
+        (image is not None and cluster.container == "none", "cluster.container_image", image,
+         "needs a container runtime", f"set cluster.container: {', '.join(CONTAINERS[1:])}"),
+        (image is not None and cluster.container == "pyxis" and cluster.launcher != "srun", "cluster.container",
+         "pyxis", f"is a plug-in of srun, not of {cluster.launcher}", "use apptainer"),
+        (rate is not None and cluster.charge_per is None, "cluster.charge_per", "null",
+         f"must be given beside cluster.charge_rate={rate or 0:g}", one_of(CHARGED)),
+    ])  # fmt: skip
     for number, limit in enumerate(cluster.limits):
         if limit.max_nodes is not None and limit.max_nodes < limit.min_nodes:
             key = f"cluster.limits[{number}].max_nodes"
@@ -108,83 +101,62 @@ def check_boundaries(boundaries: tuple[int, ...], num_layers: int, num_stages: i
     return boundaries
 
 
-def _check_size(spec: RunSpec) -> None:
-    """Check that the schedule of a step can be held in memory."""
-    parallel, family = spec.parallel, FAMILIES.get(spec.schedule.name)
-    if spec.world_size > MAX_WORLD:
-        raise ConfigError(
-            "parallel.replicas", parallel.replicas,
-            f"times parallel.partitions={parallel.partitions} must be at most {MAX_WORLD} ranks",
-        )  # fmt: skip
-    num_stages = parallel.partitions * (family.stages(spec.schedule.chunks) if family else 1)
-    forwards = num_stages * (parallel.micro_batches or 1)
-    if forwards > MAX_FORWARDS:
-        raise ConfigError(
-            "parallel.micro_batches", parallel.micro_batches,
-            f"times {num_stages} stages is {forwards} forwards in a step, and there may be {MAX_FORWARDS}",
-            "use fewer micro-batches, partitions or chunks",
-        )  # fmt: skip
-
-
-def _check_schedule(spec: RunSpec) -> None:
-    schedule, cost, partitions = spec.schedule, spec.cost, spec.parallel.partitions
+def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
+    """Yield what a schedule that fits the host's memory, and its search, need."""
+    schedule, cost, parallel = spec.schedule, spec.cost, spec.parallel
     cap, cap_bytes, max_stages = schedule.activation_cap, schedule.activation_cap_bytes, schedule.max_stages
-    if max_stages is not None and max_stages < partitions:
-        raise ConfigError(
-            "schedule.max_stages", max_stages, f"must be {partitions} or more, a stage for each partition"
-        )
-    if cap is not None and cap_bytes is not None:
-        raise ConfigError(
-            "schedule.activation_cap", cap, f"excludes schedule.activation_cap_bytes={cap_bytes}", "give one of them"
-        )
-    if cap_bytes is not None and not cost.activation_bytes and cost.name != "profile":
-        raise ConfigError(
-            "schedule.activation_cap_bytes", cap_bytes, "needs cost.activation_bytes, the bytes of one unit",
-            "give it, use cost=profile, or give schedule.activation_cap in units",
-        )  # fmt: skip
-    if schedule.name == "capped" and cap is None and cap_bytes is None:
-        raise ConfigError(
-            "schedule.activation_cap", "null", "must be given for schedule=capped",
-            "1 is what GEMS holds: one micro-batch on a rank's part of the model",
-        )  # fmt: skip
-    if schedule.name == "file" and not schedule.path:
-        raise ConfigError(
-            "schedule.path", "null", "must be given for schedule=file", "a file of `gems schedule --json`"
-        )
+    partitions, family = parallel.partitions, FAMILIES.get(schedule.name)
+    num_stages = partitions * (family.stages(schedule.chunks) if family else 1)
+    forwards = num_stages * (parallel.micro_batches or 1)
+    has_cap = cap is not None or cap_bytes is not None
+    yield from (
+        (spec.world_size > MAX_WORLD, "parallel.replicas", parallel.replicas,
+         f"times parallel.partitions={partitions} must be at most {MAX_WORLD} ranks", ""),
+        (forwards > MAX_FORWARDS, "parallel.micro_batches", parallel.micro_batches,
+         f"times {num_stages} stages is {forwards} forwards in a step, and there may be {MAX_FORWARDS}",
+         "use fewer micro-batches, partitions or chunks"),
+        (max_stages is not None and max_stages < partitions, "schedule.max_stages", max_stages,
+         f"must be {partitions} or more, a stage for each partition", ""),
+        (cap is not None and cap_bytes is not None, "schedule.activation_cap", cap,
+         f"excludes schedule.activation_cap_bytes={cap_bytes}", "give one of them"),
+        (cap_bytes is not None and not cost.activation_bytes and cost.name != "profile",
+         "schedule.activation_cap_bytes", cap_bytes, "needs cost.activation_bytes, the bytes of one unit",
+         "give it, use cost=profile, or give schedule.activation_cap in units"),
+        (schedule.name == "capped" and not has_cap, "schedule.activation_cap", "null",
+         "must be given for schedule=capped",
+         "1 is what GEMS holds: one micro-batch on a rank's part of the model"),
+        (schedule.name == "file" and not schedule.path, "schedule.path", "null", "must be given for schedule=file",
+         "a file of `gems schedule --json`"),
+    )  # fmt: skip
     if schedule.name != PLACED:
         return
     for key, value, usual in (
-        ("parallel.boundaries", spec.parallel.boundaries, None),
+        ("parallel.boundaries", parallel.boundaries, None),
         ("schedule.activation_cap", cap, None),
         ("schedule.activation_cap_bytes", cap_bytes, None),
         ("memory", spec.memory.name, "keep"),
         ("cost", cost.name, "uniform"),
     ):
-        if value != usual:
-            raise ConfigError(key, value, SCHEDULES_OF_STAGES, "leave it out")
-    if partitions < 2:
-        raise ConfigError("parallel.partitions", partitions, "must be 2 or more for schedule=placed")
+        yield value != usual, key, value, SCHEDULES_OF_STAGES, "leave it out"
+    yield partitions < 2, "parallel.partitions", partitions, "must be 2 or more for schedule=placed", ""
 
 
-def _check_disturbance(spec: RunSpec) -> None:
-    """Check the straggler and the input load, which only an emulated or simulated machine has."""
-    machine, cost = spec.machine, spec.cost
+def _machine_checks(spec: RunSpec) -> Iterator[Check]:
+    """Yield what the straggler and the input load need, which only an emulated or simulated machine has."""
+    machine, slow = spec.machine, spec.machine.slow_rank
     for key, value, default in (
-        ("machine.slow_rank", machine.slow_rank, None),
+        ("machine.slow_rank", slow, None),
         ("machine.slowdown", machine.slowdown, 1.0),
-        ("cost.input_load", cost.input_load, 0.0),
+        ("cost.input_load", spec.cost.input_load, 0.0),
     ):
-        if value != default and machine.kind not in PREDICTED:
-            raise ConfigError(
-                key, value, f"is for a machine without devices, and machine.kind={machine.kind} has its own times",
-                "use machine=emulated or machine=simulated",
-            )  # fmt: skip
-    if machine.slow_rank is None and machine.slowdown != 1:
-        raise ConfigError("machine.slowdown", machine.slowdown, "needs machine.slow_rank, the rank that is slow")
-    if machine.slow_rank is not None and machine.slow_rank >= spec.world_size:
-        raise ConfigError(
-            "machine.slow_rank", machine.slow_rank, f"must be below the world size, {spec.world_size} ranks"
-        )
+        problem = f"is for a machine without devices, and machine.kind={machine.kind} has its own times"
+        is_wrong = value != default and machine.kind not in PREDICTED
+        yield is_wrong, key, value, problem, "use machine=emulated or machine=simulated"
+    slowdown = machine.slowdown
+    needs = "needs machine.slow_rank, the rank that is slow"
+    yield slow is None and slowdown != 1, "machine.slowdown", slowdown, needs, ""
+    below = f"must be below the world size, {spec.world_size} ranks"
+    yield slow is not None and slow >= spec.world_size, "machine.slow_rank", slow, below, ""
 
 
 def _check_train(spec: RunSpec) -> None:

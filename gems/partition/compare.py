@@ -13,7 +13,7 @@ from gems.partition.problem import Partition
 from gems.schedule.costs import FREE, Network
 from gems.schedule.families.linear import gpipe
 from gems.schedule.lower import lower
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from gems.schedule.simulate import simulate
 
 PLAIN = "exact_plain"

@@ -28,7 +28,7 @@ from gems.profile.store import profile_of
 from gems.schedule.costs import StageCosts
 from gems.schedule.families.linear import gpipe
 from gems.schedule.lower import lower
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
 from gems.utils.registry import Registry

@@ -6,29 +6,18 @@ from gems.schedule.registry import (
     FROM_FILE,
     PLACED,
     Family,
+    Request,
     Terms,
     generate,
     published,
     schedule_family,
 )
-from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 
 __all__ = [
-    "ACTIONS",
-    "CAPPED",
-    "FAMILIES",
-    "FROM_FILE",
-    "PLACED",
-    "PLACEMENTS",
-    "Family",
-    "Request",
-    "Schedule",
-    "Terms",
-    "generate",
-    "published",
-    "schedule_family",
-]
+    "ACTIONS", "CAPPED", "FAMILIES", "FROM_FILE", "PLACED", "PLACEMENTS", "Family", "Request", "Schedule", "Terms",
+    "generate", "published", "schedule_family",
+]  # fmt: skip
 
 ACTIONS = ("recompute", "offload")
 PLACEMENTS = ("linear", "bidirectional", "v", "wave")

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.placement import Placement, linear
-from gems.schedule.request import Request
 from gems.schedule.schedule import Schedule
 from gems.utils.registry import Registry
 
 CAPPED = "capped"
 FROM_FILE = "file"
 PLACED = "placed"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a generator is asked for. `num_parts` is GEMS's micro-batches a run, `chunks` the stages of a rank if free.
+
+    `cap` is the most activations a rank may hold, in units of one micro-batch on the heaviest of P equal parts of the
+    model. The rest is for generators that search: `seed` and `budget_s` bound their search, `allow` names the memory
+    actions that they may use ("recompute", "offload"), and `max_stages` is the most stages of the model, if known.
+    """
+
+    num_ranks: int
+    num_micro_batches: int
+    num_parts: int = 1
+    chunks: int = 2
+    cap: float | None = None
+    costs: DepthCosts = field(default_factory=lambda: DepthCosts(1))
+    network: Network = field(default_factory=Network)
+    allow: tuple[str, ...] = ()
+    placements: tuple[str, ...] = ()
+    seed: int = 0
+    budget_s: float = 5.0
+    max_stages: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

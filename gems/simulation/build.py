@@ -14,7 +14,7 @@ from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.formats.torch_csv import from_torch_csv
 from gems.schedule.lower import compute_only, lower
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.synthesis import capped
 from gems.schedule.synthesis.solver import IS_INSTALLED

@@ -17,7 +17,7 @@ from gems.errors import GemsError
 from gems.schedule import FAMILIES
 from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.ledger import TOLERANCE, peaks
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.synthesis import Found, capped

@@ -10,7 +10,7 @@ from gems.memory.case import MemoryCase, exposures
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.profile import LayerProfile
 from gems.schedule.families.linear import layer_parallel
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from tests.partition.profiles import profile
 
 # three layers of 1 s forward and 2 s backward, each keeping 100 bytes that no other layer saves

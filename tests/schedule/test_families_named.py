@@ -12,7 +12,7 @@ from gems.schedule.costs import DepthCosts
 from gems.schedule.families.interleaved import RIVAL_CHUNKS as CHUNKS
 from gems.schedule.families.published_schedules import LARGE, published_schedules
 from gems.schedule.ledger import TOLERANCE
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from gems.schedule.simulate import simulate
 from gems.schedule.validate import validate
 

@@ -14,7 +14,7 @@ from gems.schedule.costs import DepthCosts, StageCosts, uniform
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.families.zero_bubble import zb_h1, zb_h2
 from gems.schedule.placement import linear
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
 from gems.schedule.validate import validate

@@ -15,7 +15,7 @@ from gems.schedule.action import Kind
 from gems.schedule.costs import uniform
 from gems.schedule.families.linear import layer_parallel
 from gems.schedule.lower import add_transfers
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from gems.trace import DTYPES, KINDS
 
 COMPUTE_S = 0.001

@@ -8,8 +8,7 @@ from dataclasses import replace
 from gems.schedule.action import backward, forward, input_gradient, weight_gradient
 from gems.schedule.families.timed import refuse_odd
 from gems.schedule.placement import bidirectional
-from gems.schedule.registry import Terms, schedule_family, with_sizes
-from gems.schedule.request import Request
+from gems.schedule.registry import Request, Terms, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
 
 PLANNED_PARTS = (1, 2, 4)

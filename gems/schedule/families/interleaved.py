@@ -5,8 +5,7 @@ from __future__ import annotations
 from gems.errors import ConfigError
 from gems.schedule.action import Action, backward, forward
 from gems.schedule.placement import looped
-from gems.schedule.registry import Terms, schedule_family, with_sizes
-from gems.schedule.request import Request
+from gems.schedule.registry import Request, Terms, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
 
 PLANNED_CHUNKS, RIVAL_CHUNKS = (2, 4), (2, 3, 4)

@@ -9,8 +9,7 @@ from gems.schedule.action import Action, backward, forward
 from gems.schedule.families.timed import in_order_of_time
 from gems.schedule.ledger import TOLERANCE
 from gems.schedule.placement import linear
-from gems.schedule.registry import Terms, schedule_family, with_sizes
-from gems.schedule.request import Request
+from gems.schedule.registry import Request, Terms, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
 
 

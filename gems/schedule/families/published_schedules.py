@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from gems.errors import ConfigError
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import TOLERANCE, peaks
-from gems.schedule.registry import FAMILIES, Family
-from gems.schedule.request import Request
+from gems.schedule.registry import FAMILIES, Family, Request
 from gems.schedule.schedule import Schedule
 
 LARGE = 4096  # ranks x micro-batches from which schedules that a sibling beats are left out

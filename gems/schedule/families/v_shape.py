@@ -11,8 +11,7 @@ from gems.schedule.action import Action, backward, forward, input_gradient, weig
 from gems.schedule.families.timed import in_order_of_time
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.placement import v
-from gems.schedule.registry import schedule_family
-from gems.schedule.request import Request
+from gems.schedule.registry import Request, schedule_family
 from gems.schedule.schedule import Schedule
 
 _PERIOD = 6  # F, I and W of two chunks

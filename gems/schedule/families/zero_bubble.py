@@ -5,8 +5,7 @@ from __future__ import annotations
 from gems.schedule.action import forward, input_gradient
 from gems.schedule.families.weight_gradients import place_weight_gradients
 from gems.schedule.placement import linear
-from gems.schedule.registry import Terms, schedule_family
-from gems.schedule.request import Request
+from gems.schedule.registry import Request, Terms, schedule_family
 from gems.schedule.schedule import Schedule
 
 

@@ -9,8 +9,7 @@ from gems.errors import ConfigError, ScheduleError
 from gems.schedule.families.published_schedules import published_schedules
 from gems.schedule.ledger import TOLERANCE, peaks
 from gems.schedule.placement import Placement, bidirectional, linear, v, wave
-from gems.schedule.registry import CAPPED, schedule_family, with_sizes
-from gems.schedule.request import Request
+from gems.schedule.registry import CAPPED, Request, schedule_family, with_sizes
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import Simulation, simulate
 from gems.schedule.synthesis.bound import span_bound

@@ -14,7 +14,7 @@ from gems.schedule.costs import DepthCosts, Network
 from gems.schedule.families.gems import gems_master
 from gems.schedule.families.linear import gpipe, one_f_one_b
 from gems.schedule.ledger import peaks
-from gems.schedule.request import Request
+from gems.schedule.registry import Request
 from gems.schedule.simulate import simulate
 from gems.schedule.synthesis import capped, least_cap
 from gems.schedule.validate import validate
