@@ -19,13 +19,12 @@ NEVER = 1 << 60
 class Rules:
     """How the list scheduler decides, in ticks.
 
-    A forward starts at most `lead` ahead of its key, an input gradient at most `lead_backward`. A weight gradient
-    counts as `defer` later than its key when a rank may choose. A rank idles at most `patience` for an operation that
-    is on its way and comes before the one that it could start. Activations are asked back `ahead` operations early.
+    A forward starts at most `lead` ahead of its key. A weight gradient counts as `defer` later than its key when a rank
+    may choose. A rank idles at most `patience` for an operation that is on its way and comes before the one that it
+    could start. Activations are asked back `ahead` operations early.
     """
 
     lead: int = NEVER
-    lead_backward: int = NEVER
     defer: int = 0
     patience: int = 0
     ahead: int = 2
@@ -131,7 +130,6 @@ class ListScheduler:
         """Return the first operation that may start now, one on its way that comes before it, and when to ask again."""
         num_stages, num_directions, rules = self.num_stages, self.problem.num_directions, self.rules
         horizon = now + rules.patience
-        lead, lead_backward = now + rules.lead, now + rules.lead_backward
         coming, wake, refused, asked = None, NEVER, -1, 0
         for item in self.ready[rank]:
             key, m, operation, at = item
@@ -140,12 +138,9 @@ class ListScheduler:
                     coming = item
                 continue
             if num_stages <= operation < 2 * num_stages:
-                if key <= lead_backward:
-                    return item, coming, wake
-                wake = min(wake, key - rules.lead_backward)
-                continue
+                return item, coming, wake
             if operation < num_stages:
-                if key > lead:
+                if key > now + rules.lead:
                     wake = min(wake, key - rules.lead)
                     continue
                 size = self.actings[m].takes[operation]

@@ -100,7 +100,7 @@ class Search:
         return replace(plan, span=self.listed(plan).span)
 
     def keep(self, plan: Plan) -> None:
-        """Keep a plan where it is its template's best."""
+        """Keep a plan if it is its template's best."""
         known = self.best.get(plan.template)
         if plan.span < NEVER and (known is None or plan.time < known.time):
             self.best[plan.template] = plan
@@ -125,48 +125,36 @@ class Search:
                     for template in patterns(problem, acts, group, own, longest):
                         found.append((problem, acts, PATTERN, template))
                         if not template.overflow:
-                            fastest = min(fastest, self.pace(problem, template))
+                            fastest = min(fastest, _pace(problem, template))
                             better = anneal(problem, acts, template, own, self.random)
                             found += [] if better is None else [(problem, acts, ANNEALING, better)]
         made = [case for case in found if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])]
-        made.sort(key=lambda case: self.pace(case[0], case[3]))
+        made.sort(key=lambda case: _pace(case[0], case[3]))
         budget = Budget(int(self.budget.steps * SOLVER_SHARE))  # the solver has time of its own
         for problem, acts, _, template in made[:NUM_SOLVED]:
             better = solve(problem, template, budget, self.seed)
             found += [] if better is None else [(problem, acts, SOLVER, better)]
-        return sorted(found, key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, self.pace(case[0], case[3])))
-
-    @staticmethod
-    def pace(problem: Problem, template: Template) -> float:
-        """Return the units of time that a template gives to one micro-batch."""
-        return template.period * problem.grain / template.num_micro_batches / problem.ticks_per_unit
+        return sorted(found, key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, _pace(case[0], case[3])))
 
     def screen(self, templates: Sequence[Case]) -> None:
         """Simulate every template under a few rules; those whose pace alone is too slow are passed over."""
         for lead, defer in QUICK:
             for number, (problem, acts, method, template) in enumerate(templates):
-                if self.pace(problem, template) * problem.num_micro_batches > self.fastest * SLACK:
+                if _pace(problem, template) * problem.num_micro_batches > self.fastest * SLACK:
                     continue
                 ahead = AHEADS[0] if problem.num_stages < 4 * problem.num_ranks else AHEADS[1]
+                num, rules = problem.num_micro_batches, _rules(problem, lead, defer, 0.0, ahead)
                 plan = Plan(
-                    problem, method,
-                    tuple(template.keys(problem.grain, problem.num_micro_batches)),
-                    (acts,) * problem.num_micro_batches,
-                    self.rules(problem, lead, defer, 0.0, ahead), number,
+                    problem, method, tuple(template.keys(problem.grain, num)), (acts,) * num, rules, number
                 )  # fmt: skip
                 result = self.evaluate(plan, must=not self.best)
                 if result is not None:
                     self.keep(result)
 
-    @staticmethod
-    def rules(problem: Problem, lead: float, defer: float, patience: float, ahead: int) -> Rules:
-        """Return rules from times in units of an average action of a whole rank."""
-        unit = problem.work() / (3 * problem.num_ranks)
-
-        def ticks(time: float) -> int:
-            return NEVER if time >= NEVER else round(time * unit)
-
-        return Rules(ticks(lead), NEVER, ticks(defer), ticks(patience), ahead)
+    def any_rules(self, problem: Problem, ahead: int) -> Rules:
+        """Draw rules."""
+        choice = self.random.choice
+        return _rules(problem, choice(LEADS), choice(DEFERS), choice(PATIENCES), ahead)
 
     def refine(self) -> None:
         """Simulate the best templates under more rules."""
@@ -175,10 +163,7 @@ class Search:
         for _ in range(MAX_REFINED if best else 0):
             plan = best[min(int(random.expovariate(0.5)), len(best) - 1)]
             ahead = random.choice(AHEADS) if any(map(any, plan.acts)) else plan.rules.ahead
-            rules = self.rules(
-                plan.problem,
-                random.choice(LEADS), random.choice(DEFERS), random.choice(PATIENCES), ahead,
-            )  # fmt: skip
+            rules = self.any_rules(plan.problem, ahead)
             if (plan.template, rules) in tried:
                 continue
             tried.add((plan.template, rules))
@@ -193,7 +178,7 @@ class Search:
         for plan in self.plans():
             best.setdefault(plan.problem.name, plan)
         leaders = list(best.values())[:NUM_CLIMBED]
-        fair = self.budget.spent + CLIMB_FAIR * (self.budget.steps - self.budget.spent)
+        fair = self.budget.spent + CLIMB_FAIR * self.budget.left
         spent = [0] * len(leaders)
         while leaders:
             i = spent.index(min(spent))
@@ -218,11 +203,7 @@ class Search:
         if choice < 0.2 and any(map(any, plan.acts)):
             return self.vary_acts(plan)
         if choice < 0.3:
-            rules = self.rules(
-                problem,
-                random.choice(LEADS), random.choice(DEFERS), random.choice(PATIENCES), plan.rules.ahead,
-            )  # fmt: skip
-            return replace(plan, rules=rules)
+            return replace(plan, rules=self.any_rules(problem, plan.rules.ahead))
         place, kind = min(int(random.expovariate(0.4)), num - 1), random.random()  # more often in fill or drain
         first = place if kind < 0.5 else num - 1 - place if kind < 0.7 else random.randrange(num)
         chosen = range(first, min(num, first + random.choice((1, 1, 2, 4))))
@@ -255,3 +236,15 @@ class Search:
         for m in chosen:
             acts[m] = tuple(way if stage in stages else act for stage, act in enumerate(acts[m]))
         return replace(plan, acts=tuple(acts))
+
+
+def _rules(problem: Problem, lead: float, defer: float, patience: float, ahead: int) -> Rules:
+    """Return rules from times in units of an average action of a whole rank."""
+    unit = problem.work() / (3 * problem.num_ranks)
+    ticks = (NEVER if time >= NEVER else round(time * unit) for time in (lead, defer, patience))
+    return Rules(*ticks, ahead)
+
+
+def _pace(problem: Problem, template: Template) -> float:
+    """Return the units of time that a template gives to one micro-batch."""
+    return template.period * problem.grain / template.num_micro_batches / problem.ticks_per_unit

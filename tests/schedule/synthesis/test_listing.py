@@ -35,7 +35,6 @@ def test_no_keys_and_no_rules_lead_to_a_deadlock(placement: Placement, act: int 
         rules = Rules(
             random.choice((0, 3 * made.ticks_per_unit, NEVER)),
             random.choice((0, NEVER)),
-            random.choice((0, NEVER)),
             random.choice((0, made.ticks_per_unit)),
             random.choice((1, 3)),
         )
