@@ -1,4 +1,4 @@
-"""gems.config.key_help: --help shows every key with its limits, and an error shows the help of its key."""
+"""gems.config.compose.key_help: --help shows every key with its limits, and an error shows the help of its key."""
 
 from __future__ import annotations
 

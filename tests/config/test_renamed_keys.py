@@ -1,4 +1,4 @@
-"""gems.config.renamed_keys: an old key answers with its new name, and an old run.yaml is still read."""
+"""Renamed keys: an old key answers with its new name, and an old run.yaml is still read."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class TestRunId:
         spec = with_another("seed")
         before = run_id(spec)
         later = [key for key in keys(RunSpec) if key.name != "train.momentum"]
-        monkeypatch.setattr("gems.config.run_id.keys", lambda schema: later)
+        monkeypatch.setattr("gems.config.resolve.keys", lambda schema: later)
         assert run_id(spec) == before
 
     def test_order_of_a_mapping_does_not_matter(self) -> None:

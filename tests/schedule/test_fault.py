@@ -1,4 +1,4 @@
-"""gems.schedule.formats.fault_grid: the grid of a broken schedule."""
+"""gems.schedule.formats.grid: the grid of a broken schedule."""
 
 from __future__ import annotations
 
