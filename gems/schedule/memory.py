@@ -66,47 +66,34 @@ def memory_over_time(
     """
     found = []
     for rank, row in enumerate(schedule.rows):
-        changes = _changes(row, schedule, costs, result.start[rank], result.end[rank], activation_bytes)
+        ledger = Ledger(schedule, costs)
+        changes: list[Change] = []
+        arriving: dict[Action, float] = {}
+        last_reader = {
+            need: action for action in row if action.kind in COMPUTE_KINDS for need in dependencies(action, schedule)
+        }
+        for action, start, end in zip(row, result.start[rank], result.end[rank], strict=True):
+            kind = action.kind
+            if kind in SEND_KINDS:
+                size = costs.boundary_bytes[boundary_of(action)]
+                changes += [(start, BOUNDARIES, size), (end, BOUNDARIES, -size)]
+            elif kind in RECV_KINDS:
+                arriving[action] = costs.boundary_bytes[boundary_of(action)]
+                changes.append((start, BOUNDARIES, arriving[action]))
+            elif kind is Kind.OFFLOAD:
+                changes.append((end, ACTIVATIONS, -ledger.leaves_at_once(action) * activation_bytes))
+                changes.append((end, HOST, costs.moved(action) * activation_bytes))
+            else:
+                for need in dependencies(action, schedule) if kind in COMPUTE_KINDS else ():
+                    if need in arriving and last_reader[need] is action:
+                        changes.append((end, BOUNDARIES, -arriving.pop(need)))
+                if kind is Kind.PREFETCH:
+                    changes.append((end, HOST, -costs.moved(action) * activation_bytes))
+                changes.append((start, ACTIVATIONS, ledger.brings(action) * activation_bytes))
+                changes.append((end, ACTIVATIONS, -ledger.leaves(action) * activation_bytes))
         directions = {direction for direction, _ in schedule.placement.stages_on(rank)}
         found.append(RankMemory(param_bytes * len(directions), _summed(changes)))
     return tuple(found)
-
-
-def _changes(
-    row: tuple[Action, ...],
-    schedule: Schedule,
-    costs: StageCosts,
-    starts: tuple[float, ...],
-    ends: tuple[float, ...],
-    activation_bytes: float,
-) -> list[Change]:
-    ledger = Ledger(schedule, costs)
-    changes: list[Change] = []
-    arriving: dict[Action, float] = {}
-    last_reader = {
-        need: action for action in row if action.kind in COMPUTE_KINDS for need in dependencies(action, schedule)
-    }
-    for action, start, end in zip(row, starts, ends, strict=True):
-        kind = action.kind
-        if kind in SEND_KINDS:
-            size = costs.boundary_bytes[boundary_of(action)]
-            changes += [(start, BOUNDARIES, size), (end, BOUNDARIES, -size)]
-        elif kind in RECV_KINDS:
-            arriving[action] = costs.boundary_bytes[boundary_of(action)]
-            changes.append((start, BOUNDARIES, arriving[action]))
-        elif kind is Kind.OFFLOAD:
-            size = costs.moved(action) * activation_bytes
-            changes += [(end, ACTIVATIONS, -ledger.leaves_at_once(action) * activation_bytes), (end, HOST, size)]
-        else:
-            if kind in COMPUTE_KINDS:
-                for need in dependencies(action, schedule):
-                    if need in arriving and last_reader[need] is action:
-                        changes.append((end, BOUNDARIES, -arriving.pop(need)))
-            if kind is Kind.PREFETCH:
-                changes.append((end, HOST, -costs.moved(action) * activation_bytes))
-            changes.append((start, ACTIVATIONS, ledger.brings(action) * activation_bytes))
-            changes.append((end, ACTIVATIONS, -ledger.leaves(action) * activation_bytes))
-    return changes
 
 
 def _summed(changes: list[Change]) -> tuple[Held, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from gems.schedule.synthesis.problem import Act, Problem
 
@@ -44,6 +45,8 @@ class _Ring:
 
     def rooms(self, length: int, turn: int) -> int:
         """Return the starts with `length` free grains as bits, the bit of `turn` first."""
+        if length > self.period:
+            return 0
         free, period, known = self.full & ~self.busy, self.period, 1
         while known < length:
             step = min(known, length - known)
@@ -54,30 +57,19 @@ class _Ring:
         return ((free >> turn) | (free << (period - turn))) & self.full
 
     def put(self, start: int, length: int) -> int | None:
-        """Take the earliest room from `start` on and gives its start, None where the ring is full."""
-        if length > self.period:
-            return None
+        """Take the earliest room from `start` on and return its start, None if the ring is full."""
         rooms = self.rooms(length, start)
-        if not rooms:
-            return None
-        start += (rooms & -rooms).bit_length() - 1
-        self._take(start, length)
-        return start
+        return self._take(start + (rooms & -rooms).bit_length() - 1, length) if rooms else None
 
     def put_before(self, end: int, length: int) -> int | None:
-        """Take the latest room that ends by `end` and gives its start."""
-        if length > self.period:
-            return None
+        """Take the latest room that ends by `end` and return its start, None if the ring is full."""
         rooms = self.rooms(length, end - length + 1)
-        if not rooms:
-            return None
-        start = end - length + rooms.bit_length() - self.period
-        self._take(start, length)
-        return start
+        return self._take(end - length + rooms.bit_length() - self.period, length) if rooms else None
 
-    def _take(self, start: int, length: int) -> None:
+    def _take(self, start: int, length: int) -> int:
         bits = ((1 << length) - 1) << (start % self.period)
         self.busy |= (bits & self.full) | (bits >> self.period)
+        return start
 
 
 def pattern(
@@ -92,7 +84,7 @@ def pattern(
     Stall-free modulo ASAP: every operation takes the earliest free slot modulo the period after the one that it needs
     (modulo scheduling: Rau 1994). Recomputation takes the latest slot before its input gradient, copies the earliest
     and latest on their engines. `phases[g]` starts micro-batch g, `stalls[g][operation]` delays an operation: what
-    annealing varies. None where an operation finds no slot. All times are in grains.
+    annealing varies. None if an operation finds no slot. All times are in grains.
     """
     times, lags, recompute = problem.time_grains, problem.lag_grains, problem.recompute_grains
     num_stages, num_directions = problem.num_stages, problem.num_directions
@@ -121,55 +113,27 @@ def pattern(
             now = start + lengths[c]
         starts.append(row)
         again.append(anew)
-    lives = _put_weight_gradients(problem, rings, starts, times, stalls)
-    if lives is None:
-        return None
-    held = _held(problem, acts, period, starts, lives, times, again)
+    for g, row in enumerate(starts):
+        direction, found = g % num_directions, [0] * num_stages
+        for stage in reversed(range(num_stages)):
+            now = row[last - stage] + times[direction][last - stage]
+            now += 0 if stalls is None else stalls[g][2 * num_stages + stage]
+            start = rings[problem.rank[direction][stage]].put(now, problem.weight_grains[stage])
+            if start is None:
+                return None
+            found[stage] = start
+        row += found
+    held = _held(problem, acts, period, starts, again)
     if held is None:
         return None
     return Template(period, tuple(map(tuple, starts)), sum(max(0, top - problem.cap) for top in held))
 
 
-def _put_weight_gradients(
-    problem: Problem,
-    rings: Sequence[_Ring],
-    starts: list[list[int]],
-    times: Sequence[Sequence[int]],
-    stalls: Sequence[Sequence[int]] | None,
-) -> list[list[int]] | None:
-    """Append the starts of weight gradients to `starts` and gives their ends."""
-    num_stages = problem.num_stages
-    weight = problem.weight_grains
-    ends = []
-    for g, row in enumerate(starts):
-        direction = g % problem.num_directions
-        found = [0] * num_stages
-        for stage in reversed(range(num_stages)):
-            c = 2 * num_stages - 1 - stage
-            now = row[c] + times[direction][c]
-            if stalls is not None:
-                now += stalls[g][2 * num_stages + stage]
-            start = rings[problem.rank[direction][stage]].put(now, weight[stage])
-            if start is None:
-                return None
-            found[stage] = start
-        row += found
-        ends.append([start + length for start, length in zip(found, weight, strict=True)])
-    return ends
-
-
 def _held(
-    problem: Problem,
-    acts: Sequence[int],
-    period: int,
-    starts: Sequence[Sequence[int]],
-    ends: Sequence[Sequence[int]],
-    times: Sequence[Sequence[int]],
-    again: Sequence[dict[int, int]],
+    problem: Problem, acts: Sequence[int], period: int, starts: Sequence[Sequence[int]], again: Sequence[dict[int, int]]
 ) -> list[int] | None:
-    """Return the most that each rank holds in the steady state, None where a copy finds no room on its engine."""
+    """Return the most that each rank holds in the steady state, None if a copy finds no room on its engine."""
     num_stages, ranks = problem.num_stages, range(problem.num_ranks)
-    copy = problem.copy_grains
     away, back = [_Ring(period) for _ in ranks], [_Ring(period) for _ in ranks]
     changes: list[list[tuple[int, int]]] = [[] for _ in ranks]
     base = [0] * problem.num_ranks
@@ -177,14 +141,14 @@ def _held(
         direction = g % problem.num_directions
         for stage in reversed(range(num_stages)):
             rank, size, act = problem.rank[direction][stage], problem.size[stage], acts[stage]
-            begin, end = row[stage], ends[g][stage]
+            begin, end = row[stage], row[2 * num_stages + stage] + problem.weight_grains[stage]
             lives = [(begin, end, size)]
             if act == Act.RECOMPUTE:
                 boundary = problem.boundary[stage]
                 lives = [(again[g][stage], end, size - boundary), (begin, end, boundary)]
             elif act == Act.OFFLOAD:
-                length = copy[stage]
-                out = away[rank].put(begin + times[direction][stage], length)
+                length = problem.copy_grains[stage]
+                out = away[rank].put(begin + problem.time_grains[direction][stage], length)
                 home = back[rank].put_before(row[2 * num_stages - 1 - stage], length)
                 if out is None or home is None or home < out + length:
                     return None
@@ -192,12 +156,7 @@ def _held(
             for begin, end, amount in lives:
                 base[rank] += (end // period - begin // period) * amount
                 changes[rank] += ((begin % period, amount), (end % period, -amount))
-    return [_top(base[rank], changes[rank]) for rank in ranks]
-
-
-def _top(level: int, changes: list[tuple[int, int]]) -> int:
-    top = level
-    for _, change in sorted(changes):
-        level += change
-        top = max(top, level)
-    return top
+    return [
+        max(accumulate((change for _, change in sorted(some)), initial=level))
+        for level, some in zip(base, changes, strict=True)
+    ]

@@ -25,7 +25,7 @@ def is_small(problem: Problem, acts: Sequence[int], template: Template) -> bool:
 
 
 def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Template | None:
-    """Return a template of a shorter period than that of `template`, None where none is found within the budget.
+    """Return a template of a shorter period than that of `template`, None if none is found within the budget.
 
     One worker and the solver's own deterministic time keep the result the same on any machine.
     """
@@ -41,12 +41,10 @@ def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Te
 
 
 def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template | None:
-    """Solve one period.
-
-    Every operation has a slot modulo the period, and what is held at each begin of a forward keeps the cap.
+    """Return the pattern of a period, None if there is none or none is found in time.
 
     An operation starts at slot + period x turn. A rank holds, at a slot, what was begun by then and not ended: the sum
-    over its activations of (turns between begin and end, and one more where the slot lies inside the rest).
+    over its activations of (turns between begin and end, and one more if the slot is inside the rest).
     """
     from ortools.sat.python import cp_model
 
@@ -82,8 +80,22 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
     model.add(turns[0, 0] == 0)
     for row in busy:
         model.add_no_overlap(row)
+    unit = max(1, max(problem.size) // SIZE_DIGITS)
     for rank in range(problem.num_ranks):
-        _add_cap(model, problem, group, period, rank, slots, turns, length)
+        lives = [(g, stage) for g in range(group) for stage in problem.stages_of(rank, g % problem.num_directions)]
+        for at in lives:  # the cap holds at the begin of every forward of the rank: only there what is held grows
+            moment, held = slots[at], []
+            for g, stage in lives:
+                weight, size = 2 * num_stages + stage, -(-problem.size[stage] // unit)
+                begun, ended, wraps = (model.new_bool_var("") for _ in range(3))
+                begin, end = slots[g, stage], slots[g, weight] + length[g][weight]
+                model.add(begin <= moment).only_enforce_if(begun)
+                model.add(begin > moment).only_enforce_if(~begun)
+                # one-sided, since the solver wants fewer held: an end counts only when it is over by the moment
+                model.add(end <= moment).only_enforce_if(ended)
+                model.add(end <= moment + period).only_enforce_if(~wraps)
+                held.append(size * (turns[g, weight] - turns[g, stage] + begun - ended + wraps))
+            model.add(sum(held) <= problem.cap // unit)
     model.minimize(sum(starts[g, last] for g in range(group)))
     solver: Any = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -95,34 +107,3 @@ def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template
         tuple(int(solver.value(starts[g, operation])) for operation in range(3 * num_stages)) for g in range(group)
     )
     return Template(period, rows, 0)
-
-
-def _add_cap(
-    model: Any,
-    problem: Problem,
-    group: int,
-    period: int,
-    rank: int,
-    slots: dict[tuple[int, int], Any],
-    turns: dict[tuple[int, int], Any],
-    length: Sequence[Sequence[int]],
-) -> None:
-    """Hold the cap at the begin of every forward of the rank, where alone what is held grows."""
-    num_stages = problem.num_stages
-    lives = [(g, stage) for g in range(group) for stage in problem.stages_of(rank, g % problem.num_directions)]
-    unit = max(1, max(problem.size) // SIZE_DIGITS)
-    for at in lives:
-        moment = slots[at]
-        held = []
-        for g, stage in lives:
-            weight = 2 * num_stages + stage
-            size = -(-problem.size[stage] // unit)
-            begun, ended, wraps = (model.new_bool_var("") for _ in range(3))
-            begin, end = slots[g, stage], slots[g, weight] + length[g][weight]
-            model.add(begin <= moment).only_enforce_if(begun)
-            model.add(begin > moment).only_enforce_if(~begun)
-            # one-sided, since fewer held is what the solver wants: an end counts only when it is over by the moment
-            model.add(end <= moment).only_enforce_if(ended)
-            model.add(end <= moment + period).only_enforce_if(~wraps)
-            held.append(size * (turns[g, weight] - turns[g, stage] + begun - ended + wraps))
-        model.add(sum(held) <= problem.cap // unit)
