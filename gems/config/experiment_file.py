@@ -17,14 +17,7 @@ LEFT_OUT = ("runs_dir", "cache_dir", "cluster", "name")
 
 
 def experiment_text(spec: RunSpec, base: RunSpec, name: str, comments: Sequence[str]) -> str:
-    """Return the text of an experiment that composes to `spec`.
-
-    Args:
-        spec: the run, resolved.
-        base: what composes without it.
-        name: of the run.
-        comments: lines above the values.
-    """
+    """Return the text of an experiment that composes to a resolved run; `base` is what composes without it."""
     values = {"name": name, **_differing(spec.to_dict(), base.to_dict(), LEFT_OUT)}
     cluster = spec.cluster.name
     if cluster != base.cluster.name and cluster in options_of("cluster"):
@@ -51,7 +44,7 @@ def write_experiment(path: Path, text: str) -> None:
     """Write an experiment, and replace an earlier one.
 
     Raises:
-        ConfigError: no permission.
+        ConfigError: it cannot be written.
     """
     try:
         path.write_text(text)

@@ -36,23 +36,14 @@ WITHOUT_RATES = ("auto", "cuda")  # machines with the default rates, which are t
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a resolved configuration becomes.
+    """What a resolved configuration becomes."""
 
-    Attributes:
-        spec: the configuration as its user resolved it, from which the run has its identity.
-        costs: those configured, or with cost=profile those of the profile.
-        schedule: lowered and validated: the one list that ranks run.
-        boundaries: where the layers are partitioned; none on a machine without devices, or if operators are placed.
-        profile: what the partition was made from; None if it needed none.
-        memory: the outcome of the memory policy; None if activations are kept.
-    """
-
-    spec: RunSpec
-    costs: CostConfig
-    schedule: Schedule
-    boundaries: tuple[int, ...] = ()
-    profile: ModelProfile | None = None
-    memory: PlanOutcome | None = None
+    spec: RunSpec  # as its user resolved it, from which the run has its identity
+    costs: CostConfig  # those configured, or with cost=profile those of the profile
+    schedule: Schedule  # lowered and validated: the one list that ranks run
+    boundaries: tuple[int, ...] = ()  # where layers are cut; none without devices, or if operators are placed
+    profile: ModelProfile | None = None  # what the partition was made from, if it needed one
+    memory: PlanOutcome | None = None  # of the memory policy; None if activations are kept
 
     @property
     def run(self) -> RunSpec:
@@ -61,10 +52,7 @@ class RunPlan:
 
     @property
     def stage_costs(self) -> StageCosts:
-        """What the schedule is simulated with.
-
-        In the units of `costs`, or under a memory policy in seconds and bytes.
-        """
+        """What the schedule is simulated with: in the units of `costs`, under a memory policy in seconds and bytes."""
         return schedule_costs(self.run, self.schedule.placement) if self.memory is None else self.memory.costs
 
     @property
@@ -117,9 +105,7 @@ def plan_simulation(spec: RunSpec) -> RunPlan:
     """Return the plan of a resolved run that is only simulated: its stages may outnumber the layers of its model.
 
     Raises:
-        ConfigError: counts or a cap that the schedule cannot serve.
-        DoesNotFitError: as `plan_run`.
-        ScheduleError: a schedule that would not run.
+        ConfigError, DoesNotFitError, ScheduleError: as `plan_run`.
     """
     if spec.memory.name != "keep":
         return plan_run(spec)
@@ -143,9 +129,7 @@ def simulate(spec: RunSpec) -> Prediction:
     """Simulate one step of a resolved run: times, efficiency, bound and peak bytes.
 
     Raises:
-        ConfigError: counts or a cap that the schedule cannot serve.
-        DoesNotFitError: a rank would hold more than its device.
-        ScheduleError: a schedule that would not run.
+        ConfigError, DoesNotFitError, ScheduleError: as `plan_run`.
     """
     return predict(plan_simulation(spec))
 

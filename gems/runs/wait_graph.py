@@ -239,11 +239,8 @@ def waiting_chain(
 ) -> WaitingChain:
     """Find who waits for whom, from each rank's last mark.
 
-    Args:
-        schedule: the lowered one that every pipeline runs.
-        beats: by rank of the world; ranks of one pipeline follow each other, pipeline by pipeline.
-        now_ns: the wall clock; without it the last mark or sign of life of any rank.
-        silent_after_s: a rank without a sign of life for as long as this is silent: stopped, dead, or held.
+    `beats` are by rank of the world, pipeline by pipeline. `now_ns` is the wall clock, by default the last mark or sign
+    of life of any rank. A rank without a sign of life for `silent_after_s` is silent: stopped, dead, or held.
     """
     if now_ns is None:
         now_ns = max((max(beat.time_ns, beat.alive_ns) for beat in beats.values()), default=0)

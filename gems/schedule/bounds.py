@@ -12,13 +12,9 @@ Saving = tuple[float, float]  # memory-time saved by leaving out a stage's activ
 
 
 def memory_time_bound(
-    costs: StageCosts,
-    placement: Placement,
-    cap: float | None,
-    is_split: bool,
-    network: Network = FREE,
+    costs: StageCosts, placement: Placement, cap: float | None, is_split: bool, network: Network = FREE,
     allow: tuple[str, ...] = (),
-) -> float:
+) -> float:  # fmt: skip
     """Return an efficiency that no schedule of this placement exceeds while it keeps the cap.
 
     A stage's activations stay from its forward until the gradient has come back through all later stages, so a
@@ -26,17 +22,9 @@ def memory_time_bound(
     micro-batches' products over the cap, and as a rank's compute. With f = i = w = 1 and one stage a rank that is
     cap x 3 / (2 P + 1) split, cap / P whole; V: cap x 3 / (P + 1) split.
 
-    Args:
-        costs: of the stages, with sizes in the unit of the cap.
-        placement: where the stages are; of two directions each takes half of the micro-batches.
-        cap: the most activations a rank may hold; None for no limit but compute.
-        is_split: whether the weight gradient may come later than the input gradient.
-        network: its delays between ranks prolong what is held.
-        allow: "recompute" and "offload" let the best part of each rank's activations go in between, at the price of
-            time on the rank and on each copy engine.
-
-    Returns:
-        The bound, at most 1, for equal ranks; less if one rank has more work than others.
+    Sizes of `costs` are in the unit of the cap. `is_split` lets the weight gradient come later than the input gradient,
+    delays of the network prolong what is held, and `allow` ("recompute", "offload") lets the best part of each rank's
+    activations go in between, at the price of time on the rank and on each copy engine.
     """
     share = 1.0 / placement.num_directions
     held_for = [_times_held(costs, row, placement, is_split, network) for row in placement.ranks]

@@ -89,33 +89,19 @@ def as_asked(request: Request) -> Iterable[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A named schedule and what is known of it.
+    """A named schedule and what is known of it."""
 
-    Attributes:
-        build: Makes the compute-only schedule of a request; raises ConfigError for counts that it cannot serve.
-        step_units: Time of a step with equal stages and free links; None outside of the form's range.
-        peak_units: Most activations that a rank holds, in micro-batches on one of P equal parts of the model.
-        placement: Where the stages are, as a function of `gems.schedule.placement`.
-        stages_per_rank: In one direction; None if `schedule.chunks` says it, 0 if a search does.
-        num_directions: 2 if the pipeline runs both ways, each with half of the micro-batches.
-        has_runs: Whether GEMS's replications x parts make its micro-batches.
-        planned: Sizes that `gems plan` tries; None to leave the family out.
-        rival: Sizes that a search under a cap must beat; None to leave the family out.
-        siblings: Families of one such word trade memory for time alone, so that the largest that fits is the fastest.
-        is_quick: Whether the planner tries it first, and at any size: its list follows from the counts in no time.
-    """
-
-    build: Generator
-    step_units: ClosedForm | None = None
-    peak_units: ClosedForm | None = None
-    placement: Callable[..., Placement] = linear
-    stages_per_rank: int | None = 1
-    num_directions: int = 1
-    has_runs: bool = False
-    planned: Sizes | None = as_asked
-    rival: Sizes | None = as_asked
-    siblings: str | None = None
-    is_quick: bool = False
+    build: Generator  # makes the compute-only schedule; raises ConfigError for counts that it cannot serve
+    step_units: ClosedForm | None = None  # time of a step with equal stages, free links; None outside of its range
+    peak_units: ClosedForm | None = None  # most activations of a rank, in micro-batches on one of P equal parts
+    placement: Callable[..., Placement] = linear  # a function of `gems.schedule.placement`
+    stages_per_rank: int | None = 1  # in one direction; None if `schedule.chunks` sets it, 0 if a search does
+    num_directions: int = 1  # 2 if the pipeline runs both ways, each with half of the micro-batches
+    has_runs: bool = False  # whether GEMS's replications x parts make its micro-batches
+    planned: Sizes | None = as_asked  # sizes that `gems plan` tries; None to leave the family out
+    rival: Sizes | None = as_asked  # sizes that a search under a cap must beat; None to leave the family out
+    siblings: str | None = None  # such families trade memory for time alone: the largest that fits is the fastest
+    is_quick: bool = False  # whether the planner tries it first, and at any size: it takes no time to build
 
     def stages(self, chunks: int) -> int:
         """Return the stages of a rank in one direction, 0 if they are known only once the schedule is built."""

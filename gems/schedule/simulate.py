@@ -75,13 +75,8 @@ def simulate(
 ) -> Simulation:
     """Simulate all ranks forward at once. Transfers and copies post; who needs the data waits.
 
-    Args:
-        schedule: compute-only or lowered. Without transfers in the list, data still takes the network's time.
-        costs: of the schedule's stages.
-        network: time of messages.
-        cap: the most activations a rank may hold. An action that brings some then waits, in the order of the list,
-            for copies to host memory to make room.
-        pace: what makes ranks slower than the costs, or lets them wait for their inputs.
+    Without transfers in the list, data still takes the network's time. `cap` is the most activations a rank may hold:
+    an action that brings some waits, in the order of the list, for copies to host memory to make room.
 
     Raises:
         ScheduleError: an action waits for something that never comes (a deadlock, a missing partner, or no room).

@@ -1,4 +1,4 @@
-"""Host memory of this process: how much is resident, and how the C library hands it out, where it can be told."""
+"""Host memory of this process: how much is resident, and how the C library allocates it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rss_bytes() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed blocks of up to 32 MB for the next tensor; gives whether it could be told.
+    """Let glibc keep freed blocks of up to 32 MB for the next tensor, and return whether it does.
 
     By default it returns each to the kernel at once, and every activation and gradient of a step then costs a page
     fault for each 4 KiB: on a processor a third of a ResNet stage's backward. The process's memory stays at its peak.

@@ -34,11 +34,10 @@ def end_family(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def end_stranger(pid: int, started: str, grace_s: float, has_ended: Callable[[], bool] = lambda: False) -> bool:
-    """End what a process that is not our child does; tells whether that has come to its end.
+    """End the work of a process that is not our child, and return whether it has ended.
 
-    SIGTERM goes to the process alone, which ends its own, and may go on with something else when `has_ended` says that
-    this is over. After `grace_s` it and all under it get SIGKILL. A process of the same number that did not start at
-    `started` is left alone, and counts as gone.
+    SIGTERM goes to the process alone, which ends its own, and may live on once `has_ended` is true. After `grace_s` it
+    and all under it get SIGKILL. A process of the same number that did not start at `started` counts as gone.
 
     Raises:
         PermissionError: it is somebody else's.
@@ -48,7 +47,7 @@ def end_stranger(pid: int, started: str, grace_s: float, has_ended: Callable[[],
     family = {pid: started, **_descendants(pid)}
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGCONT)  # one that is stopped would not hear
+        os.kill(pid, signal.SIGCONT)  # a stopped one would not get it
     if _wait_gone(pid, started, grace_s, has_ended):
         return True
     _kill_all(family | _descendants(pid))

@@ -1,7 +1,4 @@
-"""Send what libraries write to stdout from C to stderr.
-
-A command's one JSON object thus stays alone on stdout.
-"""
+"""Send what libraries write to stdout from C to stderr, so that a command's JSON object stays alone on stdout."""
 
 from __future__ import annotations
 
@@ -14,9 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what the process writes to file descriptor 1 meanwhile.
-
-    This includes what C's buffers still hold at the end.
+    """Send to stderr what the process writes to file descriptor 1 meanwhile, with what C's buffers hold at the end.
 
     HiGHS prints lines of its own for some mixed-integer programmes, whatever its options say.
     """

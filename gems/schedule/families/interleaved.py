@@ -72,16 +72,14 @@ def looped_bfs(request: Request) -> Schedule:
     Raises:
         ConfigError: fewer than two chunks.
     """
-    num_ranks, num_micro_batches, chunks = request.num_ranks, request.num_micro_batches, request.chunks
+    num_ranks, micro_batches, chunks = request.num_ranks, range(request.num_micro_batches), request.chunks
     _check_chunks("looped_bfs", chunks)
-    micro_batches = range(num_micro_batches)
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * chunks, num_ranks)
         row = [forward(stage, m) for stage in stages for m in micro_batches]
-        row += [backward(stage, m) for stage in reversed(stages) for m in micro_batches]
-        rows.append(tuple(row))
-    return Schedule("looped_bfs", num_micro_batches, looped(num_ranks, chunks), tuple(rows))
+        rows.append((*row, *(backward(stage, m) for stage in reversed(stages) for m in micro_batches)))
+    return Schedule("looped_bfs", len(micro_batches), looped(num_ranks, chunks), tuple(rows))
 
 
 def _check_chunks(name: str, chunks: int) -> None:

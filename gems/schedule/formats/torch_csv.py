@@ -25,18 +25,14 @@ def to_torch_csv(schedule: Schedule) -> str:
         ConfigError: the schedule says what that format cannot: two directions, segments of a stage, recomputation or
             copies to host memory.
     """
-    if schedule.num_directions > 1:
-        raise ConfigError(
-            "format", "torch", f"cannot say schedule {schedule.name}: it runs {schedule.num_directions} directions",
-            "use --json",
-        )  # fmt: skip
-    for kind, what in ((Kind.R, "recomputes"), (Kind.OFFLOAD, "copies to host memory")):
-        if schedule.has_any(kind):
-            raise ConfigError("format", "torch", f"cannot say schedule {schedule.name}: it {what}", "use --json")
-    if any(schedule.num_segments):
-        raise ConfigError(
-            "format", "torch", f"cannot say schedule {schedule.name}: its stages run in segments", "use --json"
-        )
+    for is_so, what in (
+        (schedule.num_directions > 1, f"it runs {schedule.num_directions} directions"),
+        (schedule.has_any(Kind.R), "it recomputes"),
+        (schedule.has_any(Kind.OFFLOAD), "it copies to host memory"),
+        (any(schedule.num_segments), "its stages run in segments"),
+    ):
+        if is_so:
+            raise ConfigError("format", "torch", f"cannot say schedule {schedule.name}: {what}", "use --json")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in schedule.rows:

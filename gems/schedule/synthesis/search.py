@@ -242,7 +242,7 @@ def _rules(problem: Problem, lead: float, defer: float, patience: float, ahead: 
     """Return rules from times in units of an average action of a whole rank."""
     unit = problem.work() / (3 * problem.num_ranks)
     ticks = (NEVER if time >= NEVER else round(time * unit) for time in (lead, defer, patience))
-    return Rules(*ticks, ahead)
+    return Rules(*ticks, ahead=ahead)
 
 
 def _pace(problem: Problem, template: Template) -> float:
