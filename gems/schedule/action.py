@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 from gems.errors import ConfigError, one_of
@@ -88,21 +89,8 @@ class Action(NamedTuple):
         return cls(Kind(match["kind"]), int(match["stage"]), micro_batch, int(match["direction"] or 0), segment)
 
 
-def forward(stage: int, micro_batch: int, direction: int = 0) -> Action:
-    """Build the forward of one stage and micro-batch."""
-    return Action(Kind.F, stage, micro_batch, direction)
-
-
-def backward(stage: int, micro_batch: int, direction: int = 0) -> Action:
-    """Build the full backward of one stage and micro-batch."""
-    return Action(Kind.B, stage, micro_batch, direction)
-
-
-def input_gradient(stage: int, micro_batch: int, direction: int = 0) -> Action:
-    """Build the first half of a split backward: the gradient of the stage's input."""
-    return Action(Kind.I, stage, micro_batch, direction)
-
-
-def weight_gradient(stage: int, micro_batch: int, direction: int = 0) -> Action:
-    """Build the second half of a split backward: the gradient of the stage's weights."""
-    return Action(Kind.W, stage, micro_batch, direction)
+# Builders of a micro-batch's actions on a stage: (stage, micro_batch, direction=0).
+forward = partial(Action, Kind.F)
+backward = partial(Action, Kind.B)
+input_gradient = partial(Action, Kind.I)
+weight_gradient = partial(Action, Kind.W)

@@ -241,8 +241,11 @@ class Search:
 def _rules(problem: Problem, lead: float, defer: float, patience: float, ahead: int) -> Rules:
     """Return rules from times in units of an average action of a whole rank."""
     unit = problem.work() / (3 * problem.num_ranks)
-    ticks = (NEVER if time >= NEVER else round(time * unit) for time in (lead, defer, patience))
-    return Rules(*ticks, ahead=ahead)
+
+    def ticks(time: float) -> int:
+        return NEVER if time >= NEVER else round(time * unit)
+
+    return Rules(ticks(lead), ticks(defer), ticks(patience), ahead)
 
 
 def _pace(problem: Problem, template: Template) -> float:
