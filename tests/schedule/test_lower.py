@@ -7,7 +7,7 @@ import pytest
 from gems.schedule import generate, published
 from gems.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action
 from gems.schedule.dependencies import dependencies, transfer_after
-from gems.schedule.lower import add_reduce, add_step, add_transfers, compute_only, lower
+from gems.schedule.lower import add_transfers, compute_only, lower
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
@@ -86,7 +86,7 @@ def test_two_stages_on_one_rank_hand_over_without_messages() -> None:
 
 
 def test_reduce_and_step_carry_the_lowest_stage() -> None:
-    made = generate("gems_mast", 4, 2)
-    for one, kind in ((add_reduce, "REDUCE_GRAD"), (add_step, "STEP")):
-        last = [row[-1] for row in one(made).rows]
+    lowered = lower(generate("gems_mast", 4, 2))
+    for place, kind in ((-2, "REDUCE_GRAD"), (-1, "STEP")):
+        last = [row[place] for row in lowered.rows]
         assert last == [Action.parse(f"{stage}{kind}") for stage in (0, 1, 1, 0)]

@@ -1,4 +1,4 @@
-"""gems.schedule.replay: times on paper, with posting and waiting apart."""
+"""gems.schedule.simulate: times on paper, with posting and waiting apart."""
 
 from __future__ import annotations
 
