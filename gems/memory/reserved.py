@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gems.memory.model import Optimizer, static_blocks
@@ -78,6 +78,11 @@ class CachingAllocator:
                         block.after.before = block
         self._keep(block)
 
+    def give_all(self, blocks: Iterable[Block]) -> None:
+        """Free blocks, one after the other."""
+        for block in blocks:
+            self.give(block)
+
     def _best(self, size: int, is_small: bool) -> Block | None:
         free = self._free[is_small]
         place = bisect_left(free, (size, -1))
@@ -138,13 +143,8 @@ def reserved_bytes(
         elif kind in (Kind.B, Kind.I):
             inputs, by_layer = kept.pop(place)
             _backward(allocator, layers[stage], by_layer, arrived.pop((Kind.RECV_B, place), []))
-            _give(allocator, inputs)
+            allocator.give_all(inputs)
     return allocator.reserved_bytes
-
-
-def _give(allocator: CachingAllocator, blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        allocator.give(block)
 
 
 def _forward(allocator: CachingAllocator, layers: Sequence[LayerProfile]) -> list[list[Block]]:
@@ -156,9 +156,9 @@ def _forward(allocator: CachingAllocator, layers: Sequence[LayerProfile]) -> lis
         kept.append([allocator.take(size) for size in (layer.stash_bytes, later) if size])
         extra = layer.forward_peak_bytes - layer.stash_bytes - later
         outputs = [allocator.take(extra)] if extra > 0 else []
-        _give(allocator, passing)
+        allocator.give_all(passing)
         passing = outputs
-    _give(allocator, passing)
+    allocator.give_all(passing)
     return kept
 
 
@@ -168,9 +168,9 @@ def _backward(
     for layer, blocks in zip(reversed(layers), reversed(kept), strict=True):
         gradient, rest = backward_requests(layer)
         made = [allocator.take(size) for size in (max(1, gradient), rest) if size > 0]
-        _give(allocator, [*blocks, *passing, *made[1:]])
+        allocator.give_all([*blocks, *passing, *made[1:]])
         passing = made[:1]
-    _give(allocator, passing)
+    allocator.give_all(passing)
 
 
 def backward_requests(layer: LayerProfile) -> tuple[int, int]:

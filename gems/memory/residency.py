@@ -13,18 +13,13 @@ Key = Hashable
 
 @dataclass(slots=True)
 class StorageState:
-    """A saved storage.
-
-    `savers` are the segments whose backward has still to read it, `~segment` for a segment's W. One that `is_movable`
-    may be copied; one that `is_pinned` stays on the device because a segment that is not offloaded has saved it too.
-    `moved_with` is the segment whose copy took it.
-    """
+    """A saved storage."""
 
     num_bytes: int
-    savers: set[int] = field(default_factory=set)
-    is_movable: bool = True
-    is_pinned: bool = False
-    moved_with: int | None = None
+    savers: set[int] = field(default_factory=set)  # whose backward has still to read it, `~segment` for a segment's W
+    is_movable: bool = True  # may be copied
+    is_pinned: bool = False  # stays on the device: a segment that is not offloaded has saved it too
+    moved_with: int | None = None  # the segment whose copy took it
     on_device: bool = True
     on_host: bool = False
 

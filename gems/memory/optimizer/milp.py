@@ -39,12 +39,9 @@ class Terms(dict[int, float]):
 
 
 class Solution(NamedTuple):
-    """The values of all variables, None if no whole solution was found, and a bound proven below the least objective.
+    """The values of all variables, and a bound proven below the least objective, in scaled units."""
 
-    The bound is in scaled units.
-    """
-
-    values: NDArray[np.float64] | None
+    values: NDArray[np.float64] | None  # None if no whole solution was found
     bound: float
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from gems.memory.case import PlanOutcome
@@ -42,7 +42,7 @@ def with_windows(
         return tight
     best = tight
     for way in ways:
-        ranks = [_rank_windows(tight, rank, limit_bytes) for rank in range(len(tight.ranks))]
+        ranks = [_RankWindows(tight, rank, limit_bytes) for rank in range(len(tight.ranks))]
         for _ in range(TRIALS):
             if way is WindowOrder.SHORTEST_FIRST:
                 widths = _even(plan, ranks)
@@ -92,13 +92,33 @@ class _Window:
         return self.next_bytes if index == self.made + 1 else self.out_bytes
 
 
-@dataclass(slots=True)
 class _RankWindows:
-    """The copies of a rank in the order in which they are made."""
+    """The copies of a rank in the order in which they are made, waited for at once and fetched on demand.
 
-    room: list[int]  # the bytes that are free during each compute action
-    ends: list[float] = field(default_factory=list)  # the seconds at which each would end without a wait
-    copies: list[_Window] = field(default_factory=list)
+    `room` are the bytes that are free during each compute action, `ends` the seconds at which each ends without a wait.
+    """
+
+    def __init__(self, tight: PlanOutcome, rank: int, limit_bytes: int) -> None:
+        points = tight.ranks[rank].points
+        self.room = [limit_bytes - during for during in _during_bytes(points)]
+        self.ends: list[float] = []
+        self.copies: list[_Window] = []
+        made: dict[Action, _Window] = {}
+        places: dict[Action, int] = {}
+        before = points[0].device_bytes if points else 0
+        for point in points:
+            action, forward = point.action, point.action._replace(kind=Kind.F)
+            if _is_counted(action):
+                places[action] = len(self.ends)
+                self.ends.append((self.ends[-1] if self.ends else 0.0) + tight.costs.time(action))
+            elif action.kind is Kind.OFFLOAD:
+                made[forward] = _Window(place_of(action), places[forward], 0, 0, point.moved_bytes)
+                self.copies.append(made[forward])
+            elif action.kind is Kind.FREE:
+                made[forward].next_bytes = before - point.device_bytes
+            elif action.kind is Kind.PREFETCH:
+                made[forward].needed, made[forward].back_bytes = len(self.ends), point.device_bytes - before
+            before = point.device_bytes
 
     def length_s(self, copy: _Window, width: int, is_back: bool) -> float:
         """Return the seconds that a window of some actions lasts."""
@@ -106,31 +126,6 @@ class _RankWindows:
             last = max(copy.made, copy.needed - width)
             return self.ends[copy.needed - 1] - (self.ends[last - 1] if last else 0.0)
         return self.ends[min(copy.needed - 1, copy.made + width)] - self.ends[copy.made]
-
-
-def _rank_windows(tight: PlanOutcome, rank: int, limit_bytes: int) -> _RankWindows:
-    """Read a rank's simulated schedule, in which copies are waited for at once and fetched on demand."""
-    points = tight.ranks[rank].points
-    windows = _RankWindows([limit_bytes - during for during in _during_bytes(points)])
-    made: dict[Action, _Window] = {}
-    places: dict[Action, int] = {}
-    before = points[0].device_bytes if points else 0
-    for point in points:
-        action = point.action
-        forward = action._replace(kind=Kind.F)
-        if _is_counted(action):
-            if action.kind is Kind.F:
-                places[action] = len(windows.ends)
-            windows.ends.append((windows.ends[-1] if windows.ends else 0.0) + tight.costs.time(action))
-        elif action.kind is Kind.OFFLOAD:
-            made[forward] = _Window(place_of(action), places[forward], 0, 0, point.moved_bytes)
-            windows.copies.append(made[forward])
-        elif action.kind is Kind.FREE:
-            made[forward].next_bytes = before - point.device_bytes
-        elif action.kind is Kind.PREFETCH:
-            made[forward].needed, made[forward].back_bytes = len(windows.ends), point.device_bytes - before
-        before = point.device_bytes
-    return windows
 
 
 def _during_bytes(points: Sequence[Point]) -> list[int]:

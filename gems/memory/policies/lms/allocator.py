@@ -27,15 +27,11 @@ class OutOfMemoryError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Paged:
-    """A storage that may be paged out while nothing has it pinned.
-
-    `block` is its memory on the device, None while it is in host memory only. `is_leaving` says that its copy out has
-    been started ahead, because it was reclaimed at this place in the last iteration.
-    """
+    """A storage that may be paged out while nothing has it pinned."""
 
     num_bytes: int
-    block: Block | None = None
-    is_leaving: bool = False
+    block: Block | None = None  # its memory on the device, None while it is in host memory only
+    is_leaving: bool = False  # its copy out was started ahead, since it was reclaimed here in the last iteration
     identity: tuple[int, int, int] | None = None
 
 

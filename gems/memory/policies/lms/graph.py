@@ -173,10 +173,7 @@ class GraphMemory(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """The parameters found; `is_needed` is False if the graph fits without swapping.
-
-    `num_plays` counts how often the memory was simulated.
-    """
+    """The parameters found, whether the graph needs them to fit, and how often its memory was simulated."""
 
     parameters: Parameters
     is_needed: bool

@@ -118,15 +118,11 @@ class Use:
 
 @dataclass(slots=True)
 class _Flight:
-    """One micro-batch of one stage in flight.
+    """One micro-batch of one stage in flight."""
 
-    `paged` are its storages by number, `forward` when the forward of a layer ran that had no backward yet, `turn` when
-    backward began.
-    """
-
-    paged: dict[int, list[Paged]] = field(default_factory=dict)
-    forward: dict[int, int] = field(default_factory=dict)
-    turn: int | None = None
+    paged: dict[int, list[Paged]] = field(default_factory=dict)  # by the numbers of storages
+    forward: dict[int, int] = field(default_factory=dict)  # when that of a layer ran which had no backward yet
+    turn: int | None = None  # when backward began
     gone: set[Paged] = field(default_factory=set)
     others: list[Block] = field(default_factory=list)
 
@@ -193,9 +189,9 @@ class RankPaging:
                 self._now += 1
         elif kind is Kind.W:
             self._now += len(layers)
-        self._give(passing)
+        self.allocator.give_all(passing)
         if kind in (Kind.B, Kind.W):
-            self._give(self._flights.pop(key).others)
+            self.allocator.give_all(self._flights.pop(key).others)
 
     def _forward(self, flight: _Flight, layer: int, passing: Sequence[Block]) -> list[Block]:
         """Run a layer's forward, and return its outputs that no layer saves."""
@@ -207,11 +203,11 @@ class RankPaging:
                 self._of[paged] = (flight, storage)
                 self._note(self.allocator.make(paged))
             if storage.is_movable:
-                self._use(storage).movable_bytes += storage.total_bytes
+                self.uses.setdefault(storage.owner, Use()).movable_bytes += storage.total_bytes
         made = sum(storage.total_bytes for storage in self._makes[layer])
         extra = self._case.profile.layers[layer].forward_peak_bytes - made
         outputs = [self._take(extra)] if extra > 0 else []
-        self._give(passing)
+        self.allocator.give_all(passing)
         flight.forward[layer] = self._now
         used = (storage.number for storage in self._makes[layer] if layer in storage.savers)
         self._unpin([*read, *(paged for number in used for paged in flight.paged[number])])
@@ -223,7 +219,7 @@ class RankPaging:
         del flight.forward[layer]
         self._pin([paged for storage in saves for paged in flight.paged[storage.number]])
         gradient, rest = map(self._take, backward_requests(profile))
-        self._give([*passing, rest])
+        self.allocator.give_all([*passing, rest])
         if is_split and profile.held_for_weights_bytes:
             flight.others.append(self._take(profile.held_for_weights_bytes))
         for storage in saves:
@@ -259,15 +255,8 @@ class RankPaging:
             if layer not in flight.forward or paged in flight.gone:
                 continue
             flight.gone.add(paged)
-            use = self._use(storage)
+            use = self.uses.setdefault(storage.owner, Use())
             use.reclaimed_bytes += storage.num_bytes
             now = self._now if flight.turn is None else flight.turn
             soon = now - flight.forward[layer] - 1
             use.soonest = soon if use.soonest is None else min(use.soonest, soon)
-
-    def _use(self, storage: Storage) -> Use:
-        return self.uses.setdefault(storage.owner, Use())
-
-    def _give(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self.allocator.give(block)
