@@ -1,4 +1,4 @@
-"""Send what libraries write to stdout from C to stderr, so that a command's JSON object stays alone on stdout."""
+"""Reports on stderr, and what libraries write to stdout from C sent there: a command's JSON object stays alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
+
+from gems.utils.tables import printable
+
+
+def report(program: str, text: str) -> None:
+    """Print a line on stderr at once: `jobs: text`."""
+    print(f"{program}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -65,3 +66,8 @@ def format_rates(latency_s: float, bytes_per_s: float) -> str:
 def percent(share: float | None, digits: int = 1) -> str:
     """Return a fraction of 1 in percent, without the sign; `-` for None."""
     return UNKNOWN if share is None else f"{100 * share:.{digits}f}"
+
+
+def now_utc(timespec: str = "seconds") -> str:
+    """Return the time now as it stands in files: 2026-11-21T12:00:00+00:00."""
+    return datetime.now(UTC).isoformat(timespec=timespec)

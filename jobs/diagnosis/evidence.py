@@ -10,33 +10,22 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from gems.config.schema import RunSpec
 from gems.errors import StalledError
 from gems.launch.local_launcher import TAIL_LINES, Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import FINISHED, Beat, read_beats
-from jobs.diagnosis.finding import Finding
+from gems.runs.heartbeat import FINISHED, read_beats
 from jobs.diagnosis.launcher_output import LauncherOutput
-from jobs.diagnosis.log_patterns import CONSEQUENCE, read_lines, scan_lines
-from jobs.diagnosis.root_cause import (
-    Failure,
-    classify_record,
-    find_failure,
-    is_consequence,
-    read_records,
-    read_stall,
-)  # fmt: skip
-from jobs.slurm.jobs import Job, find_job
-from jobs.status.run_status import RunStatus, read_or_empty, read_spec, run_statuses, utc_ns, whole
+from jobs.diagnosis.log_patterns import CONSEQUENCE, Finding, read_lines, scan_lines
+from jobs.diagnosis.root_cause import classify_record, find_failure, is_consequence, read_records
+from jobs.slurm.jobs import find_job
+from jobs.status.run_status import read_or_empty, read_spec, run_statuses, utc_ns, whole
 
 TRACE_LIMIT_S = 60.0
-BATCH_LOGS = "*_log.out"
 SECOND_NS = 10**9
 KILL_WAIT_S = 35.0  # between SLURM's order and the end of a job that it records
 NODE_WAIT_S = 300.0  # how long SLURM waits for a node that does not answer
@@ -51,50 +40,49 @@ PROLOG = "Prolog"
 BY_OTHERS = (9, 15)  # signals by which a launcher, a scheduler or a user ends ranks; others a process causes itself
 
 
-@dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a run; empty or None for what there is not, and `errors` of the queries that failed.
+    """All that is known of a run, each part empty or None if there is none; SLURM's commands have a time limit.
 
     `failure` is the rank at fault by the launcher's output, records and heartbeats; `trace_steps` the number of
-    complete steps in the trace; `resume_step` the step at which the newest checkpoint resumes.
+    complete steps in the trace, read only `with_trace` and in a process of its own; `resume_step` the step at which
+    the newest checkpoint resumes; `errors` those of the queries that failed.
     """
 
-    run: RunStatus
-    spec: RunSpec | None
-    job: Job | None
-    records: tuple[Mapping[str, Any], ...]
-    beats: Mapping[int, Beat]
-    stall: Mapping[str, Any]
-    stop: Mapping[str, Any]
-    stopped: Mapping[str, Any]
-    cancelled: Mapping[str, Any]
-    log_findings: tuple[Finding, ...]
-    failure: Failure
-    trace_steps: int | None
-    resume_step: int | None
-    errors: tuple[str, ...]
-
-    @property
-    def folder(self) -> RunFolder:
-        """The run's folder."""
-        return self.run.folder
-
-    @property
-    def status(self) -> Mapping[str, Any]:
-        """The content of status.json."""
-        return self.run.recorded.status
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the run was a job of SLURM's, so that its nodes are not this machine."""
-        return self.run.recorded.job_id is not None
+    def __init__(self, folder: RunFolder, *, with_trace: bool = True) -> None:
+        seen = run_statuses([folder])
+        (self.run,) = seen.runs
+        self.folder = folder
+        self.status = self.run.recorded.status
+        job_id = self.run.recorded.job_id
+        self.is_batch = job_id is not None  # a job of SLURM's, so that its nodes are not this machine
+        self.job, errors = find_job(job_id) if job_id is not None else (None, ())
+        self.errors = (*seen.errors, *errors)
+        self.spec = read_spec(folder)
+        self.records = read_records(folder)
+        self.beats = read_beats(folder.path)
+        self.stall = read_or_empty(folder.stalled_json)
+        self.stop = read_or_empty(folder.stop_json)
+        self.stopped = read_or_empty(folder.stopped_json)
+        self.cancelled = read_or_empty(folder.cancelled_json)
+        self.log_findings: list[Finding] = []
+        output, tail = LauncherOutput(), []
+        for log in log_paths(folder):
+            lines = [line.strip() for line in read_lines(log) if line.strip()]
+            self.log_findings += scan_lines(lines, f"logs/{log.name}")
+            if log.name == "ranks.log":
+                tail = lines[-TAIL_LINES:]
+                for line in lines:
+                    output.feed_line(line)
+        code = self.status.get("exit_code")
+        ended = Ended(code if isinstance(code, int) and 0 < code <= 128 else 1, tuple(tail))
+        self.failure = find_failure(folder, output, ended)
+        self.trace_steps = trace_steps(folder) if with_trace else None
+        self.resume_step = newest_checkpoint(folder)
 
     def findings(self) -> list[Finding]:
         """Return what each source shows of the end of a run that has ended."""
-        found = [
-            *_from_records(self), *_from_job(self), *_from_orders(self), *_from_failure(self), *_from_silence(self),
-            *_from_status(self),
-        ]  # fmt: skip
+        sources = (_from_records, _from_job, _from_orders, _from_failure, _from_silence, _from_status)
+        found = [finding for source in sources for finding in source(self)]
         has_record = any(finding.source.startswith("FAILED") for finding in found)
         for finding in self.log_findings:
             if finding.cause is not FailureCause.EXCEPTION:
@@ -105,58 +93,20 @@ class Evidence:
         return found
 
 
-def gather_evidence(folder: RunFolder, *, with_trace: bool = True) -> Evidence:
-    """Read all that there is, and query SLURM about the job; every query has a time limit.
-
-    `with_trace` opens the trace too, in a process of its own.
-    """
-    seen = run_statuses([folder])
-    (run,) = seen.runs
-    job_id = run.recorded.job_id
-    job, errors = find_job(job_id) if job_id is not None else (None, ())
-    output, tail = LauncherOutput(), []
-    log_findings: list[Finding] = []
-    for log in log_paths(folder):
-        lines = [line.strip() for line in read_lines(log) if line.strip()]
-        log_findings += scan_lines(lines, f"logs/{log.name}")
-        if log.name == "ranks.log":
-            tail = lines[-TAIL_LINES:]
-            for line in lines:
-                output.feed_line(line)
-    code = run.recorded.status.get("exit_code")
-    ended = Ended(code if isinstance(code, int) and 0 < code <= 128 else 1, tuple(tail))
-    return Evidence(
-        run=run,
-        spec=read_spec(folder),
-        job=job,
-        records=tuple(read_records(folder)),
-        beats=read_beats(folder.path),
-        stall=read_stall(folder),
-        stop=read_or_empty(folder.stop_json),
-        stopped=read_or_empty(folder.stopped_json),
-        cancelled=read_or_empty(folder.cancelled_json),
-        log_findings=tuple(log_findings),
-        failure=find_failure(folder, output, ended),
-        trace_steps=trace_steps(folder) if with_trace else None,
-        resume_step=newest_checkpoint(folder),
-        errors=(*seen.errors, *errors),
-    )
-
-
 def log_paths(folder: RunFolder) -> list[Path]:
     """Return the log of the ranks and the newest of SLURM's own, those that exist."""
-    batch = sorted(folder.logs.glob(BATCH_LOGS), key=_mtime_ns)
+    times_ns = {}
+    for path in folder.logs.glob("*_log.out"):
+        with contextlib.suppress(OSError):
+            times_ns[path] = path.stat().st_mtime_ns
+    batch = sorted(times_ns, key=times_ns.__getitem__)
     return [path for path in (folder.logs / "ranks.log", *batch[-1:]) if path.is_file()]
 
 
 def newest_checkpoint(folder: RunFolder) -> int | None:
     """Return the step at which the newest complete checkpoint resumes; one without a manifest does not count."""
-    steps = []
-    for manifest in (folder.path / "checkpoints").glob("step*/manifest.json"):
-        found = re.fullmatch(r"step(\d+)", manifest.parent.name)
-        if found:
-            steps.append(int(found[1]))
-    return max(steps, default=None)
+    names = [path.parent.name for path in folder.checkpoints.glob("step*/manifest.json")]
+    return max((int(name[4:]) for name in names if re.fullmatch(r"step\d+", name)), default=None)
 
 
 def trace_steps(folder: RunFolder) -> int | None:
@@ -196,16 +146,15 @@ def _from_job(evidence: Evidence) -> Iterator[Finding]:
     end_ns = None if job.end_utc is None else int(job.end_utc.timestamp()) * SECOND_NS
     for state in dict.fromkeys((job.state, *job.step_states)):
         cause = STATE_CAUSES.get(state)
-        if cause is None or (state != job.state and cause is not FailureCause.HOST_MEMORY):
+        is_memory = cause is FailureCause.HOST_MEMORY
+        if cause is None or (state != job.state and not is_memory):
             continue  # steps are cancelled with their job, whatever has ended it
         waited_s = NODE_WAIT_S if cause is FailureCause.NODE else KILL_WAIT_S
-        has_time = end_ns is not None and cause is not FailureCause.HOST_MEMORY
-        time_ns = end_ns - int(waited_s * SECOND_NS) if end_ns is not None and has_time else None
+        time_ns = None if end_ns is None or is_memory else end_ns - int(waited_s * SECOND_NS)
         yield Finding(cause, job.source, job.describe(), time_ns)
-    if PROLOG in job.reason:
-        yield Finding(FailureCause.NODE, job.source, job.describe(), end_ns)
-    elif job.reason in LAUNCH_REASONS:
-        yield Finding(FailureCause.LAUNCHER, job.source, job.describe(), end_ns)
+    if PROLOG in job.reason or job.reason in LAUNCH_REASONS:
+        cause = FailureCause.NODE if PROLOG in job.reason else FailureCause.LAUNCHER
+        yield Finding(cause, job.source, job.describe(), end_ns)
 
 
 def _from_orders(evidence: Evidence) -> Iterator[Finding]:
@@ -220,7 +169,7 @@ def _from_orders(evidence: Evidence) -> Iterator[Finding]:
     if not is_stopped or spec is None or began is None or ended is None:
         return
     ran_s, limit_s = (ended - began) / SECOND_NS, 60.0 * spec.cluster.minutes
-    if ran_s > limit_s - NEAR_LIMIT_S and ran_s > limit_s / 2:
+    if ran_s > max(limit_s - NEAR_LIMIT_S, limit_s / 2):
         words = f"stopped after {ran_s / 60:.1f} of cluster.minutes={spec.cluster.minutes} minutes"
         yield Finding(FailureCause.TIME_LIMIT, "status.json", words, ended)
 
@@ -250,16 +199,14 @@ def _from_silence(evidence: Evidence) -> Iterator[Finding]:
         return
     if any(record.get("exit_code") == StalledError.exit_code or not is_consequence(record) for record in records):
         return
-    heard = {text(record.get("node")) for record in records}
-    ranks: dict[str, list[int]] = {}
-    for rank, beat in evidence.beats.items():
-        ranks.setdefault(beat.node, []).append(rank)
-        if beat.action == FINISHED:
-            heard.add(beat.node)
-    silent = [node for node in ranks if node not in heard]
+    known = {text(record.get("node")) for record in records}
+    known |= {beat.node for beat in evidence.beats.values() if beat.action == FINISHED}
+    silent = {beat.node for beat in evidence.beats.values()} - known
     if len(silent) == 1:
+        (node,) = silent
+        rank = min(rank for rank, beat in evidence.beats.items() if beat.node == node)
         words = "no rank of this node left a record, and those of the others lost their messages"
-        yield Finding(FailureCause.KILLED, "heartbeats", words, None, min(ranks[silent[0]]), silent[0])
+        yield Finding(FailureCause.KILLED, "heartbeats", words, None, rank, node)
 
 
 def _from_status(evidence: Evidence) -> Iterator[Finding]:
@@ -276,9 +223,3 @@ def _from_status(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(FailureCause.CANCELLED, run.source, run.note or words, time_ns)
     elif run.state == "lost":
         yield Finding(FailureCause.KILLED, run.source, run.note, may_follow=True)
-
-
-def _mtime_ns(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime_ns
-    return 0

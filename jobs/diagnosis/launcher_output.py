@@ -5,23 +5,30 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jobs.slurm.messages import parse_cancellation
 
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
-
-HYDRA_WHO = re.compile(r"^=\s+(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)")
-HYDRA_CODE = re.compile(r"^=\s+EXIT (?:CODE|STATUS): (?P<code>\d+)")
-HYDRA_SIGNAL = re.compile(r"^(?:=\s+KILLED BY SIGNAL: (?P<old>\d+)|YOUR APPLICATION .*\(signal (?P<new>\d+)\))")
 HYDRA_TABLE = re.compile(r"^\[mpiexec@[^\]]*\] Exit codes: (?P<table>.*)")
 SRUN_TASK = re.compile(r"^srun: error: (?P<node>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+)")
-OPEN_MPI_SIGNAL = re.compile(
-    r"process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<node>\S+) exited on(?: signal (?P<signal>\d+))?"
-)
-OPEN_MPI_WRAPPED = re.compile(r"^signal (?P<signal>\d+) \(")
 OPEN_MPI_WHO = re.compile(r"^(?:Process name: \[.*,(?P<exited>\d+)\]|MPI_ABORT was invoked on rank (?P<aborted>\d+) )")
 OPEN_MPI_CODE = re.compile(r"^(?:Exit code:|Errorcode:|with errorcode)\s+(?P<code>\d+)")
-ABORT = re.compile(r"^(?:\d+: )?Abort\((?P<code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): (?P<what>.*)")
+# Lines that report the end of one rank; their groups are fields of Death.
+DEATHS = (
+    re.compile(r"^=\s+(?:RANK (?P<rank>\d+) )?PID (?P<pid>\d+) RUNNING AT (?P<node>\S+)"),
+    re.compile(r"process rank (?P<rank>\d+) with PID (?:0|(?P<pid>\d+)) on node (?P<node>\S+) exited on"
+               r"(?: signal (?P<signal>\d+))?"),
+    re.compile(r"^(?:\d+: )?Abort\((?P<exit_code>\d+)\) on node \d+ \(rank (?P<rank>\d+) in comm \S+\): "
+               r"(?:.*application called MPI_Abort.*|(?P<reason>.*))"),
+)  # fmt: skip
+# Lines that report how the rank of the line before ended.
+AMENDMENTS = (
+    re.compile(r"^=\s+EXIT (?:CODE|STATUS): (?P<exit_code>\d+)"),
+    re.compile(r"^=\s+KILLED BY SIGNAL: (?P<signal>\d+)"),
+    re.compile(r"^YOUR APPLICATION .*\(signal (?P<signal>\d+)\)"),
+    re.compile(r"^signal (?P<signal>\d+) \("),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +42,6 @@ class Death:
     exit_code: int | None = None
     reason: str | None = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the launcher reports how the rank ended."""
-        return self.signal is not None or bool(self.exit_code) or self.reason is not None
-
 
 class LauncherOutput:
     """Parses a launcher's output, line by line, and keeps the deaths that it reports in their order."""
@@ -52,8 +54,8 @@ class LauncherOutput:
 
     @property
     def deaths(self) -> list[Death]:
-        """The deaths of ranks that the launcher reports in full."""
-        return [death for death in self._deaths if death.is_known]
+        """The deaths of ranks that the launcher reports in full, with how they ended."""
+        return [each for each in self._deaths if each.signal is not None or each.exit_code or each.reason is not None]
 
     def death(self, rank: int) -> Death:
         """Return the end of a rank by hydra's table of wait statuses."""
@@ -64,8 +66,7 @@ class LauncherOutput:
     def feed_line(self, line: str) -> None:
         """Parse one line of output."""
         line = line.strip()
-        cancellation = parse_cancellation(line)
-        if cancellation is not None:
+        if (cancellation := parse_cancellation(line)) is not None:
             if cancellation.reason and not cancellation.is_job:
                 self.cancel_reason = cancellation.reason.lower()
         elif found := SRUN_TASK.search(line):
@@ -75,36 +76,29 @@ class LauncherOutput:
             self._deaths += [
                 Death(rank, None, found["node"], killed_by, exit_code, reason) for rank in _numbers(found["ranks"])
             ]
-        elif found := HYDRA_WHO.search(line):
-            self._deaths.append(Death(int(found["rank"]) if found["rank"] else None, int(found["pid"]), found["node"]))
-        elif found := HYDRA_CODE.search(line):
-            self._amend(exit_code=int(found["code"]))
-        elif found := HYDRA_SIGNAL.search(line):
-            self._amend(signal=int(found["old"] or found["new"]))
         elif found := HYDRA_TABLE.search(line):
             # Wait statuses in rank order. Hydra kills the others, so a rank that ended by exit() did so before.
             self._statuses = [int(word) for word in re.findall(r"\d+", re.sub(r"\[[^\]]*\]", " ", found["table"]))]
             deaths = [self.death(rank) for rank in range(len(self._statuses))]
             self._deaths[:0] = [death for death in deaths if death.exit_code]
-        elif found := OPEN_MPI_SIGNAL.search(line):
-            number = int(found["signal"]) if found["signal"] else None
-            self._deaths.append(Death(int(found["rank"]), int(found["pid"]) or None, found["node"], number))
-        elif found := OPEN_MPI_WRAPPED.search(line):
-            self._amend(signal=int(found["signal"]))
         elif found := OPEN_MPI_WHO.search(line):
             self._open_mpi_rank = int(found["exited"] or found["aborted"])
         elif found := OPEN_MPI_CODE.search(line):
             if self._open_mpi_rank is not None:
                 self._deaths.append(Death(self._open_mpi_rank, exit_code=int(found["code"])))
-        elif found := ABORT.search(line):
-            reason = None if "application called MPI_Abort" in found["what"] else found["what"]
-            self._deaths.append(Death(int(found["rank"]), exit_code=int(found["code"]), reason=reason))
+        elif fields := _fields(DEATHS, line):
+            self._deaths.append(Death(**fields))
+        elif (fields := _fields(AMENDMENTS, line)) and self._deaths:
+            last = self._deaths[-1]
+            if last.node is not None and last.signal is None:
+                self._deaths[-1] = replace(last, **{"exit_code": None, **fields})
 
-    def _amend(self, signal: int | None = None, exit_code: int | None = None) -> None:
-        """Add how it ended to the last death, unless a signal is known."""
-        if self._deaths and self._deaths[-1].node is not None and self._deaths[-1].signal is None:
-            code = None if signal is not None else exit_code
-            self._deaths[-1] = replace(self._deaths[-1], signal=signal, exit_code=code)
+
+def _fields(patterns: tuple[re.Pattern[str], ...], line: str) -> dict[str, Any]:
+    """Return the groups of the first pattern that matches, numbers as such; empty if none does."""
+    found = next((found for pattern in patterns if (found := pattern.search(line))), None)
+    groups = found.groupdict() if found is not None else {}
+    return {key: text if key in ("node", "reason") else int(text) for key, text in groups.items() if text is not None}
 
 
 def _numbers(text: str) -> list[int]:

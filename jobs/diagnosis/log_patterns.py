@@ -1,97 +1,95 @@
-"""Patterns in a run's logs that tell why it ended: messages of kernels, SLURM, MPI and libraries."""
+"""Findings on a run's end, and the patterns in its logs that show one: messages of kernels, SLURM, MPI, libraries."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from gems.runs.failure_cause import FailureCause
-from jobs.diagnosis.finding import Finding
-from jobs.slurm.messages import NODE_FAILURE, Cancellation, parse_cancellation
+from jobs.slurm.messages import NODE_FAILURE, parse_cancellation
 
 MAX_PER_CAUSE = 3
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 4 << 20  # of a longer log the middle is left out
 LINE_CHARS = 400
 LABEL = re.compile(r"^ *(?P<rank>\d{1,6}): ?")
 NODE = r"(?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)"
-
-
-@dataclass(frozen=True, slots=True)
-class LogPattern:
-    """A pattern and the cause that it shows; a group `node` names the node at fault."""
-
-    cause: FailureCause
-    pattern: re.Pattern[str]
-    may_follow: bool = False
-
-
-def _pattern(cause: FailureCause, pattern: str, *, may_follow: bool = False) -> LogPattern:
-    return LogPattern(cause, re.compile(pattern), may_follow)
-
-
-# The first pattern that matches a line counts.
+# Causes with a pattern that shows each; a group `node` names the node at fault. The first that matches a line counts.
 PATTERNS = (
-    _pattern(FailureCause.NODE, NODE_FAILURE.pattern),
-    _pattern(FailureCause.NODE, r"(?i)(?:task|batch|job) launch .*failed.*prolog|prolog (?:failure|failed|error)"),
+    (FailureCause.NODE, NODE_FAILURE.pattern),
+    (FailureCause.NODE, r"(?i)(?:task|batch|job) launch .*failed.*prolog|prolog (?:failure|failed|error)"),
     # MPICH's own shared memory, left behind by killed ranks, reads as a lack of memory.
-    _pattern(FailureCause.LAUNCHER,
-    r"MPIDI_POSIX\w*\(\d+\).*[Oo]ut of memory|unable to open shared memory|mpich_shm_\S+.*(?:denied|exists)"),
-    _pattern(FailureCause.DEVICE_MEMORY,
-    r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|OutOfMemoryError|cudaErrorMemoryAllocation"
-             r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|hipErrorOutOfMemory"),
-    _pattern(FailureCause.HOST_MEMORY,
-    r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill(?:er)?[:\s]|exceeded (?:job |step )?memory limit"
-             r"|srun: error: " + NODE + r": tasks? [\d,-]+: Out Of Memory"),
-    _pattern(FailureCause.HOST_MEMORY,
-    r"Out of memory: Killed process|Memory cgroup out of memory|[Kk]illed by the cgroup out-of-memory handler"),
-    _pattern(FailureCause.HOST_MEMORY,
-    r"\bMemoryError\b|std::bad_alloc|DefaultCPUAllocator: .*allocate memory|Cannot allocate memory"
-             r"|insufficient shared memory"),
-    _pattern(FailureCause.DEVICE,
-    r"(?i)uncorrectable (?:ECC|NVLink) error|uncorrectable ECC|fallen off the bus|fell off the bus"
-             r"|NVRM: Xid .*: (?:48|62|63|64|74|79|92|94|95|119|120|140),|no CUDA-capable device is detected"
-             r"|CUDA-capable devices? (?:\(s\) )?(?:is|are) busy or unavailable|GPU requires reset"),
-    _pattern(FailureCause.FILE_SYSTEM,
-    r"No space left on device|Disk quota exceeded|Stale (?:NFS )?file handle|Input/output error"
-             r"|Read-only file system|Transport endpoint is not connected|Remote I/O error"),
-    _pattern(FailureCause.WRONG_MPI,
-    r"MPI sees a world of \d+|not built with SLURM's PMI support|unsupported PMI version"
-             r"|PMI2?_(?:Init|Job_GetId|KVS\w*) .*fail|lib(?:mpi|pmi|pmix)\w*\.so[.\w]*: cannot open shared object file"
-             r"|(?:can not|cannot) load PMIx|Couldn't find the specified plugin name for mpi"
-             r"|(?:invalid|Invalid) MPI type"
-             r"|GPU_SUPPORT_ENABLED is requested, but GTL library is not linked|pmix_psquash"
-             r"|OPAL ERROR: .*[Pp]mix|PMIX ERROR|cannot load MPI library"),
-    _pattern(FailureCause.LAUNCHER, r"execve\(\): |[Uu]nable to create step|slurmstepd: error: .*[Nn]o such file"
-             r"|srun: error: (?:Unable to|Invalid|Task launch)|cannot be started|: command not found"
-             r"|[Mm]odule\(s\) are unknown|Unable to locate a modulefile"),
-    _pattern(FailureCause.EXCEPTION,
-    r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)"
-             r"(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)"),
-    _pattern(FailureCause.EXCEPTION, r"NCCL (?:error|WARN .*failed)|ncclInternalError|ncclUnhandledCudaError",
-    may_follow=True),
-    _pattern(FailureCause.EXCEPTION, r"MPICH ERROR|UCX +ERROR|Fatal error in \w*MPI|Fatal error in internal_",
-    may_follow=True),
-    _pattern(FailureCause.KILLED, r"\bBus error\b|Segmentation fault|Illegal instruction", may_follow=True),
+    (FailureCause.LAUNCHER,
+     r"MPIDI_POSIX\w*\(\d+\).*[Oo]ut of memory|unable to open shared memory|mpich_shm_\S+.*(?:denied|exists)"),
+    (FailureCause.DEVICE_MEMORY,
+     r"(?:CUDA|HIP|XPU)(?: error:)? out of memory|OutOfMemoryError|cudaErrorMemoryAllocation"
+     r"|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|hipErrorOutOfMemory"),
+    (FailureCause.HOST_MEMORY,
+     r"[Dd]etected \d+ oom[-_]kill event|oom[-_]kill(?:er)?[:\s]|exceeded (?:job |step )?memory limit"
+     r"|srun: error: " + NODE + r": tasks? [\d,-]+: Out Of Memory"
+     r"|Out of memory: Killed process|Memory cgroup out of memory|[Kk]illed by the cgroup out-of-memory handler"
+     r"|\bMemoryError\b|std::bad_alloc|DefaultCPUAllocator: .*allocate memory|Cannot allocate memory"
+     r"|insufficient shared memory"),
+    (FailureCause.DEVICE,
+     r"(?i)uncorrectable (?:ECC|NVLink) error|uncorrectable ECC|fallen off the bus|fell off the bus"
+     r"|NVRM: Xid .*: (?:48|62|63|64|74|79|92|94|95|119|120|140),|no CUDA-capable device is detected"
+     r"|CUDA-capable devices? (?:\(s\) )?(?:is|are) busy or unavailable|GPU requires reset"),
+    (FailureCause.FILE_SYSTEM,
+     r"No space left on device|Disk quota exceeded|Stale (?:NFS )?file handle|Input/output error"
+     r"|Read-only file system|Transport endpoint is not connected|Remote I/O error"),
+    (FailureCause.WRONG_MPI,
+     r"MPI sees a world of \d+|not built with SLURM's PMI support|unsupported PMI version"
+     r"|PMI2?_(?:Init|Job_GetId|KVS\w*) .*fail|lib(?:mpi|pmi|pmix)\w*\.so[.\w]*: cannot open shared object file"
+     r"|(?:can not|cannot) load PMIx|Couldn't find the specified plugin name for mpi|[iI]nvalid MPI type"
+     r"|GPU_SUPPORT_ENABLED is requested, but GTL library is not linked|pmix_psquash"
+     r"|OPAL ERROR: .*[Pp]mix|PMIX ERROR|cannot load MPI library"),
+    (FailureCause.LAUNCHER,
+     r"execve\(\): |[Uu]nable to create step|slurmstepd: error: .*[Nn]o such file"
+     r"|srun: error: (?:Unable to|Invalid|Task launch)|cannot be started|: command not found"
+     r"|[Mm]odule\(s\) are unknown|Unable to locate a modulefile"),
+    (FailureCause.EXCEPTION,
+     r"^(?:[A-Za-z_][A-Za-z_0-9]*\.)*(?!StalledError|RankFailedError|SystemExit)"
+     r"(?:[A-Z]\w*)?(?:Error|Exception)(?:: |$)"),
+    (FailureCause.EXCEPTION,
+     r"NCCL (?:error|WARN .*failed)|ncclInternalError|ncclUnhandledCudaError"
+     r"|MPICH ERROR|UCX +ERROR|Fatal error in \w*MPI|Fatal error in internal_"),
+    (FailureCause.KILLED, r"\bBus error\b|Segmentation fault|Illegal instruction"),
 )  # fmt: skip
+COMPILED = tuple((cause, re.compile(pattern)) for cause, pattern in PATTERNS)
+MAY_FOLLOW = tuple(pattern for _, pattern in COMPILED[-2:])  # failures of messages, and signals
 # Exceptions that a rank meets because another one has gone.
 CONSEQUENCE = re.compile(
     r"mpi4py\.MPI\.Exception|^Exception: .*MPI|MPI_ERR|ConnectionResetError|BrokenPipeError|KeyboardInterrupt"
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one source reports of a run's end, in its own words.
+
+    `time_ns` is None if the source has no clock. `may_follow` marks a possible consequence of something else: a rank
+    that waits for a dead one stalls, and a launcher kills the ranks that are left.
+    """
+
+    cause: FailureCause
+    source: str
+    text: str
+    time_ns: int | None = None
+    rank: int | None = None
+    node: str | None = None
+    may_follow: bool = False
+
+
 def scan_lines(lines: Iterable[str], source: str) -> list[Finding]:
     """Return the findings in a log's lines, at most MAX_PER_CAUSE of each cause, in their order."""
     found: list[Finding] = []
-    counts: dict[tuple[FailureCause, bool], int] = {}
-    for line in lines:
-        finding = scan_line(line, source)
-        if finding is None:
-            continue
+    counts: Counter[tuple[FailureCause, bool]] = Counter()
+    for finding in filter(None, (scan_line(line, source) for line in lines)):
         key = finding.cause, finding.may_follow
-        counts[key] = counts.get(key, 0) + 1
+        counts[key] += 1
         if counts[key] <= MAX_PER_CAUSE:
             found.append(finding)
     return found
@@ -103,19 +101,19 @@ def scan_line(line: str, source: str) -> Finding | None:
     text = line[label.end() :].strip() if label else line.strip()
     rank = int(label["rank"]) if label else None
     cancellation = parse_cancellation(text)
-    if cancellation is not None and (cause := _cause(cancellation)) is not None:
-        # srun --kill-on-bad-exit ends the step of a rank that has failed by the same message
-        return Finding(
-            cause, source, text[:LINE_CHARS], cancellation.time_ns, rank, may_follow=cause is FailureCause.KILLED
-        )
-    for each in PATTERNS:
-        match = each.pattern.search(text)
-        if match is not None:
-            may_follow = each.cause is FailureCause.EXCEPTION and CONSEQUENCE.search(text) is not None
-            node = match.groupdict().get("node")
-            return Finding(
-                each.cause, source, text[:LINE_CHARS], rank=rank, node=node, may_follow=each.may_follow or may_follow
+    if cancellation is not None:
+        # srun --kill-on-bad-exit ends the step of a rank that has failed by the same message as a user's scancel
+        is_kill = not cancellation.reason and not cancellation.is_job
+        ended_by = FailureCause.KILLED if is_kill else cancellation.cause
+        if isinstance(ended_by, FailureCause):
+            return Finding(ended_by, source, text[:LINE_CHARS], cancellation.time_ns, rank, may_follow=is_kill)
+    for cause, pattern in COMPILED:
+        if match := pattern.search(text):
+            follows = pattern in MAY_FOLLOW or (
+                cause is FailureCause.EXCEPTION and CONSEQUENCE.search(text) is not None
             )
+            node = match.groupdict().get("node")
+            return Finding(cause, source, text[:LINE_CHARS], rank=rank, node=node, may_follow=follows)
     return None
 
 
@@ -135,9 +133,3 @@ def read_lines(path: Path) -> Iterator[str]:
         if is_long:
             file.seek(size - TAIL_BYTES)
             yield from re.split(r"[\n\r]+", file.read().decode(errors="replace"))
-
-
-def _cause(cancellation: Cancellation) -> FailureCause | None:
-    if not cancellation.reason and not cancellation.is_job:
-        return FailureCause.KILLED
-    return FailureCause(cancellation.cause) if cancellation.cause in tuple(FailureCause) else None

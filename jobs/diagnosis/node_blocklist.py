@@ -16,6 +16,7 @@ from jobs.status.run_status import read_or_empty
 FILE = "bad_nodes.json"
 LIFE = timedelta(days=14)
 MAX_RUNS = 20
+TEXTS = ("cluster", "node", "reason", "run", "utc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ class NodeBlocklist:
 
     def entries(self, cluster: str | None = None) -> tuple[BlockedNode, ...]:
         """Return the valid entries, of one cluster if it is given: another's nodes may have the same names."""
-        now, rows = datetime.now(UTC), read_or_empty(self.path).get("nodes")
-        found = [entry for row in rows if (entry := _parse(row, now)) is not None] if isinstance(rows, list) else []
-        return tuple(entry for entry in found if cluster in (None, entry.cluster))
+        rows = read_or_empty(self.path).get("nodes")
+        found = map(_parse, rows) if isinstance(rows, list) else ()
+        return tuple(entry for entry in found if entry is not None and cluster in (None, entry.cluster))
 
     def add(self, cluster: str, node: str, reason: str, run: str, utc: str) -> BlockedNode | None:
         """Record a failure of a node and return its entry; a known failure is not counted again.
@@ -64,11 +65,11 @@ class NodeBlocklist:
             return None
         known = self.entries()
         same = next((entry for entry in known if (entry.cluster, entry.node) == (cluster, node)), None)
-        runs = same.runs if same is not None else ()
-        if same is not None and run in runs:
+        if same is not None and run in same.runs:
             return same
-        entry = BlockedNode(cluster, node, reason, run, utc, (*runs, run)[-MAX_RUNS:])
-        self._write([each for each in known if each is not same] + [entry])
+        runs = (*(same.runs if same is not None else ()), run)[-MAX_RUNS:]
+        entry = BlockedNode(cluster, node, reason, run, utc, runs)
+        self._write([*(each for each in known if each is not same), entry])
         return entry
 
     def remove(self, node: str) -> tuple[BlockedNode, ...]:
@@ -88,25 +89,20 @@ class NodeBlocklist:
         names = [entry.node for entry in self.entries(cluster)]
         if not names:
             return None
-        return (
-            f"runs have failed on node{'s' if len(names) > 1 else ''} {', '.join(names)} of {cluster}; "
-            f"to exclude {'them' if len(names) > 1 else 'it'}: cluster.exclude=[{','.join(names)}]"
-        )
+        plural, them = ("s", "them") if len(names) > 1 else ("", "it")
+        what = f"runs have failed on node{plural} {', '.join(names)} of {cluster}"
+        return f"{what}; to exclude {them}: cluster.exclude=[{','.join(names)}]"
 
     def _write(self, entries: Iterable[BlockedNode]) -> None:
-        rows = [{**asdict(entry), "runs": list(entry.runs), "count": len(entry.runs)} for entry in entries]
+        rows = [{**asdict(entry), "count": len(entry.runs)} for entry in entries]
         write_json(self.path, {"kept_days": LIFE.days, "nodes": rows})
 
 
-def _parse(row: object, now: datetime) -> BlockedNode | None:
+def _parse(row: object) -> BlockedNode | None:
     """Return the entry of a row of the file; None if it is damaged or too old."""
-    if not isinstance(row, dict):
-        return None
-    texts: dict[str, Any] = {name: row.get(name) for name in ("cluster", "node", "reason", "run", "utc")}
-    runs = row.get("runs")
-    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(runs, list):
-        return None
-    with contextlib.suppress(ValueError, TypeError):
-        if NODE_NAME.fullmatch(texts["node"]) and now - datetime.fromisoformat(texts["utc"]) < LIFE:
-            return BlockedNode(**texts, runs=tuple(map(str, runs)))
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        texts: dict[str, Any] = {name: row[name] for name in TEXTS}  # type: ignore[index]
+        is_valid = all(isinstance(text, str) for text in texts.values()) and NODE_NAME.fullmatch(texts["node"])
+        if is_valid and datetime.now(UTC) - datetime.fromisoformat(texts["utc"]) < LIFE:
+            return BlockedNode(**texts, runs=tuple(map(str, row["runs"])))  # type: ignore[index]
     return None

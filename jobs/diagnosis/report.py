@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,12 +14,14 @@ from gems.errors import ConfigError, StalledError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import write_json
+from gems.utils.stdio import report
 from gems.utils.tables import printable
-from gems.utils.units import GIB, counted
-from jobs.diagnosis.evidence import Evidence, gather_evidence, text
-from jobs.diagnosis.finding import Finding, judge
+from gems.utils.units import GIB, counted, now_utc
+from jobs.diagnosis.evidence import Evidence, text
+from jobs.diagnosis.log_patterns import Finding
 from jobs.diagnosis.node_blocklist import LIFE, NodeBlocklist
 from jobs.diagnosis.remedies import blames_node, remedies
+from jobs.diagnosis.root_cause import describe_position
 from jobs.status.run_status import read_spec, whole
 
 SCHEMA = "gems.diagnosis/1"
@@ -32,6 +34,15 @@ STATE_CAUSES = {
     "running": FailureCause.RUNNING, "stalled": FailureCause.RUNNING,
     **dict.fromkeys(("requeued", "prepared", "submitted", "pending", "starting"), FailureCause.WAITING),
 }  # fmt: skip
+# The causes of findings without a time, the most specific first. The scheduler's orders come last among what is
+# certain: a run that hangs after its failure is ended by its time limit.
+BY_SPECIFICITY = (
+    FailureCause.DEVICE, FailureCause.HOST_MEMORY, FailureCause.WRONG_MPI, FailureCause.DEVICE_MEMORY,
+    FailureCause.DOES_NOT_FIT, FailureCause.FILE_SYSTEM, FailureCause.CONFIGURATION, FailureCause.LAUNCHER,
+    FailureCause.NODE, FailureCause.PREEMPTED, FailureCause.TIME_LIMIT, FailureCause.CANCELLED, FailureCause.EXCEPTION,
+    FailureCause.KILLED, FailureCause.STALLED, FailureCause.UNKNOWN,
+)  # fmt: skip
+ORDERS = (FailureCause.NODE, FailureCause.PREEMPTED, FailureCause.TIME_LIMIT, FailureCause.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +82,18 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields for a program, and the paragraph."""
-        names = ("rank", "node", "step", "action", "rss_bytes", "device_bytes", "waits_for", "trace_steps",
-                 "resume_step", "job_id", "blamed_node")  # fmt: skip
         return {
-            "schema": SCHEMA, "run": self.folder.path.name, "run_folder": str(self.folder.path), "state": self.state,
-            "cause": str(self.cause), "text": self.text, "source": self.source, "stages": list(self.stages),
-            **{name: getattr(self, name) for name in names}, "advice": list(self.advice),
-            "evidence": [{"source": each.source, "cause": str(each.cause),
-            "text": each.text} for each in self.evidence],
-            "not_asked": list(self.not_asked), "paragraph": self.paragraph(),
+            "schema": SCHEMA, "run": self.folder.path.name, "run_folder": str(self.folder.path),
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.name != "folder"},
+            "evidence": [{name: getattr(each, name) for name in ("source", "cause", "text")} for each in self.evidence],
+            "paragraph": self.paragraph(),
         }  # fmt: skip
 
     def where(self) -> str:
         """Describe rank, node and stages: rank 3 on node n2 (stage 3)."""
-        words = f"rank {self.rank}" if self.rank is not None else ""
-        if self.node is not None:
-            words += f"{' on ' if words else ''}node {self.node}"
+        rank = f"rank {self.rank}" if self.rank is not None else ""
+        node = f"node {self.node}" if self.node is not None else ""
+        words = " on ".join(filter(None, (rank, node)))
         if self.stages:
             words += f" (stage{'s' if len(self.stages) > 1 else ''} {', '.join(map(str, self.stages))})"
         return words
@@ -101,14 +108,12 @@ class Diagnosis:
         quoted = f"{self.text.rstrip('. ')} [{self.source}]"
         parts = [f"{self.folder.path.name}: {self.cause}."]
         if where := self.where():
-            parts.append(f"{where[0].upper()}{where[1:]}{self._when()}: {quoted}.")
+            position = describe_position(self.step, self.action)
+            parts.append(f"{where[0].upper()}{where[1:]}{position}: {quoted}.")
         elif self.text:
             parts.append(f"{quoted}.")
-        held = [
-            f"{size / GIB:.2f} GiB {name}"
-            for name, size in (("of host memory", self.rss_bytes), ("on the device", self.device_bytes))
-            if size is not None
-        ]
+        sizes = (("of host memory", self.rss_bytes), ("on the device", self.device_bytes))
+        held = [f"{size / GIB:.2f} GiB {name}" for name, size in sizes if size is not None]
         if held and self.has_failed:
             parts.append(f"It held {' and '.join(held)}.")
         if self.waits_for:
@@ -122,29 +127,16 @@ class Diagnosis:
             parts.append(f"To change: {'; '.join(self.advice)}.")
         return printable(" ".join(parts))
 
-    def _when(self) -> str:
-        if self.step is None:
-            return ""
-        if self.step >= 0:
-            return f" in step {self.step}" + (f", action {self.action}" if self.action else "")
-        return " before the first step" if self.action in (None, "start") else f", in {self.action}"
-
 
 def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
     """Find out why a run ended, from all that is there; never raises for what is missing or damaged."""
-    return conclude(gather_evidence(folder, with_trace=with_trace))
-
-
-def conclude(evidence: Evidence) -> Diagnosis:
-    """Judge the evidence."""
+    evidence = Evidence(folder, with_trace=with_trace)
     run, found = evidence.run, evidence.findings()
-    cause = STATE_CAUSES.get(run.state)
-    if cause is not None:
+    if (cause := STATE_CAUSES.get(run.state)) is not None:
         finding = Finding(cause, run.source, run.note or str(evidence.stop.get("reason") or run.state))
         is_open = cause in (FailureCause.FINISHED, FailureCause.WAITING)
-        return _diagnosis(evidence, finding, () if is_open else tuple(found))
-    last = run.note or evidence.failure.describe()
-    decisive = judge(found) or Finding(FailureCause.UNKNOWN, run.source, last)
+        return _diagnosis(evidence, finding, [] if is_open else found)
+    decisive = judge(found) or Finding(FailureCause.UNKNOWN, run.source, run.note or evidence.failure.describe())
     # Of those with the same cause, prefer one that has a clock and a rank: a log's lines are not in order of time.
     same = [each for each in found if each.cause is decisive.cause]
     recorded = [each for each in same if each.source.startswith("FAILED") and not each.may_follow]
@@ -154,7 +146,29 @@ def conclude(evidence: Evidence) -> Diagnosis:
     elif decisive.rank is None and with_rank is not None and decisive.cause is not FailureCause.CANCELLED:
         decisive = replace(decisive, rank=with_rank.rank, node=decisive.node or with_rank.node)
     node = decisive.node or next((each.node for each in same if each.node is not None), None)
-    return _diagnosis(evidence, replace(decisive, node=node), tuple(found))
+    return _diagnosis(evidence, replace(decisive, node=node), found)
+
+
+def judge(findings: Iterable[Finding]) -> Finding | None:
+    """Return the finding that tells the cause, or None.
+
+    A possible consequence counts only if nothing else was found: a rank that the kernel killed for its memory also
+    reads as killed by signal 9. Among the rest the earliest goes first; of those without a time, faults go before
+    findings that have one, and the scheduler's orders after them.
+    """
+    found = list(findings)
+    if any(finding.cause is FailureCause.NODE for finding in found):  # reported minutes after ranks began to wait
+        found = [finding for finding in found if finding.cause is not FailureCause.STALLED]
+
+    certain = [finding for finding in found if not finding.may_follow]
+
+    def order(finding: Finding) -> tuple[float, int]:
+        cause, time_ns = finding.cause, finding.time_ns
+        untimed = math.inf if cause in ORDERS else -math.inf
+        time = 0 if not certain else untimed if time_ns is None else time_ns  # times of consequences tell nothing
+        return time, BY_SPECIFICITY.index(cause) if cause in BY_SPECIFICITY else len(BY_SPECIFICITY)
+
+    return min(certain or found, key=order, default=None)
 
 
 def record_diagnosis(diagnosis: Diagnosis) -> None:
@@ -164,44 +178,48 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
     """
     folder, node = diagnosis.folder, diagnosis.blamed_node
     if diagnosis.has_failed or diagnosis.cause is FailureCause.STOPPED:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
         try:
-            write_json(folder.path / DIAGNOSIS_JSON, {**diagnosis.to_dict(), "utc": now})
+            write_json(folder.path / DIAGNOSIS_JSON, {**diagnosis.to_dict(), "utc": now_utc()})
         except OSError as error:
-            _warn(f"{DIAGNOSIS_JSON} is not written: {folder.path} cannot be written ({error.strerror})")
+            report("jobs", f"{DIAGNOSIS_JSON} is not written: {folder.path} cannot be written ({error.strerror})")
     spec = read_spec(folder) if node is not None else None
     if node is None or spec is None:
         return
     nodes = NodeBlocklist(folder.path.parent)
     times = [each.time_ns for each in diagnosis.evidence if each.time_ns is not None]
-    when = datetime.fromtimestamp(min(times) / 1e9, UTC) if times else datetime.now(UTC)
-    attempt = f"{folder.path.name} attempt {_attempt(folder)}"  # one failure counts once, however often it is diagnosed
+    utc = datetime.fromtimestamp(min(times) / 1e9, UTC).isoformat(timespec="seconds") if times else now_utc()
+    attempt = f"{folder.path.name} attempt {folder.attempt}"  # one failure counts once, however often it is diagnosed
     try:
-        entry = nodes.add(
-            spec.cluster.name, node, f"{diagnosis.cause}: {diagnosis.text}"[:200], attempt,
-            when.isoformat(timespec="seconds"),
-        )  # fmt: skip
+        entry = nodes.add(spec.cluster.name, node, f"{diagnosis.cause}: {diagnosis.text}"[:200], attempt, utc)
     except OSError as error:
-        _warn(f"node {node} is not noted: {nodes.path} cannot be written ({error.strerror})")
+        report("jobs", f"node {node} is not noted: {nodes.path} cannot be written ({error.strerror})")
         return
     if entry is not None:
-        _warn(
-            f"{entry.describe()}; `jobs resubmit` excludes it for {LIFE.days} days ({UNBLOCK} {entry.node} undoes that)"
-        )
+        undo = f"({UNBLOCK} {entry.node} undoes that)"
+        report("jobs", f"{entry.describe()}; `jobs resubmit` excludes it for {LIFE.days} days {undo}")
 
 
-def _diagnosis(evidence: Evidence, finding: Finding, found: tuple[Finding, ...]) -> Diagnosis:
-    cause, rank, node = finding.cause, finding.rank, finding.node
+def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Diagnosis:
+    cause, rank, node, job = finding.cause, finding.rank, finding.node, evidence.job
     if rank is None and cause in (FailureCause.HOST_MEMORY, FailureCause.KILLED):
         rank, node = evidence.failure.rank, node or evidence.failure.node  # the one that died of it
-    record: Mapping[str, Any] = next(
-        (each for each in evidence.records if rank is not None and each.get("rank") == rank), {}
-    )
+    record = next((each for each in evidence.records if rank is not None and each.get("rank") == rank), {})
     beat = evidence.beats.get(rank) if rank is not None else None
     step = whole(record.get("step"))
     action = text(record.get("action")) or (beat.action if beat is not None else None)
     node = node or text(record.get("node")) or (beat.node if beat is not None else None)
-    job_rss = evidence.job.max_rss_bytes if evidence.job and cause is FailureCause.HOST_MEMORY else None
+    waits_for = None
+    if cause is FailureCause.STALLED:  # by the first record that tells who waited for whom
+        stalled = (each for each in evidence.records if each.get("exit_code") == StalledError.exit_code)
+        waits_for = next(filter(None, (text(each.get("waits_for")) for each in (evidence.stall, *stalled))), None)
+    listed = [finding, *found]
+    if job is not None:
+        listed.append(Finding(FailureCause.UNKNOWN, job.source, job.describe()))
+    for name, document in (("stop.json", evidence.stop), ("stopped.json", evidence.stopped)):
+        if document:
+            words = " ".join(f"{key}={value}" for key, value in document.items())
+            listed.append(Finding(FailureCause.STOPPED, name, words))
+    kept = {(each.source, each.text): each for each in reversed(listed)}
     return Diagnosis(
         folder=evidence.folder,
         cause=cause,
@@ -213,15 +231,16 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: tuple[Finding, ...])
         stages=_stages(evidence, rank, record, action),
         step=beat.step if step is None and beat is not None else step,
         action=action,
-        rss_bytes=whole(record.get("rss_bytes")) or job_rss,
+        rss_bytes=whole(record.get("rss_bytes"))
+        or (job.max_rss_bytes if job is not None and cause is FailureCause.HOST_MEMORY else None),
         device_bytes=whole(record.get("device_bytes")),
-        waits_for=_waits_for(evidence) if cause is FailureCause.STALLED else None,
+        waits_for=waits_for,
         trace_steps=evidence.trace_steps,
         resume_step=evidence.resume_step,
         job_id=evidence.run.recorded.job_id,
         blamed_node=node if node and evidence.is_batch and blames_node(cause, finding.text) else None,
         advice=remedies(cause, finding.text, node, evidence),
-        evidence=_listed(evidence, finding, found),
+        evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
         not_asked=evidence.errors,
     )
 
@@ -237,32 +256,3 @@ def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], act
         schedule = evidence.folder.read_schedule()
         return tuple(sorted({stage for _, stage in schedule.placement.stages_on(rank % schedule.num_ranks)}))
     return ()
-
-
-def _waits_for(evidence: Evidence) -> str | None:
-    """Return who waited for whom, from the first record that tells."""
-    stalled = (each for each in evidence.records if each.get("exit_code") == StalledError.exit_code)
-    return next((found for each in (evidence.stall, *stalled) if (found := text(each.get("waits_for")))), None)
-
-
-def _listed(evidence: Evidence, finding: Finding, found: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Return the findings, the decisive one first, and SLURM's record as it is."""
-    rows = [finding, *found]
-    if evidence.job is not None:
-        rows.append(Finding(FailureCause.UNKNOWN, evidence.job.source, evidence.job.describe()))
-    rows += [
-        Finding(FailureCause.STOPPED, name, " ".join(f"{key}={value}" for key, value in document.items()))
-        for name, document in (("stop.json", evidence.stop), ("stopped.json", evidence.stopped))
-        if document
-    ]
-    kept = {(each.source, each.text): each for each in reversed(rows)}
-    return tuple(reversed(kept.values()))[:MAX_EVIDENCE]
-
-
-def _attempt(folder: RunFolder) -> int:
-    attempts = folder.path / "attempts"
-    return 1 + sum(1 for _ in attempts.iterdir()) if attempts.is_dir() else 1
-
-
-def _warn(message: str) -> None:
-    print(printable(f"jobs: {message}"), file=sys.stderr)

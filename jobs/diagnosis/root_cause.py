@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,12 +25,11 @@ LAUNCHER_LINE = re.compile(r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|T
 ERROR_LINE = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
 LOST_MESSAGES = re.compile(r"^Exception: .*MPI|MPI_ERR")
 MPI_KEY = "cluster.mpi="
-RANK_CODES = (
-    ConfigError.exit_code, DoesNotFitError.exit_code, RankFailedError.exit_code, StalledError.exit_code,
-)  # fmt: skip
 CODE_CAUSES = {
     ConfigError.exit_code: FailureCause.CONFIGURATION, DoesNotFitError.exit_code: FailureCause.DOES_NOT_FIT,
+    StalledError.exit_code: FailureCause.STALLED,
 }  # fmt: skip
+RANK_CODES = (*CODE_CAUSES, RankFailedError.exit_code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +57,16 @@ class Failure:
         who = f"rank {self.rank}" if self.rank is not None else "a rank" if self.node else "the run"
         node = f" on node {self.node}" if self.node else ""
         cause = f": {self.cause}" if self.cause else ""
-        return " ".join(f"{who}{node} {self.what}{self._where()}{cause}".split())
+        return " ".join(f"{who}{node} {self.what}{describe_position(self.step, self.action)}{cause}".split())
 
-    def _where(self) -> str:
-        if self.step is None:
-            return ""
-        if self.step >= 0:
-            return f" in step {self.step}, action {self.action}"
-        if self.action == "start":
-            return " before the first step"
-        return f" outside of the steps, in {self.action}"
+
+def describe_position(step: int | None, action: str | None) -> str:
+    """Describe where in a run a rank was, after a space; empty if its step is not known."""
+    if step is None:
+        return ""
+    if step >= 0:
+        return f" in step {step}" + (f", action {action}" if action else "")
+    return " before the first step" if action in (None, "start") else f" outside of the steps, in {action}"
 
 
 def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Failure:
@@ -84,22 +83,27 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
         return Failure(SIGNAL_BASE + number, what, signal=number, cause_class=FailureCause.KILLED)
     records, beats = read_records(folder), read_beats(folder.path)
     if ended.returncode < 0 and not ended.gave_up and not records:
-        number = -ended.returncode
-        what = f"ended: its launcher was killed by signal {number} ({_signal_name(number)})"
-        return Failure(RankFailedError.exit_code, what, signal=number, cause_class=FailureCause.KILLED)
+        what = f"ended: its launcher {_killed_by(-ended.returncode)}"
+        return Failure(RankFailedError.exit_code, what, signal=-ended.returncode, cause_class=FailureCause.KILLED)
     watched = first_exit(folder, beats)
-    if watched is not None and all(watched[1] < (utc_ns(record.get("utc")) or 0) for record in records):
-        return _from_death(output.death(watched[0]), beats, ended)
+    if watched is not None and all(watched[0] < (utc_ns(record.get("utc")) or 0) for record in records):
+        return _from_death(output.death(watched[1]), beats, ended)
     cause = next((record for record in records if not is_consequence(record)), None)
     if cause is not None:
         return _from_record(cause)
     death = _with_rank(output.deaths[0], beats) if output.deaths else None
     if death is not None and death.rank not in {record.get("rank") for record in records}:
         return _from_death(death, beats, ended)
-    stall = read_stall(folder)
+    stall = read_or_empty(folder.stalled_json)
     if stall or (records and records[0].get("exit_code") == StalledError.exit_code):
         return _from_stall(stall, records, beats)
-    return _from_record(records[0]) if records else _from_output(output, ended)
+    if records:
+        return _from_record(records[0])
+    code = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
+    last = ended.tail[-1] if ended.tail else "no rank and no launcher gave a reason"
+    reason = output.cancel_reason or _error_line(ended) or last
+    cause_class = classify_text(reason) or FailureCause.UNKNOWN
+    return Failure(RankFailedError.exit_code, f"ended with {code}", reason, cause_class=cause_class)
 
 
 def classify_record(record: Mapping[str, Any]) -> FailureCause:
@@ -107,8 +111,6 @@ def classify_record(record: Mapping[str, Any]) -> FailureCause:
     code, text, recorded = record.get("exit_code"), str(record.get("cause", "")), record.get("cause_class")
     if recorded in tuple(FailureCause) and recorded != FailureCause.EXCEPTION:
         return FailureCause(recorded)
-    if code == StalledError.exit_code:
-        return FailureCause.STALLED
     if code == ConfigError.exit_code and text.startswith(MPI_KEY):
         return FailureCause.WRONG_MPI
     if isinstance(code, int) and code in CODE_CAUSES:
@@ -117,13 +119,9 @@ def classify_record(record: Mapping[str, Any]) -> FailureCause:
 
 
 def first_exit(folder: RunFolder, beats: Mapping[int, Beat]) -> tuple[int, int] | None:
-    """Return the rank whose process ended first without having finished, and when in ns; None if there is none."""
-    notes = [
-        (time_ns, rank)
-        for rank, time_ns in read_notes(folder.path).items()
-        if rank not in beats or beats[rank].action != FINISHED
-    ]
-    return min(notes)[::-1] if notes else None
+    """Return when in ns the first process ended that had not finished, and its rank; None if none has."""
+    notes = read_notes(folder.path).items()
+    return min(((ns, rank) for rank, ns in notes if rank not in beats or beats[rank].action != FINISHED), default=None)
 
 
 def has_failed_rank(folder: RunFolder) -> bool:
@@ -136,18 +134,19 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
     records = []
     for path in folder.path.glob("FAILED.rank*.json"):
         with contextlib.suppress(OSError, ValueError):
-            record = read_json(path)
             whole = ("rank", "pid", "step")
-            records.append({key: value for key, value in record.items() if key not in whole or isinstance(value, int)})
+            items = read_json(path).items()
+            records.append({key: value for key, value in items if key not in whole or isinstance(value, int)})
     return sorted(records, key=lambda record: str(record.get("utc", "")))
 
 
-def read_stall(folder: RunFolder) -> dict[str, Any]:
-    """Read the record of the first rank that found a stall; empty if there is none."""
-    return read_or_empty(folder.stalled_json)
+def is_consequence(record: Mapping[str, Any]) -> bool:
+    """Return whether a rank failed because another one had: it stalled, or its messages failed."""
+    cause = str(record.get("cause", ""))
+    return record.get("exit_code") == StalledError.exit_code or LOST_MESSAGES.search(cause) is not None
 
 
-def silent_rank(records: list[dict[str, Any]], beats: Mapping[int, Beat]) -> int | None:
+def _silent_rank(records: Sequence[Mapping[str, Any]], beats: Mapping[int, Beat]) -> int | None:
     """Return the rank that a stalled run waited for, or None if heartbeats do not tell.
 
     A rank that could not even record its own end goes first: it was stopped, or its node has gone. Else it is a rank in
@@ -162,14 +161,6 @@ def silent_rank(records: list[dict[str, Any]], beats: Mapping[int, Beat]) -> int
     return min(computing or suspects, key=lambda rank: alive[rank].time_ns, default=None)
 
 
-def is_consequence(record: Mapping[str, Any]) -> bool:
-    """Return whether a rank failed because another one had: it stalled, or its messages failed."""
-    return (
-        record.get("exit_code") == StalledError.exit_code
-        or LOST_MESSAGES.search(str(record.get("cause", ""))) is not None
-    )
-
-
 def _from_record(record: Mapping[str, Any]) -> Failure:
     code = record.get("exit_code")
     return Failure(
@@ -182,17 +173,19 @@ def _from_record(record: Mapping[str, Any]) -> Failure:
     )
 
 
-def _from_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: Mapping[int, Beat]) -> Failure:
+def _from_stall(stall: dict[str, Any], records: Sequence[dict[str, Any]], beats: Mapping[int, Beat]) -> Failure:
     """Describe a stall: which rank was silent, by the one that found it or else by the heartbeats, and which waited."""
     first = next((record for record in records if record.get("exit_code") == StalledError.exit_code), {})
     found = stall or first
-    root = _root(stall)
-    rank = root.get("rank", silent_rank(records, beats))
+    roots = stall.get("roots")  # the ranks that held all others up, the likeliest first, if the finder knew them
+    root = roots[0] if isinstance(roots, list) and roots and isinstance(roots[0], dict) else {}
+    kinds = {"rank": int, "node": str, "pid": int, "step": int, "action": str}
+    root = {key: root[key] for key, kind in kinds.items() if isinstance(root.get(key), kind)}
+    rank = root["rank"] if "rank" in root else _silent_rank(records, beats)
     if rank is None:
         return _from_record({"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code})
-    beat = beats.get(rank)
-    if not root and beat is not None:
-        root = {"node": beat.node, "pid": beat.pid, "step": beat.step, "action": beat.action}
+    if "rank" not in root:
+        root = asdict(beats[rank])
     cause = str(first.get("cause") or "")
     if found.get("rank") not in (None, rank):
         waited_s = found.get("waited_s")
@@ -204,22 +197,11 @@ def _from_stall(stall: dict[str, Any], records: list[dict[str, Any]], beats: Map
     )  # fmt: skip
 
 
-def _root(stall: dict[str, Any]) -> dict[str, Any]:
-    """Return the likeliest of the ranks that held all others up, if the one that found the stall knew it."""
-    roots = stall.get("roots")
-    first = roots[0] if isinstance(roots, list) and roots else None
-    if not isinstance(first, dict) or not isinstance(first.get("rank"), int):
-        return {}
-    kinds = {"rank": int, "node": str, "pid": int, "step": int, "action": str}
-    return {key: first[key] for key, kind in kinds.items() if isinstance(first.get(key), kind)}
-
-
 def _from_death(death: Death, beats: Mapping[int, Beat], ended: Ended) -> Failure:
     what, cause = "ended", death.reason or (_error_line(ended) if death.exit_code else None)
     cause_class = classify_text(cause or "") or FailureCause.EXCEPTION
     if death.signal is not None:
-        what = f"was killed by signal {death.signal} ({_signal_name(death.signal)})"
-        cause_class = FailureCause.KILLED
+        what, cause_class = _killed_by(death.signal), FailureCause.KILLED
     elif death.exit_code:
         what = f"ended with exit code {death.exit_code}"
     beat = beats.get(death.rank) if death.rank is not None else None
@@ -228,15 +210,6 @@ def _from_death(death: Death, beats: Mapping[int, Beat], ended: Ended) -> Failur
         death.pid or (beat.pid if beat else None), beat.step if beat else None, beat.action if beat else None,
         death.signal, cause_class,
     )  # fmt: skip
-
-
-def _from_output(output: LauncherOutput, ended: Ended) -> Failure:
-    """Describe the end of a run in which neither a rank nor the launcher named a rank."""
-    code = f"signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
-    last = ended.tail[-1] if ended.tail else "no rank and no launcher gave a reason"
-    cause = output.cancel_reason or _error_line(ended) or last
-    cause_class = classify_text(cause) or FailureCause.UNKNOWN
-    return Failure(RankFailedError.exit_code, f"ended with {code}", cause, cause_class=cause_class)
 
 
 def _error_line(ended: Ended) -> str | None:
@@ -250,17 +223,11 @@ def _with_rank(death: Death, beats: Mapping[int, Beat]) -> Death:
     if death.rank is not None or death.pid is None:
         return death
     same = [rank for rank, beat in beats.items() if beat.pid == death.pid]
-    here = [rank for rank in same if _short(beats[rank].node) == _short(death.node or "")]
-    found = here or same
+    host = (death.node or "").partition(".")[0]
+    found = [rank for rank in same if beats[rank].node.partition(".")[0] == host] or same
     return replace(death, rank=found[0]) if len(found) == 1 else death
 
 
-def _short(node: str) -> str:
-    return node.partition(".")[0]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
+def _killed_by(number: int) -> str:
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    return f"was killed by signal {number} ({name})"

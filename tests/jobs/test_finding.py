@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gems.runs.failure_cause import FailureCause
-from jobs.diagnosis.finding import BY_SPECIFICITY, Finding, judge
+from jobs.diagnosis.log_patterns import Finding
+from jobs.diagnosis.report import BY_SPECIFICITY, judge
 
 
 def found(cause: FailureCause, time_ns: int | None = None, *, follows: bool = False) -> Finding:
