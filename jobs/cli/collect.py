@@ -8,7 +8,7 @@ from pathlib import Path
 from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from jobs.launch.collect import collect as collect_traces
+from jobs.launch.launch import collect as collect_traces
 
 
 def collect(words: Sequence[str], options: Options) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from functools import partial
 
 from gems.cli.framework import Options, print_json
@@ -11,10 +10,11 @@ from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run
+from gems.utils.stdio import report
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
-from jobs.launch.submission import batch_script, prepare_here, release_folder, submit_run
+from jobs.launch.submission import prepare_here, release_folder, submit_run
 from jobs.preflight.checks import is_on_site, passed, preflight, show
 from jobs.preflight.cost import YES
 from jobs.slurm.limits import check_limits
@@ -60,9 +60,11 @@ def submit(spec: RunSpec, options: Options) -> int:
 
 
 def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
+    from jobs.slurm.executor import executor
+
     folder = RunFolder.of(spec)
     argv = command(job, folder)
-    script = batch_script(spec, job, folder) if job.is_batch else None
+    script = executor(spec, job, folder).script() if job.is_batch else None
     checks = passed(preflight(spec, job, script, partial(plan_run, spec), here=is_on_site(spec)))
     if options.json:
         names = ("nodes", "tasks", "tasks_per_node", "cpus_per_task", "gpus", "minutes", "gpu_hours", "charge",
@@ -73,19 +75,19 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
         })  # fmt: skip
         return
     line = shlex.join(argv)
-    print(line if script is None else script, end="\n" if script is None else "", flush=True)
+    print(f"{line}\n" if script is None else script, end="", flush=True)
     if script is not None:
-        print(f"jobs: the script runs: {line}", file=sys.stderr)
-    print(f"jobs: {job.summary()}", file=sys.stderr)
+        report("jobs", f"the script runs: {line}")
+    report("jobs", job.summary())
     show(checks)
-    print(f"jobs: nothing is submitted; without {DRY_RUN} the run folder is {folder.path}", file=sys.stderr)
+    report("jobs", f"nothing is submitted; without {DRY_RUN} the run folder is {folder.path}")
 
 
 def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
-    submission = submit_run(spec, job, assume_yes=YES in options.flags)
-    if submission is None:
+    submitted = submit_run(spec, job, assume_yes=YES in options.flags)
+    if submitted is None:
         return 1
-    folder, job_id, checks = submission.folder, submission.job_id, submission.checks
+    (job_id, checks), folder = submitted, RunFolder.of(spec)
     if options.json:
         print_json({
             "job_id": job_id, "run_folder": str(folder.path), "log": str(folder.logs / "ranks.log"),
@@ -93,11 +95,9 @@ def _submit_to_slurm(spec: RunSpec, job: JobSpec, options: Options) -> int:
         })  # fmt: skip
         return 0
     show(checks)
-    note = NodeBlocklist(folder.path.parent).note(spec.cluster.name)
-    if note is not None:
-        print(f"jobs: {note}", file=sys.stderr)
-    print(f"job     {job_id}: {job.summary()}")
-    print(f"folder  {folder.path}")
-    print(f"follow  python -m jobs logs -f {shlex.quote(str(folder.path))}")
-    print(f"state   python -m jobs status {shlex.quote(str(folder.path))}")
+    if (note := NodeBlocklist(folder.path.parent).note(spec.cluster.name)) is not None:
+        report("jobs", note)
+    print(f"job     {job_id}: {job.summary()}\nfolder  {folder.path}")
+    for what, words in (("follow", "logs -f"), ("state ", "status")):
+        print(f"{what}  python -m jobs {words} {shlex.quote(str(folder.path))}")
     return 0

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any
+from dataclasses import replace
+from typing import IO, Any
 
+from gems.cli.framework import print_json
 from gems.config.schema import RunSpec
+from gems.errors import RankFailedError
 from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, remove_stale_shared_memory, run_ranks
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
+from gems.utils.atomic_io import read_json
 from gems.utils.process_tree import start_time
+from gems.utils.stdio import report
+from gems.utils.units import now_utc
 from jobs.diagnosis.launcher_output import LauncherOutput
-from jobs.diagnosis.root_cause import RANK_CODES, Failure, find_failure, has_failed_rank, read_records
-from jobs.launch.collect import collect
+from jobs.diagnosis.root_cause import RANK_CODES, find_failure, has_failed_rank, read_records
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
-from jobs.launch.requeue import REQUEUES_JSON, SLURM, add_requeue, own_job_id, read_requeues
-from jobs.launch.slurm_json import record_end, record_start
+from jobs.launch.own_job import (
+    REQUEUES_JSON,
+    SLURM,
+    add_requeue,
+    own_job_id,
+    read_requeues,
+    record_end,
+    record_start,
+)  # fmt: skip
 from jobs.launch.termination import CANCELLED_CODE, StopRequest, describe_killed_run, end_saved_run, read_stopped
-from jobs.slurm.resources import SIMULATED, JobSpec, job_spec
+from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, job_spec
 
 # The batch script's own rank. srun gives each task one; ranks of another launcher would all take these for theirs.
 BATCH_SCRIPT_VARIABLES = ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NODEID")
@@ -33,50 +45,6 @@ POLL_S = 1.0
 ABORT_LIMIT_S = 10.0
 BATCH_GRACE_S = 2.0  # SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
 DEATH_LIMIT_S = 2.0  # srun reports dead ranks at once; ranks that ignore one SIGTERM live for KillWait more
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A launch under way: what is started, and what goes to status.json; `work` is the batch script's callable."""
-
-    folder: RunFolder
-    spec: RunSpec
-    job: JobSpec
-    facts: dict[str, Any]
-    output: LauncherOutput
-    table_on_stderr: bool
-    is_quiet: bool
-    work: Callable[[], None] | None
-
-    def close(self, ended: Ended) -> int:
-        """Report how the ranks have ended, in status.json and on stderr, and return the exit code."""
-        folder, job, facts, is_killed = self.folder, self.job, self.facts, ended.stopped_by is not None
-        stopped = read_stopped(folder)
-        if stopped is not None:
-            state = end_saved_run(folder, self.spec, job, facts, stopped, is_killed, self.work)
-            if state == "stopped" and not is_killed:
-                self._collect()
-            return CANCELLED_CODE if state == "cancelled" else 0
-        if ended.returncode == 0 and not is_killed and not read_records(folder):
-            is_complete = self.is_quiet and job.launcher == SIMULATED  # its trace is, and nobody asks for the rest
-            code = 0 if is_complete else self._collect()
-            folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
-            return code
-        state, failure = "failed", find_failure(folder, self.output, ended)
-        if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
-            failure = replace(failure, exit_code=ended.returncode)  # no rank: the process's own code tells
-        if is_killed:
-            state, failure = describe_killed_run(folder, job, failure, ended)
-        if state == "requeued":
-            facts = facts | {"requeue_count": add_requeue(folder, failure.what, SLURM, None)}
-        folder.write_status(state, **facts, **failure.to_dict())
-        _report(folder, failure)
-        if not is_killed and _has_traces(folder):
-            self._collect()
-        return failure.exit_code
-
-    def _collect(self) -> int:
-        return collect(self.folder, table_on_stderr=self.table_on_stderr, is_quiet=self.is_quiet)
 
 
 def launch(
@@ -117,12 +85,13 @@ def launch(
             # SLURM may have requeued the job
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
             record_start(folder, job.snapshot)
-            _sweep(job, environment, folder)
+            remove_stale_shared_memory()
+            if job.launcher == "srun" and "SLURM_RESTART_COUNT" in os.environ:  # under its old number, on all nodes
+                run_ranks(sweep_by_srun(job, folder), environment, timeout_s=SWEEP_LIMIT_S)
             probe_in_job(spec, job, folder, environment)
-            watch = _AbortWatch(folder, job, output, stop_request)
             ended = run_ranks(
-                argv, environment, folder.logs / "ranks.log",
-                on_line=output.feed_line, give_up=watch.is_overdue, echo=echo,
+                argv, environment, folder.logs / "ranks.log", on_line=output.feed_line,
+                give_up=_abort_watch(folder, job, output, stop_request), echo=echo,
                 grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
             )  # fmt: skip
             if ended.stopped_by is None:
@@ -134,40 +103,100 @@ def launch(
             cause_class = str(classify_error(error).cause)
             folder.write_status("failed", **facts, exit_code=code, cause=cause, cause_class=cause_class)
             raise
-        return _Launch(folder, spec, job, facts, output, table_on_stderr, is_quiet, work).close(ended)
+
+        def collect_traces() -> int:
+            return collect(folder, table_on_stderr=table_on_stderr, is_quiet=is_quiet)
+
+        is_killed = ended.stopped_by is not None
+        if (stopped := read_stopped(folder)) is not None:
+            state = end_saved_run(folder, spec, job, facts, stopped, is_killed, work)
+            if state == "stopped" and not is_killed:
+                collect_traces()
+            return CANCELLED_CODE if state == "cancelled" else 0
+        if ended.returncode == 0 and not is_killed and not read_records(folder):
+            is_complete = is_quiet and job.launcher == SIMULATED  # its trace is, and nobody asks for the rest
+            code = 0 if is_complete else collect_traces()
+            folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
+            return code
+        return _record_failure(folder, job, facts, output, ended, collect_traces)
 
 
-class _AbortWatch:
-    """Watches for ranks that have failed while the others wait: a rank's end before MPI starts ends nobody else.
+def collect(folder: RunFolder, *, table_on_stderr: bool = False, as_json: bool = False, is_quiet: bool = False) -> int:
+    """Merge the ranks' traces and print the summary; return the exit code of `python -m analysis collect`.
 
-    It is polled all the time, so it also passes a stop request on to the ranks.
+    `is_quiet` writes the summary to logs/summary.txt. Plotting and HDF5 are loaded by the child alone.
     """
+    is_probe = folder.read_spec().machine.kind == PROBE
+    sys.stdout.flush()
+    words = [sys.executable, "-m", "analysis", "collect", str(folder.path), *(["--json"] if as_json else [])]
+    with contextlib.ExitStack() as stack:
+        out: IO[str] | None = sys.stderr if table_on_stderr else None
+        if is_quiet:
+            out = stack.enter_context((folder.logs / "summary.txt").open("w"))
+        if is_probe:
+            return _show_probe(folder, out, as_json)
+        return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out).returncode
 
-    def __init__(self, folder: RunFolder, job: JobSpec, output: LauncherOutput, request: StopRequest) -> None:
-        self._folder = folder
-        self._output = output
-        self._reports_deaths = job.launcher == "srun"
-        self._request = request
-        self._limit_s = ABORT_LIMIT_S
-        self._polled_s = 0.0
-        self._failed_s: float | None = None
 
-    def is_overdue(self) -> bool:
-        """Return whether a rank's failure has been known for too long.
+def _show_probe(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
+    """Report what a probe found, which has no trace. Without an answer of its first rank it has failed."""
+    found = read_json(folder.result_json)
+    if not found:
+        report("jobs", f"no rank of the probe {folder.path} has answered")
+        return RankFailedError.exit_code
+    if as_json:
+        print_json(found)
+        return 0
+    gpus = (found["visible_gpus"] or "those of its node") if found["gpus_on_node"] else "none asked for"
+    print(
+        f"probe   {found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them; "
+        f"rank 0 is on {found['node']} and sees GPUs: {gpus}", file=out, flush=True,
+    )  # fmt: skip
+    return 0
 
-        The limit is ABORT_LIMIT_S, or DEATH_LIMIT_S if srun reported the failure.
-        """
-        self._request.pass_on(self._folder)
+
+def _record_failure(
+    folder: RunFolder, job: JobSpec, facts: dict[str, Any], output: LauncherOutput, ended: Ended,
+    collect_traces: Callable[[], int],
+) -> int:  # fmt: skip
+    """Report how the ranks have failed, in status.json and on stderr, and return the exit code."""
+    state, failure = "failed", find_failure(folder, output, ended)
+    if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
+        failure = replace(failure, exit_code=ended.returncode)  # no rank: the process's own code tells
+    if ended.stopped_by is not None:
+        state, failure = describe_killed_run(folder, job, failure, ended)
+    if state == "requeued":
+        facts = facts | {"requeue_count": add_requeue(folder, failure.what, SLURM, None)}
+    folder.write_status(state, **facts, **failure.to_dict())
+    has_traces = any((folder.path / "trace").glob("rank*.h5"))
+    where = f"the ranks' output is in {folder.logs / 'ranks.log'}"
+    if has_traces:
+        where = f"traces up to the last finished step are in {folder.path / 'trace'}"
+    report("jobs", f"{failure.describe()}; {where}")
+    if ended.stopped_by is None and has_traces:
+        collect_traces()
+    return failure.exit_code
+
+
+def _abort_watch(folder: RunFolder, job: JobSpec, output: LauncherOutput, request: StopRequest) -> Callable[[], bool]:
+    """Return what tells that a rank's failure has been known for too long: ABORT_LIMIT_S, DEATH_LIMIT_S by srun.
+
+    A rank's end before MPI starts ends nobody else. It is polled all the time, so it also passes a stop request on.
+    """
+    polled_s, deadline_s = 0.0, float("inf")
+
+    def is_overdue() -> bool:
+        nonlocal polled_s, deadline_s
+        request.pass_on(folder)
         now_s = time.monotonic()
-        if self._failed_s is not None:
-            return now_s - self._failed_s > self._limit_s
-        if now_s - self._polled_s > POLL_S:
-            self._polled_s = now_s
-            is_dead = self._reports_deaths and bool(self._output.deaths)
-            if is_dead or has_failed_rank(self._folder):
-                self._failed_s = now_s
-                self._limit_s = DEATH_LIMIT_S if is_dead else ABORT_LIMIT_S
-        return False
+        if deadline_s == float("inf") and now_s - polled_s > POLL_S:
+            polled_s = now_s
+            is_dead = job.launcher == "srun" and bool(output.deaths)
+            if is_dead or has_failed_rank(folder):
+                deadline_s = now_s + (DEATH_LIMIT_S if is_dead else ABORT_LIMIT_S)
+        return now_s > deadline_s
+
+    return is_overdue
 
 
 def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
@@ -177,40 +206,15 @@ def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
     if job.is_batch:
         environment["SLURM_EXPORT_ENV"] = "ALL"  # after `sbatch --export=NONE` ranks would get nothing of this
     if job.launcher == "ibrun":
-        for name in BATCH_SCRIPT_VARIABLES:
-            environment.pop(name, None)
+        environment = {name: value for name, value in environment.items() if name not in BATCH_SCRIPT_VARIABLES}
     return environment | {key: str(value) for key, value in spec.cluster.environment.items()}
 
 
 def _facts(job: JobSpec, argv: list[str], folder: RunFolder) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "pid": os.getpid(),
-        "pid_started": start_time(os.getpid()),
-        "host": os.uname().nodename,
-        "launcher": job.launcher,
-        "command": argv,
-        "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    if job.is_batch and own_job_id() is not None:
-        facts["job_id"] = own_job_id()
-    if count := len(read_requeues(folder)):
-        facts["requeue_count"] = count
-    return facts
-
-
-def _sweep(job: JobSpec, environment: dict[str, str], folder: RunFolder) -> None:
-    """Remove stale shared memory here, and on all nodes when SLURM restarts a job under its old number."""
-    remove_stale_shared_memory()
-    if job.launcher == "srun" and "SLURM_RESTART_COUNT" in os.environ:
-        run_ranks(sweep_by_srun(job, folder), environment, timeout_s=SWEEP_LIMIT_S)
-
-
-def _report(folder: RunFolder, failure: Failure) -> None:
-    where = f"traces up to the last finished step are in {folder.path / 'trace'}"
-    if not _has_traces(folder):
-        where = f"the ranks' output is in {folder.logs / 'ranks.log'}"
-    print(f"jobs: {failure.describe()}; {where}", file=sys.stderr, flush=True)
-
-
-def _has_traces(folder: RunFolder) -> bool:
-    return any((folder.path / "trace").glob("rank*.h5"))
+    pid, own_id, requeues = os.getpid(), own_job_id(), len(read_requeues(folder))
+    return {
+        "pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename, "launcher": job.launcher,
+        "command": argv, "started_utc": now_utc(),
+        **({"job_id": own_id} if job.is_batch and own_id is not None else {}),
+        **({"requeue_count": requeues} if requeues else {}),
+    }  # fmt: skip

@@ -1,4 +1,7 @@
-"""Build a launcher's command line from a job's resources, in a container if the site needs one."""
+"""Build a launcher's command line from a job's resources, in a container if the site needs one.
+
+All raise ConfigError for a path that the container's runtime would read as something else.
+"""
 
 from __future__ import annotations
 
@@ -33,29 +36,15 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
-    """Return the command line of one rank, in its container if it has one; its argument is the run folder unless given.
-
-    Raises:
-        ConfigError: a path that the container's runtime would read as something else.
-    """
+    """Return the command line of one rank, in its container; its argument is the run folder unless others are given."""
     words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
-    if job.is_probe:
-        expected = (job.tasks, job.tasks_per_node, job.gpus_per_node)
-        words = [*job.python, *_probe(job, folder), str(folder.path), *map(str, expected)]
-    return in_container(job, words, folder.path)
-
-
-def _probe(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the arguments that start a probing rank in some ms.
-
-    Outside of a container by its file, without site packages.
-    """
-    bare = ["-I", "-S"] if job.container is None else []
-    if job.snapshot:
-        return [*bare, *from_snapshot(folder.code_zip, placement_check.__name__)]
-    if job.container is not None:
-        return ["-m", placement_check.__name__]
-    return [*bare, str(Path(placement_check.__file__).resolve())]
+    if job.is_probe:  # starts in some ms: outside of a container by its file, without site packages
+        bare = ["-I", "-S"] if job.container is None else []
+        name, expected = placement_check.__name__, (job.tasks, job.tasks_per_node, job.gpus_per_node)
+        program = ["-m", name] if job.container is not None else [str(Path(placement_check.__file__).resolve())]
+        program = from_snapshot(folder.code_zip, name) if job.snapshot else program
+        words = [*job.python, *bare, *program, str(folder.path), *map(str, expected)]
+    return _in_container(job, words, folder.path)
 
 
 def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
@@ -81,14 +70,11 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
         *_shape(job, job.tasks_per_node),
         f"--cpus-per-task={job.cpus_per_task}",
         *([f"--mpi={job.mpi}"] if job.mpi else []),
-        "--kill-on-bad-exit=1",
-        "--wait=60",
-        "--label",
-        "--unbuffered",
+        *("--kill-on-bad-exit=1", "--wait=60", "--label", "--unbuffered"),
         *([f"--{gpus[0]}={gpus[1]}"] if gpus else []),
         *([f"--gpu-bind={job.gpu_bind}"] if gpus and job.gpu_bind else []),
         *([f"--cpu-bind={job.cpu_bind}"] if job.cpu_bind else []),
-        *srun_options(job, folder.path),
+        *_pyxis_options(job, folder.path),
         *job.srun,
         *(program or rank_program(job, folder)),
     ]
@@ -105,20 +91,10 @@ def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
 
 
 def sweep_by_srun(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line that removes stale shared-memory files on every node of an allocation.
-
-    Raises:
-        ConfigError: a path that the container's runtime would read as something else.
-    """
+    """Return the command line that removes stale shared-memory files on every node of an allocation."""
     inside = folder.path if job.snapshot else None
-    return [
-        "srun",
-        *_shape(job, 1),
-        "--cpus-per-task=1",
-        "--mpi=none",
-        *srun_options(job, inside),
-        *in_container(job, _module(job, folder, "gems.launch.mpich_cleanup"), inside),
-    ]
+    program = _in_container(job, _module(job, folder, "gems.launch.mpich_cleanup"), inside)
+    return ["srun", *_shape(job, 1), "--cpus-per-task=1", "--mpi=none", *_pyxis_options(job, inside), *program]
 
 
 def _module(job: JobSpec, folder: RunFolder, name: str) -> list[str]:
@@ -131,12 +107,8 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
     return [f"--nodes={job.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks_per_node}"]
 
 
-def in_container(job: JobSpec, program: Sequence[str], folder: Path | None = None) -> list[str]:
-    """Return the command that runs `program`, through `apptainer exec` or its like if the job's container needs that.
-
-    Raises:
-        ConfigError: a path that the runtime would read as something else.
-    """
+def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> list[str]:
+    """Return the command that runs `program`, by `apptainer exec` or its like if the job's container needs that."""
     container = job.container
     if container is None or container.runtime == PYXIS:
         return list(program)
@@ -145,22 +117,15 @@ def in_container(job: JobSpec, program: Sequence[str], folder: Path | None = Non
     return [container.runtime, "exec", *binds, *home, *container.options, container.image, *program]
 
 
-def srun_options(job: JobSpec, folder: Path | None = None) -> list[str]:
-    """Return the options for srun itself, of which pyxis is a plug-in.
-
-    Raises:
-        ConfigError: a path that the runtime would read as something else.
-    """
+def _pyxis_options(job: JobSpec, folder: Path | None) -> list[str]:
+    """Return the options for srun itself, of which pyxis is a plug-in."""
     container = job.container
     if container is None or container.runtime != PYXIS:
         return []
     mounts = ",".join(f"{path}:{path}" for path in _shared(job, folder))
-    return [
-        f"--container-image={container.image}",
-        *([f"--container-mounts={mounts}"] if mounts else []),
-        *(f"--container-workdir={path}" for path in _home(job, folder)),
-        *container.options,
-    ]
+    mount_option = [f"--container-mounts={mounts}"] if mounts else []
+    home = [f"--container-workdir={path}" for path in _home(job, folder)]
+    return [f"--container-image={container.image}", *mount_option, *home, *container.options]
 
 
 def _home(job: JobSpec, folder: Path | None) -> list[Path]:

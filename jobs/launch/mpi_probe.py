@@ -5,7 +5,6 @@ In a job it is the first step if no answer is known yet; it takes seconds, and n
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended, mpiexec_argv, run_ranks
 from gems.runs.folder import RunFolder
+from gems.utils.stdio import report
 from jobs.launch.launchers import by_srun, rank_program
 from jobs.preflight.known_probe import RANKS, describe_probe, keep_probe, needs_probe
 from jobs.slurm.resources import JobSpec
@@ -28,29 +28,23 @@ MPI_HELP = "MPICH takes cluster.mpi=pmi2, Open MPI pmix, Cray MPICH cray_shasta 
 def probe_in_job(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> None:
     """Probe as the first step of a job, before its ranks, if nothing is known of its cluster and environment.
 
-    The result is written to logs/probe.json, and kept for later jobs.
-
-    Raises:
-        ConfigError: MPI does not start as configured, or must not be given device memory.
-        RankFailedError: the ranks ended otherwise.
-        StalledError: they did not end.
+    The result is written to logs/probe.json, and kept for later jobs. Raises what `read_probe` raises.
     """
-    if not needs_probe(spec, job):
-        return
-    found = run_probe(spec, job, folder, environment) | {"nodes": pair_resources(job).nodes}
-    keep_probe(spec, job, found)
-    print(f"jobs: probe: {describe_probe(found)}", file=sys.stderr, flush=True)
+    if needs_probe(spec, job):
+        found = run_probe(spec, job, folder, environment) | {"nodes": _pair(job).nodes}
+        keep_probe(spec, job, found)
+        report("jobs", f"probe: {describe_probe(found)}")
 
 
 def run_probe(spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Run the two ranks and return what they found."""
+    """Run the two ranks and return what they found; raises what `read_probe` raises."""
     probe_json(folder).unlink(missing_ok=True)
     argv = probe_argv(spec, job, folder)
     ended = run_ranks(argv, environment, folder.logs / "probe.log", timeout_s=LIMIT_S, echo=False)
     return read_probe(spec, ended, probe_json(folder))
 
 
-def pair_resources(job: JobSpec) -> JobSpec:
+def _pair(job: JobSpec) -> JobSpec:
     """Return the resources of two ranks of a job, on two nodes if it has them."""
     nodes = min(job.nodes, RANKS)
     return replace(job, nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes)
@@ -67,9 +61,7 @@ def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
     program = rank_program(job, folder, "gems.engine.transport.probe", *words)
     if job.launcher == "ibrun":
         return ["ibrun", "-n", str(RANKS), *program]  # the first tasks of the allocation
-    if job.launcher == "mpiexec":
-        return mpiexec_argv(RANKS, program)
-    return by_srun(pair_resources(job), folder, program)
+    return mpiexec_argv(RANKS, program) if job.launcher == "mpiexec" else by_srun(_pair(job), folder, program)
 
 
 def probe_json(folder: RunFolder) -> Path:
@@ -110,8 +102,6 @@ def read_probe(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
     if ended.timed_out:
         raise StalledError(f"the probe's two ranks {how}{last}; {MPI_HELP}")
     if not found:
-        given = spec.cluster.mpi or "null"
-        raise RankFailedError(
-            f"the probe's two ranks {how} before MPI had started, with cluster.mpi={given}{last}; {MPI_HELP}"
-        )
+        how += f" before MPI had started, with cluster.mpi={spec.cluster.mpi or 'null'}"
+        last += f"; {MPI_HELP}"
     raise RankFailedError(f"the probe's two ranks {how}{last}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
 from functools import cache, partial
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run
+from gems.utils.stdio import report
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
@@ -19,15 +18,6 @@ from jobs.slurm.jobs import SQUEUE, query_jobs
 from jobs.slurm.limits import check_limits
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.slurm.sbatch_check import TryLaterError
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A submitted job: its run folder, its number, and the checks that it passed."""
-
-    folder: RunFolder
-    job_id: str
-    checks: list[Check]
 
 
 def start_run(spec: RunSpec, *, assume_yes: bool = False) -> int:
@@ -44,36 +34,33 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False) -> int:
     return launch(prepare_here(spec, job), spec, echo=False, is_quiet=True)
 
 
-def submit_run(spec: RunSpec, job: JobSpec, *, assume_yes: bool) -> Submission | None:
-    """Submit a run to SLURM after its preflight; None if the user does not confirm its cost."""
-    from jobs.slurm.executor import need_sbatch, submit_job
+def submit_run(spec: RunSpec, job: JobSpec, *, assume_yes: bool) -> tuple[str, list[Check]] | None:
+    """Submit a run to SLURM after its preflight; None if the user does not confirm its cost.
+
+    Returns:
+        The job's number, and the checks that it passed.
+    """
+    from jobs.slurm.executor import executor, need_sbatch, submit_job
 
     folder = RunFolder.of(spec)
-    script = batch_script(spec, job, folder)
+    script = executor(spec, job, folder).script()
     need_sbatch(job)
     release_folder(folder)
     plan = cache(partial(plan_run, spec))
     checks = passed(preflight(spec, job, script, plan))
     if not is_confirmed([job], spec.cluster.confirm_above_gpu_hours, assume_yes=assume_yes):
-        print("jobs: nothing is submitted", file=sys.stderr)
+        report("jobs", "nothing is submitted")
         return None
     folder = prepare(spec, plan())
-    job_id = submit_job(spec, job, folder, BatchJob(str(folder.path)))
+    job_id = submit_job(spec, job, folder, BatchJob((str(folder.path),)))
     folder.write_status("submitted", job_id=job_id)
-    return Submission(folder, job_id, checks)
+    return job_id, checks
 
 
 def prepare_here(spec: RunSpec, job: JobSpec) -> RunFolder:
     """Prepare the folder of a run on this machine, once its launcher has been found."""
     command(job, RunFolder.of(spec))
     return prepare(spec)
-
-
-def batch_script(spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
-    """Return the batch script of a run, as sbatch will get it."""
-    from jobs.slurm.executor import executor
-
-    return executor(spec, job, folder).script()
 
 
 def release_folder(folder: RunFolder) -> None:

@@ -9,55 +9,18 @@ point, and the minutes of all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-from gems.errors import SIGNAL_BASE, ConfigError
-from gems.runs.folder import RunFolder
+from gems.errors import ConfigError
 from gems.runs.prepare import prepare
 from jobs.launch.batch import BatchJob
-from jobs.launch.requeue import own_job_id
 from jobs.launch.submission import release_folder
 from jobs.slurm.limits import check_limits, check_queue
 from jobs.slurm.resources import JobSpec, job_spec
 from jobs.studies.points import Point
 
-STOPPED = ("stopped", "requeued")  # the job is to end, not this point alone
 POINT_KEYS = ("nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_node", "minutes")
-
-
-@dataclass(frozen=True, slots=True)
-class PackedJob:
-    """Launches prepared runs, one after another; a run that fails does not end the others."""
-
-    run_folders: tuple[str, ...]
-
-    def __call__(self) -> None:
-        """Run the job; after a requeue it skips the runs that it has finished.
-
-        Raises:
-            SystemExit: with the worst of the runs' exit codes unless it is 0.
-        """
-        worst = 0
-        for path in self.run_folders:
-            if self._has_finished(path):
-                continue
-            try:
-                BatchJob(path)()
-            except SystemExit as ended:
-                code = ended.code if isinstance(ended.code, int) else 1
-                worst = max(worst, code)
-                if code > SIGNAL_BASE:
-                    break
-            if RunFolder(Path(path)).read_status().get("state") in STOPPED:
-                break
-        if worst:
-            raise SystemExit(worst)
-
-    def _has_finished(self, path: str) -> bool:
-        status = RunFolder(Path(path)).read_status()
-        return status.get("state") == "finished" and status.get("job_id") == own_job_id()
 
 
 def pack_points(points: Sequence[Point]) -> list[tuple[Point, ...]]:
@@ -69,10 +32,9 @@ def pack_points(points: Sequence[Point]) -> list[tuple[Point, ...]]:
     open_packs: dict[str, list[Point]] = {}
     for point in points:
         key = _pack_key(point)
-        pack = open_packs.get(key) if key is not None else None
+        pack = open_packs.get(key or "")
         if pack is None or not _fits(pack, point):
-            pack = []
-            packs.append(pack)
+            packs.append(pack := [])
             if key is not None:
                 open_packs[key] = pack
         pack.append(point)
@@ -105,7 +67,7 @@ def submit_pack(points: Sequence[Point]) -> str:
     for point in points:
         release_folder(point.folder)
     folders = [prepare(point.spec) for point in points]
-    work = PackedJob(tuple(str(folder.path) for folder in folders))
+    work = BatchJob(tuple(str(folder.path) for folder in folders))
     job_id = submit_job(spec, job, folders[0], work)
     for folder in folders:
         folder.write_status("submitted", job_id=job_id)

@@ -16,7 +16,7 @@ from submitit.core.utils import DelayedSubmission
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.launch.batch import BatchJob, wait_for_submission
-from jobs.launch.requeue import successor
+from jobs.launch.own_job import successor
 from tests.jobs.job_helpers import ROOT
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_the_pickle_holds_a_name_and_a_path() -> None:
     """A function pickled by value would carry the code of the day of submission, and whatever it closes over."""
-    pickled = cloudpickle.dumps(DelayedSubmission(BatchJob("/runs/x")))
+    pickled = cloudpickle.dumps(DelayedSubmission(BatchJob(("/runs/x",))))
     assert b"jobs.launch.batch" in pickled and b"/runs/x" in pickled
     assert len(pickled) < 400
 
 
 def run_as_slurm_would(folder: RunFolder, job_id: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the last line of the batch script."""
-    submission = DelayedSubmission(BatchJob(str(folder.path)))
+    submission = DelayedSubmission(BatchJob((str(folder.path),)))
     submission.set_timeout(10, 0)
     submission.dump(folder.logs / f"{job_id}_submitted.pkl")
     return subprocess.run(

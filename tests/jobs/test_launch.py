@@ -18,8 +18,7 @@ from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from jobs.launch import launch as launch_module
-from jobs.launch.collect import collect
-from jobs.launch.launch import JOB_FILES, launch
+from jobs.launch.launch import JOB_FILES, collect, launch
 from tests.jobs.job_helpers import wait_until
 
 Tiny = Callable[..., tuple[RunFolder, RunSpec]]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
-from jobs.studies import packing as pack_module
-from jobs.studies.packing import PackedJob, pack_points, pack_resources
+from jobs.launch.batch import BatchJob
+from jobs.launch.termination import StopRequest
+from jobs.studies.packing import pack_points, pack_resources
 from jobs.studies.points import Point
 
 CLUSTER = ("cluster=mini", "cluster.nodes=1", "cluster.minutes=10")
@@ -55,23 +55,6 @@ def test_the_minutes_of_a_pack_stay_within_the_sites(point: Callable[..., Point]
     assert pack_points(limited) == [tuple(limited[:2]), (limited[2],)]
 
 
-class Batch:
-    """Stands for the launch of each run, by the folder's name: what its status says, and its exit code."""
-
-    ends: ClassVar[dict[str, tuple[str, int]]]
-    ran: ClassVar[list[str]]
-
-    def __init__(self, run_folder: str) -> None:
-        self.path = Path(run_folder)
-
-    def __call__(self) -> None:
-        state, code = self.ends[self.path.name]
-        self.ran.append(self.path.name)
-        RunFolder(self.path).write_status(state, exit_code=code, job_id="7")
-        if code:
-            raise SystemExit(code)
-
-
 @pytest.mark.parametrize(
     ("ends", "ran", "code"),
     [
@@ -84,11 +67,18 @@ class Batch:
 def test_a_failure_ends_no_other_and_an_end_of_the_job_ends_all(
     ends: list[tuple[str, int]], ran: int, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack_module, "BatchJob", Batch)
-    monkeypatch.setattr(Batch, "ends", dict(zip("abc", ends, strict=True)), raising=False)
-    monkeypatch.setattr(Batch, "ran", [], raising=False)
+    all_ran: list[str] = []
+
+    def run_prepared(folder: RunFolder, request: StopRequest) -> int:
+        state, code = ends_by_name[folder.path.name]
+        all_ran.append(folder.path.name)
+        folder.write_status(state, exit_code=code, job_id="7")
+        return code
+
+    ends_by_name: dict[str, tuple[str, int]] = dict(zip("abc", ends, strict=True))
+    monkeypatch.setattr("jobs.launch.batch.run_prepared", run_prepared)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    job = PackedJob(tuple(str(tmp_path / name) for name in "abc"))
+    job = BatchJob(tuple(str(tmp_path / name) for name in "abc"))
     for name in "abc":
         RunFolder(tmp_path / name).write_status("submitted", job_id="7")
     if code is None:
@@ -97,11 +87,9 @@ def test_a_failure_ends_no_other_and_an_end_of_the_job_ends_all(
         with pytest.raises(SystemExit) as ended:
             job()
         assert ended.value.code == code
-    assert list("abc")[:ran] == Batch.ran
-    unfinished = [
-        name for name, (state, _) in zip("abc", ends, strict=True) if state != "finished" or name not in Batch.ran
-    ]
-    monkeypatch.setattr(Batch, "ran", [])
-    monkeypatch.setattr(Batch, "ends", dict.fromkeys("abc", ("finished", 0)))
+    assert list("abc")[:ran] == all_ran
+    unfinished = [name for name, (state, _) in ends_by_name.items() if state != "finished" or name not in all_ran]
+    all_ran.clear()
+    ends_by_name = dict.fromkeys("abc", ("finished", 0))
     job()  # as SLURM starts it again
-    assert Batch.ran == unfinished
+    assert all_ran == unfinished

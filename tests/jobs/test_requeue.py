@@ -21,7 +21,7 @@ from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import read_beat
 from gems.utils.atomic_io import read_json, write_json
 from jobs.launch import launch as launch_module
-from jobs.launch import requeue
+from jobs.launch import own_job
 from jobs.launch.batch import BatchJob
 from jobs.launch.launch import launch
 from jobs.launch.termination import StopRequest
@@ -73,7 +73,7 @@ def in_job(
             return ended
 
         monkeypatch.setattr(launch_module, "run_ranks", ranks)
-        return launch(folder, spec, work=BatchJob(str(folder.path))), folder
+        return launch(folder, spec, work=BatchJob((str(folder.path),))), folder
 
     return go
 
@@ -156,8 +156,8 @@ def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_l
     log = slurm.here / "41.out"
     put_back = "slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO JOB REQUEUE ***"
     log.write_text(f"{put_back}\n")
-    monkeypatch.setattr(requeue, "_stderr", lambda: log)
-    monkeypatch.setattr(requeue, "LOG_START_BYTES", log.stat().st_size)
+    monkeypatch.setattr(own_job, "_stderr", lambda: log)
+    monkeypatch.setattr(own_job, "LOG_START_BYTES", log.stat().st_size)
     slurm.does("sbatch", "echo Submitted batch job 42")
     shows = f"if [ $1 = show ]; then echo '{shown(left_s=100)}'; else"
     slurm.does("scontrol", f"{shows} echo '{put_back}' >> {log}; kill -TERM $$; fi")
@@ -165,7 +165,7 @@ def test_a_job_that_slurm_puts_back_is_not_submitted_anew_though_the_answer_is_l
     assert (folder.read_status()["job_id"], folder.read_status()["requeue_count"]) == ("41", 1)
     assert "sbatch" not in slurm.asked()
     monkeypatch.setattr(
-        requeue, "LOG_START_BYTES", log.stat().st_size
+        own_job, "LOG_START_BYTES", log.stat().st_size
     )  # the next attempt: those words are not of this one
     slurm.does("scontrol", f"{shows} kill -TERM $$; fi")
     _, folder = in_job({"step": 9, "reason": "SIGUSR2"})
@@ -213,8 +213,8 @@ def test_who_ended_a_run_that_has_not_saved(
         "slurmstepd-n1: error: *** JOB 40 ON n1 CANCELLED AT 2026-11-21T21:45:47 DUE TO TIME LIMIT ***\n"
         f"slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n"
     )
-    kill_reason = requeue.kill_reason
-    monkeypatch.setattr(requeue, "kill_reason", lambda: kill_reason(log))
+    kill_reason = own_job.kill_reason
+    monkeypatch.setattr(own_job, "kill_reason", lambda: kill_reason(log))
     tail = ("srun: error: Node failure on n2",) if "NODE" in said else ()
     code, folder = in_job(None, Ended(143, tail, stopped_by="SIGTERM"))
     status = folder.read_status()
@@ -239,8 +239,8 @@ def test_a_run_that_saved_while_slurm_ended_it(
     scontrol(slurm, shown(left_s=0, restarts=restarts, state="COMPLETING"))
     log = slurm.here / "41.out"
     log.write_text(f"slurmstepd-n1: error: *** JOB 41 ON n1 CANCELLED AT 2026-11-21T21:45:47{said} ***\n")
-    kill_reason = requeue.kill_reason
-    monkeypatch.setattr(requeue, "kill_reason", lambda: kill_reason(log))
+    kill_reason = own_job.kill_reason
+    monkeypatch.setattr(own_job, "kill_reason", lambda: kill_reason(log))
     found, folder = in_job({"step": 7, "reason": "SIGTERM"}, ended)
     status = folder.read_status()
     assert (found, status["exit_code"], status["state"], status["stopped_step"]) == (code, code, state, 7)
@@ -263,7 +263,7 @@ def test_a_cancelled_run_that_saved_is_not_put_back(
 
 def test_the_words_of_a_terminal_or_pipe_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    program = "from jobs.launch.requeue import kill_reason; print(kill_reason())"
+    program = "from jobs.launch.own_job import kill_reason; print(kill_reason())"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("None\n", "")
 

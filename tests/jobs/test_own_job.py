@@ -10,7 +10,7 @@ import pytest
 
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from jobs.launch.slurm_json import query_fields, record_end, record_start
+from jobs.launch.own_job import query_fields, record_end, record_start
 from tests.jobs.fake_slurm import FakeSlurm
 
 ONELINER = (

@@ -1,10 +1,10 @@
-"""Requeueing: what SLURM knows of this process's own job, and how a saved run gets back into the queue."""
+"""This process's own job: what SLURM knows of it, its record in the run folder, and its way back into the queue."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,12 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.utils.atomic_io import write_json
+from gems.runs.provenance import ENVIRONMENT_JSON, check_code, environment
+from gems.utils.atomic_io import read_json, write_json
+from gems.utils.stdio import report
+from gems.utils.units import now_utc
 from jobs.slurm.command import run_slurm
-from jobs.slurm.jobs import SCONTROL, Job, is_job_number, query_jobs
+from jobs.slurm.jobs import SCONTROL, Job, is_job_number, query_jobs, scontrol_fields
 from jobs.slurm.messages import REQUEUED, parse_cancellation
 from jobs.slurm.resources import JobSpec
 from jobs.status.run_status import read_or_empty
@@ -26,6 +29,8 @@ QUERY_LIMIT_S = 3.0  # SLURM kills KillWait seconds after its SIGTERM, and the a
 REQUEUE_LIMIT_S = 20.0
 EARLY_S = 60  # SLURM sends a signal before the end up to so many seconds early
 TAIL_BYTES = 1 << 14
+STEP_FIELDS = ("JobID", "JobName", "State", "ExitCode", "Elapsed", "NTasks", "NodeList", "MaxRSS", "ConsumedEnergyRaw")
+PERSONAL = ("UserId", "GroupId", "MailUser")
 
 
 def own_job_id() -> str | None:
@@ -42,14 +47,9 @@ def _stderr() -> Path:
     return Path(f"/proc/{os.getpid()}/fd/2").resolve()
 
 
-def _stderr_bytes() -> int:
-    try:
-        return _stderr().stat().st_size
-    except OSError:
-        return 0
-
-
-LOG_START_BYTES = _stderr_bytes()  # a job that starts again adds to the log of its earlier attempts
+LOG_START_BYTES = 0  # a job that starts again adds to the log of its earlier attempts
+with contextlib.suppress(OSError):
+    LOG_START_BYTES = _stderr().stat().st_size
 
 
 def own_job() -> Job | None:
@@ -64,9 +64,7 @@ def will_restart(job: Job | None) -> bool:
 
 
 def kill_reason(log: Path | None = None) -> str | None:
-    """Read from the job's own output why SLURM ends it: a FailureCause, REQUEUED, or SLURM's own words.
-
-    None if unknown.
+    """Read in the job's own output why SLURM ends it: a FailureCause, REQUEUED, or SLURM's own words; None if unknown.
 
     In a batch script SLURM writes the message to stderr before it sends SIGTERM; `log` is what this process has added
     to its stderr unless it is given.
@@ -84,6 +82,63 @@ def kill_reason(log: Path | None = None) -> str | None:
     found = [each for each in map(parse_cancellation, text.splitlines()) if each is not None and each.is_job]
     own = [each for each in found if each.job_id == own_job_id()]
     return own[-1].cause if own else None
+
+
+def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
+    """Record the job's environment and SLURM's record of it in `provenance/`, and check that the code is as prepared.
+
+    Later, scontrol has forgotten the job, and not every site has accounting. Outside of SLURM it does nothing. A job
+    that SLURM started again keeps the records of its earlier starts. A record that cannot be written ends no run.
+
+    Raises:
+        ConfigError: the code archive was changed or is damaged.
+    """
+    job_id = own_job_id()
+    if job_id is None:
+        return
+    with _recording():
+        kept = read_json(folder.provenance / ENVIRONMENT_JSON)
+        write_json(folder.provenance / ENVIRONMENT_JSON, {**kept, "job": environment()})
+        starts = [*read_json(folder.slurm_json).get("starts", [])]
+        if starts and folder.affinity_json.exists():  # of an earlier start, perhaps on other nodes
+            folder.affinity_json.rename(folder.affinity_json.with_name(f"affinity.start{len(starts)}.json"))
+        starts.append({"restart_count": num_restarts(), "utc": now_utc(), "job": query_fields(job_id)})
+        write_json(folder.slurm_json, {"job_id": job_id, "starts": starts})
+    wrong = check_code(folder.provenance, read_json(folder.provenance_json)) if code_is_snapshot else None
+    if wrong is not None:
+        raise ConfigError("run folder", folder.path, wrong, "submit it again")
+
+
+def record_end(folder: RunFolder) -> None:
+    """Record SLURM's record of the job once its ranks have ended, with sacct's steps if the site has accounting."""
+    job_id = own_job_id()
+    if job_id is None:
+        return
+    with _recording():
+        record = read_json(folder.slurm_json)
+        if record.get("starts"):
+            words = ["--noheader", "--parsable2", f"--format={','.join(STEP_FIELDS)}", f"--jobs={job_id}"]
+            result = run_slurm(["sacct", *words])
+            steps = [dict(zip(STEP_FIELDS, line.split("|"), strict=False)) for line in result.lines]
+            end = {"utc": now_utc(), "job": query_fields(job_id), "steps": None if result.error else steps or None}
+            record["starts"][-1]["end"] = end
+            write_json(folder.slurm_json, record)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        report("jobs", f"SLURM's record of the job cannot be written ({error})")
+
+
+def query_fields(job_id: str) -> dict[str, str] | None:
+    """Return the fields of `scontrol show job` except personal ones; None if SLURM does not answer."""
+    result = run_slurm(["scontrol", "--oneliner", "show", "job", job_id])
+    if result.error is not None:
+        return None
+    return {name: value for name, value in scontrol_fields(result.lines).items() if name not in PERSONAL}
 
 
 def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
@@ -109,10 +164,9 @@ def read_requeues(folder: RunFolder) -> list[dict[str, Any]]:
 
 def add_requeue(folder: RunFolder, why: str, by: str, step: int | None) -> int:
     """Add a row to requeues.json, which all attempts share, and return the number of rows."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    row = {"utc": now, "why": str(why), "by": by, "job_id": own_job_id(), "step": step}
+    row = {"utc": now_utc(), "why": str(why), "by": by, "job_id": own_job_id(), "step": step}
     rows = [*read_requeues(folder), row]
-    _write(folder, rows)
+    write_json(folder.path / REQUEUES_JSON, {"requeues": rows})
     return len(rows)
 
 
@@ -137,9 +191,7 @@ def requeue_run(
     folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], why: str, step: int | None,
     work: Callable[[], None] | None,
 ) -> str | None:  # fmt: skip
-    """Put this process's job back into the queue, or submit `work` as a new job if SLURM refuses.
-
-    Return the error, or None.
+    """Put this process's job back into the queue, or submit `work` as a new job if SLURM refuses; return the error.
 
     requeues.json and status.json, which takes the `facts`, are written before SLURM is asked: it may end this process
     at once, and ends the command that asked before that has its answer. A new job waits until status.json has its
@@ -158,10 +210,10 @@ def requeue_run(
             raise ConfigError("cluster", spec.cluster.name, "this process cannot submit the run as a new job")
         new_id = submit_job(spec, job, folder, work)
     except (ConfigError, OSError) as refusal:
-        _write(folder, read_requeues(folder)[:-1])
+        write_json(folder.path / REQUEUES_JSON, {"requeues": read_requeues(folder)[:-1]})
         return f"no requeue, {error}; {refusal}"
     folder.write_status("requeued", **facts | {"job_id": new_id})
-    print(f"jobs: no requeue, {error}; the run continues as job {new_id}", file=sys.stderr, flush=True)
+    report("jobs", f"no requeue, {error}; the run continues as job {new_id}")
     return None
 
 
@@ -171,7 +223,3 @@ def successor(folder: RunFolder) -> str | None:
     if num_restarts() and is_job_number(own) and is_job_number(recorded) and int(str(recorded)) > int(str(own)):
         return str(recorded)
     return None
-
-
-def _write(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
-    write_json(folder.path / REQUEUES_JSON, {"requeues": rows})
