@@ -16,10 +16,9 @@ from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.tables import printable
-from jobs.cli.status import format_start
 from jobs.diagnosis.evidence import log_paths
 from jobs.status.lookup import find_one_run
-from jobs.status.run_status import RunStatus, read_status, run_statuses
+from jobs.status.run_status import RunStatus, format_start, read_status, run_statuses
 
 FOLLOW = "-f"
 LINES = 100
@@ -195,7 +194,7 @@ class _Watch:
     def _query(self) -> RunStatus:
         self._queried_s = time.monotonic()
         (seen,) = run_statuses([self._folder]).runs
-        self._status = seen.recorded.status
+        self._status = seen.status
         return seen
 
 

@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError
 from gems.utils.tables import RIGHT, table
-from jobs.status.lookup import find_runs
-from jobs.status.overview import Overview, overview
-from jobs.status.run_status import MISSING, RunStatus
+from jobs.status.lookup import Overview, find_runs, overview
+from jobs.status.run_status import MISSING, RunStatus, format_start
 
 COLUMNS = {
     "run": "",
@@ -64,24 +63,18 @@ def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -
     return "\n".join([table(COLUMNS, rows, width=width), *_footnotes(seen)])
 
 
-def format_start(start: datetime) -> str:
-    """Format an estimated start in this machine's time, without the date on the same day."""
-    local, today = start.astimezone(), datetime.now(UTC).astimezone().date()
-    return f"{local:%H:%M}" if local.date() == today else f"{local:%Y-%m-%d %H:%M}"
-
-
 def _row(run: RunStatus, name: str) -> tuple[str, ...]:
-    recorded, note = run.recorded, run.note
-    step = "" if recorded.step is None else f"{recorded.step}/{'?' if recorded.steps is None else recorded.steps}"
+    note = run.note
+    step = "" if run.step is None else f"{run.step}/{'?' if run.steps is None else run.steps}"
     if run.state == "pending" and run.start_utc is not None:
         note = f"{note}, starts about {format_start(run.start_utc)}".removeprefix(", ")
     return (
         name,
         f"{run.state}?" if run.is_guess else run.state,
-        recorded.job_id or "",
-        f"~{step}" if "step" in recorded.sources else step,
-        "" if recorded.images_per_s is None else f"{recorded.images_per_s:.4g}",
-        "" if recorded.loss is None else f"{recorded.loss:.4f}",
+        run.job_id or "",
+        f"~{step}" if "step" in run.sources else step,
+        "" if run.images_per_s is None else f"{run.images_per_s:.4g}",
+        "" if run.loss is None else f"{run.loss:.4f}",
         "" if run.age_s is None else f"{run.age_s:.0f} s",
         note,
     )
@@ -94,7 +87,7 @@ def _footnotes(seen: Overview) -> list[str]:
     guessed = sorted({run.source for run in runs if run.is_guess})
     if guessed:
         notes.append(f"?  the state is judged by {' and '.join(guessed)} alone")
-    steps = sorted({run.recorded.sources["step"] for run in runs if "step" in run.recorded.sources})
+    steps = sorted({run.sources["step"] for run in runs if "step" in run.sources})
     if steps:
         notes.append(f"~  the step is from {' and '.join(steps)}, for lack of progress.json")
     return notes

@@ -14,11 +14,11 @@ from gems.cli.framework import Options, print_json
 from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
 from gems.utils.tables import RIGHT, table
-from jobs.cli.cancel import cancel
-from jobs.cli.submit import DRY_RUN
 from jobs.launch.termination import CANCELLED_CODE
-from jobs.preflight.cost import YES, is_confirmed
+from jobs.preflight.cost import DRY_RUN, YES, is_confirmed
 from jobs.slurm.resources import PROBE, job_spec
+from jobs.status.cancellation import cancel_all
+from jobs.status.lookup import find_named
 from jobs.status.run_status import ACTIVE, RunStatus, run_statuses
 from jobs.status.study_record import StudyRecord
 from jobs.studies.points import GROUP, Point, compose_points, read_study, study_name
@@ -42,8 +42,12 @@ def study(words: Sequence[str], options: Options) -> int:
     name, points = _read(words)
     record = StudyRecord(Path(points[0].spec.runs_dir).resolve() / name)
     if STOP in options.flags:
-        where = f"runs_dir={record.path.parent}"
-        return cancel([where, name], Options(options.json, options.flags | {YES}))
+        outcome = cancel_all(find_named([f"runs_dir={record.path.parent}", name], "cancel"))
+        if options.json:
+            print_json(outcome.to_dict())
+        else:
+            print(outcome.describe())
+        return outcome.exit_code
     seen = point_statuses(points)
     states = [point_state(run) for run in seen]
     if DRY_RUN in options.flags:
@@ -106,9 +110,9 @@ def point_state(run: RunStatus) -> str:
 
     So has a run on another host that is no job and shows no sign of life.
     """
-    status = run.recorded.status
+    status = run.status
     is_own = status.get("state") == "running" and status.get("pid") == os.getpid()
-    is_silent = run.state == "stalled" and run.is_guess and run.recorded.job_id is None
+    is_silent = run.state == "stalled" and run.is_guess and run.job_id is None
     return "failed" if run.state == "lost" or is_own or is_silent else run.state
 
 
@@ -139,7 +143,7 @@ def _show(
     points: Sequence[Point], states: Sequence[str], seen: Sequence[RunStatus], options: Options, **more: Any
 ) -> None:
     """Print the points with their states, the jobs that they had last, and their run folders."""
-    jobs = [run.recorded.job_id for run in seen]
+    jobs = [run.job_id for run in seen]
     if options.json:
         rows = [
             {

@@ -16,11 +16,9 @@ from jobs.launch.launch import launch
 from jobs.launch.launchers import command
 from jobs.launch.submission import prepare_here, release_folder, submit_run
 from jobs.preflight.checks import is_on_site, passed, preflight, show
-from jobs.preflight.cost import YES
+from jobs.preflight.cost import DRY_RUN, YES
 from jobs.slurm.limits import check_limits
 from jobs.slurm.resources import JobSpec, job_spec
-
-DRY_RUN = "--dry-run"
 
 
 def prepare_run(spec: RunSpec, options: Options) -> int:

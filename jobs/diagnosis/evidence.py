@@ -52,8 +52,8 @@ class Evidence:
         seen = run_statuses([folder])
         (self.run,) = seen.runs
         self.folder = folder
-        self.status = self.run.recorded.status
-        job_id = self.run.recorded.job_id
+        self.status = self.run.status
+        job_id = self.run.job_id
         self.is_batch = job_id is not None  # a job of SLURM's, so that its nodes are not this machine
         self.job, errors = find_job(job_id) if job_id is not None else (None, ())
         self.errors = (*seen.errors, *errors)
@@ -212,7 +212,7 @@ def _from_silence(evidence: Evidence) -> Iterator[Finding]:
 def _from_status(evidence: Evidence) -> Iterator[Finding]:
     """Yield what the launching process recorded; other sources tell more of a failed rank."""
     run, status = evidence.run, evidence.status
-    words, time_ns = run.recorded.cause, utc_ns(status.get("updated_utc"))
+    words, time_ns = run.cause, utc_ns(status.get("updated_utc"))
     if run.state == "failed" and words and status.get("rank") is None:
         cause = classify_record(status)
         is_vague = cause in (FailureCause.EXCEPTION, FailureCause.KILLED, FailureCause.UNKNOWN)

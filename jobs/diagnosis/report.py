@@ -237,7 +237,7 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         waits_for=waits_for,
         trace_steps=evidence.trace_steps,
         resume_step=evidence.resume_step,
-        job_id=evidence.run.recorded.job_id,
+        job_id=evidence.run.job_id,
         blamed_node=node if node and evidence.is_batch and blames_node(cause, finding.text) else None,
         advice=remedies(cause, finding.text, node, evidence),
         evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],

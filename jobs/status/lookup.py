@@ -1,15 +1,18 @@
-"""The runs and studies of a folder: all of them, or those that a command line names."""
+"""The runs and studies of a folder, all of them or those that a command line names, and the status of them all."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.lookup import folders, runs_of_name
+from jobs.status.run_status import MISSING, RunStatus, run_statuses
 from jobs.status.study_record import StudyRecord
 
 RUNS_DIR = "runs_dir="
@@ -28,6 +31,79 @@ class Catalogue:
         return tuple({folder.path: folder for folder in (*self.runs, *points)}.values())
 
 
+@dataclass(frozen=True, slots=True)
+class StudyStatus:
+    """The status of a study: its points in order, None for a point without a run folder."""
+
+    record: StudyRecord
+    points: tuple[tuple[str, RunStatus | None], ...]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The number of points in each state."""
+        return Counter(MISSING if run is None else run.state for _, run in self.points)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a point waits or runs, or the study's command is alive and will start more."""
+        return any(run is not None and run.is_active for _, run in self.points) or bool(self.record.is_running_here())
+
+    @property
+    def state(self) -> str:
+        """The state of the whole study."""
+        counts = self.counts
+        if self.is_active:
+            return "running"
+        if len(counts) == 1:
+            return next(iter(counts))
+        return next((state for state in ("failed", "lost", "cancelled") if counts[state]), "incomplete")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the study and its points for a program."""
+        rows = [
+            {"point": label, **(run.to_dict() if run is not None else {"state": MISSING})} for label, run in self.points
+        ]
+        return {"name": self.record.name, "state": self.state, "counts": dict(self.counts), "points": rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The status of runs and studies, and the errors of SLURM's commands."""
+
+    runs: tuple[RunStatus, ...]
+    studies: tuple[StudyStatus, ...]
+    errors: tuple[str, ...]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything waits or runs."""
+        return any(run.is_active for run in self.runs) or any(study.is_active for study in self.studies)
+
+    def all_runs(self) -> tuple[RunStatus, ...]:
+        """Return the runs and the points of the studies, each folder once."""
+        points = [run for study in self.studies for _, run in study.points if run is not None]
+        return tuple({run.folder.path: run for run in (*self.runs, *points)}.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole for a program."""
+        return {
+            "runs": [run.to_dict() for run in self.runs],
+            "studies": [study.to_dict() for study in self.studies],
+            "not_asked": list(self.errors),
+        }
+
+
+def overview(catalogue: Catalogue) -> Overview:
+    """Return the status of the runs and studies of a catalogue, by one query to SLURM for all of them."""
+    statuses = run_statuses(catalogue.folders())
+    by_path = {run.folder.path: run for run in statuses.runs}
+    studies = tuple(
+        StudyStatus(study, tuple((label, by_path.get(folder.path)) for label, folder in study.points()))
+        for study in catalogue.studies
+    )
+    return Overview(tuple(by_path[folder.path] for folder in catalogue.runs), studies, statuses.errors)
+
+
 def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue:
     """Find the runs and studies that `words` name: paths, or names below `runs_dir=` (runs); all if none is named.
 
@@ -38,7 +114,11 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
     """
     runs_dir, names = split_runs_dir(words)
     if not names:
-        return _everything(runs_dir)
+        entries = sorted(folders(runs_dir))
+        found_studies = tuple(StudyRecord(path) for path in entries if _is_study(path))
+        points = {folder.path for study in found_studies for _, folder in study.points()}
+        alone = (RunFolder(path) for path in entries if _is_run(path) and path not in points)
+        return Catalogue(tuple(alone), found_studies)
     runs: dict[Path, RunFolder] = {}
     studies: dict[Path, StudyRecord] = {}
     for name in names:
@@ -81,13 +161,6 @@ def split_runs_dir(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the folder of the last `runs_dir=` (runs), and the other words."""
     folders = [word.removeprefix(RUNS_DIR) for word in words if word.startswith(RUNS_DIR)]
     return Path(folders[-1] if folders else "runs").resolve(), [w for w in words if not w.startswith(RUNS_DIR)]
-
-
-def _everything(runs_dir: Path) -> Catalogue:
-    entries = sorted(folders(runs_dir))
-    studies = tuple(StudyRecord(path) for path in entries if _is_study(path))
-    points = {folder.path for study in studies for _, folder in study.points()}
-    return Catalogue(tuple(RunFolder(path) for path in entries if _is_run(path) and path not in points), studies)
 
 
 def _named(name: str, runs_dir: Path, allows_several: bool) -> StudyRecord | list[RunFolder]:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,21 @@ SLOW = ("start", "load", "begin", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStatus:
-    """What a run folder alone records; None for what it does not. `sources` names the source of a guessed figure.
+class RunStatus:
+    """The status of a run: prepared, pending, starting, running, stalled, stopped, finished, failed, cancelled, lost...
 
-    `sign_ns` is the last sign of life.
+    A stopped run has saved its state on request. "submitted" and "requeued" are the states of runs whose job SLURM was
+    not asked for. `source` tells where the state is from; with `is_guess` SLURM did not confirm it. `status` is the
+    content of status.json, `sign_ns` the last sign of life; None for what is not known. `sources` names the source of a
+    guessed figure.
     """
 
     folder: RunFolder
     status: Mapping[str, Any]
+    state: str
+    source: str = FOLDER
+    is_guess: bool = False
+    note: str = ""
     step: int | None = None
     steps: int | None = None
     images_per_s: float | None = None
@@ -48,9 +55,12 @@ class RecordedStatus:
     are_ranks_done: bool = False
     hang_timeout_s: float = math.inf
     sources: Mapping[str, str] = field(default_factory=dict)
+    start_utc: datetime | None = None
+    job_name: str | None = None
+    age_s: float | None = None
 
     @property
-    def state(self) -> str:
+    def recorded_state(self) -> str:
         """The state in status.json."""
         return str(self.status.get("state", MISSING))
 
@@ -62,47 +72,15 @@ class RecordedStatus:
 
     @property
     def cause(self) -> str:
-        """Why the run ended."""
+        """Why the run ended, by status.json."""
         return " ".join(str(self.status.get("cause", "")).split())
 
     @property
     def may_be_queued(self) -> bool:
         """Whether SLURM may still have the job, or again: one that was stopped may have been put back."""
-        code = self.status.get("exit_code")
-        is_stopped = self.state == "failed" and isinstance(code, int) and code > SIGNAL_BASE
-        return self.job_id is not None and (self.state in UNFINISHED or is_stopped)
-
-    def age_s(self, now_ns: int) -> float | None:
-        """Return the seconds since the last sign of life; clocks of nodes differ, so never less than 0."""
-        return None if self.sign_ns is None else max(0.0, (now_ns - self.sign_ns) / 1e9)
-
-    def is_stalled(self, now_ns: int) -> bool:
-        """Return whether the run has shown no sign of life for too long."""
-        age_s = self.age_s(now_ns)
-        return age_s is not None and not self.are_ranks_done and age_s > self.hang_timeout_s
-
-
-@dataclass(frozen=True, slots=True)
-class RunStatus:
-    """The status of a run: prepared, pending, starting, running, stalled, stopped, finished, failed, cancelled, lost...
-
-    A stopped run has saved its state on request. "submitted" and "requeued" are the states of runs whose job SLURM was
-    not asked for. `source` tells where the state is from; with `is_guess` SLURM did not confirm it.
-    """
-
-    recorded: RecordedStatus
-    state: str
-    source: str
-    is_guess: bool = False
-    note: str = ""
-    start_utc: datetime | None = None
-    job_name: str | None = None
-    age_s: float | None = None
-
-    @property
-    def folder(self) -> RunFolder:
-        """The run's folder."""
-        return self.recorded.folder
+        state, code = self.recorded_state, self.status.get("exit_code")
+        is_stopped = state == "failed" and isinstance(code, int) and code > SIGNAL_BASE
+        return self.job_id is not None and (state in UNFINISHED or is_stopped)
 
     @property
     def is_active(self) -> bool:
@@ -111,13 +89,11 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields of the status for a program."""
-        recorded, path = self.recorded, self.folder.path
+        path, names = self.folder.path, ("state", "job_id", "step", "steps", "images_per_s", "loss", "note", "is_guess")
         return {
-            "name": path.name, "run_folder": str(path), "state": self.state,
-            **{key: getattr(recorded, key) for key in ("job_id", "step", "steps", "images_per_s", "loss")},
-            "beat_age_s": self.age_s, "note": self.note,
-            "start_utc": self.start_utc.isoformat() if self.start_utc else None,
-            "sources": {"state": self.source, **recorded.sources}, "is_guess": self.is_guess,
+            "name": path.name, "run_folder": str(path), **{name: getattr(self, name) for name in names},
+            "beat_age_s": self.age_s, "start_utc": self.start_utc.isoformat() if self.start_utc else None,
+            "sources": {"state": self.source, **self.sources},
         }  # fmt: skip
 
 
@@ -135,21 +111,25 @@ def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
     A folder whose job seems to have gone is read again: the run may have ended between the two reads.
     """
     read = [read_recorded(folder) for folder in folders]
-    job_ids = [recorded.job_id for recorded in read if recorded.may_be_queued and recorded.job_id]
+    job_ids = [run.job_id for run in read if run.may_be_queued and run.job_id]
     queue = query_jobs(job_ids, SQUEUE)
     accounting = query_jobs([number for number in job_ids if number not in queue.jobs], SACCT)
-    read = [recorded if _is_current(recorded, queue) else read_recorded(recorded.folder) for recorded in read]
+    for index, run in enumerate(read):
+        job = queue.jobs.get(run.job_id or "")
+        if run.recorded_state in UNFINISHED and (job is None or not job.is_active):
+            read[index] = read_recorded(run.folder)
     errors = tuple(query.error for query in (queue, accounting) if query.error is not None)
-    now_ns = time.time_ns()
-    return RunStatuses(tuple(_status(recorded, queue, accounting, now_ns) for recorded in read), errors)
+    return RunStatuses(tuple(_judged(run, queue, accounting) for run in read), errors)
 
 
-def read_recorded(folder: RunFolder) -> RecordedStatus:
-    """Read what a run folder records; damaged files raise nothing."""
+def read_recorded(folder: RunFolder) -> RunStatus:
+    """Read what a run folder alone records; damaged files raise nothing."""
     status = read_status(folder)
-    if status.get("state") == UNREADABLE:
-        return RecordedStatus(folder, status)
-    is_open = status.get("state") in (*UNFINISHED, "prepared")
+    run = RunStatus(folder, status, str(status.get("state", MISSING)))
+    run = replace(run, note=run.cause)
+    if run.state == UNREADABLE:
+        return run
+    is_open = run.state in (*UNFINISHED, "prepared")
     spec = read_spec(folder) if is_open else None
     progress, result = read_or_empty(folder.progress_json), read_or_empty(folder.result_json)
     beats = read_beats(folder.path) if is_open else {}
@@ -166,9 +146,8 @@ def read_recorded(folder: RunFolder) -> RecordedStatus:
         signs.append(utc_ns(status.get("updated_utc")))
     is_slow = newest is None or newest.step < 0 or newest.action in SLOW
     limit_s = spec.train.hang_timeout_s if spec is not None else STALLED_AFTER_S
-    return RecordedStatus(
-        folder=folder,
-        status=status,
+    return replace(
+        run,
         step=step,
         steps=steps,
         images_per_s=_number(progress.get("images_per_s", result.get("images_per_s"))),
@@ -200,90 +179,78 @@ def is_alive_here(record: Mapping[str, Any]) -> bool | None:
     return is_alive(pid, str(started)) if started else Path(f"/proc/{pid}").exists()
 
 
-def _is_current(recorded: RecordedStatus, queue: JobQuery) -> bool:
-    if recorded.state not in UNFINISHED:
-        return True
-    job = queue.jobs.get(recorded.job_id or "")
-    return job is not None and job.is_active
-
-
-def _status(recorded: RecordedStatus, queue: JobQuery, accounting: JobQuery, now_ns: int) -> RunStatus:
-    state = recorded.state
-    if recorded.may_be_queued and recorded.job_id is not None:
-        job = queue.jobs.get(recorded.job_id) or accounting.jobs.get(recorded.job_id)
+def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
+    """Return the status with what SLURM, a process or heartbeats tell; `run` is what the folder records."""
+    if run.may_be_queued and run.job_id is not None:
+        job = queue.jobs.get(run.job_id) or accounting.jobs.get(run.job_id)
         if job is not None and not (job.source == SACCT and job.is_active and queue.error is None):
-            status = _from_job(recorded, job, now_ns)
+            status = _from_job(run, job)
             return replace(status, start_utc=job.start_utc if status.state == "pending" else None, job_name=job.name)
-        if state in UNFINISHED:
-            return _without_job(recorded, queue.error, now_ns)
-    if state == "running":
-        return _from_process(recorded, now_ns)
-    if state == "prepared" and recorded.has_ranks:
-        return _from_ranks(recorded, now_ns, "started by hand")
-    if state == "finished" and recorded.status.get("exit_code"):
-        return RunStatus(recorded, "failed", FOLDER, note=recorded.cause or "its traces could not be collected")
-    return RunStatus(recorded, state, FOLDER, note=recorded.cause)
+        if run.state in UNFINISHED and queue.error is None:
+            return _gone(run, SQUEUE, "SLURM does not know the job any more")
+        if run.state in WAITING:
+            return replace(run, is_guess=True, note="")
+        if run.state in UNFINISHED:
+            return _from_ranks(run, "")
+    if run.state == "running":
+        is_here = is_alive_here(run.status)
+        if is_here:
+            return _alive(run, PROCESS)
+        if is_here is None:
+            return _from_ranks(run, f"on {run.status.get('host', 'another host')}")
+        return _gone(run, PROCESS, f"its process {run.status.get('pid')} has gone")
+    if run.state == "prepared" and run.has_ranks:
+        return _from_ranks(run, "started by hand")
+    if run.state == "finished" and run.status.get("exit_code"):
+        return replace(run, state="failed", note=run.cause or "its traces could not be collected")
+    return run
 
 
-def _from_job(recorded: RecordedStatus, job: Job, now_ns: int) -> RunStatus:
+def _from_job(run: RunStatus, job: Job) -> RunStatus:
     """Judge by a job that SLURM knows; the end that the run recorded counts, unless it is to start again."""
     if job.state in PENDING:
-        again = "" if recorded.state == "submitted" else " (to start again)"
-        return RunStatus(recorded, "pending", job.source, note=f"{job.reason}{again}".strip())
-    if recorded.state not in UNFINISHED:
-        state, source = ("cancelled", job.source) if job.state == "CANCELLED" else (recorded.state, FOLDER)
-        return RunStatus(recorded, state, source, note=recorded.cause)
-    if job.is_active and recorded.state in WAITING:
+        again = "" if run.state == "submitted" else " (to start again)"
+        return replace(run, state="pending", source=job.source, note=f"{job.reason}{again}".strip())
+    if run.state not in UNFINISHED:
+        return replace(run, state="cancelled", source=job.source) if job.state == "CANCELLED" else run
+    if job.is_active and run.state in WAITING:
         note = "its nodes are made ready" if job.state in STARTING else job.state.lower()
-        return RunStatus(recorded, "starting", job.source, note=note)
+        return replace(run, state="starting", source=job.source, note=note)
     if job.is_active:
-        return _alive(recorded, job.source, now_ns, "" if job.state == "RUNNING" else job.state.lower())
-    if job.state == "CANCELLED" or recorded.folder.cancelled_json.exists():
-        return RunStatus(recorded, "cancelled", job.source, note="the job was cancelled")
-    if job.state == "COMPLETED":
-        return RunStatus(recorded, "lost", job.source, note="the job has ended, and the run recorded no end")
-    reason = f" ({job.reason})" if job.reason else ""
-    return RunStatus(recorded, "failed", job.source, note=f"the job ended as {job.state}{reason}")
+        return _alive(run, job.source, "" if job.state == "RUNNING" else job.state.lower())
+    state, note = "failed", f"the job ended as {job.state}" + (f" ({job.reason})" if job.reason else "")
+    if job.state == "CANCELLED" or run.folder.cancelled_json.exists():
+        state, note = "cancelled", "the job was cancelled"
+    elif job.state == "COMPLETED":
+        state, note = "lost", "the job has ended, and the run recorded no end"
+    return replace(run, state=state, source=job.source, note=note)
 
 
-def _without_job(recorded: RecordedStatus, error: str | None, now_ns: int) -> RunStatus:
-    """Judge a run whose job SLURM does not know, or if SLURM does not answer."""
-    if error is None:
-        return _gone(recorded, SQUEUE, "SLURM does not know the job any more")
-    if recorded.state in WAITING:
-        return RunStatus(recorded, recorded.state, FOLDER, is_guess=True)
-    return _from_ranks(recorded, now_ns, "")
-
-
-def _from_process(recorded: RecordedStatus, now_ns: int) -> RunStatus:
-    """Judge a run that is no job by its process, or on another host by its heartbeats."""
-    is_here = is_alive_here(recorded.status)
-    if is_here:
-        return _alive(recorded, PROCESS, now_ns)
-    if is_here is None:
-        return _from_ranks(recorded, now_ns, f"on {recorded.status.get('host', 'another host')}")
-    return _gone(recorded, PROCESS, f"its process {recorded.status.get('pid')} has gone")
-
-
-def _from_ranks(recorded: RecordedStatus, now_ns: int, note: str) -> RunStatus:
+def _from_ranks(run: RunStatus, note: str) -> RunStatus:
     """Judge by the heartbeats alone."""
-    if recorded.are_ranks_done and recorded.state == "prepared":
-        return RunStatus(recorded, "finished", BEATS, is_guess=True, note=note)
-    return replace(_alive(recorded, BEATS, now_ns, note), is_guess=True)
+    if run.are_ranks_done and run.state == "prepared":
+        return replace(run, state="finished", source=BEATS, is_guess=True, note=note)
+    return replace(_alive(run, BEATS, note), is_guess=True)
 
 
-def _alive(recorded: RecordedStatus, source: str, now_ns: int, note: str = "") -> RunStatus:
-    age_s = recorded.age_s(now_ns)
-    if recorded.is_stalled(now_ns):
-        where = f"no rank has moved for {age_s:.0f} s"
-        where += f", the last in {recorded.action}" if recorded.action else ""
-        return RunStatus(recorded, "stalled", source, note=where, age_s=age_s)
-    return RunStatus(recorded, "running", source, note=note, age_s=age_s)
+def _alive(run: RunStatus, source: str, note: str = "") -> RunStatus:
+    """Judge by the last sign of life; clocks of nodes differ, so its age is never less than 0."""
+    state, age_s = "running", None if run.sign_ns is None else max(0.0, (time.time_ns() - run.sign_ns) / 1e9)
+    if age_s is not None and not run.are_ranks_done and age_s > run.hang_timeout_s:
+        last = f", the last in {run.action}" if run.action else ""
+        state, note = "stalled", f"no rank has moved for {age_s:.0f} s{last}"
+    return replace(run, state=state, source=source, note=note, age_s=age_s)
 
 
-def _gone(recorded: RecordedStatus, source: str, note: str) -> RunStatus:
-    state = "cancelled" if recorded.folder.cancelled_json.exists() else "lost"
-    return RunStatus(recorded, state, source, note=note)
+def _gone(run: RunStatus, source: str, note: str) -> RunStatus:
+    state = "cancelled" if run.folder.cancelled_json.exists() else "lost"
+    return replace(run, state=state, source=source, note=note)
+
+
+def format_start(start: datetime) -> str:
+    """Format an estimated start in this machine's time, without the date on the same day."""
+    local, today = start.astimezone(), datetime.now(UTC).astimezone().date()
+    return f"{local:%H:%M}" if local.date() == today else f"{local:%Y-%m-%d %H:%M}"
 
 
 def read_spec(folder: RunFolder) -> RunSpec | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import CANCELLED_JSON, RunFolder
 from gems.utils.atomic_io import write_json
 from gems.utils.process_tree import start_time
+from gems.utils.units import now_utc
 from jobs.status.run_status import is_alive_here, read_or_empty
 
 FILE = "study.json"
@@ -100,4 +100,4 @@ class StudyRecord:
 
 def requested_by() -> dict[str, Any]:
     """Return who cancels something, and when."""
-    return {"uid": os.getuid(), "host": os.uname().nodename, "utc": datetime.now(UTC).isoformat(timespec="seconds")}
+    return {"uid": os.getuid(), "host": os.uname().nodename, "utc": now_utc()}

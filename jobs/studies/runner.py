@@ -182,7 +182,7 @@ def _exit_code(run: RunStatus) -> int:
     """Return the exit code of a point whose job has ended."""
     if run.state in ("finished", "stopped"):
         return 0
-    code = run.recorded.status.get("exit_code")
+    code = run.status.get("exit_code")
     return code if isinstance(code, int) and code else RankFailedError.exit_code
 
 

@@ -20,9 +20,9 @@ from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.utils.process_tree import start_time
 from jobs.__main__ import VERBS
-from jobs.cli import cancel as cancel_module
 from jobs.cli import study as study_module
 from jobs.launch.launch import launch
+from jobs.status import cancellation
 from jobs.status.study_record import StudyRecord
 from jobs.studies import runner as runner_module
 from tests.jobs.fake_slurm import FakeSlurm
@@ -54,7 +54,7 @@ def cancel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Cancel:
 @pytest.fixture
 def queue(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """A SLURM whose jobs are files."""
-    monkeypatch.setattr(cancel_module, "POLL_S", 0.05)
+    monkeypatch.setattr(cancellation, "POLL_S", 0.05)
     slurm.does("squeue", SQUEUE.format(here=slurm.here))
     slurm.does("scancel", SCANCEL.format(here=slurm.here))
     return slurm
@@ -163,7 +163,7 @@ def test_a_refused_scancel_is_said(prepared: Prepared, queue: FakeSlurm, cancel:
 def test_a_job_that_takes_its_time_is_said(
     prepared: Prepared, queue: FakeSlurm, cancel: Cancel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cancel_module, "END_LIMIT_S", 0.0)
+    monkeypatch.setattr(cancellation, "END_LIMIT_S", 0.0)
     folder = prepared()
     job(queue, folder, "41", "RUNNING")
     queue.says("scancel")

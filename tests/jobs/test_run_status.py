@@ -117,7 +117,7 @@ def test_a_job_number_that_is_none_reaches_no_command_line(prepared: Prepared, s
     for job_id in ("41; touch owned", "--all", "$(touch owned)", "4\n1", "٤١", True, [41], -1):
         folder.write_status("running", job_id=job_id)
         found = of(folder)
-        assert (found.recorded.job_id, slurm.asked()) == (None, []), job_id
+        assert (found.job_id, slurm.asked()) == (None, []), job_id
         assert found.is_guess
 
 
@@ -157,20 +157,15 @@ def test_step_rate_and_loss_are_those_that_rank_0_noted(prepared: Prepared, slur
     folder.write_status("running", job_id="41")
     beat(folder, 12, "0F3", age_s=3.0)
     found = of(folder)
-    assert (found.recorded.step, found.recorded.sources) == (12, {"step": "heartbeats"})
-    assert found.recorded.steps == folder.read_spec().train.steps
+    assert (found.step, found.sources) == (12, {"step": "heartbeats"})
+    assert found.steps == folder.read_spec().train.steps
     Progress("one", 70, 8, folder.progress_json).show(11, 0.25)
     found = of(folder)
-    assert (found.recorded.step, found.recorded.steps, found.recorded.loss, found.recorded.sources) == (
-        11,
-        70,
-        0.25,
-        {},
-    )
-    assert found.recorded.images_per_s is not None and found.recorded.images_per_s > 0
+    assert (found.step, found.steps, found.loss, found.sources) == (11, 70, 0.25, {})
+    assert found.images_per_s is not None and found.images_per_s > 0
     assert found.age_s is not None and found.age_s < 2.0
     Progress("one", 70, 8, folder.progress_json).show(12, float("nan"))
-    assert of(folder).recorded.loss is None
+    assert of(folder).loss is None
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS
 from jobs.cli.status import status_table
-from jobs.status.lookup import find_one_run, find_runs
-from jobs.status.overview import overview
+from jobs.status.lookup import find_one_run, find_runs, overview
 from jobs.status.study_record import StudyRecord
 from tests.jobs.fake_slurm import FakeSlurm
 

@@ -1,0 +1,160 @@
+"""Cancel runs and studies: SLURM's jobs by one scancel, a run of this machine by its launching process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gems.runs.folder import RunFolder
+from gems.runs.lookup import run_name
+from gems.utils.atomic_io import write_json
+from gems.utils.process_tree import end_stranger
+from gems.utils.tables import printable
+from jobs.slurm.jobs import cancel_jobs
+from jobs.status.lookup import Catalogue
+from jobs.status.run_status import UNFINISHED, RunStatus, is_alive_here, read_status, run_statuses
+from jobs.status.study_record import StudyRecord, requested_by
+
+GRACE_S = 20.0  # a launching process gives its ranks some seconds, and then writes how they ended
+END_LIMIT_S = 60.0
+COMMAND_LIMIT_S = 60.0  # a study's command may be in the middle of a submission
+POLL_S = 1.0
+CANCELLED, ENDING, LEFT, REFUSED = "cancelled", "ending", "left", "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """What became of each run, with the reason: cancelled, still ending, left as it had ended, or refused."""
+
+    runs: tuple[tuple[RunFolder, str, str], ...]
+    studies: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if something was refused or has not ended yet."""
+        return int(any(outcome in (REFUSED, ENDING) for _, outcome, _ in self.runs))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole for a program."""
+        rows = [
+            {"name": folder.path.name, "run_folder": str(folder.path), "outcome": outcome, "why": why}
+            for folder, outcome, why in self.runs
+        ]
+        return {"runs": rows, "studies": self.studies, "notes": self.notes}
+
+    def describe(self) -> str:
+        """Describe the outcomes, one per line."""
+        lines = [printable(f"{folder.path.name}: {outcome}, {why}") for folder, outcome, why in self.runs]
+        return "\n".join([*lines, *self.notes])
+
+
+def cancel_all(found: Catalogue) -> Cancellation:
+    """Cancel what is active; a cancelled study starts no more points, as its command looks for the mark before each."""
+    notes = [note for study in found.studies if (note := _stop_study(study))]
+    results: list[tuple[RunFolder, str, str]] = []
+    jobs: list[RunStatus] = []
+    here: list[RunStatus] = []
+    for run in run_statuses(found.folders()).runs:
+        if not run.is_active:
+            results.append((run.folder, LEFT, f"it is {run.state}"))
+        elif (refusal := _refusal(run) or _mark(run.folder)) is not None:
+            results.append((run.folder, REFUSED, refusal))
+        else:
+            (jobs if run.job_id is not None else here).append(run)
+    error = cancel_jobs([run.job_id for run in jobs if run.job_id]) if jobs else None
+    results += [_end_here(run) for run in here]
+    results += _await_jobs(jobs, error)
+    return Cancellation(tuple(results), tuple(study.name for study in found.studies), tuple(notes))
+
+
+def _stop_study(study: StudyRecord) -> str | None:
+    """Mark a study as cancelled, and wait for its command to start no more points; return a note if unknown."""
+    study.mark_cancelled()
+    pause, deadline_s = threading.Event(), time.monotonic() + COMMAND_LIMIT_S
+    while study.is_running_here():
+        pid = study.read().get("pid")
+        statuses = [read_status(folder) for _, folder in study.points() if folder.path.is_dir()]
+        if any(status.get("state") == "running" and status.get("pid") == pid for status in statuses):
+            break  # the study's own process is the launching one of a point
+        if time.monotonic() > deadline_s:
+            return f"study {study.name}: its command (process {pid}) stops before its next point"
+        pause.wait(POLL_S / 5)
+    if study.is_running_here() is None:
+        return f"study {study.name}: its command on {study.read().get('host')} stops before its next point"
+    return None
+
+
+def _mark(folder: RunFolder) -> str | None:
+    """Write the mark by which a run that is stopped knows why; return why it cannot be written."""
+    try:
+        write_json(folder.cancelled_json, requested_by())
+    except OSError as error:
+        return f"cannot write to its folder ({error.strerror})"
+    return None
+
+
+def _refusal(run: RunStatus) -> str | None:
+    """Return why an active run cannot be cancelled from here, or None."""
+    status, job_id = run.status, run.job_id
+    if job_id is not None:
+        if run.job_name in (None, run_name(run.folder.path).strip()):
+            return None
+        return f"job {job_id} is called {run.job_name!r}: `scancel {job_id}` if you mean all of it"
+    if "job_id" in status:
+        return f"its job_id {status['job_id']!r} is no job's number"
+    if run.recorded_state == "prepared":
+        return "it was started by hand: end it there"
+    if not is_alive_here(status):
+        return f"it runs on {status.get('host')}: call this there"
+    if not status.get("pid_started"):
+        return f"its status.json does not tell when process {status.get('pid')} started"
+    return None
+
+
+def _end_here(run: RunStatus) -> tuple[RunFolder, str, str]:
+    """End a run of this machine by its launching process, which ends the ranks and records that in status.json."""
+    pid, started = run.status["pid"], str(run.status["pid_started"])
+    try:
+        has_ended = end_stranger(pid, started, GRACE_S, lambda: run.folder.read_status().get("state") != "running")
+    except PermissionError:
+        run.folder.cancelled_json.unlink(missing_ok=True)
+        return run.folder, REFUSED, f"process {pid} belongs to somebody else"
+    return _record_end(run, f"process {pid}") if has_ended else (run.folder, ENDING, f"process {pid} is still there")
+
+
+def _await_jobs(jobs: Sequence[RunStatus], error: str | None) -> list[tuple[RunFolder, str, str]]:
+    """Wait until SLURM has ended the jobs, or the runs have recorded how they ended."""
+    pause, deadline_s = threading.Event(), time.monotonic() + END_LIMIT_S
+    waiting = {run.folder.path: run for run in jobs}
+    results = []
+    while waiting:
+        for now in run_statuses([run.folder for run in waiting.values()]).runs:
+            is_unknown = now.state == "submitted" and now.is_guess and error is None
+            if not now.is_active or is_unknown:
+                run = waiting.pop(now.folder.path)
+                results.append(_record_end(run, f"job {run.job_id}"))
+        if error is not None or time.monotonic() > deadline_s:
+            break
+        pause.wait(POLL_S if waiting else 0)
+    for run in waiting.values():
+        if error is not None:
+            run.folder.cancelled_json.unlink(missing_ok=True)
+        why = f"job {run.job_id}: {error or 'SLURM is ending it, and status.json will tell'}"
+        results.append((run.folder, ENDING if error is None else REFUSED, why))
+    return results
+
+
+def _record_end(run: RunStatus, what: str) -> tuple[RunFolder, str, str]:
+    """Record the end of a run that has not done so itself: its process was killed, or its job never started."""
+    status = run.folder.read_status()
+    if status.get("state") in UNFINISHED or status == run.status:
+        more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
+        run.folder.write_status("cancelled", **{**more, "cause": "cancelled"})
+    elif status.get("state") != CANCELLED:
+        run.folder.cancelled_json.unlink(missing_ok=True)
+        return run.folder, LEFT, f"it is {status.get('state')}"
+    return run.folder, CANCELLED, what
