@@ -1,7 +1,4 @@
-"""`python -m jobs discover`: a draft of this site's cluster preset, from its SLURM.
-
-A person reads it before it is used.
-"""
+"""`python -m jobs discover`: a draft of this site's cluster preset, from its SLURM, that a person reads before use."""
 
 from __future__ import annotations
 
@@ -52,20 +49,6 @@ def discover(words: Sequence[str], options: Options) -> int:
     """
     if words:
         raise ConfigError("discover", " ".join(words), "takes no words", "python -m jobs discover > FILE.yaml")
-    site = query_slurm()
-    if options.json:
-        print_json(draft_preset(site))
-    else:
-        print(format_draft(site), end="")
-    return 0
-
-
-def query_slurm() -> Site:
-    """Query this machine's SLURM.
-
-    Raises:
-        ConfigError: there is none, or it does not answer.
-    """
     if shutil.which("sinfo") is None:
         raise ConfigError(
             "sinfo", "none", "is not on PATH: there is no SLURM here to draft a preset of",
@@ -74,14 +57,15 @@ def query_slurm() -> Site:
     kinds = tuple(parse_kinds(_query("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G")))
     if not kinds:
         raise ConfigError("sinfo", "none", "lists no partition that you may use", "ask the site")
-    return Site(
-        hosts=host_names(),
-        config=parse_config(_query("scontrol", "show", "config")),
-        kinds=kinds,
-        partitions=tuple(parse_partitions(_query("scontrol", "--oneliner", "show", "partition"))),
-        mpi_types=parse_mpi_types(_query("srun", "--mpi=list")),
-        mpi_family=mpi_family(),
-    )
+    config = parse_config(_query("scontrol", "show", "config"))
+    partitions = tuple(parse_partitions(_query("scontrol", "--oneliner", "show", "partition")))
+    mpi_types = parse_mpi_types(_query("srun", "--mpi=list"))
+    site = Site(host_names(), config, kinds, partitions, mpi_types, mpi_family())
+    if options.json:
+        print_json(draft_preset(site))
+    else:
+        print(format_draft(site), end="")
+    return 0
 
 
 def draft_preset(site: Site) -> dict[str, Any]:
@@ -106,27 +90,9 @@ def draft_preset(site: Site) -> dict[str, Any]:
 
 def format_draft(site: Site) -> str:
     """Return the draft as the text of a preset's file, with notes for the reader."""
-    notes = _notes(site)
-    lines = [
-        f"# Drafted by `python -m jobs discover` on {site.hosts[0]}, "
-        f"SLURM {site.config.get('SLURM_VERSION', 'unknown')}.",
-        "# Read it, add what it cannot know (modules, environment, cpu_bind, device_order, charge), and save it as",
-        "# conf/cluster/NAME.yaml, NAME being the name below; then: python -m jobs submit cluster=NAME --dry-run",
-    ]
-    for key, value in draft_preset(site).items():
-        if key == "limits" and value:
-            lines += ["limits:", *(f"  - {json.dumps(limit)}" for limit in value)]
-            continue
-        note = f" # {notes[key]}" if notes.get(key) else ""
-        lines.append(f"{key}: {json.dumps(value)}{note}")
-    return "\n".join(lines) + "\n"
-
-
-def _notes(site: Site) -> dict[str, str]:
-    kind = main_kind(site.kinds)
+    kind, enforced = main_kind(site.kinds), site.config.get("AccountingStorageEnforce", "none")
     others = [f"{k.partition} ({k.nodes} x {k.cpus} CPUs, {k.gpus} GPUs)" for k in site.kinds if k != kind]
-    enforced = site.config.get("AccountingStorageEnforce", "none")
-    return {
+    notes = {
         "hosts": "login nodes; `python -m jobs submit cluster=auto` finds the preset by them",
         "usable_cpus_per_node": "lower it if the site reserves some",
         "partition": ("others: " + ", ".join(others)) if others else "",
@@ -134,6 +100,18 @@ def _notes(site: Site) -> dict[str, str]:
         "mpi": f"of {', '.join(site.mpi_types) or 'none listed'}: MPICH pmi2, Open MPI pmix, Cray MPICH cray_shasta",
         "gpu_bind": "ranks choose by local rank" if kind.gpus else "",
     }
+    version = site.config.get("SLURM_VERSION", "unknown")
+    lines = [
+        f"# Drafted by `python -m jobs discover` on {site.hosts[0]}, SLURM {version}.",
+        "# Read it, add what it cannot know (modules, environment, cpu_bind, device_order, charge), and save it as",
+        "# conf/cluster/NAME.yaml, NAME being the name below; then: python -m jobs submit cluster=NAME --dry-run",
+    ]
+    for key, value in draft_preset(site).items():
+        if key == "limits" and value:
+            lines += ["limits:", *(f"  - {json.dumps(limit)}" for limit in value)]
+        else:
+            lines.append(f"{key}: {json.dumps(value)}" + (f" # {notes[key]}" if notes.get(key) else ""))
+    return "\n".join(lines) + "\n"
 
 
 def main_kind(kinds: Sequence[NodeKind]) -> NodeKind:
@@ -172,18 +150,15 @@ def draft_limit(partition: dict[str, str]) -> dict[str, Any] | None:
     """Return a partition's row of `limits`; None if it has no name."""
     if "PartitionName" not in partition:
         return None
-    total, most = parse_count(partition.get("TotalNodes", "")), parse_count(partition.get("MaxNodes", ""))
-    limit: dict[str, Any] = {"partition": partition["PartitionName"]}
-    least = parse_count(partition.get("MinNodes", "")) or 1
-    sizes = [size for size in (total, most) if size]
+    total, largest, smallest = (parse_count(partition.get(name, "")) for name in ("TotalNodes", "MaxNodes", "MinNodes"))
+    least, sizes = smallest or 1, [size for size in (total, largest) if size]
     minutes = parse_minutes(partition.get("MaxTime", ""))
-    if least > 1:
-        limit["min_nodes"] = least
-    if sizes and min(sizes) >= least:
-        limit["max_nodes"] = min(sizes)
-    if minutes is not None:
-        limit["minutes"] = minutes
-    return limit
+    return {
+        "partition": partition["PartitionName"],
+        **({"min_nodes": least} if least > 1 else {}),
+        **({"max_nodes": min(sizes)} if sizes and min(sizes) >= least else {}),
+        **({"minutes": minutes} if minutes is not None else {}),
+    }
 
 
 def _query(*argv: str) -> str:

@@ -39,9 +39,10 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
     """Return the command line of one rank, in its container; its argument is the run folder unless others are given."""
     words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
     if job.is_probe:  # starts in some ms: outside of a container by its file, without site packages
-        bare = ["-I", "-S"] if job.container is None else []
+        is_bare = job.cluster.container_image is None
+        bare = ["-I", "-S"] if is_bare else []
         name, expected = placement_check.__name__, (job.tasks, job.tasks_per_node, job.gpus_per_node)
-        program = ["-m", name] if job.container is not None else [str(Path(placement_check.__file__).resolve())]
+        program = [str(Path(placement_check.__file__).resolve())] if is_bare else ["-m", name]
         program = from_snapshot(folder.code_zip, name) if job.snapshot else program
         words = [*job.python, *bare, *program, str(folder.path), *map(str, expected)]
     return _in_container(job, words, folder.path)
@@ -64,18 +65,18 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
     sbatch's since 22.05. Unless the preset binds GPUs, all GPUs of a node are visible to each of its ranks, which
     choose by local rank: with GPUs bound to tasks, CUDA IPC between ranks fails. One failed rank ends the step.
     """
-    gpus = job.gpu_option
+    cluster, gpus = job.cluster, job.gpu_option
     return [
         "srun",
         *_shape(job, job.tasks_per_node),
         f"--cpus-per-task={job.cpus_per_task}",
-        *([f"--mpi={job.mpi}"] if job.mpi else []),
+        *([f"--mpi={cluster.mpi}"] if cluster.mpi else []),
         *("--kill-on-bad-exit=1", "--wait=60", "--label", "--unbuffered"),
         *([f"--{gpus[0]}={gpus[1]}"] if gpus else []),
-        *([f"--gpu-bind={job.gpu_bind}"] if gpus and job.gpu_bind else []),
-        *([f"--cpu-bind={job.cpu_bind}"] if job.cpu_bind else []),
+        *([f"--gpu-bind={cluster.gpu_bind}"] if gpus and cluster.gpu_bind else []),
+        *([f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []),
         *_pyxis_options(job, folder.path),
-        *job.srun,
+        *cluster.srun,
         *(program or rank_program(job, folder)),
     ]
 
@@ -109,23 +110,23 @@ def _shape(job: JobSpec, tasks_per_node: int) -> list[str]:
 
 def _in_container(job: JobSpec, program: Sequence[str], folder: Path | None) -> list[str]:
     """Return the command that runs `program`, by `apptainer exec` or its like if the job's container needs that."""
-    container = job.container
-    if container is None or container.runtime == PYXIS:
+    cluster = job.cluster
+    if cluster.container_image is None or cluster.container == PYXIS:
         return list(program)
     binds = [f"--bind={path}" for path in _shared(job, folder)]
     home = [f"--pwd={path}" for path in _home(job, folder)]
-    return [container.runtime, "exec", *binds, *home, *container.options, container.image, *program]
+    return [cluster.container, "exec", *binds, *home, *cluster.container_options, cluster.container_image, *program]
 
 
 def _pyxis_options(job: JobSpec, folder: Path | None) -> list[str]:
     """Return the options for srun itself, of which pyxis is a plug-in."""
-    container = job.container
-    if container is None or container.runtime != PYXIS:
+    cluster = job.cluster
+    if cluster.container_image is None or cluster.container != PYXIS:
         return []
     mounts = ",".join(f"{path}:{path}" for path in _shared(job, folder))
     mount_option = [f"--container-mounts={mounts}"] if mounts else []
     home = [f"--container-workdir={path}" for path in _home(job, folder)]
-    return [f"--container-image={container.image}", *mount_option, *home, *container.options]
+    return [f"--container-image={cluster.container_image}", *mount_option, *home, *cluster.container_options]
 
 
 def _home(job: JobSpec, folder: Path | None) -> list[Path]:

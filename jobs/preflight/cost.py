@@ -18,7 +18,7 @@ def describe_cost(jobs: Sequence[JobSpec]) -> str:
     charges: dict[str, float] = {}
     for job in jobs:
         if job.charge is not None:
-            unit = job.charge_unit or job.charge_per or ""
+            unit = job.charge_unit or job.cluster.charge_per or ""
             charges[unit] = charges.get(unit, 0.0) + job.charge
     charge = "".join(f", charge {amount:g} {unit}".rstrip() for unit, amount in charges.items())
     if len(jobs) == 1:

@@ -51,12 +51,7 @@ class CommandResult:
         return self.stdout.splitlines()
 
     def check(self) -> str:
-        """Return stdout and stderr.
-
-        Raises:
-            SlurmUnavailableError: the command is missing, too slow, or reaches no SLURM.
-            SlurmRefusedError: it ended with an exit code other than 0.
-        """
+        """Return stdout and stderr, or raise the SlurmUnavailableError or SlurmRefusedError."""
         if self.error is not None:
             raise self.error
         return self.stdout + self.stderr
@@ -65,15 +60,12 @@ class CommandResult:
 def run_slurm(argv: Sequence[str], stdin: str = "", limit_s: float | None = None) -> CommandResult:
     """Run one of SLURM's commands, for QUERY_LIMIT_S at most unless `limit_s` is given; raises nothing."""
     limit_s = QUERY_LIMIT_S if limit_s is None else limit_s
-    environment = {
-        name: value for name, value in without_leftovers(os.environ).items() if not name.startswith(USER_FORMATS)
-    }
+    kept = without_leftovers(os.environ).items()
+    environment = {name: value for name, value in kept if not name.startswith(USER_FORMATS)} | {"LC_ALL": "C"}
     try:
         ended = subprocess.run(
-            list(argv), env=environment | {"LC_ALL": "C"}, input=stdin, capture_output=True, text=True,
-            errors="replace",
-            timeout=limit_s,
-        )  # fmt: skip
+            list(argv), env=environment, input=stdin, capture_output=True, text=True, errors="replace", timeout=limit_s
+        )
     except FileNotFoundError:
         return CommandResult(error=SlurmUnavailableError(argv[0], "is not on PATH"))
     except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,17 @@ from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
+from gems.utils.stdio import report
 from jobs.slurm.resources import JobSpec
 from jobs.slurm.sbatch_check import refusal
 
 OWN_KEYS = {
-    "nodes": "cluster.nodes",
-    "ntasks": "parallel.partitions and parallel.replicas",
-    "ntasks-per-node": "cluster.ranks_per_node",
-    "cpus-per-task": "cluster.cpus_per_rank",
-    "gpus-per-node": "cluster.gpus_per_node",
-    "gpus-per-task": "cluster.gpu_request",
-    "time": "cluster.minutes",
-    "partition": "cluster.partition",
-    "account": "cluster.account",
-    "job-name": "name",
-    "output": "runs_dir",
-    "error": "runs_dir",
-    "open-mode": "runs_dir",
-    "array": "name",
-    "exclude": "cluster.exclude",
-}
+    "nodes": "cluster.nodes", "ntasks": "parallel.partitions and parallel.replicas",
+    "ntasks-per-node": "cluster.ranks_per_node", "cpus-per-task": "cluster.cpus_per_rank",
+    "gpus-per-node": "cluster.gpus_per_node", "gpus-per-task": "cluster.gpu_request", "time": "cluster.minutes",
+    "partition": "cluster.partition", "account": "cluster.account", "job-name": "name", "array": "name",
+    "output": "runs_dir", "error": "runs_dir", "open-mode": "runs_dir", "exclude": "cluster.exclude",
+}  # fmt: skip
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 SIGNAL_LINE = "#SBATCH --signal="
 
@@ -97,21 +88,15 @@ def executor(spec: RunSpec, job: JobSpec, folder: RunFolder) -> Executor:
     _check_path(spec, job, folder)
     cluster = spec.cluster
     code = str(folder.code_zip) if job.snapshot else "-m"
+    # without the site's modules a run would fail less clearly
+    modules = [f"module load {shlex.join(cluster.modules)} || exit {ConfigError.exit_code}"] if cluster.modules else []
     made = Executor(folder.logs, python=[sys.executable, "-u", code])
     made.update_parameters(
-        job_name=spec.name,
-        nodes=job.nodes,
-        ntasks_per_node=job.tasks_per_node,
-        cpus_per_task=job.cpus_per_task,
-        time=job.minutes,
-        partition=cluster.partition,
+        job_name=spec.name, nodes=job.nodes, ntasks_per_node=job.tasks_per_node, cpus_per_task=job.cpus_per_task,
+        time=job.minutes, partition=cluster.partition, wckey=None, stderr_to_stdout=True, use_srun=False,
         account=cluster.full_account or os.environ.get("SBATCH_ACCOUNT"),
-        wckey=None,
-        stderr_to_stdout=True,
-        use_srun=False,
-        setup=[*_modules(cluster.modules), *cluster.setup, *_exports(spec, job)],
-        additional_parameters=_options(cluster, job),
-    )
+        setup=[*modules, *cluster.setup, *_exports(spec, job)], additional_parameters=_options(cluster, job),
+    )  # fmt: skip
     return made
 
 
@@ -134,11 +119,9 @@ def submit_job(spec: RunSpec, job: JobSpec, folder: RunFolder, work: Callable[[]
             path.unlink()
         raise refusal(spec.cluster.name, " ".join((str(error) or stderr.getvalue()).split())) from error
     if spec.cluster.signal_before_end_s and not made.parameters["additional_parameters"].get("signal"):
-        print(
-            f"jobs: cluster.minutes={job.minutes} is too short to save cluster.signal_before_end_s="
-            f"{spec.cluster.signal_before_end_s} s before the end: the run is killed at its time limit",
-            file=sys.stderr,
-        )  # fmt: skip
+        early = f"cluster.signal_before_end_s={spec.cluster.signal_before_end_s} s before the end"
+        short = f"cluster.minutes={job.minutes} is too short to save {early}"
+        report("jobs", f"{short}: the run is killed at its time limit")
     return job_id
 
 
@@ -187,39 +170,22 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
             f"cluster.sbatch.{memory[0]}", free[memory[0]], f"cluster {cluster.name} refuses options of memory",
             "leave it out, or set cluster.supports_mem_option=true if the site has changed that",
         )  # fmt: skip
-    own = dict([job.gpu_option] if job.gpu_option else [])
+    own: dict[str, Any] = dict([job.gpu_option] if job.gpu_option else [])
     for name in own.keys() & free.keys():
         raise ConfigError(
-            f"cluster.sbatch.{name}", free[name], f"conflicts with cluster.gpu_request={job.gpu_request}",
+            f"cluster.sbatch.{name}", free[name], f"conflicts with cluster.gpu_request={cluster.gpu_request}",
             "set cluster.gpu_request=none to ask for GPUs by hand",
         )  # fmt: skip
-    own |= _end_options(cluster, free)
+    # A signal to the batch process alone, which asks the ranks to save, if the job is long enough for one in the second
+    # half of its time: SLURM sends it up to half a minute early.
+    if "signal" not in free and 0 < 2 * cluster.signal_before_end_s <= 60 * cluster.minutes:
+        own["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
+    if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
+        own["requeue"] = True
     if job.launcher == "ibrun":  # takes the number of tasks from the allocation, and such sites demand it
         own["ntasks"] = str(job.tasks)
-    return {**free, **own, **exclude_option(cluster.exclude)}
-
-
-def _end_options(cluster: ClusterConfig, free: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that make a run save before its time limit, and let SLURM start it again.
-
-    The signal goes to the batch process alone, which asks the ranks. SLURM sends it up to half a minute early.
-    """
-    options: dict[str, Any] = {}
-    if "signal" not in free and is_warned(cluster):
-        options["signal"] = f"B:USR2@{cluster.signal_before_end_s}"
-    if cluster.max_requeues and not free.keys() & {"requeue", "no-requeue"}:
-        options["requeue"] = True
-    return options
-
-
-def is_warned(cluster: ClusterConfig) -> bool:
-    """Return whether the job is long enough for a signal before its end, in the second half of its time."""
-    return 0 < 2 * cluster.signal_before_end_s <= 60 * cluster.minutes
-
-
-def _modules(names: list[str]) -> list[str]:
-    """Return the line that loads the site's modules, in their order; without them a run would fail less clearly."""
-    return [f"module load {shlex.join(names)} || exit {ConfigError.exit_code}"] if names else []
+    excluded = ",".join(dict.fromkeys(cluster.exclude))
+    return {**free, **own, **({"exclude": excluded} if excluded else {})}
 
 
 def need_sbatch(job: JobSpec) -> None:
@@ -233,12 +199,6 @@ def need_sbatch(job: JobSpec) -> None:
             "cluster.launcher", job.launcher, "needs sbatch, which is not on PATH",
             "submit from a login node, show the script with --dry-run, or run here with cluster=local",
         )  # fmt: skip
-
-
-def exclude_option(names: Iterable[str]) -> dict[str, str]:
-    """Return sbatch's option that excludes nodes, if there are any."""
-    joined = ",".join(dict.fromkeys(names))
-    return {"exclude": joined} if joined else {}
 
 
 def _shown(name: str) -> str:
@@ -258,13 +218,10 @@ def _exports(spec: RunSpec, job: JobSpec) -> list[str]:
 def _check_path(spec: RunSpec, job: JobSpec, folder: RunFolder) -> None:
     path = str(folder.path)
     if not path.isprintable() or "%" in path or "\\" in path:
-        key, value = (
-            ("runs_dir", spec.runs_dir) if "%" not in spec.name and "\\" not in spec.name else ("name", spec.name)
-        )
+        is_name = "%" in spec.name or "\\" in spec.name
+        key, value = ("name", spec.name) if is_name else ("runs_dir", spec.runs_dir)
         raise ConfigError(key, _shown(value), "must have no '%', '\\' or line break, which SLURM interprets in paths")
     if job.snapshot and ":" in path:
         key, value = ("name", spec.name) if ":" in spec.name else ("runs_dir", spec.runs_dir)
-        raise ConfigError(
-            key, value, "must have no ':', which separates the folders that Python imports from",
-            "change it, or set cluster.archive_code=false",
-        )  # fmt: skip
+        text = "must have no ':', which separates the folders that Python imports from"
+        raise ConfigError(key, value, text, "change it, or set cluster.archive_code=false")

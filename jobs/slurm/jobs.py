@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,8 +14,9 @@ from jobs.slurm.command import run_slurm
 
 PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 STARTING = ("CONFIGURING",)
-RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED")
-ACTIVE = (*PENDING, *STARTING, *RUNNING)
+ACTIVE = (
+    *PENDING, *STARTING, "RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT", "STOPPED", "SUSPENDED",
+)  # fmt: skip
 SQUEUE, SACCT, SCONTROL = "squeue", "sacct", "scontrol"
 SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%j": "Name"}
 SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
@@ -72,15 +74,10 @@ def is_job_number(value: object) -> bool:
 
 
 def query_jobs(job_ids: Iterable[str], source: str, *, steps: bool = False, limit_s: float | None = None) -> JobQuery:
-    """Query squeue or sacct once for all jobs, or scontrol for one.
+    """Query squeue or sacct once for all jobs, or scontrol for one; what is no number is left out.
 
     squeue also knows jobs that ended some minutes ago; of a job that SLURM started again sacct returns the last start.
-
-    Args:
-        job_ids: numbers; what is no number is left out.
-        source: SQUEUE, SACCT or SCONTROL.
-        steps: whether sacct shall read the steps too, for their states and their memory.
-        limit_s: seconds to wait for an answer.
+    With `steps` sacct reads the steps too, for their states and their memory. `limit_s` bounds the wait.
     """
     numbers = sorted({str(number) for number in job_ids if is_job_number(number)}, key=int)
     if not numbers:
@@ -125,21 +122,22 @@ def cancel_jobs(job_ids: Sequence[str]) -> str | None:
 
 
 def _read_squeue(lines: Sequence[str]) -> dict[str, Job]:
-    rows = [dict(zip(SQUEUE_FIELDS.values(), _split(line, 4), strict=False)) for line in lines]
+    rows = [dict(zip(SQUEUE_FIELDS.values(), map(str.strip, line.split("|", 4)), strict=False)) for line in lines]
     return {row["JobID"]: _job(row, SQUEUE) for row in rows if row.get("State") and is_job_number(row["JobID"])}
 
 
 def _read_sacct(lines: Sequence[str]) -> dict[str, Job]:
     """Read the rows of jobs and of their steps, which follow their job."""
     jobs: dict[str, Job] = {}
-    rows = [dict(zip(SACCT_FIELDS, _split(line), strict=False)) for line in lines]
+    rows = [dict(zip(SACCT_FIELDS, map(str.strip, line.split("|")), strict=False)) for line in lines]
     rows = [row for row in rows if row.get("State")]
     for row in rows:
         number = row["JobIDRaw"]
         if is_job_number(number):
             steps = [step for step in rows if step["JobIDRaw"].startswith(f"{number}.")]
-            sizes = [size for step in steps if (size := _size(step.get("MaxRSS", ""))) is not None]
-            jobs[number] = _job(row, SACCT, max(sizes, default=None), tuple(_first(step["State"]) for step in steps))
+            sizes = [re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)([KMGT]?)", step.get("MaxRSS", "")) for step in steps]
+            rss_bytes = max((round(float(size[1]) * SIZES[size[2]]) for size in sizes if size), default=None)
+            jobs[number] = _job(row, SACCT, rss_bytes, tuple(_first(step["State"]) for step in steps))
     return jobs
 
 
@@ -152,30 +150,18 @@ def _read_scontrol(lines: Sequence[str]) -> dict[str, Job]:
 
 
 def _job(row: Mapping[str, str], source: str, max_rss: int | None = None, steps: tuple[str, ...] = ()) -> Job:
-    known = {name: "" if value in UNKNOWN else value for name, value in row.items()}
-    restarts = known.get("Restarts", "")
+    known = defaultdict(str, {name: value for name, value in row.items() if value not in UNKNOWN})
+    restarts = known["Restarts"]
     return Job(
-        _first(known.get("State", "")), source, known.get("Reason", ""), _utc(known.get("Start", "")), row.get("Name"),
-        known.get("ExitCode", ""), known.get("NodeList", ""), _utc(known.get("End", "")), known.get("Elapsed", ""),
-        known.get("Timelimit", ""), max_rss, steps, int(restarts) if restarts.isdecimal() else 0,
-        bool(known.get("PreemptTime")),
+        _first(known["State"]), source, known["Reason"], _utc(known["Start"]), row.get("Name"), known["ExitCode"],
+        known["NodeList"], _utc(known["End"]), known["Elapsed"], known["Timelimit"], max_rss, steps,
+        int(restarts) if restarts.isdecimal() else 0, bool(known["PreemptTime"]),
     )  # fmt: skip
-
-
-def _split(line: str, max_splits: int = -1) -> list[str]:
-    return [text.strip() for text in line.split("|", max_splits)]
 
 
 def _first(state: str) -> str:
     """Return a state without who brought it about, as in CANCELLED by 1000."""
     return state.split()[0] if state.split() else "UNKNOWN"
-
-
-def _size(text: str) -> int | None:
-    found = re.fullmatch(r"([0-9.]+)([KMGT]?)", text)
-    with contextlib.suppress(ValueError):
-        return round(float(found[1]) * SIZES[found[2]]) if found else None
-    return None
 
 
 def _utc(text: str) -> datetime | None:

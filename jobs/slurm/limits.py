@@ -25,13 +25,28 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
     """
     if not job.is_batch:
         return
-    _check_node(spec, job)
-    _check_binding(job)
-    limit = queue_limit(spec.cluster, job.nodes)
+    cluster = spec.cluster
+    cpus, usable = job.tasks_per_node * job.cpus_per_task, cluster.usable_cpus_per_node
+    if usable is not None and cpus > usable:
+        fitting = usable // job.tasks_per_node
+        raise ConfigError(
+            "cluster.cpus_per_rank", job.cpus_per_task,
+            f"times {job.tasks_per_node} ranks a node is {cpus}, and jobs may use {usable} CPUs of a node",
+            f"use {f'at most {fitting}, or ' if fitting else ''}fewer cluster.ranks_per_node",
+        )  # fmt: skip
+    host, memory = spec.machine.host_bytes, cluster.node_memory_bytes
+    if host is not None and memory is not None and host > memory:
+        text = f"must be at most cluster.node_memory_bytes={memory}, the memory of a node"
+        raise ConfigError("machine.host_bytes", host, text)
+    places = num_bound(cluster.cpu_bind)
+    if places is not None and places < job.tasks_per_node:
+        text = f"names {places} places for {job.tasks_per_node} ranks of a node"
+        raise ConfigError("cluster.cpu_bind", cluster.cpu_bind, text, "name one for each: ranks would share CPUs")
+    limit = queue_limit(cluster, job.nodes)
     if limit is not None and limit.minutes is not None and job.minutes > limit.minutes:
         raise ConfigError(
             "cluster.minutes", job.minutes,
-            f"cluster {spec.cluster.name} allows at most {limit.minutes} minutes for jobs of {_scope(limit)}",
+            f"cluster {cluster.name} allows at most {limit.minutes} minutes for jobs of {_scope(limit)}",
             f"ask for less; {IF_CHANGED}",
         )  # fmt: skip
 
@@ -118,7 +133,14 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
     where, qos = f"partition {found.name}", spec.cluster.sbatch.get("qos")
     if found.state in CLOSED:
         yield ConfigError("cluster.partition", found.name, f"takes no jobs now (state {found.state})", OTHER[3:])
-    yield from _access_refusals(spec, found)
+    account = spec.cluster.full_account
+    if account is not None:
+        allowed, denied = ([name.lower() for name in names] for names in (found.accounts, found.denied_accounts))
+        if (allowed and account.lower() not in allowed) or account.lower() in denied:
+            text = f"is open to {', '.join(found.accounts)}" if allowed else f"is closed to {account}"
+            yield ConfigError("cluster.account", account, f"{where} {text}", OTHER)
+    if qos is not None and found.qos and str(qos) not in found.qos:
+        yield ConfigError("cluster.sbatch.qos", qos, f"{where} takes {', '.join(found.qos)}", OTHER)
     asks_gpus = job.gpu_option is not None
     cpus, gpus = job.tasks_per_node * job.cpus_per_task, job.gpus_per_node if asks_gpus else 0
     max_gpus, max_cpus = (max((getattr(kind, name) for kind in found.kinds), default=None) for name in ("gpus", "cpus"))
@@ -144,45 +166,6 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
     if qos is None and found.minutes is not None and job.minutes > found.minutes:
         text = f"{where} allows at most {found.minutes} minutes"
         yield ConfigError("cluster.minutes", job.minutes, text, f"ask for less, {OTHER}")
-
-
-def _access_refusals(spec: RunSpec, found: Partition) -> Iterator[ConfigError]:
-    account, qos = spec.cluster.full_account, spec.cluster.sbatch.get("qos")
-    if account is not None:
-        allowed = [name.lower() for name in found.accounts]
-        denied = [name.lower() for name in found.denied_accounts]
-        if (allowed and account.lower() not in allowed) or account.lower() in denied:
-            text = f"is open to {', '.join(found.accounts)}" if allowed else f"is closed to {account}"
-            yield ConfigError("cluster.account", account, f"partition {found.name} {text}", OTHER)
-    if qos is not None and found.qos and str(qos) not in found.qos:
-        text = f"partition {found.name} takes {', '.join(found.qos)}"
-        yield ConfigError("cluster.sbatch.qos", qos, text, OTHER)
-
-
-def _check_node(spec: RunSpec, job: JobSpec) -> None:
-    cluster = spec.cluster
-    cpus, usable = job.tasks_per_node * job.cpus_per_task, cluster.usable_cpus_per_node
-    if usable is not None and cpus > usable:
-        fitting = usable // job.tasks_per_node
-        raise ConfigError(
-            "cluster.cpus_per_rank", job.cpus_per_task,
-            f"times {job.tasks_per_node} ranks a node is {cpus}, and jobs may use {usable} CPUs of a node",
-            f"use {f'at most {fitting}, or ' if fitting else ''}fewer cluster.ranks_per_node",
-        )  # fmt: skip
-    host, memory = spec.machine.host_bytes, cluster.node_memory_bytes
-    if host is not None and memory is not None and host > memory:
-        raise ConfigError(
-            "machine.host_bytes", host, f"must be at most cluster.node_memory_bytes={memory}, the memory of a node"
-        )
-
-
-def _check_binding(job: JobSpec) -> None:
-    places = num_bound(job.cpu_bind)
-    if places is not None and places < job.tasks_per_node:
-        raise ConfigError(
-            "cluster.cpu_bind", job.cpu_bind, f"names {places} places for {job.tasks_per_node} ranks of a node",
-            "name one for each: ranks would share CPUs",
-        )  # fmt: skip
 
 
 def _scope(limit: QueueLimit) -> str:

@@ -15,15 +15,6 @@ BATCH = ("srun", "ibrun")  # launchers that work inside an allocation
 
 
 @dataclass(frozen=True, slots=True)
-class Container:
-    """An image that ranks run in, the runtime that opens it, and the runtime's own options."""
-
-    runtime: str
-    image: str
-    options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class JobSpec:
     """The resources of one run, one task per rank; `python` is the command that starts the ranks' interpreter.
 
@@ -33,22 +24,14 @@ class JobSpec:
 
     name: str
     launcher: str
+    cluster: ClusterConfig
     nodes: int
     tasks: int
     tasks_per_node: int
     cpus_per_task: int
     gpus_per_node: int
-    minutes: int
-    mpi: str | None
-    srun: tuple[str, ...]
     python: tuple[str, ...]
-    gpu_request: str = "none"
-    gpu_bind: str | None = None
-    cpu_bind: str | None = None
-    container: Container | None = None
-    charge_per: str | None = None
-    charge_rate: float | None = None
-    charge_unit: str | None = None
+    minutes: int
     snapshot: bool = False
     is_probe: bool = False
 
@@ -60,10 +43,11 @@ class JobSpec:
     @property
     def gpu_option(self) -> tuple[str, str] | None:
         """The option, the same for sbatch and srun, that asks for the GPUs, and its value."""
-        if not self.gpus_per_node or self.gpu_request == "none":
+        request = self.cluster.gpu_request
+        if not self.gpus_per_node or request == "none":
             return None
         values = {"gpus-per-task": "1", "gres": f"gpu:{self.gpus_per_node}"}
-        return self.gpu_request, values.get(self.gpu_request, str(self.gpus_per_node))
+        return request, values.get(request, str(self.gpus_per_node))
 
     @property
     def gpus(self) -> int:
@@ -78,10 +62,15 @@ class JobSpec:
     @property
     def charge(self) -> float | None:
         """The site's charge if the job takes all its minutes, in its own unit; None if the rate is not known."""
-        if self.charge_rate is None:
+        if self.cluster.charge_rate is None or self.launcher == SIMULATED:
             return None
-        hours = self.gpu_hours if self.charge_per == "gpu-hour" else self.nodes * self.minutes / 60
-        return hours * self.charge_rate
+        hours = self.gpu_hours if self.cluster.charge_per == "gpu-hour" else self.nodes * self.minutes / 60
+        return hours * self.cluster.charge_rate
+
+    @property
+    def charge_unit(self) -> str | None:
+        """The unit of the site's charge."""
+        return self.cluster.charge_unit if self.launcher != SIMULATED else None
 
     def summary(self) -> str:
         """Return the resources in one line."""
@@ -100,54 +89,34 @@ def job_spec(spec: RunSpec) -> JobSpec:
         ConfigError: more than one node for mpiexec, or a cluster.python that is not a command line.
     """
     cluster = spec.cluster
-    nodes = cluster.nodes or 1
+    nodes, python = cluster.nodes or 1, (sys.executable,)
     if spec.machine.kind == SIMULATED:
-        return JobSpec(
-            name=spec.name, launcher=SIMULATED, nodes=1, tasks=1, tasks_per_node=1, cpus_per_task=1,
-            gpus_per_node=0, minutes=cluster.minutes, mpi=None, srun=(), python=(sys.executable,),
-        )  # fmt: skip
+        return JobSpec(spec.name, SIMULATED, cluster, 1, 1, 1, 1, 0, python, cluster.minutes)
     if cluster.launcher == "mpiexec" and nodes > 1:
         raise ConfigError(
             "cluster.nodes", nodes, "must be 1 with cluster.launcher=mpiexec, which starts ranks here",
             "use cluster=slurm",
         )  # fmt: skip
+    if cluster.python is not None:
+        try:
+            python = tuple(shlex.split(cluster.python))
+        except ValueError as error:
+            raise ConfigError("cluster.python", cluster.python, f"is not a command line ({error})") from error
+        if not python:
+            raise ConfigError("cluster.python", repr(cluster.python), "must name an interpreter", "or leave it out")
+    elif cluster.container_image is not None:
+        python = ("python3",)
     return JobSpec(
         name=spec.name,
         launcher=cluster.launcher,
+        cluster=cluster,
         nodes=nodes,
         tasks=spec.world_size,
         tasks_per_node=cluster.ranks_per_node or spec.world_size,
         cpus_per_task=cluster.cpus_per_rank,
         gpus_per_node=cluster.gpus_per_node,
+        python=python,
         minutes=cluster.minutes,
-        mpi=cluster.mpi,
-        srun=tuple(cluster.srun),
-        python=_python_words(cluster.python, default="python3" if cluster.container_image else sys.executable),
-        gpu_request=cluster.gpu_request,
-        gpu_bind=cluster.gpu_bind,
-        cpu_bind=cluster.cpu_bind,
-        container=_container(cluster),
-        charge_per=cluster.charge_per,
-        charge_rate=cluster.charge_rate,
-        charge_unit=cluster.charge_unit,
         snapshot=cluster.archive_code and cluster.launcher in BATCH,
         is_probe=spec.machine.kind == PROBE,
     )
-
-
-def _container(cluster: ClusterConfig) -> Container | None:
-    if cluster.container_image is None:
-        return None
-    return Container(cluster.container, cluster.container_image, tuple(cluster.container_options))
-
-
-def _python_words(command: str | None, default: str) -> tuple[str, ...]:
-    if command is None:
-        return (default,)
-    try:
-        words = tuple(shlex.split(command))
-    except ValueError as error:
-        raise ConfigError("cluster.python", command, f"is not a command line ({error})") from error
-    if not words:
-        raise ConfigError("cluster.python", repr(command), "must name an interpreter", "or leave it out")
-    return words

@@ -1,20 +1,17 @@
-"""Read what SLURM knows of a site.
-
-That is its partitions and their nodes, its configuration, and the accounts that this user may charge.
-"""
+"""What SLURM knows of a site: partitions and their nodes, its configuration, and the accounts this user may charge."""
 
 from __future__ import annotations
 
 import os
 import pwd
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gems.errors import ConfigError, nearest
+from gems.utils.units import MIB
 from jobs.slurm.command import SITE_LIMIT_S, SlurmRefusedError, SlurmUnavailableError, run_slurm
 
-MIB = 1 << 20
 MINUTES_PER_DAY = 1440
 UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "")
 UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved", "blocked")
@@ -25,7 +22,7 @@ NODE_LINE = re.compile(r"([^|]+)\|(\d+)\|(\d+)\+?\|(\d+)\+?\|([^|]*)(?:\|(.*))?"
 
 @dataclass(frozen=True, slots=True)
 class NodeKind:
-    """Nodes of a partition that are alike; `memory_bytes` is that of one."""
+    """Nodes of a partition that are alike; `memory_bytes` is that of one, `state` empty if it was not asked for."""
 
     partition: str
     is_default: bool
@@ -33,6 +30,7 @@ class NodeKind:
     cpus: int
     memory_bytes: int
     gpus: int
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,6 @@ class Partition:
     name: str
     state: str
     num_nodes: int
-    num_up: int
-    num_idle: int
     max_nodes: int | None
     minutes: int | None
     kinds: tuple[NodeKind, ...]
@@ -57,9 +53,10 @@ class Partition:
 
     def describe(self) -> str:
         """Describe the partition in one line."""
+        num_up, num_idle = (sum(kind.nodes for kind in self.kinds if kind.state in found) for found in (UP, UP[:1]))
         minutes = "no time limit" if self.minutes is None else f"at most {self.minutes} min"
         state = "" if self.state == "UP" else f", state {self.state}"
-        return f"{self.name}: {self.num_up} of {self.num_nodes} nodes up, {self.num_idle} idle, {minutes}{state}"
+        return f"{self.name}: {num_up} of {self.num_nodes} nodes up, {num_idle} idle, {minutes}{state}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ def query_partitions(names: str | None) -> tuple[Partition, ...]:
         SlurmUnavailableError: SLURM does not answer, or has no default.
     """
     rows = parse_partitions(query_site("scontrol", "--all", "--oneliner", "show", "partition"))
-    nodes = query_site("sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T")
+    kinds = parse_kinds(query_site("sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G|%T"))
     by_name = {row["PartitionName"]: row for row in rows if "PartitionName" in row}
     defaults = [name for name, row in by_name.items() if row.get("Default") == "YES"]
     wanted = names.split(",") if names else defaults
@@ -102,7 +99,7 @@ def query_partitions(names: str | None) -> tuple[Partition, ...]:
                 "cluster.partition", name, "this SLURM has no such partition",
                 f"allowed: {', '.join(sorted(by_name))}; nearest: {nearest(name, by_name, 1)[0]}",
             )  # fmt: skip
-    return tuple(_partition(by_name[name], nodes) for name in wanted)
+    return tuple(_partition(by_name[name], tuple(each for each in kinds if each.partition == name)) for name in wanted)
 
 
 def max_nodes(names: str | None) -> int | None:
@@ -135,7 +132,14 @@ def query_accounts() -> Accounts:
 
 def parse_kinds(text: str) -> list[NodeKind]:
     """Parse sinfo's lines of partition, nodes, CPUs, memory in MiB, generic resources and, if asked for, state."""
-    return [kind for kind, _ in _kinds(text)]
+    found = []
+    for fields in filter(None, (NODE_LINE.fullmatch(line.strip()) for line in text.splitlines())):
+        name, nodes, cpus, mib, resources, state = fields.groups(default="")
+        gpus = sum(int(number) for number in re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", resources))
+        partition, is_default = name.strip().rstrip("*"), name.strip().endswith("*")
+        state = state.strip().rstrip(STATE_MARKS)
+        found.append(NodeKind(partition, is_default, int(nodes), int(cpus), int(mib) * MIB, gpus, state))
+    return found
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
@@ -149,20 +153,15 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_mpi_types(text: str) -> tuple[str, ...]:
-    """Parse `srun --mpi=list`: a heading, then a word on each line.
-
-    Newer releases list versions on a line of their own.
-    """
+    """Parse `srun --mpi=list`: a heading, then a word on each line; newer releases add a line of versions."""
     words = [line.removeprefix("srun:").strip() for line in text.splitlines()]
     return tuple(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word))
 
 
 def parse_minutes(text: str) -> int | None:
     """Parse SLURM's durations (1-00:00:00, 12:00:00, 30:00, 30) as whole minutes; None if unlimited."""
-    if text.upper() in UNLIMITED:
-        return None
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if found is None:
+    if found is None or text.upper() in UNLIMITED:
         return None
     days, first, second = (int(part or 0) for part in found.groups()[:3])
     is_hours = found[1] is not None or found[4] is not None  # else minutes, or minutes:seconds
@@ -174,39 +173,19 @@ def parse_count(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _kinds(text: str) -> list[tuple[NodeKind, str]]:
-    found = []
-    for line in text.splitlines():
-        if fields := NODE_LINE.fullmatch(line.strip()):
-            name, nodes, cpus, mib, resources, state = fields.groups()
-            gpus = sum(int(number) for number in re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", resources))
-            partition, is_default = name.strip().rstrip("*"), name.strip().endswith("*")
-            kind = NodeKind(partition, is_default, int(nodes), int(cpus), int(mib) * MIB, gpus)
-            found.append((kind, (state or "").strip().rstrip(STATE_MARKS)))
-    return found
-
-
-def _partition(row: dict[str, str], nodes: str) -> Partition:
-    name = row["PartitionName"]
-    kinds = [(kind, state) for kind, state in _kinds(nodes) if kind.partition == name]
+def _partition(row: dict[str, str], kinds: tuple[NodeKind, ...]) -> Partition:
     total = parse_count(row.get("TotalNodes", ""))
     return Partition(
-        name=name,
+        name=row["PartitionName"],
         state=row.get("State", "UP"),
-        num_nodes=total if total is not None else sum(kind.nodes for kind, _ in kinds),
-        num_up=_count(kinds, UP),
-        num_idle=_count(kinds, ("idle",)),
+        num_nodes=total if total is not None else sum(kind.nodes for kind in kinds),
         max_nodes=parse_count(row.get("MaxNodes", "")),
         minutes=parse_minutes(row.get("MaxTime", "")),
-        kinds=tuple(kind for kind, _ in kinds),
+        kinds=kinds,
         accounts=_names(row.get("AllowAccounts", "")),
         denied_accounts=_names(row.get("DenyAccounts", "")),
         qos=_names(row.get("AllowQos", "")),
     )
-
-
-def _count(kinds: Sequence[tuple[NodeKind, str]], wanted: Sequence[str]) -> int:
-    return sum(kind.nodes for kind, state in kinds if state in wanted)
 
 
 def _names(text: str) -> tuple[str, ...]:

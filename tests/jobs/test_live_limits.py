@@ -51,7 +51,8 @@ def check(spec: RunSpec) -> str:
 
 def test_what_a_partition_has_is_read(site: FakeSlurm) -> None:
     (gpu,) = query_partitions(None)
-    assert (gpu.name, gpu.num_nodes, gpu.num_up, gpu.num_idle, gpu.max_nodes, gpu.minutes) == ("gpu", 4, 3, 2, 3, 120)
+    assert (gpu.name, gpu.num_nodes, gpu.max_nodes, gpu.minutes) == ("gpu", 4, 3, 120)
+    assert gpu.describe() == "gpu: 3 of 4 nodes up, 2 idle, at most 120 min"
     assert [gpu.count(8, 0), gpu.count(64, 4), gpu.count(65, 0), gpu.count(1, 5)] == [4, 3, 0, 0]
     (cpu,) = query_partitions("cpu")
     assert (cpu.num_nodes, cpu.max_nodes, cpu.minutes, cpu.kinds[0].cpus) == (900, None, None, 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 
 from gems.config.cluster import ClusterConfig
 from gems.config.fields import check_fields
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.runs.folder import RunFolder
 from jobs.diagnosis.node_blocklist import NodeBlocklist
-from jobs.slurm.executor import exclude_option
+from jobs.slurm.executor import executor
+from jobs.slurm.resources import job_spec
 
 NOW = datetime.now(UTC)
 
@@ -64,6 +68,8 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path, text: str) -> None:
     assert [entry.node for entry in nodes.entries()] == ["n1"]
 
 
-def test_the_option_names_each_node_once() -> None:
-    assert exclude_option(["n1", "n2", "n1"]) == {"exclude": "n1,n2"}
-    assert exclude_option([]) == {}
+def test_the_option_names_each_node_once(resolved: Callable[..., RunSpec]) -> None:
+    for nodes, options in (("n1,n2,n1", ["#SBATCH --exclude=n1,n2"]), ("", [])):
+        spec = resolved("cluster=mini", f"cluster.exclude=[{nodes}]")
+        script = executor(spec, job_spec(spec), RunFolder.of(spec)).script()
+        assert [line for line in script.splitlines() if "exclude" in line] == options

@@ -463,7 +463,7 @@ def test_stop_cancels_the_whole_study(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jobs.status.cancellation.COMMAND_LIMIT_S", 0.1)  # the command is this very process, which stays
+    monkeypatch.setattr("jobs.status.cancellation.COMMAND_LIMIT_S", 0.1)  # of this very process
     study("cluster=mini")
     capfd.readouterr()
     slurm.does("scancel", f": > {slurm.here}/queue")
