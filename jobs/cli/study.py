@@ -13,6 +13,7 @@ from typing import Any
 from gems.cli.framework import Options, print_json
 from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
+from gems.utils.stdio import report
 from gems.utils.tables import RIGHT, table
 from jobs.launch.termination import CANCELLED_CODE
 from jobs.preflight.cost import DRY_RUN, YES, is_confirmed
@@ -22,7 +23,7 @@ from jobs.status.lookup import find_named
 from jobs.status.run_status import ACTIVE, RunStatus, run_statuses
 from jobs.status.study_record import StudyRecord
 from jobs.studies.points import GROUP, Point, compose_points, read_study, study_name
-from jobs.studies.runner import WAITING, StudyRunner, report
+from jobs.studies.runner import WAITING, StudyRunner
 
 FINISHED = "finished"
 WAIT, STOP = "--wait", "--stop"
@@ -58,9 +59,9 @@ def study(words: Sequence[str], options: Options) -> int:
     limits = [point.spec.cluster.confirm_above_gpu_hours for point in due]
     limit = min((limit for limit in limits if limit is not None), default=None)
     if not is_confirmed([job_spec(point.spec) for point in due], limit, assume_yes=YES in options.flags):
-        report("nothing is submitted")
+        report("jobs", "nothing is submitted")
         return 1
-    report(f"study {name}: {_counts(states)}; {num_due or 'nothing'} to run")
+    report("jobs", f"study {name}: {_counts(states)}; {num_due or 'nothing'} to run")
     record.begin([(point.label, point.folder.path) for point in points])
     runner = StudyRunner(points, record, is_due=[is_due(state) for state in states])
     code = runner.run()
@@ -71,7 +72,9 @@ def study(words: Sequence[str], options: Options) -> int:
     if record.is_cancelled:
         code = max(code, CANCELLED_CODE)
     if runner.waiting:
-        report(f"study {name}: the queue is full; {len(runner.waiting)} points wait for the next call (or {WAIT})")
+        report(
+            "jobs", f"study {name}: the queue is full; {len(runner.waiting)} points wait for the next call (or {WAIT})"
+        )
     if not options.json:
         _show(points, states, seen, options)
     drawn: dict[str, Any] | None = None

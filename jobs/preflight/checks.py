@@ -31,9 +31,7 @@ CHECKPOINTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check and its outcome: `ok` is None if there was nothing to check it by.
-
-    `said` tells what was found, or why not.
+    """A check and its outcome: `ok` is None if there was nothing to check it by, `said` what was found, or why not.
 
     `refusal` is the error of a check that forbids the job; one that only warns has none.
     """
@@ -53,7 +51,7 @@ class Check:
         return f"jobs: {mark:<4} {self.name:<13} {self.said}"
 
 
-Outcome = tuple[bool | None, str]
+Outcome = tuple[bool | None, str] | str  # a text alone is one that passed
 
 
 def preflight(
@@ -61,20 +59,26 @@ def preflight(
 ) -> Iterator[Check]:
     """Check a run, those checks first that take no time.
 
-    Args:
-        spec: the run.
-        job: its resources.
-        script: the batch script; None for a run on this machine.
-        make_plan: returns the plan of the run, which may take a profile.
-        here: query the SLURM of this machine, which must be the preset's.
+    `script` is the batch script, None for a run on this machine; `make_plan` returns the plan of the run, which may
+    take a profile; `here` queries the SLURM of this machine, which must be the preset's.
     """
     yield Check("configuration", True, _describe_counts(spec, job))
     yield _check("folder", lambda: _check_folder(spec, job))
+    cluster = spec.cluster
     if job.is_batch and script is not None:
         yield _check("limits", lambda: _check_limits(spec, job, here))
-        yield from _check_site(spec, job, script) if here else _skip_site(spec)
-        yield Check("cost", True, _describe_cost(spec, job))
-        yield Check("probe", *_check_probe(spec, job))
+        away = f"not asked: {host_names()[0]} is no login node of {cluster.name}"
+        looks: dict[str, Callable[[], str]] = {
+            "partition": lambda: check_partitions(spec, job, query_partitions(cluster.partition)),
+            "account": lambda: check_account(spec, query_accounts()),
+            "sbatch": lambda: check_script(cluster.name, script).describe(datetime.now()),
+        }
+        for name, look in looks.items():
+            yield _check(name, look) if here else Check(name, None, away)
+        limit = cluster.confirm_above_gpu_hours
+        confirm = "" if limit is None or job.gpu_hours <= limit else f"; above {limit:g}, so that it must be confirmed"
+        yield Check("cost", True, f"at most {describe_cost([job])}{confirm}")
+        yield _check("probe", lambda: _check_probe(spec, job))
     try:
         plan = make_plan()
     except GemsError as error:
@@ -113,26 +117,26 @@ def is_on_site(spec: RunSpec) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
 
 
+def check_host_memory(spec: RunSpec, peak: Peak) -> None:
+    """Check what a run keeps in host memory against a node's.
+
+    Raises:
+        DoesNotFitError: the ranks of a node hold more than it has.
+    """
+    limit = spec.cluster.node_memory_bytes
+    if limit is not None and peak.host_bytes > limit:
+        where = f"host memory of the ranks on a node under memory={spec.memory.name}"
+        raise DoesNotFitError(where, peak.host_bytes, limit, SMALLER, key="cluster.node_memory_bytes")
+
+
 def _check(name: str, look: Callable[[], Outcome]) -> Check:
     try:
-        return Check(name, *look())
+        found = look()
     except SlurmUnavailableError as reason:
         return Check(name, None, f"not asked: {reason}")
     except GemsError as error:
         return Check(name, False, str(error), error)
-
-
-def _check_site(spec: RunSpec, job: JobSpec, script: str) -> Iterator[Check]:
-    partition, name = spec.cluster.partition, spec.cluster.name
-    yield _check("partition", lambda: (True, check_partitions(spec, job, query_partitions(partition))))
-    yield _check("account", lambda: (True, check_account(spec, query_accounts())))
-    yield _check("sbatch", lambda: (True, check_script(name, script).describe(datetime.now())))
-
-
-def _skip_site(spec: RunSpec) -> Iterator[Check]:
-    reason = f"not asked: {host_names()[0]} is no login node of {spec.cluster.name}"
-    for name in ("partition", "account", "sbatch"):
-        yield Check(name, None, reason)
+    return Check(name, True, found) if isinstance(found, str) else Check(name, *found)
 
 
 def _describe_counts(spec: RunSpec, job: JobSpec) -> str:
@@ -140,8 +144,7 @@ def _describe_counts(spec: RunSpec, job: JobSpec) -> str:
     return (
         f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas, "
         f"{job.tasks_per_node} on each of {job.nodes} nodes; {parallel.micro_batches} micro-batches of "
-        f"{parallel.micro_batch_size}, "
-        f"{global_batch(spec)} samples a step"
+        f"{parallel.micro_batch_size}, {global_batch(spec)} samples a step"
     )
 
 
@@ -160,33 +163,19 @@ def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
     return (True if limit is not None else None), text
 
 
-def check_host_memory(spec: RunSpec, peak: Peak) -> None:
-    """Check what a run keeps in host memory against a node's.
-
-    Raises:
-        DoesNotFitError: the ranks of a node hold more than it has.
-    """
-    limit = spec.cluster.node_memory_bytes
-    if limit is not None and peak.host_bytes > limit:
-        raise DoesNotFitError(
-            f"host memory of the ranks on a node under memory={spec.memory.name}", peak.host_bytes, limit,
-            SMALLER, key="cluster.node_memory_bytes",
-        )  # fmt: skip
-
-
 def _check_limits(spec: RunSpec, job: JobSpec, here: bool) -> Outcome:
     check_limits(spec, job)
     if here:
         check_queue(spec, job)
     limits = len(spec.cluster.limits)
-    return (True, f"within the preset's {limits} limits") if limits else (None, "the preset has none")
+    return f"within the preset's {limits} limits" if limits else (None, "the preset has none")
 
 
 def _check_folder(spec: RunSpec, job: JobSpec) -> Outcome:
     storage = find_storage(spec)
     text = check_free_space(spec, storage)
     if not job.is_batch or storage.is_shared:
-        return True, text
+        return text
     if storage.is_shared is False:
         return False, f"{text}; compute nodes cannot see it, for it is in this machine's memory"
     return None, f"{text}; compute nodes must see it"
@@ -198,13 +187,7 @@ def _check_checkpoints(spec: RunSpec, plan: RunPlan) -> Outcome:
     states = STATES.get(spec.train.optimizer, 2) * sum(layer.param_bytes for layer in plan.profile.layers)
     needed_bytes = CHECKPOINTS * states
     check_free_space(spec, find_storage(spec), needed_bytes)
-    return True, f"{needed_bytes / GIB:.2f} GiB for {CHECKPOINTS} checkpoints of weights and optimizer"
-
-
-def _describe_cost(spec: RunSpec, job: JobSpec) -> str:
-    limit = spec.cluster.confirm_above_gpu_hours
-    confirm = "" if limit is None or job.gpu_hours <= limit else f"; above {limit:g}, so that it must be confirmed"
-    return f"at most {describe_cost([job])}{confirm}"
+    return f"{needed_bytes / GIB:.2f} GiB for {CHECKPOINTS} checkpoints of weights and optimizer"
 
 
 def _check_time(spec: RunSpec, job: JobSpec, plan: RunPlan) -> Outcome:
@@ -212,15 +195,14 @@ def _check_time(spec: RunSpec, job: JobSpec, plan: RunPlan) -> Outcome:
     if predicted_s is None:
         return None, f"{job.minutes} min requested; the steps' time is not predicted"
     text = f"{job.minutes} min requested, {predicted_s / 60:.2g} min predicted for {spec.train.steps} steps"
-    if not job.is_batch or predicted_s <= 60 * job.minutes:
-        return True, text
-    return False, f"{text}: it would not finish (cluster.minutes)"
+    is_enough = not job.is_batch or predicted_s <= 60 * job.minutes
+    return text if is_enough else (False, f"{text}: it would not finish (cluster.minutes)")
 
 
 def _check_probe(spec: RunSpec, job: JobSpec) -> Outcome:
     found = known_probe(spec, job)
     if found is not None:
-        return True, f"{describe_probe(found)}; of {found['utc'][:10]}, kept for {MAX_AGE.days} days"
+        return f"{describe_probe(found)}; of {found['utc'][:10]}, kept for {MAX_AGE.days} days"
     if not needs_probe(spec, job):
         return None, "none needed"
     return None, f"none known of this cluster and environment: the job starts with one of {RANKS} ranks"

@@ -14,7 +14,7 @@ from gems.utils.cache import keep_cached, read_cached
 from gems.utils.units import format_rates
 from jobs.slurm.resources import JobSpec
 
-KIND = "probe"
+KIND = "probe"  # in the cache
 MAX_AGE = timedelta(days=30)
 RANKS = 2
 MPI_MACHINES = ("real", "emulated")  # kinds of machine whose ranks speak MPI
@@ -25,7 +25,12 @@ CLUSTER_KEYS = (
 )  # fmt: skip
 
 
-def probe_key(spec: RunSpec, job: JobSpec) -> str:
+def probe_digest(spec: RunSpec, job: JobSpec) -> str:
+    """Return 8 hexadecimal digits of what a probe depends on."""
+    return hashlib.sha256(_key(spec, job).encode()).hexdigest()[:8]
+
+
+def _key(spec: RunSpec, job: JobSpec) -> str:
     """Return what a probe depends on: cluster, interpreter, launcher, MPI type, modules, environment, container.
 
     Modules that were loaded by hand count if the preset loads none.
@@ -38,19 +43,14 @@ def probe_key(spec: RunSpec, job: JobSpec) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
-def probe_digest(spec: RunSpec, job: JobSpec) -> str:
-    """Return 8 hexadecimal digits of the key."""
-    return hashlib.sha256(probe_key(spec, job).encode()).hexdigest()[:8]
-
-
 def keep_probe(spec: RunSpec, job: JobSpec, found: dict[str, Any]) -> None:
     """Keep what a probe found."""
-    keep_cached(spec.cache_dir, KIND, probe_key(spec, job), found)
+    keep_cached(spec.cache_dir, KIND, _key(spec, job), found)
 
 
 def known_probe(spec: RunSpec, job: JobSpec) -> dict[str, Any] | None:
     """Return the kept probe of this cluster and environment; None if it is old, or of fewer nodes."""
-    found = read_cached(spec.cache_dir, KIND, probe_key(spec, job))
+    found = read_cached(spec.cache_dir, KIND, _key(spec, job))
     if found is None:
         return None
     try:
@@ -69,22 +69,14 @@ def needs_probe(spec: RunSpec, job: JobSpec) -> bool:
 
 def describe_probe(found: Mapping[str, Any]) -> str:
     """Describe in one line what a probe found."""
-    nodes = sorted({rank["node"] for rank in found["ranks"]})
-    words = [
-        found["mpi"], f"{found['world_size']} ranks on {', '.join(nodes)}", _rates(found["host"]),
-        _describe_device(found),
-    ]  # fmt: skip
+    nodes, device = sorted({rank["node"] for rank in found["ranks"]}), str(found["device_message"])
+    if device == "passed":
+        device = f"MPI takes device memory, {_rates(found['device'])}"
+    elif device != "no GPU":
+        claim = "though MPI claims to take it" if found["takes_device_memory"] else "MPI does not take it"
+        device = f"device memory goes through the host: {claim}"
+    words = (found["mpi"], f"{found['world_size']} ranks on {', '.join(nodes)}", _rates(found["host"]), device)
     return "; ".join(" ".join(word.split()) for word in words)
-
-
-def _describe_device(found: Mapping[str, Any]) -> str:
-    message = str(found["device_message"])
-    if message == "passed":
-        return f"MPI takes device memory, {_rates(found['device'])}"
-    if message == "no GPU":
-        return message
-    claim = "though MPI claims to take it" if found["takes_device_memory"] else "MPI does not take it"
-    return f"device memory goes through the host: {claim}"
 
 
 def _rates(link: Mapping[str, float]) -> str:

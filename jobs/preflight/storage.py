@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -48,11 +49,10 @@ def find_storage(spec: RunSpec) -> Storage:
     """
     wanted = RunFolder.of(spec).path
     path = next(each for each in (wanted, *wanted.parents) if os.path.lexists(each))
-    reason = "Not a directory" if not path.is_dir() else "Permission denied"
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "runs_dir", spec.runs_dir, f"cannot write there ({reason}: {path})", "give runs_dir= a folder of yours"
-        )
+        reason = "Permission denied" if path.is_dir() else "Not a directory"
+        text = f"cannot write there ({reason}: {path})"
+        raise ConfigError("runs_dir", spec.runs_dir, text, "give runs_dir= a folder of yours")
     seen = os.statvfs(path)
     return Storage(path, _kind(path.resolve()), seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else None)
 
@@ -63,36 +63,24 @@ def check_free_space(spec: RunSpec, storage: Storage, needed_bytes: int = 0) -> 
     Raises:
         ConfigError: it does not fit.
     """
-    needed = max(needed_bytes, MIN_BYTES)
+    needed, free, error = max(needed_bytes, MIN_BYTES), f"{storage.free_bytes / GIB:.2f} GiB", None
     if storage.free_bytes < needed:
-        raise ConfigError(
-            "runs_dir", spec.runs_dir, f"{_gib(storage.free_bytes)} are free there, and the run writes {_gib(needed)}",
-            "free some, or give another folder",
-        )  # fmt: skip
-    if storage.files is not None and storage.files < MIN_FILES:
-        raise ConfigError(
-            "runs_dir",
-            spec.runs_dir,
-            f"only {storage.files} more files can be made there",
-            "free some, or give another folder",
-        )
-    return f"{storage.path} on {storage.kind}, {_gib(storage.free_bytes)} free"
+        error = f"{free} are free there, and the run writes {needed / GIB:.2f} GiB"
+    elif storage.files is not None and storage.files < MIN_FILES:
+        error = f"only {storage.files} more files can be made there"
+    if error is not None:
+        raise ConfigError("runs_dir", spec.runs_dir, error, "free some, or give another folder")
+    return f"{storage.path} on {storage.kind}, {free} free"
 
 
 def _kind(path: Path) -> str:
     """Return the type of the file system that holds a path, by the longest mount point above it."""
     best, kind = "", "unknown"
-    try:
-        lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return kind
-    for fields in (line.split(" ") for line in lines):
-        if len(fields) > 2:
-            point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[1])
-            if len(point) >= len(best) and path.is_relative_to(point):
-                best, kind = point, fields[2]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
+            fields = line.split(" ")
+            if len(fields) > 2:
+                point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[1])
+                if len(point) >= len(best) and path.is_relative_to(point):
+                    best, kind = point, fields[2]
     return kind
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

@@ -71,37 +71,13 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
 
     They are in the order in which they run: each repetition is a round of all points, so that a machine that grows
     slower over hours slows all of them alike, and not the last ones (Hoefler and Belli, SC 2015, rule 10). The first
-    round is in the file's order, the others in a random one, the same for every call.
+    round is in the file's order, the others in a random one, the same for every call. Each repetition has a seed of its
+    own, and so a folder.
 
     Raises:
         ConfigError: a point that cannot run, with its number and words before the key.
     """
-    once = list(_composed(study, name, overrides).values())
-    points, order = [*once], once
-    for repetition in range(1, study.repetitions):
-        order = _next_round(order, repetition)
-        points += [_repeated(point, repetition) for point in order]
-    return list({point.folder.path: point for point in points}.values())
-
-
-def _next_round(before: Sequence[Point], repetition: int) -> list[Point]:
-    """Return another order of the points; the first is not the last of the round before."""
-    order = list(before)
-    random.Random(repetition).shuffle(order)
-    if len(order) > 1 and order[0] is before[-1]:
-        order.append(order.pop(0))
-    return order
-
-
-def _repeated(point: Point, repetition: int) -> Point:
-    """Return the point with the seed of a repetition, which gives it a folder of its own."""
-    seed = point.spec.seed + repetition
-    return Point((*point.words, f"seed={seed}"), dataclasses.replace(point.spec, seed=seed))
-
-
-def _composed(study: StudyConfig, name: str, overrides: Sequence[str]) -> dict[Path, Point]:
-    """Compose every point once, by run folder, in the file's order."""
-    points: dict[Path, Point] = {}
+    once: dict[Path, Point] = {}
     for number, words in enumerate(_products(study), 1):
         try:
             spec = compose([f"name='{name}'", *study.base, *words, *overrides])
@@ -110,8 +86,18 @@ def _composed(study: StudyConfig, name: str, overrides: Sequence[str]) -> dict[P
             key = f"point {number} of study {name} ({' '.join(words)}): {error.key}"
             raise ConfigError(key, error.value, error.allowed, error.advice) from error
         point = Point(words, spec)
-        points.setdefault(point.folder.path, point)
-    return points
+        once.setdefault(point.folder.path, point)
+    order = list(once.values())
+    points = list(order)
+    for repetition in range(1, study.repetitions):
+        last = order[-1]
+        random.Random(repetition).shuffle(order)
+        if len(order) > 1 and order[0] is last:
+            order.append(order.pop(0))
+        for point in order:
+            seed = point.spec.seed + repetition
+            points.append(Point((*point.words, f"seed={seed}"), dataclasses.replace(point.spec, seed=seed)))
+    return list({point.folder.path: point for point in points}.values())
 
 
 def _products(study: StudyConfig) -> Iterator[tuple[str, ...]]:
@@ -135,17 +121,15 @@ def _checked(values: dict[str, Any]) -> StudyConfig:
     if not _is_words(study.base):
         raise ConfigError(f"{GROUP}.base", study.base, "must be a list of overrides", "as in [schedule=1f1b]")
     if not isinstance(study.points, list) or not all(map(_is_words, study.points)):
-        raise ConfigError(
-            f"{GROUP}.points", study.points, "must be a list of lists of overrides", "as in [[parallel.replicas=2]]"
-        )
+        text = "must be a list of lists of overrides"
+        raise ConfigError(f"{GROUP}.points", study.points, text, "as in [[parallel.replicas=2]]")
     if not isinstance(study.axes, dict):
         raise ConfigError(f"{GROUP}.axes", study.axes, "must be a mapping of keys to lists of choices")
     for key, choices in study.axes.items():
-        if not isinstance(choices, list) or not choices or not all(map(_is_choice, choices)):
-            raise ConfigError(
-                f"{GROUP}.axes.{key}", choices, "must be a list of values, or of lists of overrides",
-                "as in parallel.replicas: [1, 2, 4]",
-            )  # fmt: skip
+        rows = choices if isinstance(choices, list) else []
+        if not rows or not all(_is_words(row) or row is None or isinstance(row, str | int | float) for row in rows):
+            text = "must be a list of values, or of lists of overrides"
+            raise ConfigError(f"{GROUP}.axes.{key}", choices, text, "as in parallel.replicas: [1, 2, 4]")
     repetitions = study.repetitions
     if not isinstance(repetitions, int) or isinstance(repetitions, bool) or repetitions < 1:
         raise ConfigError(f"{GROUP}.repetitions", repetitions, "must be a whole number, 1 or more")
@@ -154,10 +138,6 @@ def _checked(values: dict[str, Any]) -> StudyConfig:
 
 def _is_words(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(word, str) for word in value)
-
-
-def _is_choice(value: object) -> bool:
-    return _is_words(value) or value is None or isinstance(value, str | int | float)
 
 
 def _is_file(study: str) -> bool:

@@ -6,13 +6,13 @@ its own. So a site's limits on arrays do not bind it, and its limits on jobs do.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
 
 from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, GemsError, RankFailedError
+from gems.utils.stdio import report
 from jobs.launch.submission import start_run
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.limits import queue_limit
@@ -43,23 +43,18 @@ class QueueSlots:
         """
         if _scope(spec) in self._full:
             return False
-        limit = queue_limit(spec.cluster, job.nodes)
-        if limit is None or limit.queued_jobs is None:
-            return True
-        key = (spec.cluster.name, limit.partition, limit.qos)
-        if key not in self._slots:
-            queued = num_queued(limit.partition, limit.qos)
-            self._slots[key] = None if queued is None else limit.queued_jobs - queued
-        slots = self._slots[key]
+        key, allowed = _limit(spec, job)
+        if allowed is not None and key not in self._slots:
+            queued = num_queued(*key[1:])
+            self._slots[key] = None if queued is None else allowed - queued
+        slots = self._slots.get(key)
         return slots is None or slots > 0
 
     def take(self, spec: RunSpec, job: JobSpec) -> None:
         """Count a job that was submitted."""
-        limit = queue_limit(spec.cluster, job.nodes)
-        if limit is not None:
-            key = (spec.cluster.name, limit.partition, limit.qos)
-            slots = self._slots.get(key)
-            self._slots[key] = None if slots is None else slots - 1
+        key, _ = _limit(spec, job)
+        slots = self._slots.get(key)
+        self._slots[key] = None if slots is None else slots - 1
 
     def mark_full(self, spec: RunSpec) -> None:
         """Record that SLURM takes no more jobs of this account, partition and qos now."""
@@ -78,9 +73,7 @@ class StudyRunner:
         self.waiting = [point for point, due in zip(points, is_due, strict=True) if due]
 
     def run(self) -> int:
-        """Start what is due, as far as the queue takes it, and return the worst exit code.
-
-        The exit code is the worst of what failed or could not start.
+        """Start what is due, as far as the queue takes it; return the worst exit code of what failed or did not start.
 
         Points of this machine run here, one after another. Unless a signal to a point's run or a cancelled study ends
         the whole, only points without a slot in the queue are left in `waiting`.
@@ -89,7 +82,7 @@ class StudyRunner:
         slots, code = QueueSlots(), 0
         for pack in due:
             if self._record.is_cancelled:
-                report(f"study {self._record.name} was cancelled; the other points are left")
+                report("jobs", f"study {self._record.name} was cancelled; the other points are left")
                 break
             if not job_spec(pack[0].spec).is_batch:
                 ended = self._run_here(pack[0])
@@ -117,7 +110,7 @@ class StudyRunner:
             if counts != before:
                 states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
                 more = f", {len(self.waiting)} of them wait for a slot in the queue" if self.waiting else ""
-                report(f"study {self._record.name}: {states}{more}")
+                report("jobs", f"study {self._record.name}: {states}{more}")
                 before, poll_s = counts, MIN_POLL_S
             if self.waiting:
                 code = max(code, self.run())
@@ -134,7 +127,7 @@ class StudyRunner:
         except GemsError as error:
             return self._report_refusal(point, error)
         if code:
-            report(f"{self._label(point)} has failed: {point.folder.path}")
+            report("jobs", f"{self._label(point)} has failed: {point.folder.path}")
         return code
 
     def _submit(self, pack: Sequence[Point], slots: QueueSlots) -> int:
@@ -162,20 +155,15 @@ class StudyRunner:
         return 0
 
     def _report_refusal(self, point: Point, error: GemsError) -> int:
-        report(f"{self._label(point)} cannot start: {error}")
+        report("jobs", f"{self._label(point)} cannot start: {error}")
         return error.exit_code
 
     def _report_start(self, point: Point, more: str = "") -> None:
         number = self._numbers[point.folder.path]
-        report(f"point {number} of {len(self._points)}: {point.label}, {point.spec.world_size} ranks{more}")
+        report("jobs", f"point {number} of {len(self._points)}: {point.label}, {point.spec.world_size} ranks{more}")
 
     def _label(self, point: Point) -> str:
         return f"point {self._numbers[point.folder.path]} of {len(self._points)} ({point.label})"
-
-
-def report(text: str) -> None:
-    """Report the progress of a study on stderr."""
-    print(f"jobs: {text}", file=sys.stderr, flush=True)
 
 
 def _exit_code(run: RunStatus) -> int:
@@ -184,6 +172,14 @@ def _exit_code(run: RunStatus) -> int:
         return 0
     code = run.status.get("exit_code")
     return code if isinstance(code, int) and code else RankFailedError.exit_code
+
+
+def _limit(spec: RunSpec, job: JobSpec) -> tuple[Scope, int | None]:
+    """Return the cluster, partition and qos of the preset's limit for a job, and how many jobs it allows."""
+    limit = queue_limit(spec.cluster, job.nodes)
+    if limit is None:
+        return (spec.cluster.name, None, None), None
+    return (spec.cluster.name, limit.partition, limit.qos), limit.queued_jobs
 
 
 def _scope(spec: RunSpec) -> Scope:
