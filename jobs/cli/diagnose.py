@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError, one_of
 from gems.runs.failure_cause import FailureCause
+from gems.utils.stdio import report
 from gems.utils.tables import printable
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
@@ -29,61 +29,49 @@ def diagnose(words: Sequence[str], options: Options) -> int:
     """
     if OLD_UNBLOCK in options.chosen:
         raise ConfigError("option", OLD_UNBLOCK, f"is now {UNBLOCK}")
-    node = options.chosen.get(UNBLOCK)
-    if node is not None:
-        return _unblock(words, node, options)
+    if UNBLOCK in options.chosen:
+        return _unblock(words, options.chosen[UNBLOCK], options)
     found = find_named(words, "diagnose")
     diagnoses = [diagnose_run(folder) for folder in found.runs]
-    for diagnosis in diagnoses:
-        record_diagnosis(diagnosis)
-    studies = [(study, _failed_points(study)) for study in found.studies]
-    if options.json:
-        _show_json(diagnoses, studies)
-    else:
-        print("\n\n".join([*(each.paragraph() for each in diagnoses), *(_describe(*study) for study in studies)]))
-        for error in (error for each in diagnoses for error in each.not_asked):
-            print(printable(f"jobs: no answer: {error}"), file=sys.stderr)
+    studies = [(study.name, _failed_points(study)) for study in found.studies]
     every = [*diagnoses, *(point for _, points in studies for _, point in points)]
+    for diagnosis in every:
+        record_diagnosis(diagnosis)
+    if not options.json:
+        described = [_describe(name, points) for name, points in studies]
+        print("\n\n".join([*(each.paragraph() for each in diagnoses), *described]))
+        for error in (error for each in diagnoses for error in each.not_asked):
+            report("jobs", f"no answer: {error}")
+    elif len(diagnoses) == 1 and not studies:
+        print_json(diagnoses[0].to_dict())
+    else:
+        rows = [
+            {"study": name, "failed": [{"point": label, **each.to_dict()} for label, each in points]}
+            for name, points in studies
+        ]
+        print_json({"runs": [each.to_dict() for each in diagnoses], "studies": rows})
     return UNKNOWN_CAUSE if any(each.cause is FailureCause.UNKNOWN for each in every) else 0
 
 
 def _failed_points(study: StudyRecord) -> list[tuple[str, Diagnosis]]:
     """Return the points of a study that have failed, those of one cause together."""
-    every = [
-        (label, diagnose_run(folder, with_trace=False)) for label, folder in study.points() if folder.path.is_dir()
-    ]
-    failed = [(label, diagnosis) for label, diagnosis in every if diagnosis.has_failed]
-    for _, diagnosis in failed:
-        record_diagnosis(diagnosis)
-    return sorted(failed, key=lambda row: row[1].cause)
+    points = [(label, folder) for label, folder in study.points() if folder.path.is_dir()]
+    every = [(label, diagnose_run(folder, with_trace=False)) for label, folder in points]
+    return sorted((row for row in every if row[1].has_failed), key=lambda row: row[1].cause)
 
 
-def _describe(study: StudyRecord, points: Sequence[tuple[str, Diagnosis]]) -> str:
+def _describe(study: str, points: Sequence[tuple[str, Diagnosis]]) -> str:
     if not points:
-        return f"study {study.name}: no point has failed"
-    lines = [f"study {study.name}: {len(points)} point{'s have' if len(points) > 1 else ' has'} failed"]
-    for cause in dict.fromkeys(diagnosis.cause for _, diagnosis in points):
-        same = [(label, diagnosis) for label, diagnosis in points if diagnosis.cause is cause]
+        return f"study {study}: no point has failed"
+    lines = [f"study {study}: {len(points)} point{'s have' if len(points) > 1 else ' has'} failed"]
+    for cause, rows in itertools.groupby(points, key=lambda row: row[1].cause):
+        same = list(rows)
         lines.append(f"{cause} ({len(same)})")
         lines += [
             f"  {label}, {each.folder.path.name}: {each.where() or 'the run'}: {each.text}" for label, each in same
         ]
         lines.append(f"  to change: {'; '.join(same[0][1].advice)}")
     return "\n".join(map(printable, lines))
-
-
-def _show_json(
-    diagnoses: Sequence[Diagnosis], studies: Sequence[tuple[StudyRecord, list[tuple[str, Diagnosis]]]]
-) -> None:
-    if len(diagnoses) == 1 and not studies:
-        print_json(diagnoses[0].to_dict())
-        return
-    document: dict[str, Any] = {"runs": [each.to_dict() for each in diagnoses]}
-    document["studies"] = [
-        {"study": study.name, "failed": [{"point": label, **each.to_dict()} for label, each in points]}
-        for study, points in studies
-    ]
-    print_json(document)
 
 
 def _unblock(words: Sequence[str], node: str, options: Options) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import sys
@@ -15,10 +17,11 @@ from typing import IO
 from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
+from gems.utils.stdio import report
 from gems.utils.tables import printable
 from jobs.diagnosis.evidence import log_paths
 from jobs.status.lookup import find_one_run
-from jobs.status.run_status import RunStatus, format_start, read_status, run_statuses
+from jobs.status.run_status import format_start, read_status, run_statuses
 
 FOLLOW = "-f"
 LINES = 100
@@ -26,6 +29,7 @@ ALL = "all"
 POLL_S = 0.2
 QUERY_EVERY_S = 15.0  # of SLURM, while nothing changes in the run folder
 CHUNK_BYTES = 1 << 20
+NUMBER = re.compile(r"[0-9]{1,9}")
 SRUN_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
 
 
@@ -38,17 +42,19 @@ def logs(words: Sequence[str], options: Options) -> int:
         ConfigError: not one run, or a rank or a number of lines that cannot be.
     """
     folder = find_one_run(words, "logs")
-    lines = _lines(options.chosen.get("--lines"))
+    text = options.chosen.get("--lines", str(LINES))
+    if text != ALL and not NUMBER.fullmatch(text):
+        raise ConfigError("--lines", text, f"must be a number of lines, or {ALL}")
     printer = _Printer(_rank(folder, options.chosen.get("--rank")))
     is_followed = FOLLOW in options.flags
     with Tail(find_log(folder)) as tail:
         try:
-            printer.last(iter(tail.read, b""), lines)
+            printer.last(iter(tail.read, b""), None if text == ALL else int(text))
             watch = _Watch(folder) if is_followed or not tail.was_there else None
             if is_followed and watch is not None:
                 follow(folder, tail, printer, watch)
             elif watch is not None:
-                print(f"jobs: no log yet: {watch.line()}", file=sys.stderr)
+                report("jobs", f"no log yet: {watch.line()}")
         except KeyboardInterrupt:
             if not is_followed:
                 raise  # the end of following is an interrupt
@@ -70,7 +76,7 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
         if not chunk:
             pause.wait(POLL_S)
     printer.flush()
-    print(f"jobs: {watch.line()}", file=sys.stderr, flush=True)
+    report("jobs", watch.line())
 
 
 def find_log(folder: RunFolder) -> Path:
@@ -87,38 +93,24 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.was_there = False
-        self._file: IO[bytes] | None = None
+        self._file: IO[bytes] = io.BytesIO()
 
     def __enter__(self) -> Tail:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def read(self) -> bytes:
         """Return what was added since the last call; nothing at the end."""
-        chunk = self._file.read(CHUNK_BYTES) if self._file is not None else b""
-        if not chunk and self._is_other():
-            self._open()
-            chunk = self._file.read(CHUNK_BYTES) if self._file is not None else b""
+        chunk = self._file.read(CHUNK_BYTES)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if not chunk and not (self.was_there and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))):
+                file = self.path.open("rb")
+                self._file.close()
+                self._file, self.was_there = file, True
+                chunk = file.read(CHUNK_BYTES)
         return chunk
-
-    def _is_other(self) -> bool:
-        try:
-            there = self.path.stat()
-        except OSError:
-            return False
-        if self._file is None:
-            return True
-        held = os.fstat(self._file.fileno())
-        return (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino)
-
-    def _open(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = self.path.open("rb")
-        self.was_there = True
 
 
 class _Printer:
@@ -155,47 +147,39 @@ class _Printer:
         return [line + b"\n" for line in lines if self._is_wanted(line)]
 
     def _is_wanted(self, line: bytes) -> bool:
-        if self._rank is None:
-            return True
         found = SRUN_LABEL.match(line)
-        return found is not None and int(found[1]) == self._rank
+        return self._rank is None or (found is not None and int(found[1]) == self._rank)
 
 
 class _Watch:
     """Watches a run for its end: its folder at each call, SLURM or its process now and then."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._status: object = None
-        self._queried_s = 0.0
         self._reported = ""
-        self._seen = self._query()
+        self._query(folder)
 
     def has_ended(self) -> bool:
         """Return whether the run has ended; report on stderr when it waits, and why."""
-        status = read_status(self._folder)
-        if status != self._status or time.monotonic() - self._queried_s > QUERY_EVERY_S:
-            self._seen = self._query()
+        folder = self._seen.folder
+        if read_status(folder) != self._seen.status or time.monotonic() - self._queried_s > QUERY_EVERY_S:
+            self._query(folder)
         state = self._seen.state
         news = f"{state} {self._seen.note}" if state == "pending" else state  # a stalled one's note has seconds
         if state in ("pending", "stalled", "submitted", "requeued") and news != self._reported:
-            print(f"jobs: {self.line()}", file=sys.stderr, flush=True)
+            report("jobs", self.line())
         self._reported = news
-        return not self._seen.is_active and self._seen.state != "prepared"
+        return not self._seen.is_active and state != "prepared"
 
     def line(self) -> str:
         """Describe the state of the run."""
         start = self._seen.start_utc
         notes = [self._seen.note, f"starts about {format_start(start)}" if start is not None else ""]
-        return printable(
-            ": ".join([f"{self._folder.path.name} is {self._seen.state}", ", ".join(filter(None, notes))])
-        ).rstrip(": ")
+        words = f"{self._seen.folder.path.name} is {self._seen.state}: {', '.join(filter(None, notes))}"
+        return printable(words).rstrip(": ")
 
-    def _query(self) -> RunStatus:
+    def _query(self, folder: RunFolder) -> None:
         self._queried_s = time.monotonic()
-        (seen,) = run_statuses([self._folder]).runs
-        self._status = seen.status
-        return seen
+        (self._seen,) = run_statuses([folder]).runs
 
 
 def _show(text: bytes) -> None:
@@ -203,22 +187,15 @@ def _show(text: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _lines(text: str | None) -> int | None:
-    if text == ALL:
-        return None
-    if text is not None and not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ConfigError("--lines", text, f"must be a number of lines, or {ALL}")
-    return LINES if text is None else int(text)
-
-
 def _rank(folder: RunFolder, text: str | None) -> int | None:
     if text is None:
         return None
     spec = folder.read_spec()
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) >= spec.world_size:
+    if not NUMBER.fullmatch(text) or int(text) >= spec.world_size:
         raise ConfigError("--rank", text, f"must be a rank of the run: 0 to {spec.world_size - 1}")
-    if spec.world_size > 1 and spec.cluster.launcher != "srun":
-        raise ConfigError(
-            "--rank", text, f"is not available: {spec.cluster.launcher} does not label lines", "leave it out"
-        )
-    return int(text) if spec.world_size > 1 else None
+    if spec.world_size == 1:
+        return None
+    if spec.cluster.launcher != "srun":
+        reason = f"is not available: {spec.cluster.launcher} does not label lines"
+        raise ConfigError("--rank", text, reason, "leave it out")
+    return int(text)

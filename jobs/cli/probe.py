@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError
 from gems.launch.local_launcher import Ended, rank_environment
 from gems.runs.folder import RunFolder
+from gems.utils.stdio import report
 from gems.utils.tables import name_values
 from gems.utils.units import MIB, format_rates
 from jobs.launch.mpi_probe import probe_argv, probe_json, read_probe, run_probe
@@ -54,34 +54,41 @@ def probe(words: Sequence[str], options: Options) -> int:
         raise ConfigError("machine.kind", spec.machine.kind, "has no ranks to probe", "use machine=auto")
     job = job_spec(spec)
     before = known_probe(spec, job)
-    found, nodes = _by_slurm(spec, job, _minutes(options)) if job.is_batch else (_here(spec, job), 1)
-    found |= {"nodes": nodes, "cluster": spec.cluster.name}
+    if job.is_batch:
+        found = _by_slurm(spec, job, _minutes(options))
+    else:
+        folder = _folder(spec, job)
+        environment = rank_environment(spec.machine.threads_per_rank)
+        environment |= {key: str(value) for key, value in spec.cluster.environment.items()}
+        found = run_probe(spec, job, folder, environment) | {"nodes": 1}
+        shutil.rmtree(folder.path, ignore_errors=True)
+    found["cluster"] = spec.cluster.name
     keep_probe(spec, job, found)
     if options.json:
         print_json(found)
         return 0
     print(probe_table(found))
     if before is not None and before.get("mpi") != found["mpi"]:
-        print(f"jobs: the MPI was {before.get('mpi')} on {before.get('utc')}", file=sys.stderr)
+        report("jobs", f"the MPI was {before.get('mpi')} on {before.get('utc')}")
     return 0
 
 
 def probe_table(found: Mapping[str, Any]) -> str:
     """Return what a probe found, one line for each fact."""
+    ranks = found["ranks"]
+    gpus = (
+        "none" if (gpu := rank["gpu"]) is None else f"{gpu['name']}, number {gpu['index']} of {gpu['visible']}"
+        for rank in ranks
+    )  # fmt: skip
     rows = [
         ("cluster", found["cluster"]), ("MPI", " ".join(found["mpi"].split())), ("threads", found["threads"]),
-        ("world size", found["world_size"]), ("nodes", ", ".join(rank["node"] for rank in found["ranks"])),
-        ("GPUs", "; ".join(_gpu(rank["gpu"]) for rank in found["ranks"])),
+        ("world size", found["world_size"]), ("nodes", ", ".join(rank["node"] for rank in ranks)),
+        ("GPUs", "; ".join(gpus)),
         ("device memory", f"{found['device_message']} (MPI claims {'yes' if found['takes_device_memory'] else 'no'})"),
         ("host to host", _rates(found["host"])),
+        *([("GPU to GPU", _rates(found["device"]))] if found["device"] else []),
     ]  # fmt: skip
-    if found["device"]:
-        rows.append(("GPU to GPU", _rates(found["device"])))
     return name_values(rows, indent=0)
-
-
-def _gpu(gpu: Mapping[str, Any] | None) -> str:
-    return "none" if gpu is None else f"{gpu['name']}, number {gpu['index']} of {gpu['visible']}"
 
 
 def _rates(link: Mapping[str, float]) -> str:
@@ -107,24 +114,13 @@ def _folder(spec: RunSpec, job: JobSpec) -> RunFolder:
         for path in folder.logs.iterdir():
             path.unlink()
     except OSError as error:
-        raise ConfigError(
-            "runs_dir", spec.runs_dir, f"cannot write there ({error.strerror}: {error.filename})",
-            "give runs_dir= a folder of yours",
-        ) from error  # fmt: skip
+        text = f"cannot write there ({error.strerror}: {error.filename})"
+        raise ConfigError("runs_dir", spec.runs_dir, text, "give runs_dir= a folder of yours") from error
     return folder
 
 
-def _here(spec: RunSpec, job: JobSpec) -> dict[str, Any]:
-    folder = _folder(spec, job)
-    environment = rank_environment(spec.machine.threads_per_rank)
-    environment |= {key: str(value) for key, value in spec.cluster.environment.items()}
-    found = run_probe(spec, job, folder, environment)
-    shutil.rmtree(folder.path, ignore_errors=True)
-    return found
-
-
-def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> tuple[dict[str, Any], int]:
-    """Submit a job of two ranks and wait for its end; return what was found, and the number of nodes.
+def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
+    """Submit a job of two ranks and wait for its end; return what was found, with the number of nodes.
 
     Its script is that of a run except for the last line, and its job is cancelled when the wait is over.
     """
@@ -137,52 +133,41 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> tuple[dict[str, 
         job, name="probe", nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes,
         minutes=min(job.minutes, JOB_MINUTES),
     )  # fmt: skip
-    result, log = probe_json(folder), folder.logs / "probe.log"
+    result, log, script = probe_json(folder), folder.logs / "probe.log", folder.path / "job.sh"
     line = f"{shlex.join(probe_argv(spec, small, folder))} > {shlex.quote(str(log))} 2>&1"
     with without_enclosing_job():
-        script = executor(replace(spec, name="probe"), small, folder).script(line)
-    path = folder.path / "job.sh"
-    path.write_text(script)
-    job_id = _submit(spec, path)
-    print(f"jobs: job {job_id} probes {spec.cluster.name} on {nodes} nodes", file=sys.stderr, flush=True)
+        script.write_text(executor(replace(spec, name="probe"), small, folder).script(line))
+    submitted = run_slurm(["sbatch", "--parsable", str(script)], limit_s=SITE_LIMIT_S)
+    if submitted.error is not None:
+        raise refusal(spec.cluster.name, submitted.error.reason, "probe") from submitted.error
+    job_id = submitted.stdout.split()[0].partition(";")[0]
+    report("jobs", f"job {job_id} probes {spec.cluster.name} on {nodes} nodes")
     _wait(job_id, limit_min)
     deadline_s = time.monotonic() + VISIBLE_LIMIT_S
     while not result.exists() and time.monotonic() < deadline_s:
         time.sleep(POLL_S / 5)
         os.listdir(folder.logs)  # NFS caches a folder's content until it is listed
-    tail = tuple(log.read_text(errors="replace").splitlines()) if log.exists() else _batch_log(folder)
-    code = 0 if result.exists() else 1
-    return read_probe(spec, Ended(code, tail), result), nodes
-
-
-def _batch_log(folder: RunFolder) -> tuple[str, ...]:
-    lines = [line for path in folder.logs.glob("*.out") for line in path.read_text(errors="replace").splitlines()]
-    return tuple(lines)
-
-
-def _submit(spec: RunSpec, script: Path) -> str:
-    result = run_slurm(["sbatch", "--parsable", str(script)], limit_s=SITE_LIMIT_S)
-    if result.error is not None:
-        raise refusal(spec.cluster.name, result.error.reason, "probe") from result.error
-    return result.stdout.split()[0].partition(";")[0]
+    outputs = [log] if log.exists() else folder.logs.glob("*.out")
+    tail = tuple(line for path in outputs for line in path.read_text(errors="replace").splitlines())
+    return read_probe(spec, Ended(0 if result.exists() else 1, tail), result) | {"nodes": nodes}
 
 
 def _wait(job_id: str, limit_min: float) -> None:
     """Wait for a job's end; cancel it when the time is over, or when the user interrupts."""
     deadline_s = time.monotonic() + 60 * limit_min
-    state = "unknown"
+    state, has_ended = "unknown", False
     try:
         while time.monotonic() < deadline_s:
             query = query_jobs([job_id], SQUEUE)
             job = query.jobs.get(job_id)
-            if query.error is None and (job is None or not job.is_active):
+            has_ended = query.error is None and (job is None or not job.is_active)
+            if has_ended:
                 return
             state = state if job is None else f"{job.state} {job.reason}".strip()
             time.sleep(POLL_S)
-    except BaseException:
-        cancel_jobs([job_id])
-        raise
-    cancel_jobs([job_id])
+    finally:
+        if not has_ended:
+            cancel_jobs([job_id])
     raise StalledError(
         f"the probe's job {job_id} has not ended within {limit_min:g} min ({state}), and is cancelled; "
         f"wait longer with {LIMIT} MINUTES, or submit a run: its job probes first"

@@ -1,13 +1,10 @@
-"""Resume runs that have ended: `python -m jobs resubmit`.
-
-Each run resumes from its newest checkpoint, without the nodes that failed it.
-"""
+"""Resume runs that have ended from their newest checkpoints, without nodes that failed: `python -m jobs resubmit`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gems.cli.framework import Options, print_json
@@ -27,32 +24,15 @@ from jobs.status.lookup import RUNS_DIR, find_named
 from jobs.status.run_status import read_status, run_statuses
 
 FORCE, OLD_FORCE = "--force", "--again"  # the old one until the next release
-OVERRIDE = re.compile(r"\+{0,2}(?P<key>[A-Za-z_][\w.]*)=")
+OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 # Keys that leave the results of a run as they are, or only make it longer.
-MAY_CHANGE = ("cluster.", "train.steps", "train.checkpoint_s", "train.checkpoint_steps", "train.keep_checkpoints",
+CLUSTER = "cluster."
+MAY_CHANGE = (f"{CLUSTER}KEY", "train.steps", "train.checkpoint_s", "train.checkpoint_steps", "train.keep_checkpoints",
               "train.hang_timeout_s", "train.resume")  # fmt: skip
 NEEDS_CHANGE = (
     FailureCause.CONFIGURATION, FailureCause.DOES_NOT_FIT, FailureCause.DEVICE_MEMORY, FailureCause.WRONG_MPI,
 )  # fmt: skip
 FAILED_STATES = ("failed", "lost", "stopped")
-
-
-@dataclass(frozen=True, slots=True)
-class ResubmitResult:
-    """What became of a run: submitted, finished (here), refused or failed."""
-
-    folder: RunFolder
-    outcome: str
-    why: str
-    exit_code: int = 0
-    job_id: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result for a program."""
-        return {
-            "run": self.folder.path.name, "run_folder": str(self.folder.path), "outcome": self.outcome, "why": self.why,
-            "exit_code": self.exit_code, "job_id": self.job_id,
-        }  # fmt: skip
 
 
 def resubmit(words: Sequence[str], options: Options) -> int:
@@ -67,7 +47,10 @@ def resubmit(words: Sequence[str], options: Options) -> int:
     if OLD_FORCE in options.flags:
         raise ConfigError("option", OLD_FORCE, f"is now {FORCE}")
     overrides = [word for word in words if OVERRIDE.match(word) and not word.startswith(RUNS_DIR)]
-    _check_keys(overrides)
+    for key, _, value in (word.lstrip("+").partition("=") for word in overrides):
+        if not key.startswith(CLUSTER) and key not in MAY_CHANGE:
+            allowed = f"would make another run; {one_of(MAY_CHANGE)}"
+            raise ConfigError(key, value, allowed, "submit a new one: python -m jobs submit")
     found = find_named([word for word in words if word not in overrides], "resubmit")
     points = [folder for study in found.studies for _, folder in study.points() if folder.path.is_dir()]
     failed = [run.folder for run in run_statuses(points).runs if run.state in FAILED_STATES]
@@ -75,39 +58,40 @@ def resubmit(words: Sequence[str], options: Options) -> int:
     for folder in {folder.path: folder for folder in (*found.runs, *failed)}.values():
         results.append(_resubmit(folder, overrides, options))
         if not options.json:
-            last = results[-1]
-            print(printable(f"{last.folder.path.name}: {last.outcome}, {last.why}"), flush=True)
+            print(printable("{run}: {outcome}, {why}".format(**results[-1])), flush=True)
     if options.json:
-        print_json({"runs": [result.to_dict() for result in results]})
+        print_json({"runs": results})
     elif not results:
         print("no point has failed")
-    return max((result.exit_code for result in results), default=0)
+    return max((result["exit_code"] for result in results), default=0)
 
 
-def excluded_nodes(spec: RunSpec, blocklist: NodeBlocklist) -> list[str]:
-    """Return the nodes that a run shall not use: its own list, and those of its cluster that are blocked."""
-    blocked = [entry.node for entry in blocklist.entries(spec.cluster.name)]
-    return list(dict.fromkeys([*spec.cluster.exclude, *blocked]))
-
-
-def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> ResubmitResult:
+def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> dict[str, Any]:
     diagnosis = diagnose_run(folder, with_trace=False)
     refusal = _refusal(diagnosis, overrides, options)
     if refusal is not None:
-        return ResubmitResult(folder, "refused", refusal, 1)
+        return _result(folder, "refused", refusal, 1)
     record_diagnosis(diagnosis)
     try:
         spec, notes = _changed_spec(folder, overrides)
         code = start_run(spec)
     except GemsError as error:
-        return ResubmitResult(folder, "refused", str(error), error.exit_code)
+        return _result(folder, "refused", str(error), error.exit_code)
     made = RunFolder.of(spec)
     if code:
-        return ResubmitResult(made, "failed", f"exit code {code}, see `jobs diagnose {made.path.name}`", code)
+        return _result(made, "failed", f"exit code {code}, see `jobs diagnose {made.path.name}`", code)
     job_id = read_status(made).get("job_id") if job_spec(spec).is_batch else None
     if job_id is None:
-        return ResubmitResult(made, "finished", ", ".join(notes))
-    return ResubmitResult(made, "submitted", ", ".join([f"job {job_id}", *notes]), 0, job_id)
+        return _result(made, "finished", ", ".join(notes))
+    return _result(made, "submitted", ", ".join([f"job {job_id}", *notes]), 0, job_id)
+
+
+def _result(folder: RunFolder, outcome: str, why: str, code: int = 0, job_id: str | None = None) -> dict[str, Any]:
+    """Return what became of a run: submitted, finished (here), refused or failed."""
+    return {
+        "run": folder.path.name, "run_folder": str(folder.path), "outcome": outcome, "why": why, "exit_code": code,
+        "job_id": job_id,
+    }  # fmt: skip
 
 
 def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -> str | None:
@@ -117,7 +101,7 @@ def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -
         return f"it is {diagnosis.state}: {diagnosis.text}"
     if cause is FailureCause.FINISHED and FORCE not in options.flags:
         return f"it has finished; {FORCE} runs it again"
-    is_fixed = cause is FailureCause.WRONG_MPI and any(_key(word).startswith("cluster.") for word in overrides)
+    is_fixed = cause is FailureCause.WRONG_MPI and any(word.lstrip("+").startswith(CLUSTER) for word in overrides)
     if cause in NEEDS_CHANGE and not is_fixed and YES not in options.flags:
         advice = "; ".join(diagnosis.advice)
         return f"{diagnosis.line()}; it would fail again, first: {advice} ({YES} submits it unchanged)"
@@ -133,32 +117,17 @@ def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec,
     notes = []
     spec = changed(replace(folder.read_spec(), runs_dir=str(folder.path.parent)), overrides)
     if job_spec(spec).is_batch:
-        exclude = excluded_nodes(spec, NodeBlocklist(folder.path.parent))
+        blocked = NodeBlocklist(folder.path.parent).entries(spec.cluster.name)
+        exclude = dict.fromkeys([*spec.cluster.exclude, *(entry.node for entry in blocked)])
         spec = changed(spec, [f"cluster.exclude=[{','.join(exclude)}]"])
         if exclude:
             notes.append(f"without node{'s' if len(exclude) > 1 else ''} {', '.join(exclude)}")
-    step = newest_checkpoint(folder)
-    if RunFolder.of(spec).path != folder.path:
-        if step is not None and not any(_key(word) == "train.resume" for word in overrides):
+    step, made = newest_checkpoint(folder), RunFolder.of(spec).path
+    if made != folder.path:
+        if step is not None and not any(word.lstrip("+").startswith("train.resume=") for word in overrides):
             values = spec.to_dict()
             values["train"]["resume"] = str(folder.path)
             spec = RunSpec.from_dict(values)
         why = "for these keys are part of the run" if overrides else "for an earlier version named that folder"
         notes.append(f"in {RunFolder.of(spec).path}, {why}")
     return spec, [*notes, "from its start" if step is None else f"from step {step}"]
-
-
-def _check_keys(overrides: Sequence[str]) -> None:
-    for word in overrides:
-        key = _key(word)
-        if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in MAY_CHANGE):
-            allowed = one_of(f"{name}KEY" if name.endswith(".") else name for name in MAY_CHANGE)
-            raise ConfigError(
-                key, word.partition("=")[2], f"would make another run; {allowed}",
-                "submit a new one: python -m jobs submit",
-            )  # fmt: skip
-
-
-def _key(word: str) -> str:
-    found = OVERRIDE.match(word)
-    return found["key"] if found else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -15,15 +16,8 @@ from jobs.status.lookup import Overview, find_runs, overview
 from jobs.status.run_status import MISSING, RunStatus, format_start
 
 COLUMNS = {
-    "run": "",
-    "state": "",
-    "job": "",
-    "step": RIGHT,
-    "images/s": RIGHT,
-    "loss": RIGHT,
-    "beat": RIGHT,
-    "note": "",
-}
+    "run": "", "state": "", "job": "", "step": RIGHT, "images/s": RIGHT, "loss": RIGHT, "beat": RIGHT, "note": "",
+}  # fmt: skip
 MIN_WATCH_S = 1.0
 CLEAR = "\x1b[H\x1b[2J"
 
@@ -52,7 +46,7 @@ def status(words: Sequence[str], options: Options) -> int:
 
 
 def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -> str:
-    """Return the table, cut at `width` characters if it is given, and below it what is guessed."""
+    """Return the table, cut at `width` characters if it is given, and below it what is guessed, and why."""
     rows = [_row(run, run.folder.path.name) for run in seen.runs]
     for study in seen.studies:
         counts = ", ".join(f"{number} {state}" for state, number in sorted(study.counts.items()))
@@ -60,12 +54,17 @@ def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -
         for label, run in study.points if with_points else ():
             name = f"  {label}"
             rows.append(_row(run, name) if run is not None else (name, MISSING, "", "", "", "", "", ""))
-    return "\n".join([table(COLUMNS, rows, width=width), *_footnotes(seen)])
+    notes, runs = [f"no answer: {error}" for error in seen.errors], seen.all_runs()
+    if guessed := sorted({run.source for run in runs if run.is_guess}):
+        notes.append(f"?  the state is judged by {' and '.join(guessed)} alone")
+    if steps := sorted({run.sources["step"] for run in runs if "step" in run.sources}):
+        notes.append(f"~  the step is from {' and '.join(steps)}, for lack of progress.json")
+    return "\n".join([table(COLUMNS, rows, width=width), *notes])
 
 
 def _row(run: RunStatus, name: str) -> tuple[str, ...]:
-    note = run.note
     step = "" if run.step is None else f"{run.step}/{'?' if run.steps is None else run.steps}"
+    note = run.note
     if run.state == "pending" and run.start_utc is not None:
         note = f"{note}, starts about {format_start(run.start_utc)}".removeprefix(", ")
     return (
@@ -80,19 +79,6 @@ def _row(run: RunStatus, name: str) -> tuple[str, ...]:
     )
 
 
-def _footnotes(seen: Overview) -> list[str]:
-    """Return the sources of guessed columns, and why they are guessed."""
-    runs = seen.all_runs()
-    notes = [f"no answer: {error}" for error in seen.errors]
-    guessed = sorted({run.source for run in runs if run.is_guess})
-    if guessed:
-        notes.append(f"?  the state is judged by {' and '.join(guessed)} alone")
-    steps = sorted({run.sources["step"] for run in runs if "step" in run.sources})
-    if steps:
-        notes.append(f"~  the step is from {' and '.join(steps)}, for lack of progress.json")
-    return notes
-
-
 def _show(seen: Overview, options: Options, *, is_watching: bool) -> None:
     if options.json:
         print_json(seen.to_dict())
@@ -101,8 +87,8 @@ def _show(seen: Overview, options: Options, *, is_watching: bool) -> None:
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if is_terminal else 0
     head = f"{CLEAR if is_terminal else ''}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n" if is_watching else ""
-    is_empty = not seen.runs and not seen.studies
-    text = "no runs here" if is_empty else status_table(seen, with_points="-v" in options.flags, width=width)
+    has_any = seen.runs or seen.studies
+    text = status_table(seen, with_points="-v" in options.flags, width=width) if has_any else "no runs here"
     print(head + text, flush=True)
 
 
@@ -110,12 +96,8 @@ def _interval_s(options: Options) -> float | None:
     text = options.chosen.get("--watch")
     if text is None:
         return None
-    try:
-        every_s = float(text)
-    except ValueError:
-        every_s = 0.0
-    if not MIN_WATCH_S <= every_s <= threading.TIMEOUT_MAX:
-        raise ConfigError(
-            "--watch", text, f"must be {MIN_WATCH_S:g} or more seconds", "all users share SLURM's daemons"
-        )
-    return every_s
+    with contextlib.suppress(ValueError):
+        if MIN_WATCH_S <= (every_s := float(text)) <= threading.TIMEOUT_MAX:
+            return every_s
+    allowed = f"must be {MIN_WATCH_S:g} or more seconds"
+    raise ConfigError("--watch", text, allowed, "all users share SLURM's daemons")

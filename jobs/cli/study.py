@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from jobs.studies.runner import WAITING, StudyRunner
 
 FINISHED = "finished"
 WAIT, STOP = "--wait", "--stop"
+PointRow = tuple[Point, RunStatus, str]  # a point, its run, and its state
 
 
 def study(words: Sequence[str], options: Options) -> int:
@@ -49,45 +51,39 @@ def study(words: Sequence[str], options: Options) -> int:
         else:
             print(outcome.describe())
         return outcome.exit_code
-    seen = point_statuses(points)
-    states = [point_state(run) for run in seen]
+    seen = _with_states(points)
     if DRY_RUN in options.flags:
-        _show(points, states, seen, options, study=name)
+        _show(seen, options, study=name)
         return 0
-    due = [point for point, state in zip(points, states, strict=True) if is_due(state)]
-    num_due = len(due)
+    due = [point for point, _, state in seen if is_due(state)]
     limits = [point.spec.cluster.confirm_above_gpu_hours for point in due]
     limit = min((limit for limit in limits if limit is not None), default=None)
     if not is_confirmed([job_spec(point.spec) for point in due], limit, assume_yes=YES in options.flags):
         report("jobs", "nothing is submitted")
         return 1
-    report("jobs", f"study {name}: {_counts(states)}; {num_due or 'nothing'} to run")
+    counts = Counter(state for _, _, state in seen)
+    listed = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
+    report("jobs", f"study {name}: {len(seen)} points ({listed}); {len(due) or 'nothing'} to run")
     record.begin([(point.label, point.folder.path) for point in points])
-    runner = StudyRunner(points, record, is_due=[is_due(state) for state in states])
+    runner = StudyRunner(points, record, due)
     code = runner.run()
     if WAIT in options.flags:
         code = max(code, runner.wait())
-    seen = point_statuses(points)
-    states = [WAITING if point in runner.waiting else point_state(run) for point, run in zip(points, seen, strict=True)]
+    seen = [(point, run, WAITING if point in runner.waiting else state) for point, run, state in _with_states(points)]
     if record.is_cancelled:
         code = max(code, CANCELLED_CODE)
     if runner.waiting:
-        report(
-            "jobs", f"study {name}: the queue is full; {len(runner.waiting)} points wait for the next call (or {WAIT})"
-        )
+        more = f"{len(runner.waiting)} points wait for the next call (or {WAIT})"
+        report("jobs", f"study {name}: the queue is full; {more}")
     if not options.json:
-        _show(points, states, seen, options)
+        _show(seen, options)
     drawn: dict[str, Any] | None = None
-    folders = [
-        point.folder.path
-        for point, state in zip(points, states, strict=True)
-        if state == FINISHED and point.spec.machine.kind != PROBE
-    ]
-    if folders and not record.is_cancelled:
-        drawing_code, drawn = draw(folders, record.path, as_json=options.json)
+    finished = [point for point, _, state in seen if state == FINISHED and point.spec.machine.kind != PROBE]
+    if finished and not record.is_cancelled:
+        drawing_code, drawn = draw([point.folder.path for point in finished], record.path, as_json=options.json)
         code = max(code, drawing_code)
     if options.json:
-        _show(points, states, seen, options, study=name, num_run=num_due, scaling=drawn)
+        _show(seen, options, study=name, num_run=len(due), scaling=drawn)
     return code
 
 
@@ -95,17 +91,17 @@ def _read(words: Sequence[str]) -> tuple[str, list[Point]]:
     """Return the study that the words choose by its name, and its points."""
     chosen = [word for word in words if word.startswith(f"{GROUP}=")]
     if len(chosen) != 1:
-        raise ConfigError(
-            GROUP, " ".join(chosen) or "none", "give one study: " + one_of(options_of(GROUP)), "study=NAME"
-        )
+        allowed = "give one study: " + one_of(options_of(GROUP))
+        raise ConfigError(GROUP, " ".join(chosen) or "none", allowed, "study=NAME")
     given = chosen[0].partition("=")[2]
     name = study_name(given)
     return name, compose_points(read_study(given), name, [word for word in words if word not in chosen])
 
 
-def point_statuses(points: Sequence[Point]) -> tuple[RunStatus, ...]:
-    """Return the status of points by their run folders, and one squeue for all of their jobs."""
-    return run_statuses([point.folder for point in points]).runs
+def _with_states(points: Sequence[Point]) -> list[PointRow]:
+    """Return the points with the status of their runs, by one squeue for all of their jobs, and their own states."""
+    runs = run_statuses([point.folder for point in points]).runs
+    return [(point, run, point_state(run)) for point, run in zip(points, runs, strict=True)]
 
 
 def point_state(run: RunStatus) -> str:
@@ -137,33 +133,21 @@ def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dic
     return ended.returncode, json.loads(ended.stdout) if ended.returncode == 0 else None
 
 
-def _counts(states: Sequence[str]) -> str:
-    counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
-    return f"{len(states)} points ({counts})"
-
-
-def _show(
-    points: Sequence[Point], states: Sequence[str], seen: Sequence[RunStatus], options: Options, **more: Any
-) -> None:
+def _show(rows: Sequence[PointRow], options: Options, **more: Any) -> None:
     """Print the points with their states, the jobs that they had last, and their run folders."""
-    jobs = [run.job_id for run in seen]
     if options.json:
-        rows = [
+        listed = [
             {
-                "point": point.label,
-                "state": state,
-                "machine": point.spec.machine.kind,
-                "ranks": point.spec.world_size,
-                "job_id": job,
-                "run_folder": str(point.folder.path),
+                "point": point.label, "state": state, "machine": point.spec.machine.kind,
+                "ranks": point.spec.world_size, "job_id": run.job_id, "run_folder": str(point.folder.path),
             }
-            for point, state, job in zip(points, states, jobs, strict=True)
-        ]
-        print_json({**more, "points": rows})
+            for point, run, state in rows
+        ]  # fmt: skip
+        print_json({**more, "points": listed})
         return
-    job_column = {"job": RIGHT} if any(jobs) else {}
+    job_column = {"job": RIGHT} if any(run.job_id for _, run, _ in rows) else {}
     cells = [
-        (number, state, *([job] if job_column else []), point.label, str(point.folder.path))
-        for number, (point, state, job) in enumerate(zip(points, states, jobs, strict=True), 1)
+        (number, state, *([run.job_id] if job_column else []), point.label, str(point.folder.path))
+        for number, (point, run, state) in enumerate(rows, 1)
     ]
     print(table({"point": "d", "state": "", **job_column, "overrides": "", "run folder": ""}, cells))

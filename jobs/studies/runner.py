@@ -64,13 +64,13 @@ class QueueSlots:
 class StudyRunner:
     """Runs the points of a study that are due; `waiting` are those of them that the queue does not take yet."""
 
-    def __init__(self, points: Sequence[Point], record: StudyRecord, is_due: Sequence[bool]) -> None:
+    def __init__(self, points: Sequence[Point], record: StudyRecord, due: Sequence[Point]) -> None:
         self._points = points
         self._numbers = {point.folder.path: number for number, point in enumerate(points, 1)}
         self._record = record
         self._submitted: list[Point] = []
         self._is_stopped = False
-        self.waiting = [point for point, due in zip(points, is_due, strict=True) if due]
+        self.waiting = list(due)
 
     def run(self) -> int:
         """Start what is due, as far as the queue takes it; return the worst exit code of what failed or did not start.
