@@ -44,7 +44,7 @@ VERBS = {
     "prepare": Verb("jobs.cli.submit:prepare_run", "make the run folder only, and print its path"),
     "discover": Verb("jobs.cli.discover:discover", "draft a cluster preset of this site, from its SLURM",
     takes_words=True),
-    "collect": Verb("jobs.cli.collect:collect", "merge the traces of a run folder, draw, print the table",
+    "collect": Verb("jobs.cli.submit:collect", "merge the traces of a run folder, draw, print the table",
                     takes_words=True),
 }  # fmt: skip
 

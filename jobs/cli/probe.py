@@ -24,8 +24,8 @@ from jobs.launch.mpi_probe import probe_argv, probe_json, read_probe, run_probe
 from jobs.preflight.known_probe import MPI_MACHINES, RANKS, keep_probe, known_probe, probe_digest
 from jobs.slurm.command import SITE_LIMIT_S, run_slurm
 from jobs.slurm.jobs import SQUEUE, cancel_jobs, query_jobs
+from jobs.slurm.limits import refusal
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.slurm.sbatch_check import refusal
 from jobs.slurm.site import max_nodes
 
 LIMIT = "--limit"

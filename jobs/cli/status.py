@@ -13,7 +13,7 @@ from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError
 from gems.utils.tables import RIGHT, table
 from jobs.status.lookup import Overview, find_runs, overview
-from jobs.status.run_status import MISSING, RunStatus, format_start
+from jobs.status.run_status import RunStatus, format_start
 
 COLUMNS = {
     "run": "", "state": "", "job": "", "step": RIGHT, "images/s": RIGHT, "loss": RIGHT, "beat": RIGHT, "note": "",
@@ -52,8 +52,7 @@ def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -
         counts = ", ".join(f"{number} {state}" for state, number in sorted(study.counts.items()))
         rows.append((study.record.name, study.state, "", "", "", "", "", f"study of {len(study.points)}: {counts}"))
         for label, run in study.points if with_points else ():
-            name = f"  {label}"
-            rows.append(_row(run, name) if run is not None else (name, MISSING, "", "", "", "", "", ""))
+            rows.append(_row(run, f"  {label}"))
     notes, runs = [f"no answer: {error}" for error in seen.errors], seen.all_runs()
     if guessed := sorted({run.source for run in runs if run.is_guess}):
         notes.append(f"?  the state is judged by {' and '.join(guessed)} alone")

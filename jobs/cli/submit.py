@@ -1,17 +1,21 @@
-"""`python -m jobs submit` and `prepare`: a configuration becomes a run, here by mpiexec or on a cluster by SLURM."""
+"""`python -m jobs submit`, `prepare`, `collect`: a configuration becomes a run, here or on a cluster by SLURM."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
+from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from gems.runs.run_plan import plan_run
 from gems.utils.stdio import report
 from jobs.diagnosis.node_blocklist import NodeBlocklist
+from jobs.launch.launch import collect as collect_run
 from jobs.launch.launch import launch
 from jobs.launch.launchers import command
 from jobs.launch.submission import prepare_here, release_folder, submit_run
@@ -30,6 +34,19 @@ def prepare_run(spec: RunSpec, options: Options) -> int:
     else:
         print(folder.path)
     return 0
+
+
+def collect(words: Sequence[str], options: Options) -> int:
+    """Run `python -m jobs collect RUN_FOLDER`.
+
+    Raises:
+        ConfigError: not one folder, or one that holds no run.
+    """
+    if len(words) != 1:
+        raise ConfigError("collect", " ".join(words), "takes one run folder", "python -m jobs collect RUN_FOLDER")
+    folder = RunFolder(Path(words[0]).resolve())
+    folder.read_spec()
+    return collect_run(folder, as_json=options.json)
 
 
 def submit(spec: RunSpec, options: Options) -> int:

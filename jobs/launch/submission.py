@@ -15,9 +15,8 @@ from jobs.launch.launchers import command
 from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.slurm.jobs import SQUEUE, query_jobs
-from jobs.slurm.limits import check_limits
+from jobs.slurm.limits import TryLaterError, check_limits
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.slurm.sbatch_check import TryLaterError
 
 
 def start_run(spec: RunSpec, *, assume_yes: bool = False) -> int:

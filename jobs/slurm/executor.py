@@ -29,8 +29,8 @@ from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
+from jobs.slurm.limits import refusal
 from jobs.slurm.resources import JobSpec
-from jobs.slurm.sbatch_check import refusal
 
 OWN_KEYS = {
     "nodes": "cluster.nodes", "ntasks": "parallel.partitions and parallel.replicas",

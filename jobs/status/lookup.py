@@ -12,7 +12,7 @@ from typing import Any
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.runs.lookup import folders, runs_of_name
-from jobs.status.run_status import MISSING, RunStatus, run_statuses
+from jobs.status.run_status import RunStatus, run_statuses
 from jobs.status.study_record import StudyRecord
 
 RUNS_DIR = "runs_dir="
@@ -33,20 +33,20 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class StudyStatus:
-    """The status of a study: its points in order, None for a point without a run folder."""
+    """The status of a study: its points in order, missing ones too."""
 
     record: StudyRecord
-    points: tuple[tuple[str, RunStatus | None], ...]
+    points: tuple[tuple[str, RunStatus], ...]
 
     @property
     def counts(self) -> Counter[str]:
         """The number of points in each state."""
-        return Counter(MISSING if run is None else run.state for _, run in self.points)
+        return Counter(run.state for _, run in self.points)
 
     @property
     def is_active(self) -> bool:
         """Whether a point waits or runs, or the study's command is alive and will start more."""
-        return any(run is not None and run.is_active for _, run in self.points) or bool(self.record.is_running_here())
+        return any(run.is_active for _, run in self.points) or bool(self.record.is_running_here())
 
     @property
     def state(self) -> str:
@@ -60,10 +60,8 @@ class StudyStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the study and its points for a program."""
-        rows = [
-            {"point": label, **(run.to_dict() if run is not None else {"state": MISSING})} for label, run in self.points
-        ]
-        return {"name": self.record.name, "state": self.state, "counts": dict(self.counts), "points": rows}
+        points = [{"point": label, **run.to_dict()} for label, run in self.points]
+        return {"name": self.record.name, "state": self.state, "counts": dict(self.counts), "points": points}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +75,27 @@ class Overview:
     @property
     def is_active(self) -> bool:
         """Whether anything waits or runs."""
-        return any(run.is_active for run in self.runs) or any(study.is_active for study in self.studies)
+        return any(each.is_active for each in (*self.runs, *self.studies))
 
     def all_runs(self) -> tuple[RunStatus, ...]:
         """Return the runs and the points of the studies, each folder once."""
-        points = [run for study in self.studies for _, run in study.points if run is not None]
+        points = [run for study in self.studies for _, run in study.points]
         return tuple({run.folder.path: run for run in (*self.runs, *points)}.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole for a program."""
-        return {
-            "runs": [run.to_dict() for run in self.runs],
-            "studies": [study.to_dict() for study in self.studies],
-            "not_asked": list(self.errors),
-        }
+        runs, studies = ([each.to_dict() for each in rows] for rows in (self.runs, self.studies))
+        return {"runs": runs, "studies": studies, "not_asked": self.errors}
 
 
 def overview(catalogue: Catalogue) -> Overview:
     """Return the status of the runs and studies of a catalogue, by one query to SLURM for all of them."""
-    statuses = run_statuses(catalogue.folders())
+    points = [study.points() for study in catalogue.studies]
+    statuses = run_statuses([*catalogue.runs, *(folder for rows in points for _, folder in rows)])
     by_path = {run.folder.path: run for run in statuses.runs}
     studies = tuple(
-        StudyStatus(study, tuple((label, by_path.get(folder.path)) for label, folder in study.points()))
-        for study in catalogue.studies
+        StudyStatus(study, tuple((label, by_path[folder.path]) for label, folder in rows))
+        for study, rows in zip(catalogue.studies, points, strict=True)
     )
     return Overview(tuple(by_path[folder.path] for folder in catalogue.runs), studies, statuses.errors)
 

@@ -11,8 +11,8 @@ from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.launch.batch import BatchJob
 from jobs.launch.termination import StopRequest
-from jobs.studies.packing import pack_points, pack_resources
 from jobs.studies.points import Point
+from jobs.studies.runner import pack_points, pack_resources
 
 CLUSTER = ("cluster=mini", "cluster.nodes=1", "cluster.minutes=10")
 
