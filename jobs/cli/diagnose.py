@@ -13,7 +13,6 @@ from gems.utils.tables import printable
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
 from jobs.status.lookup import find_named, split_runs_dir
-from jobs.status.study_record import StudyRecord
 
 OLD_UNBLOCK = "--forget"  # until the next release
 UNKNOWN_CAUSE = 1
@@ -33,7 +32,12 @@ def diagnose(words: Sequence[str], options: Options) -> int:
         return _unblock(words, options.chosen[UNBLOCK], options)
     found = find_named(words, "diagnose")
     diagnoses = [diagnose_run(folder) for folder in found.runs]
-    studies = [(study.name, _failed_points(study)) for study in found.studies]
+    studies = []
+    for study in found.studies:
+        points = [(label, folder) for label, folder in study.points() if folder.path.is_dir()]
+        rows = [(label, diagnose_run(folder, with_trace=False)) for label, folder in points]
+        failed = sorted((row for row in rows if row[1].has_failed), key=lambda row: row[1].cause)  # of a cause together
+        studies.append((study.name, failed))
     every = [*diagnoses, *(point for _, points in studies for _, point in points)]
     for diagnosis in every:
         record_diagnosis(diagnosis)
@@ -45,19 +49,12 @@ def diagnose(words: Sequence[str], options: Options) -> int:
     elif len(diagnoses) == 1 and not studies:
         print_json(diagnoses[0].to_dict())
     else:
-        rows = [
+        listed = [
             {"study": name, "failed": [{"point": label, **each.to_dict()} for label, each in points]}
             for name, points in studies
         ]
-        print_json({"runs": [each.to_dict() for each in diagnoses], "studies": rows})
+        print_json({"runs": [each.to_dict() for each in diagnoses], "studies": listed})
     return UNKNOWN_CAUSE if any(each.cause is FailureCause.UNKNOWN for each in every) else 0
-
-
-def _failed_points(study: StudyRecord) -> list[tuple[str, Diagnosis]]:
-    """Return the points of a study that have failed, those of one cause together."""
-    points = [(label, folder) for label, folder in study.points() if folder.path.is_dir()]
-    every = [(label, diagnose_run(folder, with_trace=False)) for label, folder in points]
-    return sorted((row for row in every if row[1].has_failed), key=lambda row: row[1].cause)
 
 
 def _describe(study: str, points: Sequence[tuple[str, Diagnosis]]) -> str:

@@ -13,17 +13,9 @@ from gems.cli.framework import Options, print_json
 from gems.config.cluster_presets import host_names
 from gems.errors import ConfigError
 from gems.launch.local_launcher import mpi_family
+from jobs.slurm import site as slurm_site
 from jobs.slurm.command import SlurmUnavailableError
-from jobs.slurm.site import (
-    NodeKind,
-    parse_config,
-    parse_count,
-    parse_kinds,
-    parse_minutes,
-    parse_mpi_types,
-    parse_partitions,
-    query_site,
-)  # fmt: skip
+from jobs.slurm.site import NodeKind, parse_count, parse_kinds, parse_minutes, query_site
 
 # srun's MPI type for the family of the mpiexec on this machine.
 MPI_TYPES = {"mpich": "pmi2", "openmpi": "pmix"}
@@ -57,9 +49,9 @@ def discover(words: Sequence[str], options: Options) -> int:
     kinds = tuple(parse_kinds(_query("sinfo", "--exact", "--noheader", "--format=%P|%D|%c|%m|%G")))
     if not kinds:
         raise ConfigError("sinfo", "none", "lists no partition that you may use", "ask the site")
-    config = parse_config(_query("scontrol", "show", "config"))
-    partitions = tuple(parse_partitions(_query("scontrol", "--oneliner", "show", "partition")))
-    mpi_types = parse_mpi_types(_query("srun", "--mpi=list"))
+    config = slurm_site.parse_config(_query("scontrol", "show", "config"))
+    partitions = tuple(slurm_site.parse_partitions(_query("scontrol", "--oneliner", "show", "partition")))
+    mpi_types = slurm_site.parse_mpi_types(_query("srun", "--mpi=list"))
     site = Site(host_names(), config, kinds, partitions, mpi_types, mpi_family())
     if options.json:
         print_json(draft_preset(site))

@@ -16,7 +16,7 @@ from gems.config.overrides import options_of
 from gems.errors import ConfigError, one_of
 from gems.utils.stdio import report
 from gems.utils.tables import RIGHT, table
-from jobs.launch.termination import CANCELLED_CODE
+from jobs.launch.own_job import CANCELLED_CODE
 from jobs.preflight.cost import DRY_RUN, YES, is_confirmed
 from jobs.slurm.resources import PROBE, job_spec
 from jobs.status.cancellation import cancel_all
@@ -42,7 +42,13 @@ def study(words: Sequence[str], options: Options) -> int:
     Raises:
         ConfigError: no such study, a point that cannot be composed, or nobody to confirm; then none has run.
     """
-    name, points = _read(words)
+    chosen = [word for word in words if word.startswith(f"{GROUP}=")]
+    if len(chosen) != 1:
+        allowed = "give one study: " + one_of(options_of(GROUP))
+        raise ConfigError(GROUP, " ".join(chosen) or "none", allowed, "study=NAME")
+    given = chosen[0].partition("=")[2]
+    name = study_name(given)
+    points = compose_points(read_study(given), name, [word for word in words if word not in chosen])
     record = StudyRecord(Path(points[0].spec.runs_dir).resolve() / name)
     if STOP in options.flags:
         outcome = cancel_all(find_named([f"runs_dir={record.path.parent}", name], "cancel"))
@@ -85,17 +91,6 @@ def study(words: Sequence[str], options: Options) -> int:
     if options.json:
         _show(seen, options, study=name, num_run=len(due), scaling=drawn)
     return code
-
-
-def _read(words: Sequence[str]) -> tuple[str, list[Point]]:
-    """Return the study that the words choose by its name, and its points."""
-    chosen = [word for word in words if word.startswith(f"{GROUP}=")]
-    if len(chosen) != 1:
-        allowed = "give one study: " + one_of(options_of(GROUP))
-        raise ConfigError(GROUP, " ".join(chosen) or "none", allowed, "study=NAME")
-    given = chosen[0].partition("=")[2]
-    name = study_name(given)
-    return name, compose_points(read_study(given), name, [word for word in words if word not in chosen])
 
 
 def _with_states(points: Sequence[Point]) -> list[PointRow]:

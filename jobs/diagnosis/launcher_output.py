@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jobs.slurm.messages import parse_cancellation
+from jobs.slurm.jobs import parse_cancellation
 
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
 HYDRA_TABLE = re.compile(r"^\[mpiexec@[^\]]*\] Exit codes: (?P<table>.*)")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gems.runs.failure_cause import FailureCause
-from jobs.slurm.messages import NODE_FAILURE, parse_cancellation
+from jobs.slurm.jobs import NODE_FAILURE, parse_cancellation
 
 MAX_PER_CAUSE = 3
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 4 << 20  # of a longer log the middle is left out

@@ -239,6 +239,8 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         if document:
             words = " ".join(f"{key}={value}" for key, value in document.items())
             listed.append(Finding(FailureCause.STOPPED, name, words))
+    is_file_fault = cause is FailureCause.FILE_SYSTEM and any(words in finding.text for words in NODE_FILE_ERRORS)
+    is_node_fault = cause in (FailureCause.NODE, FailureCause.DEVICE) or is_file_fault  # another node would not have it
     kept = {(each.source, each.text): each for each in reversed(listed)}
     return Diagnosis(
         folder=evidence.folder,
@@ -258,7 +260,7 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         trace_steps=evidence.trace_steps,
         resume_step=evidence.resume_step,
         job_id=evidence.run.job_id,
-        blamed_node=node if node and evidence.is_batch and blames_node(cause, finding.text) else None,
+        blamed_node=node if node and evidence.is_batch and is_node_fault else None,
         advice=remedies(cause, finding.text, node, evidence),
         evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
         not_asked=evidence.errors,
@@ -276,13 +278,6 @@ def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], act
         schedule = evidence.folder.read_schedule()
         return tuple(sorted({stage for _, stage in schedule.placement.stages_on(rank % schedule.num_ranks)}))
     return ()
-
-
-def blames_node(cause: FailureCause, text: str) -> bool:
-    """Return whether a failure is a node's own, so that another node would not have it."""
-    if cause is FailureCause.FILE_SYSTEM:
-        return any(words in text for words in NODE_FILE_ERRORS)
-    return cause in (FailureCause.NODE, FailureCause.DEVICE)
 
 
 def remedies(cause: FailureCause, text: str, node: str | None, evidence: Evidence) -> tuple[str, ...]:

@@ -11,9 +11,8 @@ from gems.errors import SIGNAL_BASE, GemsError
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import RunFolder
 from gems.utils.stdio import report
-from jobs.launch.launch import launch
+from jobs.launch.launch import StopRequest, launch
 from jobs.launch.own_job import own_job_id, successor
-from jobs.launch.termination import StopRequest
 
 SUBMITTED_LIMIT_S = 60.0
 POLL_S = 0.1

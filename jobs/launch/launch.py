@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from gems.cli.framework import print_json
 from gems.config.schema import RunSpec
@@ -17,34 +20,62 @@ from gems.errors import RankFailedError
 from gems.launch.local_launcher import GRACE_S, Ended, rank_environment, remove_stale_shared_memory, run_ranks
 from gems.runs.failure_cause import classify_error
 from gems.runs.folder import CANCELLED_JSON, RunFolder
-from gems.utils.atomic_io import read_json
+from gems.utils.atomic_io import read_json, write_json
 from gems.utils.process_tree import start_time
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.diagnosis.launcher_output import LauncherOutput
 from jobs.diagnosis.root_cause import RANK_CODES, find_failure, has_failed_rank, read_records
+from jobs.launch import own_job
 from jobs.launch.launchers import command, sweep_by_srun
 from jobs.launch.mpi_probe import probe_in_job
-from jobs.launch.own_job import (
-    REQUEUES_JSON,
-    SLURM,
-    add_requeue,
-    own_job_id,
-    read_requeues,
-    record_end,
-    record_start,
-)  # fmt: skip
-from jobs.launch.termination import CANCELLED_CODE, StopRequest, describe_killed_run, end_saved_run, read_stopped
 from jobs.slurm.resources import PROBE, SIMULATED, JobSpec, job_spec
+from jobs.status.run_status import read_or_empty
 
 # The batch script's own rank. srun gives each task one; ranks of another launcher would all take these for theirs.
 BATCH_SCRIPT_VARIABLES = ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NODEID")
-JOB_FILES = ("provenance.json", "provenance", "status.json", CANCELLED_JSON, REQUEUES_JSON, "logs")
+JOB_FILES = ("provenance.json", "provenance", "status.json", CANCELLED_JSON, own_job.REQUEUES_JSON, "logs")
 SWEEP_LIMIT_S = 120.0
 POLL_S = 1.0
 ABORT_LIMIT_S = 10.0
 BATCH_GRACE_S = 2.0  # SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
 DEATH_LIMIT_S = 2.0  # srun reports dead ranks at once; ranks that ignore one SIGTERM live for KillWait more
+
+
+class StopRequest:
+    """Notes SIGUSR2 while it is entered, and passes it on to the ranks through stop.json.
+
+    Entered by another than the main thread it notes nothing, as Python allows no handlers there.
+    """
+
+    def __init__(self) -> None:
+        self.is_noted = False
+        self._is_passed_on = False
+        self._before: object = None
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGUSR2, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._before is not None:
+            signal.signal(signal.SIGUSR2, self._before)  # type: ignore[arg-type]
+
+    def pass_on(self, folder: RunFolder) -> None:
+        """Write stop.json once the signal has come; the ranks stop at the end of a step."""
+        if not self.is_noted or self._is_passed_on:
+            return
+        by = f"launcher {os.getpid()} on {os.uname().nodename}"
+        with contextlib.suppress(OSError):  # the file system may be back at the next call
+            write_json(folder.stop_json, {"reason": signal.SIGUSR2.name, "utc": now_utc("milliseconds"), "by": by})
+            self._is_passed_on = True
+
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
+        self.is_noted = True
 
 
 def launch(
@@ -84,7 +115,7 @@ def launch(
         try:
             # SLURM may have requeued the job
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
-            record_start(folder, job.snapshot)
+            own_job.record_start(folder, job.snapshot)
             remove_stale_shared_memory()
             if job.launcher == "srun" and "SLURM_RESTART_COUNT" in os.environ:  # under its old number, on all nodes
                 run_ranks(sweep_by_srun(job, folder), environment, timeout_s=SWEEP_LIMIT_S)
@@ -95,7 +126,7 @@ def launch(
                 grace_s=BATCH_GRACE_S if job.is_batch else GRACE_S,
             )  # fmt: skip
             if ended.stopped_by is None:
-                record_end(folder)
+                own_job.record_end(folder)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             code = 130 if interrupted else getattr(error, "exit_code", 1)
@@ -108,12 +139,13 @@ def launch(
             return collect(folder, table_on_stderr=table_on_stderr, is_quiet=is_quiet)
 
         is_killed = ended.stopped_by is not None
-        if (stopped := read_stopped(folder)) is not None:
-            state = end_saved_run(folder, spec, job, facts, stopped, is_killed, work)
+        has_record = bool(read_records(folder))
+        if (stopped := read_or_empty(folder.stopped_json)) and not has_record:  # all ranks have saved and stopped
+            state = own_job.end_saved_run(folder, spec, job, facts, stopped, is_killed, work)
             if state == "stopped" and not is_killed:
                 collect_traces()
-            return CANCELLED_CODE if state == "cancelled" else 0
-        if ended.returncode == 0 and not is_killed and not read_records(folder):
+            return own_job.CANCELLED_CODE if state == "cancelled" else 0
+        if ended.returncode == 0 and not is_killed and not has_record:
             is_complete = is_quiet and job.launcher == SIMULATED  # its trace is, and nobody asks for the rest
             code = 0 if is_complete else collect_traces()
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
@@ -164,9 +196,9 @@ def _record_failure(
     if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
         failure = replace(failure, exit_code=ended.returncode)  # no rank: the process's own code tells
     if ended.stopped_by is not None:
-        state, failure = describe_killed_run(folder, job, failure, ended)
+        state, failure = own_job.describe_killed_run(folder, job, failure, ended)
     if state == "requeued":
-        facts = facts | {"requeue_count": add_requeue(folder, failure.what, SLURM, None)}
+        facts = facts | {"requeue_count": own_job.add_requeue(folder, failure.what, own_job.SLURM, None)}
     folder.write_status(state, **facts, **failure.to_dict())
     has_traces = any((folder.path / "trace").glob("rank*.h5"))
     where = f"the ranks' output is in {folder.logs / 'ranks.log'}"
@@ -211,7 +243,7 @@ def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
 
 
 def _facts(job: JobSpec, argv: list[str], folder: RunFolder) -> dict[str, Any]:
-    pid, own_id, requeues = os.getpid(), own_job_id(), len(read_requeues(folder))
+    pid, own_id, requeues = os.getpid(), own_job.own_job_id(), len(own_job.read_requeues(folder))
     return {
         "pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename, "launcher": job.launcher,
         "command": argv, "started_utc": now_utc(),

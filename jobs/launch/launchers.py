@@ -81,11 +81,6 @@ def by_srun(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
     ]
 
 
-def by_ibrun(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line for all tasks of a SLURM allocation, by the site's own ibrun."""
-    return ["ibrun", *rank_program(job, folder)]
-
-
 def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
     """Return the command line of the one process that simulates all ranks."""
     return [*job.python, "-m", "gems.runs.simulated_run", str(folder.path)]
@@ -151,4 +146,4 @@ def _shared(job: JobSpec, folder: Path | None) -> list[Path]:
 LAUNCHERS: Registry[Launcher] = registries.LAUNCHERS
 LAUNCHERS.register("mpiexec", by_mpiexec)
 LAUNCHERS.register("srun", by_srun)
-LAUNCHERS.register("ibrun", by_ibrun)
+LAUNCHERS.register("ibrun", lambda job, folder: ["ibrun", *rank_program(job, folder)])  # the site's own

@@ -1,25 +1,37 @@
-"""This process's own job: what SLURM knows of it, its record in the run folder, and its way back into the queue."""
+"""This process's own job: what SLURM knows of it, its record in the run folder, and how its run ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import ConfigError
+from gems.errors import SIGNAL_BASE, ConfigError
+from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.runs.provenance import ENVIRONMENT_JSON, check_code, environment
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
+from jobs.diagnosis.root_cause import Failure
 from jobs.slurm.command import run_slurm
-from jobs.slurm.jobs import SCONTROL, Job, is_job_number, query_jobs, scontrol_fields
-from jobs.slurm.messages import REQUEUED, parse_cancellation
+from jobs.slurm.jobs import (
+    REQUEUED,
+    SCONTROL,
+    Job,
+    failed_node,
+    is_job_number,
+    parse_cancellation,
+    query_jobs,
+    scontrol_fields,
+)
 from jobs.slurm.resources import JobSpec
 from jobs.status.run_status import read_or_empty
 
@@ -31,6 +43,11 @@ EARLY_S = 60  # SLURM sends a signal before the end up to so many seconds early
 TAIL_BYTES = 1 << 14
 STEP_FIELDS = ("JobID", "JobName", "State", "ExitCode", "Elapsed", "NTasks", "NodeList", "MaxRSS", "ConsumedEnergyRaw")
 PERSONAL = ("UserId", "GroupId", "MailUser")
+CANCELLED_CODE = SIGNAL_BASE + signal.SIGTERM
+DESCRIPTIONS: dict[str | None, str] = {
+    FailureCause.PREEMPTED: "was preempted", FailureCause.CANCELLED: "was cancelled",
+    FailureCause.TIME_LIMIT: "reached its time limit", FailureCause.NODE: "lost a node",
+}  # fmt: skip
 
 
 def own_job_id() -> str | None:
@@ -223,3 +240,69 @@ def successor(folder: RunFolder) -> str | None:
     if num_restarts() and is_job_number(own) and is_job_number(recorded) and int(str(recorded)) > int(str(own)):
         return str(recorded)
     return None
+
+
+def end_saved_run(
+    folder: RunFolder, spec: RunSpec, job: JobSpec, facts: dict[str, Any], stopped: dict[str, Any], is_killed: bool,
+    work: Callable[[], None] | None,
+) -> str:  # fmt: skip
+    """Requeue the job of a saved run if SLURM made it stop; write status.json and report it.
+
+    `stopped` is the content of stopped.json, and `facts` what else goes to status.json. `is_killed` tells that SIGTERM
+    came to this process too; such a job is requeued only if SLURM tells that no user ended it. `work` is what a new job
+    calls if SLURM refuses to requeue this one.
+
+    Returns:
+        The state: requeued, cancelled, or stopped if a user wanted that or the run is not to start again.
+    """
+    step, reason = stopped.get("step"), str(stopped.get("reason", ""))
+    facts = facts | {"stopped_step": step}
+    own = own_job() if job.is_batch else None
+    if not job.is_batch:
+        why: str | None = None
+    elif is_killed or (own is not None and own.state != "RUNNING"):
+        why = kill_reason()
+    else:
+        why = stop_cause(own, spec.cluster, reason)
+    saved = f"saved before step {step} and stopped ({why or reason})"
+    if why == FailureCause.CANCELLED or folder.cancelled_json.exists():
+        cause = f"{DESCRIPTIONS[FailureCause.CANCELLED]}; it had saved before step {step}"
+        folder.write_status("cancelled", **facts, exit_code=CANCELLED_CODE, cause=cause)
+        report("jobs", f"the run {cause}")
+        return "cancelled"
+    facts |= {"exit_code": 0}
+    if will_restart(own):
+        count = add_requeue(folder, why or REQUEUED, SLURM, step)
+        folder.write_status("requeued", **facts | {"requeue_count": count, "cause": saved})
+        report("jobs", f"the run {saved}; SLURM starts it again")
+        return "requeued"
+    error = None
+    if why is not None:
+        error = requeue_refusal(folder, spec.cluster, why) or requeue_run(
+            folder, spec, job, facts | {"cause": saved}, why, step, work
+        )
+        if error is None:
+            report("jobs", f"the run {saved}; it starts again by itself")
+            return "requeued"
+    cause = f"{saved}; {error}" if error else saved
+    folder.write_status("stopped", **facts, cause=cause)
+    report("jobs", f"the run {cause}; the same command resumes at step {step}")
+    return "stopped"
+
+
+def describe_killed_run(folder: RunFolder, job: JobSpec, failure: Failure, ended: Ended) -> tuple[str, Failure]:
+    """Return the state of a run that was ended before it had saved, and the failure with who ended it and why."""
+    if folder.cancelled_json.exists():
+        what = DESCRIPTIONS[FailureCause.CANCELLED]
+        return "cancelled", replace(failure, what=what, cause_class=FailureCause.CANCELLED)
+    if not job.is_batch:
+        return "failed", failure
+    why, own = kill_reason(), own_job()
+    if (node := failed_node(ended.tail)) is not None:
+        why, failure = FailureCause.NODE, replace(failure, node=node)
+    if isinstance(why, FailureCause):
+        failure = replace(failure, cause_class=why)
+    what = DESCRIPTIONS.get(why, failure.what if why is None else f"was ended by SLURM: {why}")
+    if will_restart(own):
+        return "requeued", replace(failure, what=f"{what}; SLURM starts it again")
+    return "cancelled" if why == FailureCause.CANCELLED else "failed", replace(failure, what=what)

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ def preflight(
         looks: dict[str, Callable[[], str]] = {
             "partition": lambda: check_partitions(spec, job, query_partitions(cluster.partition)),
             "account": lambda: check_account(spec, query_accounts()),
-            "sbatch": lambda: check_script(cluster.name, script).describe(datetime.now()),
+            "sbatch": lambda: check_script(cluster.name, script),
         }
         for name, look in looks.items():
             yield _check(name, look) if here else Check(name, None, away)

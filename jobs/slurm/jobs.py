@@ -1,4 +1,4 @@
-"""SLURM's jobs: one record, read from squeue, sacct or scontrol, whichever a site has and still knows the job."""
+"""SLURM's jobs: one record, from squeue, sacct or scontrol, whichever a site has; and messages of their end in logs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from gems.runs.failure_cause import FailureCause
 from jobs.slurm.command import run_slurm
 
 PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -22,6 +23,17 @@ SQUEUE_FIELDS = {"%i": "JobID", "%T": "State", "%S": "Start", "%r": "Reason", "%
 SACCT_FIELDS = ("JobIDRaw", "State", "Reason", "Start", "ExitCode", "NodeList", "End", "Elapsed", "Timelimit", "MaxRSS")
 UNKNOWN = ("", "None", "(null)", "None assigned", "N/A", "Unknown")
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+REQUEUED = "requeued"  # by `scontrol requeue`: no failure
+CANCELLED = re.compile(
+    r"\*\*\* (?P<what>JOB|STEP) (?P<job>\d+)?\S* .*?CANCELLED AT (?P<time>\S+)(?: DUE TO (?P<why>[A-Z ]+))?"
+)
+NODE_FAILURE = re.compile(r"[Nn]ode failure on (?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)")
+REASONS: tuple[tuple[str, str], ...] = (
+    ("PREEMPTION", FailureCause.PREEMPTED), ("TIME LIMIT", FailureCause.TIME_LIMIT),
+    ("NODE FAILURE", FailureCause.NODE),
+    ("JOB REQUEUE", REQUEUED),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +180,42 @@ def _utc(text: str) -> datetime | None:
     with contextlib.suppress(ValueError):  # SLURM's local time
         return datetime.fromisoformat(text).astimezone(UTC)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """The end of a job or of a step by SLURM; `reason` is the text after DUE TO, empty if a user cancelled it."""
+
+    is_job: bool
+    job_id: str | None
+    reason: str
+    time_ns: int | None
+
+    @property
+    def cause(self) -> str:
+        """The cause: a FailureCause if the reason is a known one, REQUEUED, or the reason in lower case."""
+        if not self.reason:
+            return FailureCause.CANCELLED
+        return next((cause for text, cause in REASONS if self.reason.startswith(text)), self.reason.lower())
+
+
+def parse_cancellation(line: str) -> Cancellation | None:
+    """Parse `*** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***`.
+
+    Times are the node's local ones.
+    """
+    found = CANCELLED.search(line)
+    if found is None:
+        return None
+    time_ns = None
+    with contextlib.suppress(ValueError):
+        time_ns = int(datetime.fromisoformat(found["time"]).timestamp() * 1e9)
+    return Cancellation(found["what"] == "JOB", found["job"], (found["why"] or "").strip(), time_ns)
+
+
+def failed_node(lines: Iterable[str]) -> str | None:
+    """Return the first node that srun reports as failed."""
+    return next((found["node"] for line in lines if (found := NODE_FAILURE.search(line))), None)
 
 
 QUERIES: dict[str, tuple[list[str], Callable[[Sequence[str]], dict[str, Job]]]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 from gems.config.cluster import QueueLimit, num_bound
@@ -31,22 +30,6 @@ CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no job
 
 class TryLaterError(ConfigError):
     """A submission that would be taken once jobs have ended: the queue is full, or the run folder is in use."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """When and where SLURM would start a job if it were submitted now, by its local clock."""
-
-    start: datetime | None
-    nodes: str | None
-
-    def describe(self, now: datetime) -> str:
-        """Describe the estimate in one line."""
-        if self.start is None:
-            return "sbatch accepts it, and estimates no start"
-        wait_min = max(0.0, (self.start - now).total_seconds() / 60)
-        when = "at once" if wait_min < 1 else f"in about {_span(wait_min)} ({self.start.isoformat(' ', 'minutes')})"
-        return f"sbatch accepts it, to start {when}" + (f" on {self.nodes}" if self.nodes else "")
 
 
 def check_limits(spec: RunSpec, job: JobSpec) -> None:
@@ -176,28 +159,23 @@ def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigE
     asks_gpus = job.gpu_option is not None
     cpus, gpus = job.tasks_per_node * job.cpus_per_task, job.gpus_per_node if asks_gpus else 0
     max_gpus, max_cpus = (max((getattr(kind, name) for kind in found.kinds), default=None) for name in ("gpus", "cpus"))
-    if max_gpus is not None and gpus > max_gpus:
-        yield ConfigError(
-            "cluster.gpus_per_node", gpus, f"a node of {where} has at most {max_gpus} GPUs", f"ask for fewer, {OTHER}"
-        )
-    if max_cpus is not None and cpus > max_cpus:
-        yield ConfigError(
-            "cluster.cpus_per_rank", job.cpus_per_task,
-            f"times {job.tasks_per_node} ranks a node is {cpus}, and a node of {where} has at most {max_cpus} CPUs",
-            f"use fewer of either, {OTHER}",
-        )  # fmt: skip
-    fitting, gpus_too = found.count(cpus, gpus), f" and {gpus} GPUs" if asks_gpus else ""
-    limits = [(found.num_nodes, f"{where} has {found.num_nodes} nodes")]
-    if found.kinds:
-        limits.append((fitting, f"{where} has {fitting} nodes of {cpus} CPUs{gpus_too} or more"))
-    if found.max_nodes is not None and qos is None:
-        limits.append((found.max_nodes, f"{where} allows a job at most {found.max_nodes} nodes"))
-    for limit, text in limits:
-        if job.nodes > limit:
-            yield ConfigError("cluster.nodes", job.nodes, text, f"use fewer ranks, {OTHER}")
-    if qos is None and found.minutes is not None and job.minutes > found.minutes:
-        text = f"{where} allows at most {found.minutes} minutes"
-        yield ConfigError("cluster.minutes", job.minutes, text, f"ask for less, {OTHER}")
+    fitting = found.count(cpus, gpus) if found.kinds else None
+    max_nodes, minutes = (None, None) if qos is not None else (found.max_nodes, found.minutes)
+    rank_cpus = f"times {job.tasks_per_node} ranks a node is {cpus}, and a node of {where} has at most {max_cpus} CPUs"
+    suffix = f" and {gpus} GPUs" if asks_gpus else ""
+    limits = (  # what is asked for and allowed; the key and its value, the reason and the advice
+        (gpus, max_gpus, "gpus_per_node", gpus, f"a node of {where} has at most {max_gpus} GPUs", "ask for fewer"),
+        (cpus, max_cpus, "cpus_per_rank", job.cpus_per_task, rank_cpus, "use fewer of either"),
+        (job.nodes, found.num_nodes, "nodes", job.nodes, f"{where} has {found.num_nodes} nodes", "use fewer ranks"),
+        (job.nodes, fitting, "nodes", job.nodes, f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more",
+         "use fewer ranks"),
+        (job.nodes, max_nodes, "nodes", job.nodes, f"{where} allows a job at most {max_nodes} nodes",
+         "use fewer ranks"),
+        (job.minutes, minutes, "minutes", job.minutes, f"{where} allows at most {minutes} minutes", "ask for less"),
+    )  # fmt: skip
+    for wanted, limit, key, value, reason, advice in limits:
+        if limit is not None and wanted > limit:
+            yield ConfigError(f"cluster.{key}", value, reason, f"{advice}, {OTHER}")
 
 
 def _scope(limit: QueueLimit) -> str:
@@ -207,26 +185,42 @@ def _scope(limit: QueueLimit) -> str:
     return f"{nodes} nodes" + (f" in {' and '.join(where)}" if where else "")
 
 
-def check_script(cluster: str, script: str) -> Estimate:
-    """Return when SLURM would start a script; nothing is queued.
+def check_script(cluster: str, script: str) -> str:
+    """Describe when SLURM would start a script; nothing is queued.
 
     Raises:
         ConfigError: sbatch refuses it.
         SlurmUnavailableError: sbatch is missing, or reaches no SLURM.
     """
     try:
-        return parse_estimate(run_slurm(["sbatch", "--test-only"], script, TEST_LIMIT_S).check())
+        answer = run_slurm(["sbatch", "--test-only"], script, TEST_LIMIT_S).check()
     except SlurmRefusedError as error:
         raise refusal(cluster, error.reason) from error
+    return describe_start(*parse_estimate(answer), datetime.now())
 
 
-def parse_estimate(text: str) -> Estimate:
-    """Parse `Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n[1-2] in partition debug`."""
+def parse_estimate(text: str) -> tuple[datetime | None, str]:
+    """Parse `Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n[1-2] in partition debug`.
+
+    Returns:
+        The start by SLURM's local clock, and the nodes.
+    """
     found = ESTIMATE.search(text)
-    start = None
+    nodes = (found["nodes"] or "") if found else ""
     with contextlib.suppress(ValueError):
-        start = datetime.fromisoformat(found["start"]) if found else None
-    return Estimate(start, found["nodes"] if found else None)
+        return datetime.fromisoformat(found["start"]) if found else None, nodes
+    return None, nodes
+
+
+def describe_start(start: datetime | None, nodes: str, now: datetime) -> str:
+    """Describe in one line when and where SLURM would start a job if it were submitted now."""
+    if start is None:
+        return "sbatch accepts it, and estimates no start"
+    wait_min = max(0.0, (start - now).total_seconds() / 60)
+    hours = wait_min / 60
+    span = f"{wait_min:.0f} min" if hours < 2 else f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
+    when = "at once" if wait_min < 1 else f"in about {span} ({start.isoformat(' ', 'minutes')})"
+    return f"sbatch accepts it, to start {when}" + (f" on {nodes}" if nodes else "")
 
 
 def refusal(cluster: str, reason: str, what: str = "job") -> ConfigError:
@@ -237,8 +231,3 @@ def refusal(cluster: str, reason: str, what: str = "job") -> ConfigError:
         "cluster", cluster, f"sbatch refuses the {what}: {plain}",
         "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch",
     )  # fmt: skip
-
-
-def _span(minutes: float) -> str:
-    hours = minutes / 60
-    return f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"

@@ -118,11 +118,18 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
     runs: dict[Path, RunFolder] = {}
     studies: dict[Path, StudyRecord] = {}
     for name in names:
-        found = _named(name, runs_dir, allows_several)
-        if isinstance(found, StudyRecord):
-            studies[found.path] = found
-        else:
-            runs.update({folder.path: folder for folder in found})
+        paths = (runs_dir / name, Path(name).resolve())
+        if (found := next((path for path in paths if _is_run(path) or _is_study(path)), None)) is not None:
+            if _is_run(found):
+                runs[found] = RunFolder(found)
+            else:
+                studies[found] = StudyRecord(found)
+            continue
+        problem, advice = f"is no run and no study of {runs_dir}", "another folder of runs: runs_dir=FOLDER"
+        same = runs_of_name(name, runs_dir, _is_run, _is_study, problem, advice)
+        if len(same) > 1 and not allows_several:
+            raise ConfigError("run", name, "names several runs", ", ".join(path.name for path in same))
+        runs |= {path: RunFolder(path) for path in same}
     return Catalogue(tuple(runs.values()), tuple(studies.values()))
 
 
@@ -157,19 +164,6 @@ def split_runs_dir(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the folder of the last `runs_dir=` (runs), and the other words."""
     folders = [word.removeprefix(RUNS_DIR) for word in words if word.startswith(RUNS_DIR)]
     return Path(folders[-1] if folders else "runs").resolve(), [w for w in words if not w.startswith(RUNS_DIR)]
-
-
-def _named(name: str, runs_dir: Path, allows_several: bool) -> StudyRecord | list[RunFolder]:
-    for path in (runs_dir / name, Path(name).resolve()):
-        if _is_run(path):
-            return [RunFolder(path)]
-        if _is_study(path):
-            return StudyRecord(path)
-    problem, advice = f"is no run and no study of {runs_dir}", "another folder of runs: runs_dir=FOLDER"
-    same = runs_of_name(name, runs_dir, _is_run, _is_study, problem, advice)
-    if len(same) > 1 and not allows_several:
-        raise ConfigError("run", name, "names several runs", ", ".join(path.name for path in same))
-    return [RunFolder(path) for path in same]
 
 
 def _is_run(path: Path) -> bool:

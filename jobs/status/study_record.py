@@ -15,8 +15,6 @@ from gems.utils.process_tree import start_time
 from gems.utils.units import now_utc
 from jobs.status.run_status import is_alive_here, read_or_empty
 
-FILE = "study.json"
-
 
 @dataclass(frozen=True, slots=True)
 class StudyRecord:
@@ -32,11 +30,11 @@ class StudyRecord:
     @property
     def study_json(self) -> Path:
         """The points, and the process that runs them."""
-        return self.path / FILE
+        return self.path / "study.json"
 
     @property
     def cancelled_json(self) -> Path:
-        """Who cancelled the study; its command looks for it before each point."""
+        """Who cancelled the study."""
         return self.path / CANCELLED_JSON
 
     @property
@@ -54,31 +52,28 @@ class StudyRecord:
         """
         now = {path.name: label for label, path in points}
         earlier = {folder.path.name: label for label, folder in self.points() if folder.run_yaml.exists()}
-        document = {
-            "study": self.name,
-            "pid": os.getpid(),
-            "pid_started": start_time(os.getpid()),
-            "host": os.uname().nodename,
-            "points": [{"point": label, "run_folder": folder} for folder, label in (earlier | now).items()],
-        }
+        rows = [{"point": label, "run_folder": folder} for folder, label in (earlier | now).items()]
+        pid = os.getpid()
+        process = {"pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename}
         try:
-            write_json(self.study_json, document)
+            write_json(self.study_json, {"study": self.name, **process, "points": rows})
             self.cancelled_json.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError("runs_dir", self.path.parent, f"cannot write there ({error.strerror})") from error
 
     def points(self) -> tuple[tuple[str, RunFolder], ...]:
         """Return the labels and run folders of the points, whether or not the folders exist."""
-        rows = self.read().get("points")
-        found = []
-        for row in rows if isinstance(rows, list) else []:
-            name = row.get("run_folder") if isinstance(row, dict) else None
-            if isinstance(name, str) and name and "/" not in name:
-                found.append((str(row.get("point", name)), RunFolder(self.path.parent / name)))
-        return tuple(found)
+        listed = self.read().get("points")
+        rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+        names = [(row, name) for row in rows if isinstance(name := row.get("run_folder"), str)]
+        return tuple(
+            (str(row.get("point", name)), RunFolder(self.path.parent / name))
+            for row, name in names
+            if name and "/" not in name
+        )
 
     def read(self) -> dict[str, Any]:
-        """Read study.json; a damaged one counts as empty."""
+        """Read study.json, the points and the process that runs them; a damaged one counts as empty."""
         return read_or_empty(self.study_json)
 
     def is_running_here(self) -> bool | None:
@@ -87,7 +82,7 @@ class StudyRecord:
         return is_alive_here(record) if "pid" in record else False
 
     def mark_cancelled(self) -> None:
-        """Ask the study's command to start no more points.
+        """Ask the study's command, which looks before each point, to start no more.
 
         Raises:
             ConfigError: the folder cannot be written.

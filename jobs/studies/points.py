@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,9 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
         ConfigError: a point that cannot run, with its number and words before the key.
     """
     once: dict[Path, Point] = {}
-    for number, words in enumerate(_products(study), 1):
+    axes = [[_words(key, choice) for choice in choices] for key, choices in study.axes.items()]
+    for number, chosen in enumerate(itertools.product(*axes, study.points or [[]]), 1):
+        words = tuple(itertools.chain(*chosen))
         try:
             spec = compose([f"name='{name}'", *study.base, *words, *overrides])
             with_profiled_costs(spec)  # refuses what cannot be partitioned before any point runs
@@ -98,12 +100,6 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
             seed = point.spec.seed + repetition
             points.append(Point((*point.words, f"seed={seed}"), dataclasses.replace(point.spec, seed=seed)))
     return list({point.folder.path: point for point in points}.values())
-
-
-def _products(study: StudyConfig) -> Iterator[tuple[str, ...]]:
-    axes = [[_words(key, choice) for choice in choices] for key, choices in study.axes.items()]
-    for chosen in itertools.product(*axes, study.points or [[]]):
-        yield tuple(itertools.chain(*chosen))
 
 
 def _words(key: str, choice: Any) -> list[str]:

@@ -26,7 +26,7 @@ from jobs.launch.submission import release_folder, start_run
 from jobs.slurm.jobs import num_queued
 from jobs.slurm.limits import TryLaterError, check_limits, check_queue, queue_limit
 from jobs.slurm.resources import JobSpec, job_spec
-from jobs.status.run_status import RunStatus, run_statuses
+from jobs.status.run_status import run_statuses
 from jobs.status.study_record import StudyRecord
 from jobs.studies.points import Point
 
@@ -41,7 +41,7 @@ class QueueSlots:
 
     def __init__(self) -> None:
         self._slots: dict[Scope, int | None] = {}
-        self._full: set[Scope] = set()
+        self.full: set[Scope] = set()  # accounts, partitions and qos for which SLURM takes no more jobs now
 
     def has_slot(self, spec: RunSpec, job: JobSpec) -> bool:
         """Return whether the queue takes one more job, as far as is known.
@@ -49,7 +49,7 @@ class QueueSlots:
         Raises:
             ConfigError: the preset allows no job of this size.
         """
-        if _scope(spec) in self._full:
+        if _scope(spec) in self.full:
             return False
         key, allowed = _limit(spec, job)
         if allowed is not None and key not in self._slots:
@@ -63,10 +63,6 @@ class QueueSlots:
         key, _ = _limit(spec, job)
         slots = self._slots.get(key)
         self._slots[key] = None if slots is None else slots - 1
-
-    def mark_full(self, spec: RunSpec) -> None:
-        """Record that SLURM takes no more jobs of this account, partition and qos now."""
-        self._full.add(_scope(spec))
 
 
 class StudyRunner:
@@ -125,7 +121,11 @@ class StudyRunner:
             pause.wait(poll_s)
             poll_s = min(MAX_POLL_S, poll_s * POLL_GROWTH)
         ours = [point.folder for point in self._submitted]
-        return max([code, *map(_exit_code, run_statuses(ours).runs)])
+        for run in run_statuses(ours).runs:
+            own = run.status.get("exit_code")
+            if run.state not in ("finished", "stopped"):
+                code = max(code, own if isinstance(own, int) and own else RankFailedError.exit_code)
+        return code
 
     def _run_here(self, point: Point) -> int:
         """Run one point and return its exit code; what cannot start is reported in one line."""
@@ -152,7 +152,7 @@ class StudyRunner:
                 start_run(spec, assume_yes=True)  # confirmed for all points together
         except GemsError as error:
             if isinstance(error, TryLaterError) and num_queued() != 0:
-                slots.mark_full(spec)
+                slots.full.add(_scope(spec))
                 self.waiting += pack
                 return 0
             return max(self._report_refusal(point, error) for point in pack)
@@ -245,14 +245,6 @@ def _fits(pack: Sequence[Point], point: Point) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _exit_code(run: RunStatus) -> int:
-    """Return the exit code of a point whose job has ended."""
-    if run.state in ("finished", "stopped"):
-        return 0
-    code = run.status.get("exit_code")
-    return code if isinstance(code, int) and code else RankFailedError.exit_code
 
 
 def _limit(spec: RunSpec, job: JobSpec) -> tuple[Scope, int | None]:

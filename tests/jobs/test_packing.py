@@ -10,7 +10,7 @@ import pytest
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.launch.batch import BatchJob
-from jobs.launch.termination import StopRequest
+from jobs.launch.launch import StopRequest
 from jobs.studies.points import Point
 from jobs.studies.runner import pack_points, pack_resources
 

@@ -26,7 +26,7 @@ from jobs.launch.submission import start_run
 from jobs.preflight.checks import check_free_space, check_host_memory, find_storage, is_on_site
 from jobs.preflight.cost import describe_cost, is_confirmed
 from jobs.slurm.command import SlurmUnavailableError
-from jobs.slurm.limits import check_script, parse_estimate
+from jobs.slurm.limits import check_script, describe_start, parse_estimate
 from jobs.slurm.resources import job_spec
 from tests.jobs.fake_slurm import FakeSlurm
 
@@ -210,9 +210,9 @@ def test_without_any_slurm_a_dry_run_goes_on(
     ],
 )
 def test_the_estimate_of_a_start(said: str, start: datetime | None, words: str) -> None:
-    found = parse_estimate(said)
-    assert found.start == start
-    assert found.describe(datetime(2030, 1, 2, 0, 4, 5)) == words
+    found, nodes = parse_estimate(said)
+    assert found == start
+    assert describe_start(found, nodes, datetime(2030, 1, 2, 0, 4, 5)) == words
 
 
 def test_sbatch_that_reaches_nobody(slurm: FakeSlurm) -> None:

@@ -23,8 +23,7 @@ from gems.utils.atomic_io import read_json, write_json
 from jobs.launch import launch as launch_module
 from jobs.launch import own_job
 from jobs.launch.batch import BatchJob
-from jobs.launch.launch import launch
-from jobs.launch.termination import StopRequest
+from jobs.launch.launch import StopRequest, launch
 from tests.jobs.fake_slurm import FakeSlurm
 from tests.jobs.job_helpers import ROOT, wait_until
 
