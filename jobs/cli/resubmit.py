@@ -109,11 +109,7 @@ def _refusal(diagnosis: Diagnosis, overrides: Sequence[str], options: Options) -
 
 
 def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
-    """Return the run to submit, and notes for the user.
-
-    Raises:
-        ConfigError: a damaged run.yaml, or a value that cannot be.
-    """
+    """Return the run to submit, and notes for the user."""
     notes = []
     spec = changed(replace(folder.read_spec(), runs_dir=str(folder.path.parent)), overrides)
     if job_spec(spec).is_batch:

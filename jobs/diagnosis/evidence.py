@@ -1,7 +1,4 @@
-"""Collect the evidence of a run's end, and what each piece of it shows.
-
-It comes from the run's folder, its logs, SLURM's records and its trace.
-"""
+"""The evidence of a run's end, from its folder, logs, trace and SLURM's records, and what each piece of it shows."""
 
 from __future__ import annotations
 

@@ -56,10 +56,7 @@ class NodeBlocklist:
     def add(self, cluster: str, node: str, reason: str, run: str, utc: str) -> BlockedNode | None:
         """Record a failure of a node and return its entry; a known failure is not counted again.
 
-        A name that is no host name is ignored: it would be handed to SLURM.
-
-        Raises:
-            OSError: the folder cannot be written.
+        A name that is no host name is ignored: it would be handed to SLURM. Raises OSError if the folder is closed.
         """
         if NODE_NAME.fullmatch(node) is None:
             return None
@@ -73,11 +70,7 @@ class NodeBlocklist:
         return entry
 
     def remove(self, node: str) -> tuple[BlockedNode, ...]:
-        """Remove a node, of whatever cluster, and return its entries.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
+        """Remove a node, of whatever cluster, and return its entries; raise OSError if the folder is closed."""
         known = self.entries()
         removed = tuple(entry for entry in known if entry.node == node)
         if removed:

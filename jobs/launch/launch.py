@@ -91,15 +91,9 @@ def launch(
     """Run all ranks of a prepared run and return the run's exit code.
 
     A failed run is reported in one line, recorded in status.json, and its traces are collected as far as they go.
-
-    Args:
-        folder: the run's.
-        spec: its configuration.
-        echo: show the ranks' output on stderr too, beside logs/ranks.log.
-        table_on_stderr: keep stdout free.
-        is_quiet: write the closing table to logs/, and neither table nor pictures of a simulated run.
-        request: notes SIGUSR2, which makes the ranks save and stop.
-        work: the callable of the batch script, which a new job calls if SLURM refuses to requeue this one.
+    With `echo` the ranks' output goes to stderr too, beside logs/ranks.log; `is_quiet` writes the closing table to
+    logs/, and neither table nor pictures of a simulated run. `request` notes SIGUSR2, which makes the ranks save and
+    stop; `work` is what a new job calls if SLURM refuses to requeue this one.
 
     Raises:
         ConfigError: the launcher is missing.

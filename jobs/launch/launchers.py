@@ -26,11 +26,7 @@ Launcher = Callable[[JobSpec, RunFolder], list[str]]
 
 
 def command(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line that runs all ranks of a job.
-
-    Raises:
-        ConfigError: the launcher is not there.
-    """
+    """Return the command line that runs all ranks of a job; raise ConfigError if the launcher is not there."""
     start = by_simulator if job.launcher == SIMULATED else LAUNCHERS[job.launcher]
     return start(job, folder)
 
@@ -49,11 +45,7 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
 
 
 def by_mpiexec(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line for ranks on this machine, each with a watcher of its exit.
-
-    Raises:
-        ConfigError: there is no mpiexec.
-    """
+    """Return the command line for ranks on this machine, each with a watcher of its exit."""
     watcher = [sys.executable, "-m", "gems.launch.exit_watcher", str(folder.path)]
     return mpiexec_argv(job.tasks, [*watcher, *rank_program(job, folder)])
 

@@ -1,7 +1,4 @@
-"""The probe of a cluster and environment: two ranks try MPI and device memory.
-
-In a job it is the first step if no answer is known yet; it takes seconds, and no place in the queue of its own.
-"""
+"""The probe of a cluster and environment: two ranks try MPI and device memory, if need be as a job's first step."""
 
 from __future__ import annotations
 
@@ -51,11 +48,7 @@ def _pair(job: JobSpec) -> JobSpec:
 
 
 def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line of the probe, by the launcher of the job's ranks; it writes `probe_json`.
-
-    Raises:
-        ConfigError: there is no mpiexec, or a path that the container's runtime would read as something else.
-    """
+    """Return the command line of the probe, by the launcher of the job's ranks; it writes `probe_json`."""
     order = ",".join(map(str, spec.cluster.device_order))
     words = [str(probe_json(folder)), spec.machine.device, *([order] if order else [])]
     program = rank_program(job, folder, "gems.engine.transport.probe", *words)

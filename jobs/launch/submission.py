@@ -34,11 +34,7 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False) -> int:
 
 
 def submit_run(spec: RunSpec, job: JobSpec, *, assume_yes: bool) -> tuple[str, list[Check]] | None:
-    """Submit a run to SLURM after its preflight; None if the user does not confirm its cost.
-
-    Returns:
-        The job's number, and the checks that it passed.
-    """
+    """Submit a run to SLURM and return the job's number and the checks that it passed; None if its cost is refused."""
     from jobs.slurm.executor import executor, need_sbatch, submit_job
 
     folder = RunFolder.of(spec)
@@ -65,10 +61,7 @@ def prepare_here(spec: RunSpec, job: JobSpec) -> RunFolder:
 def release_folder(folder: RunFolder) -> None:
     """Mark a run whose job ended without recording it as failed, so that its folder can be prepared again.
 
-    A run that has failed may have a job too: SLURM can start it again.
-
-    Raises:
-        TryLaterError: the folder's job waits or runs.
+    A run that has failed may have a job too: SLURM can start it again. Raises TryLaterError if its job waits or runs.
     """
     try:
         status = folder.read_status()

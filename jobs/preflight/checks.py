@@ -126,11 +126,7 @@ def is_on_site(spec: RunSpec) -> bool:
 
 
 def check_host_memory(spec: RunSpec, peak: Peak) -> None:
-    """Check what a run keeps in host memory against a node's.
-
-    Raises:
-        DoesNotFitError: the ranks of a node hold more than it has.
-    """
+    """Raise DoesNotFitError if the ranks of a node would keep more in host memory than it has."""
     limit = spec.cluster.node_memory_bytes
     if limit is not None and peak.host_bytes > limit:
         where = f"host memory of the ranks on a node under memory={spec.memory.name}"
@@ -218,10 +214,7 @@ def _check_probe(spec: RunSpec, job: JobSpec) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where a run's folder will be: the nearest existing folder, its file system, and the free space on it.
-
-    `files` is None if the file system does not count them.
-    """
+    """The nearest existing folder of a run's, its file system, and the free space; `files` is None if not counted."""
 
     path: Path
     kind: str
@@ -237,11 +230,7 @@ class Storage:
 
 
 def find_storage(spec: RunSpec) -> Storage:
-    """Find the storage of a run's folder.
-
-    Raises:
-        ConfigError: one cannot write there.
-    """
+    """Find the storage of a run's folder; raise ConfigError if one cannot write there."""
     wanted = RunFolder.of(spec).path
     path = next(each for each in (wanted, *wanted.parents) if os.path.lexists(each))
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
@@ -253,11 +242,7 @@ def find_storage(spec: RunSpec) -> Storage:
 
 
 def check_free_space(spec: RunSpec, storage: Storage, needed_bytes: int = 0) -> str:
-    """Check the free space against what a run writes, and describe it; quotas are not seen.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
+    """Describe the free space, or raise ConfigError if what a run writes does not fit; quotas are not seen."""
     needed, free, error = max(needed_bytes, MIN_BYTES), f"{storage.free_bytes / GIB:.2f} GiB", None
     if storage.free_bytes < needed:
         error = f"{free} are free there, and the run writes {needed / GIB:.2f} GiB"

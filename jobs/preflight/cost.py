@@ -28,11 +28,7 @@ def describe_cost(jobs: Sequence[JobSpec]) -> str:
 
 
 def is_confirmed(jobs: Sequence[JobSpec], limit: float | None, *, assume_yes: bool) -> bool:
-    """Ask on the terminal before jobs of more than `limit` GPU-hours together; None never asks.
-
-    Raises:
-        ConfigError: nobody is there to ask.
-    """
+    """Ask before jobs of more than `limit` GPU-hours together, if any; raise ConfigError if stdin is no terminal."""
     hours = sum(job.gpu_hours for job in jobs if job.is_batch)
     if limit is None or hours <= limit or assume_yes:
         return True

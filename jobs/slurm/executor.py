@@ -82,8 +82,7 @@ class Executor(SlurmExecutor):
 def executor(spec: RunSpec, job: JobSpec, folder: RunFolder) -> Executor:
     """Build the executor of a run; its `script()` and its submission are the same text.
 
-    Raises:
-        ConfigError: a name, path or option that SLURM would read as something else.
+    Raises ConfigError for a name, path or option that SLURM would read as something else.
     """
     _check_path(spec, job, folder)
     cluster = spec.cluster
@@ -141,8 +140,7 @@ def without_enclosing_job() -> Iterator[None]:
 def sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
     """Check the free `cluster.sbatch` map: true is a bare flag, false and null leave the option out.
 
-    Raises:
-        ConfigError: an option that a key of its own sets, or text that would leave its line.
+    Raises ConfigError for an option that a key of its own sets, or text that would leave its line.
     """
     checked: dict[str, Any] = {}
     for name, value in options.items():
@@ -189,11 +187,7 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
 
 
 def need_sbatch(job: JobSpec) -> None:
-    """Check that there is a SLURM to submit to.
-
-    Raises:
-        ConfigError: sbatch is not on PATH.
-    """
+    """Raise ConfigError if there is no SLURM to submit to."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "cluster.launcher", job.launcher, "needs sbatch, which is not on PATH",

@@ -200,10 +200,7 @@ class Cancellation:
 
 
 def parse_cancellation(line: str) -> Cancellation | None:
-    """Parse `*** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***`.
-
-    Times are the node's local ones.
-    """
+    """Parse `*** STEP 7.0 ON n1 CANCELLED AT 2026-11-20T12:00:00 DUE TO TIME LIMIT ***`, the time a local one."""
     found = CANCELLED.search(line)
     if found is None:
         return None

@@ -33,11 +33,7 @@ class TryLaterError(ConfigError):
 
 
 def check_limits(spec: RunSpec, job: JobSpec) -> None:
-    """Check a job of SLURM's against its preset: a node's CPUs and memory, the job's size and time.
-
-    Raises:
-        ConfigError: more than the site allows, with the limit.
-    """
+    """Raise ConfigError if a job of SLURM's exceeds what its preset allows: a node's CPUs and memory, size and time."""
     if not job.is_batch:
         return
     cluster = spec.cluster
@@ -67,11 +63,7 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
 
 
 def check_queue(spec: RunSpec, job: JobSpec) -> None:
-    """Check that the preset allows one more job of this user; if squeue does not answer, SLURM will.
-
-    Raises:
-        TryLaterError: as many as it allows are queued.
-    """
+    """Raise TryLaterError if as many jobs of this user are queued as the preset allows, by squeue if it answers."""
     limit = queue_limit(spec.cluster, job.nodes)
     if limit is None or limit.queued_jobs is None:
         return
@@ -87,8 +79,7 @@ def check_queue(spec: RunSpec, job: JobSpec) -> None:
 def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
     """Return the preset's first limit for a job on so many nodes; None if it has none for the partition and qos.
 
-    Raises:
-        ConfigError: there are limits for the partition and qos, and none allows so many nodes.
+    Raises ConfigError if there are limits for the partition and qos, and none allows so many nodes.
     """
     qos = cluster.sbatch.get("qos")
     rows = [row for row in cluster.limits if row.partition in (None, cluster.partition) and row.qos in (None, qos)]
@@ -106,10 +97,8 @@ def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
 def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition]) -> str:
     """Check a job against the partitions that it may run in, and describe those that would take it.
 
-    A quality of service may lift a partition's limits of minutes and nodes; with one, these are left to SLURM.
-
-    Raises:
-        ConfigError: none of them would ever start the job, with the reason of the first.
+    A quality of service may lift a partition's limits of minutes and nodes; with one, these are left to SLURM. Raises
+    ConfigError if none of them would ever start the job, with the reason of the first.
     """
     refusals = [next(_refusals(spec, job, partition), None) for partition in partitions]
     usable = [partition for partition, refusal in zip(partitions, refusals, strict=True) if refusal is None]
@@ -119,11 +108,7 @@ def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition
 
 
 def check_account(spec: RunSpec, accounts: Accounts) -> str:
-    """Check the account and the quality of service of a run if SLURM enforces them, and describe them.
-
-    Raises:
-        ConfigError: the user does not belong to that account, or may not use that quality of service.
-    """
+    """Describe the account and quality of service of a run; raise ConfigError if SLURM would refuse one."""
     account, known = spec.cluster.full_account, {name.lower(): name for name in accounts.qos}
     if account is None:
         return "your default account" if accounts.is_enforced else "none, and none is needed"
@@ -200,11 +185,7 @@ def check_script(cluster: str, script: str) -> str:
 
 
 def parse_estimate(text: str) -> tuple[datetime | None, str]:
-    """Parse `Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n[1-2] in partition debug`.
-
-    Returns:
-        The start by SLURM's local clock, and the nodes.
-    """
+    """Parse the local start and the nodes of `Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n1`."""
     found = ESTIMATE.search(text)
     nodes = (found["nodes"] or "") if found else ""
     with contextlib.suppress(ValueError):

@@ -83,11 +83,7 @@ class JobSpec:
 
 
 def job_spec(spec: RunSpec) -> JobSpec:
-    """Derive the resources of a resolved run.
-
-    Raises:
-        ConfigError: more than one node for mpiexec, or a cluster.python that is not a command line.
-    """
+    """Return the resources of a run; raise ConfigError for mpiexec on several nodes or a malformed cluster.python."""
     cluster = spec.cluster
     nodes, python = cluster.nodes or 1, (sys.executable,)
     if spec.machine.kind == SIMULATED:

@@ -68,11 +68,7 @@ class Accounts:
 
 
 def query_site(*argv: str) -> str:
-    """Return what a command prints on either stream.
-
-    Raises:
-        SlurmUnavailableError: it does not answer, or refuses to.
-    """
+    """Return what a command prints on either stream; raise SlurmUnavailableError if it fails."""
     try:
         return run_slurm(argv, limit_s=SITE_LIMIT_S).check()
     except SlurmRefusedError as error:
@@ -112,11 +108,7 @@ def max_nodes(names: str | None) -> int | None:
 
 
 def query_accounts() -> Accounts:
-    """Return the accounts of this user.
-
-    Raises:
-        SlurmUnavailableError: this SLURM keeps none, or does not answer.
-    """
+    """Return the accounts of this user; raise SlurmUnavailableError if SLURM keeps none, or does not answer."""
     user = pwd.getpwuid(os.getuid()).pw_name
     words = ["--noheader", "--parsable2", "show", "associations", f"user={user}", "format=Account,QOS"]
     lines = query_site("sacctmgr", *words).splitlines()

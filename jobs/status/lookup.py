@@ -134,22 +134,14 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
 
 
 def find_named(words: Sequence[str], verb: str) -> Catalogue:
-    """Find the runs and studies that `words` name.
-
-    Raises:
-        ConfigError: nothing is named, or what is named does not exist.
-    """
+    """Find the runs and studies that `words` name; raise ConfigError if none is named, or one does not exist."""
     if not split_runs_dir(words)[1]:
         raise ConfigError(verb, "none", "name runs or studies", f"python -m jobs {verb} RUN_OR_STUDY ...")
     return find_runs(words, allows_several=False)
 
 
 def find_one_run(words: Sequence[str], verb: str) -> RunFolder:
-    """Find the one run that `words` name.
-
-    Raises:
-        ConfigError: none, or more than one.
-    """
+    """Find the run that `words` name; raise ConfigError unless it is one."""
     names = split_runs_dir(words)[1]
     if len(names) != 1:
         raise ConfigError(verb, " ".join(names) or "none", "takes one run", f"python -m jobs {verb} RUN")

@@ -45,10 +45,8 @@ class StudyRecord:
     def begin(self, points: Sequence[tuple[str, Path]]) -> None:
         """Record that this process runs `points`, labels and run folders, and remove an earlier cancellation.
 
-        Points of earlier calls, which had other overrides, stay as long as their folders exist.
-
-        Raises:
-            ConfigError: the folder cannot be written.
+        Points of earlier calls, which had other overrides, stay as long as their folders exist. Raises ConfigError if
+        the folder cannot be written.
         """
         now = {path.name: label for label, path in points}
         earlier = {folder.path.name: label for label, folder in self.points() if folder.run_yaml.exists()}
@@ -82,11 +80,7 @@ class StudyRecord:
         return is_alive_here(record) if "pid" in record else False
 
     def mark_cancelled(self) -> None:
-        """Ask the study's command, which looks before each point, to start no more.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Ask the study's command, which looks before each point, to start no more; raise ConfigError if one cannot."""
         try:
             write_json(self.cancelled_json, requested_by())
         except OSError as error:

@@ -47,11 +47,7 @@ def study_name(study: str) -> str:
 
 
 def read_study(study: str) -> StudyConfig:
-    """Read a study: a name of `conf/study/`, or the path of a .yaml file.
-
-    Raises:
-        ConfigError: there is none, or it does not have the fields of `StudyConfig`.
-    """
+    """Read a study by its name in `conf/study/` or its .yaml file; raise ConfigError if it is none."""
     options = options_of(GROUP)
     if not _is_file(study) and study not in options:
         advice = "".join(f"nearest: {option}, " for option in nearest(study, options, 1))

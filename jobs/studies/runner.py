@@ -44,11 +44,7 @@ class QueueSlots:
         self.full: set[Scope] = set()  # accounts, partitions and qos for which SLURM takes no more jobs now
 
     def has_slot(self, spec: RunSpec, job: JobSpec) -> bool:
-        """Return whether the queue takes one more job, as far as is known.
-
-        Raises:
-            ConfigError: the preset allows no job of this size.
-        """
+        """Return whether the queue takes one more job, as far as is known; raise ConfigError if none of this size."""
         if _scope(spec) in self.full:
             return False
         key, allowed = _limit(spec, job)
