@@ -14,38 +14,43 @@ VERBS = {
         ("--dry-run", "--yes", AUTO_CLUSTER),
     ),
     "probe": Verb(
-        "jobs.cli.probe:probe",
-        "try MPI and device memory with two ranks, here or as a small job: [key=value ...] "
-        "[--limit MINUTES]",
-        (), {"--limit": ()}, takes_words=True,
+        "jobs.cli.probe:probe", "try MPI and device memory with two ranks, here or as a small job: [key=value ...] "
+        "[--limit MINUTES]", (), {"--limit": ()}, takes_words=True,
     ),
-    "study": Verb("jobs.cli.study:study",
-    "run the points of a study that are missing or failed: study=NAME [key=value ...]; "
-                  "draw all of them [--wait: until all jobs have ended; --stop: cancel all of it; "
-                  "--yes: however much they cost]",
-                  ("--dry-run", "--wait", "--stop", "--yes"), takes_words=True),
-    "status": Verb("jobs.cli.status:status",
-    "the runs and studies below runs_dir=runs, or those named: state, step, images/s, loss; "
-                   "[RUN_OR_STUDY ...] [-v: the points of studies] [--watch SECONDS]",
-                   ("-v",), {"--watch": ()}, takes_words=True),
-    "logs": Verb("jobs.cli.logs:logs",
-    "the output of a run's ranks: RUN [-f: follow it to its end] [--rank K] [--lines N or all]",
-                 ("-f",), {"--rank": (), "--lines": ()}, takes_words=True),
-    "cancel": Verb("jobs.cli.cancel:cancel", "end runs, and studies with the points to come: RUN_OR_STUDY ... [--yes]",
-                   ("--yes",), takes_words=True),
-    "diagnose": Verb("jobs.cli.diagnose:diagnose",
-    "why runs ended, in one paragraph, and what to change: RUN_OR_STUDY ... "
-                     "[--unblock NODE: remove a node from the blocklist]", (), {"--unblock": (), "--forget": ()},
-                     takes_words=True),
-    "resubmit": Verb("jobs.cli.resubmit:resubmit",
-    "submit runs again from their newest checkpoint, without blocked nodes: RUN_OR_STUDY ... "
-                     "[cluster.KEY=value ...] [--yes: unchanged] [--force: finished ones too]",
-                     ("--yes", "--force", "--again"), takes_words=True),
+    "study": Verb(
+        "jobs.cli.study:study", "run the points of a study that are missing or failed: study=NAME [key=value ...]; "
+        "draw all of them [--wait: until all jobs have ended; --stop: cancel all of it; --yes: however much they cost]",
+        ("--dry-run", "--wait", "--stop", "--yes"), takes_words=True,
+    ),
+    "status": Verb(
+        "jobs.cli.status:status", "the runs and studies below runs_dir=runs, or those named: state, step, images/s, "
+        "loss; [RUN_OR_STUDY ...] [-v: the points of studies] [--watch SECONDS]",
+        ("-v",), {"--watch": ()}, takes_words=True,
+    ),
+    "logs": Verb(
+        "jobs.cli.logs:logs", "the output of a run's ranks: RUN [-f: follow it to its end] [--rank K] "
+        "[--lines N or all]", ("-f",), {"--rank": (), "--lines": ()}, takes_words=True,
+    ),
+    "cancel": Verb(
+        "jobs.cli.cancel:cancel", "end runs, and studies with the points to come: RUN_OR_STUDY ... [--yes]",
+        ("--yes",), takes_words=True,
+    ),
+    "diagnose": Verb(
+        "jobs.cli.diagnose:diagnose", "why runs ended, in one paragraph, and what to change: RUN_OR_STUDY ... "
+        "[--unblock NODE: remove a node from the blocklist]", (), {"--unblock": (), "--forget": ()}, takes_words=True,
+    ),
+    "resubmit": Verb(
+        "jobs.cli.resubmit:resubmit", "submit runs again from their newest checkpoint, without blocked nodes: "
+        "RUN_OR_STUDY ... [cluster.KEY=value ...] [--yes: unchanged] [--force: finished ones too]",
+        ("--yes", "--force", "--again"), takes_words=True,
+    ),
     "prepare": Verb("jobs.cli.submit:prepare_run", "make the run folder only, and print its path"),
-    "discover": Verb("jobs.cli.discover:discover", "draft a cluster preset of this site, from its SLURM",
-    takes_words=True),
-    "collect": Verb("jobs.cli.submit:collect", "merge the traces of a run folder, draw, print the table",
-                    takes_words=True),
+    "discover": Verb(
+        "jobs.cli.discover:discover", "draft a cluster preset of this site, from its SLURM", takes_words=True
+    ),
+    "collect": Verb(
+        "jobs.cli.submit:collect", "merge the traces of a run folder, draw, print the table", takes_words=True
+    ),
 }  # fmt: skip
 
 

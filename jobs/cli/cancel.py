@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from gems.cli.framework import Options, print_json
+from gems.cli.framework import Options
 from gems.errors import ConfigError
 from gems.utils.stdio import report
 from jobs.preflight.cost import YES, ask_yes
@@ -25,12 +25,7 @@ def cancel(words: Sequence[str], options: Options) -> int:
     if needs_yes and YES not in options.flags and not _is_confirmed(seen):
         report("jobs", "nothing is cancelled")
         return 1
-    outcome = cancel_all(found)
-    if options.json:
-        print_json(outcome.to_dict())
-    else:
-        print(outcome.describe())
-    return outcome.exit_code
+    return cancel_all(found, as_json=options.json)
 
 
 def _is_confirmed(seen: Overview) -> bool:

@@ -64,20 +64,14 @@ def draft_preset(site: Site) -> dict[str, Any]:
     """Return the draft as a mapping, with the keys of `gems.config.cluster.ClusterConfig`."""
     kind = main_kind(site.kinds)
     return {
-        "name": preset_name(site.config.get("ClusterName", "")),
-        "launcher": "srun",
-        "hosts": [host_pattern(site.hosts)],
-        "gpus_per_node": kind.gpus,
-        "usable_cpus_per_node": kind.cpus,
+        "name": preset_name(site.config.get("ClusterName", "")), "launcher": "srun",
+        "hosts": [host_pattern(site.hosts)], "gpus_per_node": kind.gpus, "usable_cpus_per_node": kind.cpus,
         "node_memory_bytes": kind.memory_bytes,
         "cpus_per_rank": max(1, kind.cpus // kind.gpus) if kind.gpus else 1,
-        "partition": kind.partition,
-        "account": None,
-        "mpi": mpi_type(site),
-        "gpu_request": gpu_request(kind.gpus, site.config.get("SelectType", "")),
-        "gpu_bind": "none",
+        "partition": kind.partition, "account": None, "mpi": mpi_type(site),
+        "gpu_request": gpu_request(kind.gpus, site.config.get("SelectType", "")), "gpu_bind": "none",
         "limits": [limit for limit in map(draft_limit, site.partitions) if limit is not None],
-    }
+    }  # fmt: skip
 
 
 def format_draft(site: Site) -> str:

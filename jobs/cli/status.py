@@ -66,16 +66,10 @@ def _row(run: RunStatus, name: str) -> tuple[str, ...]:
     note = run.note
     if run.state == "pending" and run.start_utc is not None:
         note = f"{note}, starts about {format_start(run.start_utc)}".removeprefix(", ")
-    return (
-        name,
-        f"{run.state}?" if run.is_guess else run.state,
-        run.job_id or "",
-        f"~{step}" if "step" in run.sources else step,
-        "" if run.images_per_s is None else f"{run.images_per_s:.4g}",
-        "" if run.loss is None else f"{run.loss:.4f}",
-        "" if run.age_s is None else f"{run.age_s:.0f} s",
-        note,
-    )
+    rate = "" if run.images_per_s is None else f"{run.images_per_s:.4g}"
+    loss, age = "" if run.loss is None else f"{run.loss:.4f}", "" if run.age_s is None else f"{run.age_s:.0f} s"
+    state, step = f"{run.state}?" if run.is_guess else run.state, f"~{step}" if "step" in run.sources else step
+    return name, state, run.job_id or "", step, rate, loss, age, note
 
 
 def _show(seen: Overview, options: Options, *, is_watching: bool) -> None:

@@ -51,12 +51,7 @@ def study(words: Sequence[str], options: Options) -> int:
     points = compose_points(read_study(given), name, [word for word in words if word not in chosen])
     record = StudyRecord(Path(points[0].spec.runs_dir).resolve() / name)
     if STOP in options.flags:
-        outcome = cancel_all(find_named([f"runs_dir={record.path.parent}", name], "cancel"))
-        if options.json:
-            print_json(outcome.to_dict())
-        else:
-            print(outcome.describe())
-        return outcome.exit_code
+        return cancel_all(find_named([f"runs_dir={record.path.parent}", name], "cancel"), as_json=options.json)
     seen = _with_states(points)
     if DRY_RUN in options.flags:
         _show(seen, options, study=name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
@@ -92,12 +91,8 @@ class Evidence:
 
 def log_paths(folder: RunFolder) -> list[Path]:
     """Return the log of the ranks and the newest of SLURM's own, those that exist."""
-    times_ns = {}
-    for path in folder.logs.glob("*_log.out"):
-        with contextlib.suppress(OSError):
-            times_ns[path] = path.stat().st_mtime_ns
-    batch = sorted(times_ns, key=times_ns.__getitem__)
-    return [path for path in (folder.logs / "ranks.log", *batch[-1:]) if path.is_file()]
+    batch = sorted((path.stat().st_mtime_ns, path) for path in folder.logs.glob("*_log.out") if path.is_file())
+    return [path for path in (folder.logs / "ranks.log", *(path for _, path in batch[-1:])) if path.is_file()]
 
 
 def newest_checkpoint(folder: RunFolder) -> int | None:

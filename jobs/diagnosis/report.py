@@ -242,29 +242,17 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
     is_file_fault = cause is FailureCause.FILE_SYSTEM and any(words in finding.text for words in NODE_FILE_ERRORS)
     is_node_fault = cause in (FailureCause.NODE, FailureCause.DEVICE) or is_file_fault  # another node would not have it
     kept = {(each.source, each.text): each for each in reversed(listed)}
+    rss_bytes = whole(record.get("rss_bytes"))
+    if rss_bytes is None and job is not None and cause is FailureCause.HOST_MEMORY:
+        rss_bytes = job.max_rss_bytes
     return Diagnosis(
-        folder=evidence.folder,
-        cause=cause,
-        state=evidence.run.state,
-        text=" ".join(finding.text.split()),
-        source=finding.source,
-        rank=rank,
-        node=node,
-        stages=_stages(evidence, rank, record, action),
-        step=beat.step if step is None and beat is not None else step,
-        action=action,
-        rss_bytes=whole(record.get("rss_bytes"))
-        or (job.max_rss_bytes if job is not None and cause is FailureCause.HOST_MEMORY else None),
-        device_bytes=whole(record.get("device_bytes")),
-        waits_for=waits_for,
-        trace_steps=evidence.trace_steps,
-        resume_step=evidence.resume_step,
-        job_id=evidence.run.job_id,
-        blamed_node=node if node and evidence.is_batch and is_node_fault else None,
-        advice=remedies(cause, finding.text, node, evidence),
-        evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
+        evidence.folder, cause, evidence.run.state, " ".join(finding.text.split()), finding.source, rank, node,
+        _stages(evidence, rank, record, action), beat.step if step is None and beat is not None else step, action,
+        rss_bytes, whole(record.get("device_bytes")), waits_for, evidence.trace_steps, evidence.resume_step,
+        job_id=evidence.run.job_id, blamed_node=node if node and evidence.is_batch and is_node_fault else None,
+        advice=remedies(cause, finding.text, node, evidence), evidence=tuple(reversed(kept.values()))[:MAX_EVIDENCE],
         not_asked=evidence.errors,
-    )
+    )  # fmt: skip
 
 
 def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None) -> tuple[int, ...]:

@@ -163,14 +163,10 @@ def _silent_rank(records: Sequence[Mapping[str, Any]], beats: Mapping[int, Beat]
 
 def _from_record(record: Mapping[str, Any]) -> Failure:
     code = record.get("exit_code")
-    return Failure(
-        exit_code=code if code in RANK_CODES else RankFailedError.exit_code,
-        what="failed",
-        cause=str(record.get("cause") or "no reason given"),
-        rank_pid=record.get("pid"),
-        cause_class=classify_record(record),
-        **{key: record.get(key) for key in ("rank", "node", "step", "action")},
-    )
+    known = {key: record.get(key) for key in ("rank", "node", "step", "action")}
+    cause = str(record.get("cause") or "no reason given")
+    known |= {"rank_pid": record.get("pid"), "cause_class": classify_record(record)}
+    return Failure(code if code in RANK_CODES else RankFailedError.exit_code, "failed", cause, **known)
 
 
 def _from_stall(stall: dict[str, Any], records: Sequence[dict[str, Any]], beats: Mapping[int, Beat]) -> Failure:

@@ -52,17 +52,14 @@ class StopRequest:
         self.is_noted = False
         self._is_passed_on = False
         self._before: object = None
-        self._depth = 0
 
     def __enter__(self) -> Self:
-        self._depth += 1
-        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGUSR2, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._before is not None:
+        if self._before is not None:
             signal.signal(signal.SIGUSR2, self._before)  # type: ignore[arg-type]
 
     def pass_on(self, folder: RunFolder) -> None:
@@ -105,7 +102,7 @@ def launch(
     facts = _facts(job, argv, folder)
     folder.write_status("running", **facts)
     output = LauncherOutput()
-    with request or StopRequest() as stop_request:
+    with StopRequest() if request is None else contextlib.nullcontext(request) as stop_request:
         try:
             # SLURM may have requeued the job
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])

@@ -21,17 +21,8 @@ from gems.utils.atomic_io import read_json, write_json
 from gems.utils.stdio import report
 from gems.utils.units import now_utc
 from jobs.diagnosis.root_cause import Failure
+from jobs.slurm import jobs as slurm_jobs
 from jobs.slurm.command import run_slurm
-from jobs.slurm.jobs import (
-    REQUEUED,
-    SCONTROL,
-    Job,
-    failed_node,
-    is_job_number,
-    parse_cancellation,
-    query_jobs,
-    scontrol_fields,
-)
 from jobs.slurm.resources import JobSpec
 from jobs.status.run_status import read_or_empty
 
@@ -69,13 +60,13 @@ with contextlib.suppress(OSError):
     LOG_START_BYTES = _stderr().stat().st_size
 
 
-def own_job() -> Job | None:
+def own_job() -> slurm_jobs.Job | None:
     """Query SLURM for the job that this process is in; None outside of one, or if SLURM does not answer."""
     job_id = own_job_id() or ""
-    return query_jobs([job_id], SCONTROL, limit_s=QUERY_LIMIT_S).jobs.get(job_id)
+    return slurm_jobs.query_jobs([job_id], slurm_jobs.SCONTROL, limit_s=QUERY_LIMIT_S).jobs.get(job_id)
 
 
-def will_restart(job: Job | None) -> bool:
+def will_restart(job: slurm_jobs.Job | None) -> bool:
     """Return whether SLURM is to start the job once more after this attempt."""
     return job is not None and job.restarts > num_restarts()
 
@@ -96,7 +87,7 @@ def kill_reason(log: Path | None = None) -> str | None:
             text = file.read(TAIL_BYTES).decode(errors="replace")
     except OSError:
         return None
-    found = [each for each in map(parse_cancellation, text.splitlines()) if each is not None and each.is_job]
+    found = [each for each in map(slurm_jobs.parse_cancellation, text.splitlines()) if each is not None and each.is_job]
     own = [each for each in found if each.job_id == own_job_id()]
     return own[-1].cause if own else None
 
@@ -155,10 +146,10 @@ def query_fields(job_id: str) -> dict[str, str] | None:
     result = run_slurm(["scontrol", "--oneliner", "show", "job", job_id])
     if result.error is not None:
         return None
-    return {name: value for name, value in scontrol_fields(result.lines).items() if name not in PERSONAL}
+    return {name: value for name, value in slurm_jobs.scontrol_fields(result.lines).items() if name not in PERSONAL}
 
 
-def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
+def stop_cause(job: slurm_jobs.Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
     """Return why SLURM made a run save and stop: preempted or time limit; None if a person did, or nobody knows.
 
     `reason` is what the ranks agreed on: SIGTERM reaches ranks alone at a preemption.
@@ -218,7 +209,7 @@ def requeue_run(
     facts = facts | {"requeue_count": add_requeue(folder, why, LAUNCHER, step)}
     folder.write_status("requeued", **facts | {"job_id": job_id})
     error = run_slurm(["scontrol", "requeue", job_id], limit_s=REQUEUE_LIMIT_S).error
-    if error is None or kill_reason() == REQUEUED:
+    if error is None or kill_reason() == slurm_jobs.REQUEUED:
         return None
     from jobs.slurm.executor import submit_job
 
@@ -237,9 +228,8 @@ def requeue_run(
 def successor(folder: RunFolder) -> str | None:
     """Return the ID of the job that has taken over this run, or None."""
     own, recorded = own_job_id(), folder.read_status().get("job_id")
-    if num_restarts() and is_job_number(own) and is_job_number(recorded) and int(str(recorded)) > int(str(own)):
-        return str(recorded)
-    return None
+    are_known = all(map(slurm_jobs.is_job_number, (own, recorded)))
+    return str(recorded) if num_restarts() and are_known and int(str(recorded)) > int(str(own)) else None
 
 
 def end_saved_run(
@@ -270,7 +260,7 @@ def end_saved_run(
         return "cancelled"
     facts |= {"exit_code": 0}
     if will_restart(own):
-        count = add_requeue(folder, why or REQUEUED, SLURM, step)
+        count = add_requeue(folder, why or slurm_jobs.REQUEUED, SLURM, step)
         folder.write_status("requeued", **facts | {"requeue_count": count, "cause": saved})
         report("jobs", f"the run {saved}; SLURM starts it again")
         return "requeued"
@@ -296,7 +286,7 @@ def describe_killed_run(folder: RunFolder, job: JobSpec, failure: Failure, ended
     if not job.is_batch:
         return "failed", failure
     why, own = kill_reason(), own_job()
-    if (node := failed_node(ended.tail)) is not None:
+    if (node := slurm_jobs.failed_node(ended.tail)) is not None:
         why, failure = FailureCause.NODE, replace(failure, node=node)
     if isinstance(why, FailureCause):
         failure = replace(failure, cause_class=why)

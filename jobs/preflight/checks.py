@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,6 +18,7 @@ from gems.errors import ConfigError, DoesNotFitError, GemsError
 from gems.runs.folder import RunFolder
 from gems.runs.run_plan import Peak, RunPlan, predict_peak, predict_steps_s
 from gems.simulation.memory_case import SMALLER
+from gems.utils.stdio import report
 from gems.utils.units import GIB
 from jobs.preflight.cost import describe_cost
 from jobs.preflight.known_probe import MAX_AGE, RANKS, describe_probe, known_probe, needs_probe
@@ -29,6 +29,7 @@ from jobs.slurm.site import query_accounts, query_partitions
 
 STATES = {"sgd": 2, "adam": 3}  # parameters and the optimizer's state of each; momentum is counted
 CHECKPOINTS = 2
+MARKS = {True: "ok", None: "--", False: "warn"}
 MIN_BYTES = 64 << 20  # logs, traces and notes of a small run
 MIN_FILES = 1000
 LOCAL = ("tmpfs", "ramfs", "devtmpfs")  # in this machine's own memory
@@ -52,11 +53,6 @@ class Check:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for --json."""
         return {"check": self.name, "ok": self.ok, "said": self.said}
-
-    def line(self) -> str:
-        """Return the line of the table."""
-        mark = {True: "ok", None: "--", False: "warn"}[self.ok]
-        return f"jobs: {mark:<4} {self.name:<13} {self.said}"
 
 
 Outcome = tuple[bool | None, str] | str  # a text alone is one that passed
@@ -116,7 +112,7 @@ def passed(checks: Iterable[Check]) -> list[Check]:
 def show(checks: Iterable[Check]) -> None:
     """Print checks on stderr, one per line."""
     for check in checks:
-        print(check.line(), file=sys.stderr)
+        report("jobs", f"{MARKS[check.ok]:<4} {check.name:<13} {check.said}")
 
 
 def is_on_site(spec: RunSpec) -> bool:

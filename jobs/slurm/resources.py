@@ -102,17 +102,9 @@ def job_spec(spec: RunSpec) -> JobSpec:
             raise ConfigError("cluster.python", repr(cluster.python), "must name an interpreter", "or leave it out")
     elif cluster.container_image is not None:
         python = ("python3",)
+    tasks = spec.world_size
     return JobSpec(
-        name=spec.name,
-        launcher=cluster.launcher,
-        cluster=cluster,
-        nodes=nodes,
-        tasks=spec.world_size,
-        tasks_per_node=cluster.ranks_per_node or spec.world_size,
-        cpus_per_task=cluster.cpus_per_rank,
-        gpus_per_node=cluster.gpus_per_node,
-        python=python,
-        minutes=cluster.minutes,
-        snapshot=cluster.archive_code and cluster.launcher in BATCH,
+        spec.name, cluster.launcher, cluster, nodes, tasks, cluster.ranks_per_node or tasks, cluster.cpus_per_rank,
+        cluster.gpus_per_node, python, cluster.minutes, snapshot=cluster.archive_code and cluster.launcher in BATCH,
         is_probe=spec.machine.kind == PROBE,
-    )
+    )  # fmt: skip

@@ -166,19 +166,8 @@ def parse_count(text: str) -> int | None:
 
 
 def _partition(row: dict[str, str], kinds: tuple[NodeKind, ...]) -> Partition:
-    total = parse_count(row.get("TotalNodes", ""))
-    return Partition(
-        name=row["PartitionName"],
-        state=row.get("State", "UP"),
-        num_nodes=total if total is not None else sum(kind.nodes for kind in kinds),
-        max_nodes=parse_count(row.get("MaxNodes", "")),
-        minutes=parse_minutes(row.get("MaxTime", "")),
-        kinds=kinds,
-        accounts=_names(row.get("AllowAccounts", "")),
-        denied_accounts=_names(row.get("DenyAccounts", "")),
-        qos=_names(row.get("AllowQos", "")),
-    )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return () if text in EVERYBODY else tuple(text.split(","))
+    total, largest = (parse_count(row.get(name, "")) for name in ("TotalNodes", "MaxNodes"))
+    num_nodes = total if total is not None else sum(kind.nodes for kind in kinds)
+    minutes, names = parse_minutes(row.get("MaxTime", "")), ("AllowAccounts", "DenyAccounts", "AllowQos")
+    allowed = (() if (text := row.get(name, "")) in EVERYBODY else tuple(text.split(",")) for name in names)
+    return Partition(row["PartitionName"], row.get("State", "UP"), num_nodes, largest, minutes, kinds, *allowed)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from gems.cli.framework import print_json
 from gems.runs.folder import RunFolder
 from gems.runs.lookup import run_name
 from gems.utils.atomic_io import write_json
@@ -23,39 +22,16 @@ END_LIMIT_S = 60.0
 COMMAND_LIMIT_S = 60.0  # a study's command may be in the middle of a submission
 POLL_S = 1.0
 CANCELLED, ENDING, LEFT, REFUSED = "cancelled", "ending", "left", "refused"
+Result = tuple[RunFolder, str, str]  # a run, what became of it, and why
 
 
-@dataclass(frozen=True, slots=True)
-class Cancellation:
-    """What became of each run, with the reason: cancelled, still ending, left as it had ended, or refused."""
+def cancel_all(found: Catalogue, *, as_json: bool) -> int:
+    """Cancel what is active, print what became of each run, and return 1 if any was refused or has not ended yet.
 
-    runs: tuple[tuple[RunFolder, str, str], ...]
-    studies: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """1 if something was refused or has not ended yet."""
-        return int(any(outcome in (REFUSED, ENDING) for _, outcome, _ in self.runs))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the whole for a program."""
-        rows = [
-            {"name": folder.path.name, "run_folder": str(folder.path), "outcome": outcome, "why": why}
-            for folder, outcome, why in self.runs
-        ]
-        return {"runs": rows, "studies": self.studies, "notes": self.notes}
-
-    def describe(self) -> str:
-        """Describe the outcomes, one per line."""
-        lines = [printable(f"{folder.path.name}: {outcome}, {why}") for folder, outcome, why in self.runs]
-        return "\n".join([*lines, *self.notes])
-
-
-def cancel_all(found: Catalogue) -> Cancellation:
-    """Cancel what is active; a cancelled study starts no more points, as its command looks for the mark before each."""
+    A cancelled study starts no more points, as its command looks for the mark before each.
+    """
     notes = [note for study in found.studies if (note := _stop_study(study))]
-    results: list[tuple[RunFolder, str, str]] = []
+    results: list[Result] = []
     jobs: list[RunStatus] = []
     here: list[RunStatus] = []
     for run in run_statuses(found.folders()).runs:
@@ -66,9 +42,17 @@ def cancel_all(found: Catalogue) -> Cancellation:
         else:
             (jobs if run.job_id is not None else here).append(run)
     error = cancel_jobs([run.job_id for run in jobs if run.job_id]) if jobs else None
-    results += [_end_here(run) for run in here]
-    results += _await_jobs(jobs, error)
-    return Cancellation(tuple(results), tuple(study.name for study in found.studies), tuple(notes))
+    results += [*map(_end_here, here), *_await_jobs(jobs, error)]
+    if as_json:
+        rows = [
+            {"name": folder.path.name, "run_folder": str(folder.path), "outcome": outcome, "why": why}
+            for folder, outcome, why in results
+        ]
+        print_json({"runs": rows, "studies": [study.name for study in found.studies], "notes": notes})
+    else:
+        lines = [printable(f"{folder.path.name}: {outcome}, {why}") for folder, outcome, why in results]
+        print("\n".join([*lines, *notes]))
+    return int(any(outcome in (REFUSED, ENDING) for _, outcome, _ in results))
 
 
 def _stop_study(study: StudyRecord) -> str | None:
@@ -115,7 +99,7 @@ def _refusal(run: RunStatus) -> str | None:
     return None
 
 
-def _end_here(run: RunStatus) -> tuple[RunFolder, str, str]:
+def _end_here(run: RunStatus) -> Result:
     """End a run of this machine by its launching process, which ends the ranks and records that in status.json."""
     pid, started = run.status["pid"], str(run.status["pid_started"])
     try:
@@ -126,7 +110,7 @@ def _end_here(run: RunStatus) -> tuple[RunFolder, str, str]:
     return _record_end(run, f"process {pid}") if has_ended else (run.folder, ENDING, f"process {pid} is still there")
 
 
-def _await_jobs(jobs: Sequence[RunStatus], error: str | None) -> list[tuple[RunFolder, str, str]]:
+def _await_jobs(jobs: Sequence[RunStatus], error: str | None) -> list[Result]:
     """Wait until SLURM has ended the jobs, or the runs have recorded how they ended."""
     pause, deadline_s = threading.Event(), time.monotonic() + END_LIMIT_S
     waiting = {run.folder.path: run for run in jobs}
@@ -148,7 +132,7 @@ def _await_jobs(jobs: Sequence[RunStatus], error: str | None) -> list[tuple[RunF
     return results
 
 
-def _record_end(run: RunStatus, what: str) -> tuple[RunFolder, str, str]:
+def _record_end(run: RunStatus, what: str) -> Result:
     """Record the end of a run that has not done so itself: its process was killed, or its job never started."""
     status = run.folder.read_status()
     if status.get("state") in UNFINISHED or status == run.status:

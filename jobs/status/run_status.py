@@ -147,18 +147,14 @@ def read_recorded(folder: RunFolder) -> RunStatus:
     is_slow = newest is None or newest.step < 0 or newest.action in SLOW
     limit_s = spec.train.hang_timeout_s if spec is not None else STALLED_AFTER_S
     return replace(
-        run,
-        step=step,
-        steps=steps,
+        run, step=step, steps=steps, sources=sources, has_ranks=bool(beats),
         images_per_s=_number(progress.get("images_per_s", result.get("images_per_s"))),
         loss=_number(progress.get("loss", result.get("last_loss"))),
         sign_ns=max((sign for sign in signs if sign is not None), default=None),
         action=newest.action if newest is not None else None,
-        has_ranks=bool(beats),
         are_ranks_done=bool(beats) and all(beat.action == FINISHED for beat in beats.values()),
         hang_timeout_s=limit_s if is_slow else min(STALLED_AFTER_S, limit_s),
-        sources=sources,
-    )
+    )  # fmt: skip
 
 
 def read_status(folder: RunFolder) -> Mapping[str, Any]:

@@ -193,14 +193,9 @@ def pack_resources(points: Sequence[Point]) -> JobSpec:
     jobs = [job_spec(point.spec) for point in points]
     tasks = max(job.tasks_per_node for job in jobs)
     cpus = max(job.tasks_per_node * job.cpus_per_task for job in jobs)
-    return replace(
-        jobs[0],
-        tasks=tasks,
-        tasks_per_node=tasks,
-        cpus_per_task=-(-cpus // tasks),
-        gpus_per_node=max(job.gpus_per_node for job in jobs),
-        minutes=sum(job.minutes for job in jobs),
-    )
+    gpus, minutes = max(job.gpus_per_node for job in jobs), sum(job.minutes for job in jobs)
+    shape = {"tasks": tasks, "tasks_per_node": tasks, "cpus_per_task": -(-cpus // tasks)}
+    return replace(jobs[0], **shape, gpus_per_node=gpus, minutes=minutes)
 
 
 def submit_pack(points: Sequence[Point]) -> str:
