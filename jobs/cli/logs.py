@@ -191,11 +191,9 @@ def _rank(folder: RunFolder, text: str | None) -> int | None:
     if text is None:
         return None
     spec = folder.read_spec()
-    if not NUMBER.fullmatch(text) or int(text) >= spec.world_size:
-        raise ConfigError("--rank", text, f"must be a rank of the run: 0 to {spec.world_size - 1}")
-    if spec.world_size == 1:
-        return None
-    if spec.cluster.launcher != "srun":
-        reason = f"is not available: {spec.cluster.launcher} does not label lines"
-        raise ConfigError("--rank", text, reason, "leave it out")
-    return int(text)
+    size, launcher = spec.world_size, spec.cluster.launcher
+    if not NUMBER.fullmatch(text) or int(text) >= size:
+        raise ConfigError("--rank", text, f"must be a rank of the run: 0 to {size - 1}")
+    if size > 1 and launcher != "srun":
+        raise ConfigError("--rank", text, f"is not available: {launcher} does not label lines", "leave it out")
+    return int(text) if size > 1 else None

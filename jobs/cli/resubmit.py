@@ -63,7 +63,7 @@ def resubmit(words: Sequence[str], options: Options) -> int:
         print_json({"runs": results})
     elif not results:
         print("no point has failed")
-    return max((result["exit_code"] for result in results), default=0)
+    return max((int(result["exit_code"]) for result in results), default=0)
 
 
 def _resubmit(folder: RunFolder, overrides: Sequence[str], options: Options) -> dict[str, Any]:

@@ -127,10 +127,8 @@ def _show(rows: Sequence[PointRow], options: Options, **more: Any) -> None:
     """Print the points with their states, the jobs that they had last, and their run folders."""
     if options.json:
         listed = [
-            {
-                "point": point.label, "state": state, "machine": point.spec.machine.kind,
-                "ranks": point.spec.world_size, "job_id": run.job_id, "run_folder": str(point.folder.path),
-            }
+            {"point": point.label, "state": state, "machine": point.spec.machine.kind, "ranks": point.spec.world_size,
+             "job_id": run.job_id, "run_folder": str(point.folder.path)}
             for point, run, state in rows
         ]  # fmt: skip
         print_json({**more, "points": listed})

@@ -202,7 +202,7 @@ def _from_silence(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _from_status(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what the launching process recorded; other sources tell more of a failed rank."""
+    """Yield what the launching process recorded; other sources know more of a failed rank."""
     run, status = evidence.run, evidence.status
     words, time_ns = run.cause, utc_ns(status.get("updated_utc"))
     if run.state == "failed" and words and status.get("rank") is None:

@@ -69,7 +69,7 @@ SIGNALS = (
 class Diagnosis:
     """What has become of a run; None for what is not known.
 
-    `text` is the line of the source that tells the cause, `stages` those of the rank in its pipeline, `trace_steps` the
+    `text` is the line of the source that names the cause, `stages` those of the rank in its pipeline, `trace_steps` the
     complete steps in the trace, `resume_step` the step at which the newest checkpoint resumes, `blamed_node` the node
     to leave out.
     """
@@ -170,7 +170,7 @@ def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
 
 
 def judge(findings: Iterable[Finding]) -> Finding | None:
-    """Return the finding that tells the cause, or None.
+    """Return the finding that shows the cause, or None.
 
     A possible consequence counts only if nothing else was found: a rank that the kernel killed for its memory also
     reads as killed by signal 9. Among the rest the earliest goes first; of those without a time, faults go before
@@ -185,7 +185,7 @@ def judge(findings: Iterable[Finding]) -> Finding | None:
     def order(finding: Finding) -> tuple[float, int]:
         cause, time_ns = finding.cause, finding.time_ns
         untimed = math.inf if cause in ORDERS else -math.inf
-        time = 0 if not certain else untimed if time_ns is None else time_ns  # times of consequences tell nothing
+        time = 0 if not certain else untimed if time_ns is None else time_ns  # consequences have no order
         return time, BY_SPECIFICITY.index(cause) if cause in BY_SPECIFICITY else len(BY_SPECIFICITY)
 
     return min(certain or found, key=order, default=None)
@@ -215,8 +215,8 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
         report("jobs", f"node {node} is not noted: {nodes.path} cannot be written ({error.strerror})")
         return
     if entry is not None:
-        undo = f"({UNBLOCK} {entry.node} undoes that)"
-        report("jobs", f"{entry.describe()}; `jobs resubmit` excludes it for {LIFE.days} days {undo}")
+        excludes = f"`jobs resubmit` excludes it for {LIFE.days} days ({UNBLOCK} {entry.node} undoes that)"
+        report("jobs", f"{entry.describe()}; {excludes}")
 
 
 def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Diagnosis:
@@ -229,7 +229,7 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
     action = text(record.get("action")) or (beat.action if beat is not None else None)
     node = node or text(record.get("node")) or (beat.node if beat is not None else None)
     waits_for = None
-    if cause is FailureCause.STALLED:  # by the first record that tells who waited for whom
+    if cause is FailureCause.STALLED:  # by the first record of who waited for whom
         stalled = (each for each in evidence.records if each.get("exit_code") == StalledError.exit_code)
         waits_for = next(filter(None, (text(each.get("waits_for")) for each in (evidence.stall, *stalled))), None)
     listed = [finding, *found]
@@ -257,11 +257,11 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
 
 def _stages(evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None) -> tuple[int, ...]:
     """Return the stage that the rank was in, else all that it holds."""
-    if rank is None:
-        return ()
     stage, named = whole(record.get("stage")), STAGE.match(action or "")
-    if stage is not None or named is not None:
-        return (stage if stage is not None else int(named[1]) if named else 0,)
+    if stage is None and named is not None:
+        stage = int(named[1])
+    if rank is None or stage is not None:
+        return () if rank is None or stage is None else (stage,)
     with contextlib.suppress(ConfigError, KeyError, TypeError, IndexError):
         schedule = evidence.folder.read_schedule()
         return tuple(sorted({stage for _, stage in schedule.placement.stages_on(rank % schedule.num_ranks)}))

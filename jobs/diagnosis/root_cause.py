@@ -73,7 +73,7 @@ def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Fai
     """Find the rank that ended the run.
 
     In this order: a death that an exit watcher saw before any rank recorded its own; what a rank recorded, unless it
-    only tells that another rank was gone; the first death that the launcher reported, with the heartbeat's step and
+    only shows that another rank was gone; the first death that the launcher reported, with the heartbeat's step and
     action; the last lines of the output. If ranks only waited too long, the rank that they waited for is named.
     """
     if ended.stopped_by is not None:
@@ -147,7 +147,7 @@ def is_consequence(record: Mapping[str, Any]) -> bool:
 
 
 def _silent_rank(records: Sequence[Mapping[str, Any]], beats: Mapping[int, Beat]) -> int | None:
-    """Return the rank that a stalled run waited for, or None if heartbeats do not tell.
+    """Return the rank that a stalled run waited for, or None if heartbeats do not show it.
 
     A rank that could not even record its own end goes first: it was stopped, or its node has gone. Else it is a rank in
     the middle of a compute action; of several, the one that has been silent for longest.
@@ -163,7 +163,7 @@ def _silent_rank(records: Sequence[Mapping[str, Any]], beats: Mapping[int, Beat]
 
 def _from_record(record: Mapping[str, Any]) -> Failure:
     code = record.get("exit_code")
-    known = {key: record.get(key) for key in ("rank", "node", "step", "action")}
+    known: dict[str, Any] = {key: record.get(key) for key in ("rank", "node", "step", "action")}
     cause = str(record.get("cause") or "no reason given")
     known |= {"rank_pid": record.get("pid"), "cause_class": classify_record(record)}
     return Failure(code if code in RANK_CODES else RankFailedError.exit_code, "failed", cause, **known)

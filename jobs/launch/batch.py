@@ -37,9 +37,8 @@ class BatchJob:
         """
         worst = 0
         for folder in (RunFolder(Path(path)) for path in self.run_folders):
-            status = folder.read_status()
-            is_done = status.get("state") == "finished" and status.get("job_id") == own_job_id()
-            if is_done and len(self.run_folders) > 1:
+            status = folder.read_status() if len(self.run_folders) > 1 else {}
+            if status.get("state") == "finished" and status.get("job_id") == own_job_id():
                 continue
             with StopRequest() as request:  # from here on: submitit's own handler of SIGUSR2 would end the job
                 code = run_prepared(folder, request)
@@ -69,7 +68,7 @@ def run_prepared(folder: RunFolder, request: StopRequest) -> int:
 
 
 def wait_for_submission(folder: RunFolder, limit_s: float = SUBMITTED_LIMIT_S) -> None:
-    """Wait until the submitting process has recorded this job, lest it write "submitted" over a later state."""
+    """Wait until the submitting process has recorded this job: it would write "submitted" over a later state."""
     pause = threading.Event()
     deadline_s = time.monotonic() + limit_s
     while folder.read_status().get("job_id") != own_job_id() and time.monotonic() < deadline_s:

@@ -99,10 +99,17 @@ def launch(
     job = job_spec(spec)
     argv = command(job, folder)
     environment = _environment(job, spec, echo)
-    facts = _facts(job, argv, folder)
+    pid, own_id, requeues = os.getpid(), own_job.own_job_id(), len(own_job.read_requeues(folder))
+    facts: dict[str, Any] = {
+        "pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename, "launcher": job.launcher,
+        "command": argv, "started_utc": now_utc(),
+        **({"job_id": own_id} if job.is_batch and own_id is not None else {}),
+        **({"requeue_count": requeues} if requeues else {}),
+    }  # fmt: skip
     folder.write_status("running", **facts)
     output = LauncherOutput()
-    with StopRequest() if request is None else contextlib.nullcontext(request) as stop_request:
+    with contextlib.ExitStack() as stack:
+        stop_request = request or stack.enter_context(StopRequest())
         try:
             # SLURM may have requeued the job
             folder.archive(keep=JOB_FILES, also=[folder.logs / "ranks.log"])
@@ -171,10 +178,8 @@ def _show_probe(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
         print_json(found)
         return 0
     gpus = (found["visible_gpus"] or "those of its node") if found["gpus_on_node"] else "none asked for"
-    print(
-        f"probe   {found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them; "
-        f"rank 0 is on {found['node']} and sees GPUs: {gpus}", file=out, flush=True,
-    )  # fmt: skip
+    ranks = f"{found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them"
+    print(f"probe   {ranks}; rank 0 is on {found['node']} and sees GPUs: {gpus}", file=out, flush=True)
     return 0
 
 
@@ -185,7 +190,7 @@ def _record_failure(
     """Report how the ranks have failed, in status.json and on stderr, and return the exit code."""
     state, failure = "failed", find_failure(folder, output, ended)
     if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
-        failure = replace(failure, exit_code=ended.returncode)  # no rank: the process's own code tells
+        failure = replace(failure, exit_code=ended.returncode)  # there is no rank; the code is the process's own
     if ended.stopped_by is not None:
         state, failure = own_job.describe_killed_run(folder, job, failure, ended)
     if state == "requeued":
@@ -202,7 +207,7 @@ def _record_failure(
 
 
 def _abort_watch(folder: RunFolder, job: JobSpec, output: LauncherOutput, request: StopRequest) -> Callable[[], bool]:
-    """Return what tells that a rank's failure has been known for too long: ABORT_LIMIT_S, DEATH_LIMIT_S by srun.
+    """Return a check whether a rank's failure has been known for too long: ABORT_LIMIT_S, DEATH_LIMIT_S by srun.
 
     A rank's end before MPI starts ends nobody else. It is polled all the time, so it also passes a stop request on.
     """
@@ -231,13 +236,3 @@ def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
     if job.launcher == "ibrun":
         environment = {name: value for name, value in environment.items() if name not in BATCH_SCRIPT_VARIABLES}
     return environment | {key: str(value) for key, value in spec.cluster.environment.items()}
-
-
-def _facts(job: JobSpec, argv: list[str], folder: RunFolder) -> dict[str, Any]:
-    pid, own_id, requeues = os.getpid(), own_job.own_job_id(), len(own_job.read_requeues(folder))
-    return {
-        "pid": pid, "pid_started": start_time(pid), "host": os.uname().nodename, "launcher": job.launcher,
-        "command": argv, "started_utc": now_utc(),
-        **({"job_id": own_id} if job.is_batch and own_id is not None else {}),
-        **({"requeue_count": requeues} if requeues else {}),
-    }  # fmt: skip

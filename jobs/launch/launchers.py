@@ -128,10 +128,8 @@ def _shared(job: JobSpec, folder: Path | None) -> list[Path]:
     paths = [*code, *([folder] if folder is not None else [])]
     for path in paths:
         if any(character in str(path) for character in ",:\\"):
-            raise ConfigError(
-                "runs_dir" if path == folder else "folder of the code", path,
-                "must have no ',', ':' or '\\' to be seen in a container", "choose another runs_dir= or name=",
-            )  # fmt: skip
+            key, text = "runs_dir" if path == folder else "folder of the code", "must have no ',', ':' or '\\' "
+            raise ConfigError(key, path, f"{text}to be seen in a container", "choose another runs_dir= or name=")
     return paths
 
 

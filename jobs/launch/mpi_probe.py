@@ -18,7 +18,7 @@ from jobs.slurm.resources import JobSpec
 from jobs.status.run_status import read_or_empty
 
 LIMIT_S = 180.0
-SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # their last lines tell that a task ended, not why
+SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # their last lines report that a task ended, not why
 MPI_HELP = "MPICH takes cluster.mpi=pmi2, Open MPI pmix, Cray MPICH cray_shasta (srun --mpi=list)"
 
 
@@ -78,20 +78,17 @@ def read_probe(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
         raise RankFailedError(f"the probe of two ranks failed: {found['error']}")
     blind = [rank["node"] for rank in found.get("ranks", []) if not rank["sees_folder"]]
     if blind:
-        raise ConfigError(
-            "runs_dir", spec.runs_dir, f"node {blind[0]} does not see it", "use a folder that all nodes share"
-        )
+        text = f"node {blind[0]} does not see it"
+        raise ConfigError("runs_dir", spec.runs_dir, text, "use a folder that all nodes share")
     if ended.returncode == 0 and not ended.timed_out and "wall_s" in found:
         return found
     how = f"did not end within {LIMIT_S:g} s" if ended.timed_out else f"ended with code {ended.returncode}"
     lines = [line for line in ended.tail if not line.startswith(SLURM_PREFIXES)] or list(ended.tail)
     last = f": {lines[-1]}" if lines else ""
     if found.get("device_message") == "trying":
-        raise ConfigError(
-            "machine.transport", spec.machine.transport,
-            f"MPI claims to take device memory, and the probe's ranks {how} when it got some{last}",
-            "use machine.transport=host, or an MPI built for these GPUs",
-        )  # fmt: skip
+        text = f"MPI claims to take device memory, and the probe's ranks {how} when it got some{last}"
+        advice = "use machine.transport=host, or an MPI built for these GPUs"
+        raise ConfigError("machine.transport", spec.machine.transport, text, advice)
     if ended.timed_out:
         raise StalledError(f"the probe's two ranks {how}{last}; {MPI_HELP}")
     if not found:

@@ -239,9 +239,9 @@ def end_saved_run(
     """Requeue the job of a saved run if SLURM made it stop; write status.json, report it and return the state.
 
     That is requeued, cancelled, or stopped if a user wanted that or the run is not to start again. `stopped` is the
-    content of stopped.json, and `facts` what else goes to status.json. `is_killed` tells that SIGTERM came to this
-    process too; such a job is requeued only if SLURM tells that no user ended it. `work` is what a new job calls if
-    SLURM refuses to requeue this one.
+    content of stopped.json, and `facts` what else goes to status.json. `is_killed` means that SIGTERM came to this
+    process too; such a job is requeued only if SLURM gives another reason than a user. `work` is what a new job calls
+    if SLURM refuses to requeue this one.
     """
     step, reason = stopped.get("step"), str(stopped.get("reason", ""))
     facts = facts | {"stopped_step": step}

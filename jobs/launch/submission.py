@@ -73,10 +73,8 @@ def release_folder(folder: RunFolder) -> None:
     query = query_jobs([str(job_id)], SQUEUE)
     job = query.jobs.get(str(job_id))
     if job is not None and job.is_active:
-        raise TryLaterError(
-            "run folder", folder.path, f"belongs to job {job_id}, which has not ended",
-            f"wait for it, `python -m jobs cancel {folder.path.name}`, or change name=",
-        )  # fmt: skip
+        advice = f"wait for it, `python -m jobs cancel {folder.path.name}`, or change name="
+        raise TryLaterError("run folder", folder.path, f"belongs to job {job_id}, which has not ended", advice)
     if query.error is None and status["state"] not in ("failed", "cancelled", "stopped"):
         more = {key: value for key, value in status.items() if key not in ("state", "updated_utc")}
         folder.write_status("failed", **{**more, "cause": "the job left the queue: cancelled, lost or out of time"})

@@ -66,7 +66,13 @@ def preflight(
     `script` is the batch script, None for a run on this machine; `make_plan` returns the plan of the run, which may
     take a profile; `here` queries the SLURM of this machine, which must be the preset's.
     """
-    yield Check("configuration", True, _describe_counts(spec, job))
+    parallel = spec.parallel
+    counts = (
+        f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas, "
+        f"{job.tasks_per_node} on each of {job.nodes} nodes; {parallel.micro_batches} micro-batches of "
+        f"{parallel.micro_batch_size}, {global_batch(spec)} samples a step"
+    )
+    yield Check("configuration", True, counts)
     yield _check("folder", lambda: _check_folder(spec, job))
     cluster = spec.cluster
     if job.is_batch and script is not None:
@@ -137,15 +143,6 @@ def _check(name: str, look: Callable[[], Outcome]) -> Check:
     except GemsError as error:
         return Check(name, False, str(error), error)
     return Check(name, True, found) if isinstance(found, str) else Check(name, *found)
-
-
-def _describe_counts(spec: RunSpec, job: JobSpec) -> str:
-    parallel = spec.parallel
-    return (
-        f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas, "
-        f"{job.tasks_per_node} on each of {job.nodes} nodes; {parallel.micro_batches} micro-batches of "
-        f"{parallel.micro_batch_size}, {global_batch(spec)} samples a step"
-    )
 
 
 def _check_memory(spec: RunSpec, plan: RunPlan) -> Outcome:
@@ -219,7 +216,7 @@ class Storage:
 
     @property
     def is_shared(self) -> bool | None:
-        """Whether other nodes can see it; None if its kind does not tell."""
+        """Whether other nodes can see it; None if its kind does not show that."""
         if self.kind.startswith(LOCAL):
             return False
         return True if self.kind.startswith(SHARED) else None

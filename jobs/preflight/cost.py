@@ -21,10 +21,8 @@ def describe_cost(jobs: Sequence[JobSpec]) -> str:
             unit = job.charge_unit or job.cluster.charge_per or ""
             charges[unit] = charges.get(unit, 0.0) + job.charge
     charge = "".join(f", charge {amount:g} {unit}".rstrip() for unit, amount in charges.items())
-    if len(jobs) == 1:
-        (job,) = jobs
-        return f"{hours:g} GPU-hours ({job.gpus} GPUs for {job.minutes} min{charge})"
-    return f"{hours:g} GPU-hours ({len(jobs)} jobs{charge})"
+    what = f"{jobs[0].gpus} GPUs for {jobs[0].minutes} min" if len(jobs) == 1 else f"{len(jobs)} jobs"
+    return f"{hours:g} GPU-hours ({what}{charge})"
 
 
 def is_confirmed(jobs: Sequence[JobSpec], limit: float | None, *, assume_yes: bool) -> bool:
@@ -33,9 +31,8 @@ def is_confirmed(jobs: Sequence[JobSpec], limit: float | None, *, assume_yes: bo
     if limit is None or hours <= limit or assume_yes:
         return True
     if not sys.stdin.isatty():
-        raise ConfigError(
-            KEY, f"{limit:g}", f"{describe_cost(jobs)} must be confirmed, and stdin is no terminal", f"add {YES}"
-        )
+        text = f"{describe_cost(jobs)} must be confirmed, and stdin is no terminal"
+        raise ConfigError(KEY, f"{limit:g}", text, f"add {YES}")
     return ask_yes(f"{describe_cost(jobs)}, above {KEY}={limit:g}: submit?")
 
 

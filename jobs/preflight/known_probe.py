@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -50,16 +51,12 @@ def keep_probe(spec: RunSpec, job: JobSpec, found: dict[str, Any]) -> None:
 
 def known_probe(spec: RunSpec, job: JobSpec) -> dict[str, Any] | None:
     """Return the kept probe of this cluster and environment; None if it is old, or of fewer nodes."""
-    found = read_cached(spec.cache_dir, KIND, _key(spec, job))
-    if found is None:
-        return None
-    try:
+    found = read_cached(spec.cache_dir, KIND, _key(spec, job)) or {}
+    with contextlib.suppress(KeyError, TypeError, ValueError):
         age = datetime.now(UTC) - datetime.fromisoformat(found["utc"])
-        nodes = {rank["node"] for rank in found["ranks"]}
-    except (KeyError, TypeError, ValueError):
-        return None
-    wanted = min(job.nodes, RANKS)
-    return found if age < MAX_AGE and max(len(nodes), found.get("nodes", 1)) >= wanted else None
+        nodes = max(len({rank["node"] for rank in found["ranks"]}), found.get("nodes", 1))
+        return found if age < MAX_AGE and nodes >= min(job.nodes, RANKS) else None
+    return None
 
 
 def needs_probe(spec: RunSpec, job: JobSpec) -> bool:

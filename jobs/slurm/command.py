@@ -13,9 +13,8 @@ QUERY_LIMIT_S, SITE_LIMIT_S = 10.0, 30.0
 USER_FORMATS = ("SINFO_", "SACCTMGR_", "SQUEUE_", "SACCT_")  # a user's own formats would hide the columns asked for
 # Messages of commands that reach no SLURM, as opposed to a refusal.
 UNREACHABLE = (
-    "Unable to contact slurm controller", "Could not establish a configuration source",
-    "Unable to process configuration",
-    "Socket timed out", "Zero Bytes were transmitted", "connect failure", "Connection refused", "slurmdbd",
+    "Unable to contact slurm controller", "Could not establish a configuration source", "slurmdbd", "connect failure",
+    "Unable to process configuration", "Socket timed out", "Zero Bytes were transmitted", "Connection refused",
     "Slurm accounting storage is disabled", "not running a supported accounting_storage plugin",
     "Resource temporarily unavailable",
 )  # fmt: skip

@@ -40,7 +40,6 @@ OWN_KEYS = {
     "output": "runs_dir", "error": "runs_dir", "open-mode": "runs_dir", "exclude": "cluster.exclude",
 }  # fmt: skip
 MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
-SIGNAL_LINE = "#SBATCH --signal="
 
 
 class Executor(SlurmExecutor):
@@ -72,7 +71,7 @@ class Executor(SlurmExecutor):
         text = super()._make_submission_file_text(command, uid)
         if "signal" in (self.parameters.get("additional_parameters") or {}):
             return text
-        return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(SIGNAL_LINE))
+        return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#SBATCH --signal="))
 
     def script(self, command: str | None = None) -> str:
         """Return the batch script of a submission, or the same one with another last line."""
@@ -164,16 +163,14 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
     free = sbatch_options(cluster.sbatch)
     memory = [name for name in free if name in MEMORY]
     if not cluster.supports_mem_option and memory:
-        raise ConfigError(
-            f"cluster.sbatch.{memory[0]}", free[memory[0]], f"cluster {cluster.name} refuses options of memory",
-            "leave it out, or set cluster.supports_mem_option=true if the site has changed that",
-        )  # fmt: skip
+        text = f"cluster {cluster.name} refuses options of memory"
+        advice = "leave it out, or set cluster.supports_mem_option=true if the site has changed that"
+        raise ConfigError(f"cluster.sbatch.{memory[0]}", free[memory[0]], text, advice)
     own: dict[str, Any] = dict([job.gpu_option] if job.gpu_option else [])
     for name in own.keys() & free.keys():
-        raise ConfigError(
-            f"cluster.sbatch.{name}", free[name], f"conflicts with cluster.gpu_request={cluster.gpu_request}",
-            "set cluster.gpu_request=none to ask for GPUs by hand",
-        )  # fmt: skip
+        text = f"conflicts with cluster.gpu_request={cluster.gpu_request}"
+        advice = "set cluster.gpu_request=none to ask for GPUs by hand"
+        raise ConfigError(f"cluster.sbatch.{name}", free[name], text, advice)
     # A signal to the batch process alone, which asks the ranks to save, if the job is long enough for one in the second
     # half of its time: SLURM sends it up to half a minute early.
     if "signal" not in free and 0 < 2 * cluster.signal_before_end_s <= 60 * cluster.minutes:
@@ -189,10 +186,8 @@ def _options(cluster: ClusterConfig, job: JobSpec) -> dict[str, Any]:
 def need_sbatch(job: JobSpec) -> None:
     """Raise ConfigError if there is no SLURM to submit to."""
     if shutil.which("sbatch") is None:
-        raise ConfigError(
-            "cluster.launcher", job.launcher, "needs sbatch, which is not on PATH",
-            "submit from a login node, show the script with --dry-run, or run here with cluster=local",
-        )  # fmt: skip
+        advice = "submit from a login node, show the script with --dry-run, or run here with cluster=local"
+        raise ConfigError("cluster.launcher", job.launcher, "needs sbatch, which is not on PATH", advice)
 
 
 def _shown(name: str) -> str:

@@ -29,11 +29,10 @@ CANCELLED = re.compile(
     r"\*\*\* (?P<what>JOB|STEP) (?P<job>\d+)?\S* .*?CANCELLED AT (?P<time>\S+)(?: DUE TO (?P<why>[A-Z ]+))?"
 )
 NODE_FAILURE = re.compile(r"[Nn]ode failure on (?P<node>[A-Za-z0-9][A-Za-z0-9._-]*)")
-REASONS: tuple[tuple[str, str], ...] = (
-    ("PREEMPTION", FailureCause.PREEMPTED), ("TIME LIMIT", FailureCause.TIME_LIMIT),
-    ("NODE FAILURE", FailureCause.NODE),
-    ("JOB REQUEUE", REQUEUED),
-)  # fmt: skip
+REASONS: dict[str, str] = {
+    "PREEMPTION": FailureCause.PREEMPTED, "TIME LIMIT": FailureCause.TIME_LIMIT, "NODE FAILURE": FailureCause.NODE,
+    "JOB REQUEUE": REQUEUED,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +64,14 @@ class Job:
 
     def describe(self) -> str:
         """Describe what is known of the job in one line."""
-        known = (
-            ("state", self.state), ("exit code", self.exit_code), ("reason", self.reason), ("nodes", self.nodes),
-            ("elapsed", self.elapsed), ("time limit", self.time_limit),
-        )  # fmt: skip
+        names = ("state", "exit_code", "reason", "nodes", "elapsed", "time_limit")
+        known = ((name.replace("_", " "), getattr(self, name)) for name in names)
         return ", ".join(f"{name} {value}" for name, value in known if value)
 
 
 @dataclass(frozen=True, slots=True)
 class JobQuery:
-    """The jobs that a command knows, by number; `error` tells why it did not answer."""
+    """The jobs that a command knows, by number; `error` is why it did not answer."""
 
     jobs: Mapping[str, Job] = field(default_factory=dict)
     error: str | None = None
@@ -196,7 +193,7 @@ class Cancellation:
         """The cause: a FailureCause if the reason is a known one, REQUEUED, or the reason in lower case."""
         if not self.reason:
             return FailureCause.CANCELLED
-        return next((cause for text, cause in REASONS if self.reason.startswith(text)), self.reason.lower())
+        return next((cause for text, cause in REASONS.items() if self.reason.startswith(text)), self.reason.lower())
 
 
 def parse_cancellation(line: str) -> Cancellation | None:

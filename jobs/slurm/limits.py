@@ -39,12 +39,10 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
     cluster = spec.cluster
     cpus, usable = job.tasks_per_node * job.cpus_per_task, cluster.usable_cpus_per_node
     if usable is not None and cpus > usable:
-        fitting = usable // job.tasks_per_node
-        raise ConfigError(
-            "cluster.cpus_per_rank", job.cpus_per_task,
-            f"times {job.tasks_per_node} ranks a node is {cpus}, and jobs may use {usable} CPUs of a node",
-            f"use {f'at most {fitting}, or ' if fitting else ''}fewer cluster.ranks_per_node",
-        )  # fmt: skip
+        text = f"times {job.tasks_per_node} ranks a node is {cpus}, and jobs may use {usable} CPUs of a node"
+        fitting = f"at most {usable // job.tasks_per_node}, or " if usable >= job.tasks_per_node else ""
+        advice = f"use {fitting}fewer cluster.ranks_per_node"
+        raise ConfigError("cluster.cpus_per_rank", job.cpus_per_task, text, advice)
     host, memory = spec.machine.host_bytes, cluster.node_memory_bytes
     if host is not None and memory is not None and host > memory:
         text = f"must be at most cluster.node_memory_bytes={memory}, the memory of a node"
@@ -55,11 +53,8 @@ def check_limits(spec: RunSpec, job: JobSpec) -> None:
         raise ConfigError("cluster.cpu_bind", cluster.cpu_bind, text, "name one for each: ranks would share CPUs")
     limit = queue_limit(cluster, job.nodes)
     if limit is not None and limit.minutes is not None and job.minutes > limit.minutes:
-        raise ConfigError(
-            "cluster.minutes", job.minutes,
-            f"cluster {cluster.name} allows at most {limit.minutes} minutes for jobs of {_scope(limit)}",
-            f"ask for less; {IF_CHANGED}",
-        )  # fmt: skip
+        text = f"cluster {cluster.name} allows at most {limit.minutes} minutes for jobs of {_scope(limit)}"
+        raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
 
 
 def check_queue(spec: RunSpec, job: JobSpec) -> None:
@@ -69,11 +64,8 @@ def check_queue(spec: RunSpec, job: JobSpec) -> None:
         return
     queued = num_queued(limit.partition, limit.qos)
     if queued is not None and queued >= limit.queued_jobs:
-        raise TryLaterError(
-            "cluster", spec.cluster.name,
-            f"{queued} jobs are queued, and at most {limit.queued_jobs} are allowed of {_scope(limit)}",
-            f"wait for one to end; {IF_CHANGED}",
-        )  # fmt: skip
+        text = f"{queued} jobs are queued, and at most {limit.queued_jobs} are allowed of {_scope(limit)}"
+        raise TryLaterError("cluster", spec.cluster.name, text, f"wait for one to end; {IF_CHANGED}")
 
 
 def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
@@ -88,10 +80,9 @@ def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
             return row
     if not rows:
         return None
-    raise ConfigError(
-        "cluster.nodes", nodes, f"cluster {cluster.name} allows jobs of " + " or ".join(map(_scope, rows)),
-        f"change the ranks, cluster.partition or cluster.sbatch.qos; {IF_CHANGED}",
-    )  # fmt: skip
+    text = f"cluster {cluster.name} allows jobs of " + " or ".join(map(_scope, rows))
+    advice = f"change the ranks, cluster.partition or cluster.sbatch.qos; {IF_CHANGED}"
+    raise ConfigError("cluster.nodes", nodes, text, advice)
 
 
 def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition]) -> str:
@@ -114,17 +105,13 @@ def check_account(spec: RunSpec, accounts: Accounts) -> str:
         return "your default account" if accounts.is_enforced else "none, and none is needed"
     if account.lower() not in known:
         if accounts.is_enforced:
-            raise ConfigError(
-                "cluster.account", account, f"you may charge {', '.join(sorted(accounts.qos))}",
-                f"nearest: {nearest(account.lower(), known, 1)[0]}",
-            )  # fmt: skip
+            advice = f"nearest: {nearest(account.lower(), known, 1)[0]}"
+            raise ConfigError("cluster.account", account, f"you may charge {', '.join(sorted(accounts.qos))}", advice)
         return f"{account}, unknown to SLURM, which does not enforce accounts"
     qos, allowed = spec.cluster.sbatch.get("qos"), accounts.qos[known[account.lower()]]
     if qos is not None and allowed and str(qos) not in allowed and accounts.is_enforced:
-        raise ConfigError(
-            "cluster.sbatch.qos", qos, f"account {account} may use {', '.join(allowed)}",
-            f"nearest: {nearest(str(qos), allowed, 1)[0]}",
-        )  # fmt: skip
+        text = f"account {account} may use {', '.join(allowed)}"
+        raise ConfigError("cluster.sbatch.qos", qos, text, f"nearest: {nearest(str(qos), allowed, 1)[0]}")
     return f"{account}{f', qos {qos}' if qos else ''}"
 
 
@@ -186,11 +173,10 @@ def check_script(cluster: str, script: str) -> str:
 
 def parse_estimate(text: str) -> tuple[datetime | None, str]:
     """Parse the local start and the nodes of `Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n1`."""
-    found = ESTIMATE.search(text)
-    nodes = (found["nodes"] or "") if found else ""
-    with contextlib.suppress(ValueError):
-        return datetime.fromisoformat(found["start"]) if found else None, nodes
-    return None, nodes
+    if (found := ESTIMATE.search(text)) is not None:
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(found["start"]), found["nodes"] or ""
+    return None, ""
 
 
 def describe_start(start: datetime | None, nodes: str, now: datetime) -> str:
@@ -208,7 +194,5 @@ def refusal(cluster: str, reason: str, what: str = "job") -> ConfigError:
     """Return the error for a job that sbatch refuses; a TryLaterError if the queue is full."""
     is_full = QUEUE_FULL.search(reason) or (POLICY in reason and NAMED_LIMIT.search(reason) is None)
     plain = re.sub(r"(sbatch: )?(error: |fatal: )|allocation failure: ", "", reason)
-    return (TryLaterError if is_full else ConfigError)(
-        "cluster", cluster, f"sbatch refuses the {what}: {plain}",
-        "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch",
-    )  # fmt: skip
+    kind, text = TryLaterError if is_full else ConfigError, f"sbatch refuses the {what}: {plain}"
+    return kind("cluster", cluster, text, "see cluster.partition, cluster.account, cluster.minutes and cluster.sbatch")

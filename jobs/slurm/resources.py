@@ -85,14 +85,13 @@ class JobSpec:
 def job_spec(spec: RunSpec) -> JobSpec:
     """Return the resources of a run; raise ConfigError for mpiexec on several nodes or a malformed cluster.python."""
     cluster = spec.cluster
-    nodes, python = cluster.nodes or 1, (sys.executable,)
+    nodes = cluster.nodes or 1
+    python: tuple[str, ...] = (sys.executable,)
     if spec.machine.kind == SIMULATED:
         return JobSpec(spec.name, SIMULATED, cluster, 1, 1, 1, 1, 0, python, cluster.minutes)
     if cluster.launcher == "mpiexec" and nodes > 1:
-        raise ConfigError(
-            "cluster.nodes", nodes, "must be 1 with cluster.launcher=mpiexec, which starts ranks here",
-            "use cluster=slurm",
-        )  # fmt: skip
+        text = "must be 1 with cluster.launcher=mpiexec, which starts ranks here"
+        raise ConfigError("cluster.nodes", nodes, text, "use cluster=slurm")
     if cluster.python is not None:
         try:
             python = tuple(shlex.split(cluster.python))

@@ -91,10 +91,8 @@ def query_partitions(names: str | None) -> tuple[Partition, ...]:
         raise SlurmUnavailableError("scontrol", "names no default partition")
     for name in wanted:
         if name not in by_name:
-            raise ConfigError(
-                "cluster.partition", name, "this SLURM has no such partition",
-                f"allowed: {', '.join(sorted(by_name))}; nearest: {nearest(name, by_name, 1)[0]}",
-            )  # fmt: skip
+            advice = f"allowed: {', '.join(sorted(by_name))}; nearest: {nearest(name, by_name, 1)[0]}"
+            raise ConfigError("cluster.partition", name, "this SLURM has no such partition", advice)
     return tuple(_partition(by_name[name], tuple(each for each in kinds if each.partition == name)) for name in wanted)
 
 

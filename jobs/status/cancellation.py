@@ -34,7 +34,8 @@ def cancel_all(found: Catalogue, *, as_json: bool) -> int:
     results: list[Result] = []
     jobs: list[RunStatus] = []
     here: list[RunStatus] = []
-    for run in run_statuses(found.folders()).runs:
+    points = [folder for study in found.studies for _, folder in study.points() if folder.path.is_dir()]
+    for run in run_statuses(list({folder.path: folder for folder in (*found.runs, *points)}.values())).runs:
         if not run.is_active:
             results.append((run.folder, LEFT, f"it is {run.state}"))
         elif (refusal := _refusal(run) or _mark(run.folder)) is not None:

@@ -25,11 +25,6 @@ class Catalogue:
     runs: tuple[RunFolder, ...]
     studies: tuple[StudyRecord, ...]
 
-    def folders(self) -> tuple[RunFolder, ...]:
-        """Return the existing run folders, each once."""
-        points = [folder for study in self.studies for _, folder in study.points() if os.path.isdir(folder.path)]
-        return tuple({folder.path: folder for folder in (*self.runs, *points)}.values())
-
 
 @dataclass(frozen=True, slots=True)
 class StudyStatus:
@@ -75,7 +70,7 @@ class Overview:
     @property
     def is_active(self) -> bool:
         """Whether anything waits or runs."""
-        return any(each.is_active for each in (*self.runs, *self.studies))
+        return any(run.is_active for run in self.runs) or any(study.is_active for study in self.studies)
 
     def all_runs(self) -> tuple[RunStatus, ...]:
         """Return the runs and the points of the studies, each folder once."""
@@ -84,14 +79,15 @@ class Overview:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole for a program."""
-        runs, studies = ([each.to_dict() for each in rows] for rows in (self.runs, self.studies))
+        runs, studies = [run.to_dict() for run in self.runs], [study.to_dict() for study in self.studies]
         return {"runs": runs, "studies": studies, "not_asked": self.errors}
 
 
 def overview(catalogue: Catalogue) -> Overview:
     """Return the status of the runs and studies of a catalogue, by one query to SLURM for all of them."""
     points = [study.points() for study in catalogue.studies]
-    statuses = run_statuses([*catalogue.runs, *(folder for rows in points for _, folder in rows)])
+    every = (*catalogue.runs, *(folder for rows in points for _, folder in rows))
+    statuses = run_statuses(list({folder.path: folder for folder in every}.values()))
     by_path = {run.folder.path: run for run in statuses.runs}
     studies = tuple(
         StudyStatus(study, tuple((label, by_path[folder.path]) for label, folder in rows))
@@ -103,7 +99,7 @@ def overview(catalogue: Catalogue) -> Overview:
 def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue:
     """Find the runs and studies that `words` name: paths, or names below `runs_dir=` (runs); all if none is named.
 
-    A run's name without its signature stands for all runs of that name, or for the only one.
+    A run's name without its ID means all runs of that name, or the only one.
 
     Raises:
         ConfigError: there is none of a name; or several runs where only one is allowed.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gems.config.schema import RunSpec
 from gems.errors import SIGNAL_BASE, ConfigError
@@ -34,7 +34,7 @@ class RunStatus:
     """The status of a run: prepared, pending, starting, running, stalled, stopped, finished, failed, cancelled, lost...
 
     A stopped run has saved its state on request. "submitted" and "requeued" are the states of runs whose job SLURM was
-    not asked for. `source` tells where the state is from; with `is_guess` SLURM did not confirm it. `status` is the
+    not asked for. `source` is where the state is from; with `is_guess` SLURM did not confirm it. `status` is the
     content of status.json, `sign_ns` the last sign of life; None for what is not known. `sources` names the source of a
     guessed figure.
     """
@@ -84,7 +84,7 @@ class RunStatus:
 
     @property
     def is_active(self) -> bool:
-        """Whether the run waits or goes on, as far as is known."""
+        """Whether the run waits or runs, as far as is known."""
         return self.state in ACTIVE
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,12 +97,11 @@ class RunStatus:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RunStatuses:
+class RunStatuses(NamedTuple):
     """The status of some runs, and the errors of SLURM's commands."""
 
     runs: tuple[RunStatus, ...]
-    errors: tuple[str, ...] = ()
+    errors: tuple[str, ...]
 
 
 def run_statuses(folders: Sequence[RunFolder]) -> RunStatuses:
@@ -158,7 +157,7 @@ def read_recorded(folder: RunFolder) -> RunStatus:
 
 
 def read_status(folder: RunFolder) -> Mapping[str, Any]:
-    """Read status.json; a state of its own stands for a damaged or forbidden one."""
+    """Read status.json; a damaged or forbidden one has a state of its own."""
     try:
         return folder.read_status()
     except (ConfigError, OSError) as error:
@@ -176,7 +175,7 @@ def is_alive_here(record: Mapping[str, Any]) -> bool | None:
 
 
 def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
-    """Return the status with what SLURM, a process or heartbeats tell; `run` is what the folder records."""
+    """Return the status by SLURM, the process or the heartbeats; `run` is what the folder records."""
     if run.may_be_queued and run.job_id is not None:
         job = queue.jobs.get(run.job_id) or accounting.jobs.get(run.job_id)
         if job is not None and not (job.source == SACCT and job.is_active and queue.error is None):

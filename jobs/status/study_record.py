@@ -61,14 +61,12 @@ class StudyRecord:
 
     def points(self) -> tuple[tuple[str, RunFolder], ...]:
         """Return the labels and run folders of the points, whether or not the folders exist."""
-        listed = self.read().get("points")
-        rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
-        names = [(row, name) for row in rows if isinstance(name := row.get("run_folder"), str)]
-        return tuple(
-            (str(row.get("point", name)), RunFolder(self.path.parent / name))
-            for row, name in names
-            if name and "/" not in name
-        )
+        listed, found = self.read().get("points"), []
+        for row in listed if isinstance(listed, list) else []:
+            name = row.get("run_folder") if isinstance(row, dict) else None
+            if isinstance(name, str) and name and "/" not in name:
+                found.append((str(row.get("point", name)), RunFolder(self.path.parent / name)))
+        return tuple(found)
 
     def read(self) -> dict[str, Any]:
         """Read study.json, the points and the process that runs them; a damaged one counts as empty."""

@@ -57,8 +57,8 @@ class QueueSlots:
     def take(self, spec: RunSpec, job: JobSpec) -> None:
         """Count a job that was submitted."""
         key, _ = _limit(spec, job)
-        slots = self._slots.get(key)
-        self._slots[key] = None if slots is None else slots - 1
+        if (slots := self._slots.get(key)) is not None:
+            self._slots[key] = slots - 1
 
 
 class StudyRunner:
@@ -193,9 +193,10 @@ def pack_resources(points: Sequence[Point]) -> JobSpec:
     jobs = [job_spec(point.spec) for point in points]
     tasks = max(job.tasks_per_node for job in jobs)
     cpus = max(job.tasks_per_node * job.cpus_per_task for job in jobs)
-    gpus, minutes = max(job.gpus_per_node for job in jobs), sum(job.minutes for job in jobs)
-    shape = {"tasks": tasks, "tasks_per_node": tasks, "cpus_per_task": -(-cpus // tasks)}
-    return replace(jobs[0], **shape, gpus_per_node=gpus, minutes=minutes)
+    return replace(
+        jobs[0], tasks=tasks, tasks_per_node=tasks, cpus_per_task=-(-cpus // tasks),
+        gpus_per_node=max(job.gpus_per_node for job in jobs), minutes=sum(job.minutes for job in jobs),
+    )  # fmt: skip
 
 
 def submit_pack(points: Sequence[Point]) -> str:
