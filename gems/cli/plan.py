@@ -77,12 +77,12 @@ def planned_answer(spec: RunSpec, options: Options) -> tuple[dict[str, Any], Fou
         check_experiment(Path(path))
     planner = Planner(spec, spec.memory.limit_bytes or spec.machine.device_bytes, epochs)
     begin = time.perf_counter()
-    num_layers = planner.profile(planner.sizes[0]).num_layers
+    num_layers = planner.model(planner.sizes[0]).profile.num_layers
     num_gpus = spec.parallel.gpus or spec.world_size
     asked = [one for batch in batches for one in _candidates(planner, num_gpus, batch, num_layers)]
     for size in planner.sizes[1:]:
         if any(one.micro_batch_size >= size for one in asked):
-            planner.profile(size)
+            planner.model(size)
     profile_s = time.perf_counter() - begin
     begin = time.perf_counter()
     found = _search(planner, asked, num_best, begin + budget_s)
@@ -114,7 +114,7 @@ def _search(planner: Planner, asked: list[Candidate], num_best: int, end: float)
     found = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
     if found.best or planner.limit_bytes is None or not found.num_left:
         return found
-    slow = [one for one in asked if one.turn > 1]
+    slow = [one for one in asked if one.priority > 1]
     lean = leanest(planner, slow, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
     if lean is None:
         return found

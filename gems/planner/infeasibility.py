@@ -37,34 +37,27 @@ def refuse(planner: Planner, asked: Sequence[Candidate], found: Found[Choice], n
         )  # fmt: skip
     begin = time.perf_counter()
     end = max(end, begin + MIN_S)
-    quick = [one for one in asked if one.turn < 2]
+    quick = [one for one in asked if one.priority < 2]
     memory = _least_memory(planner, quick, limit, begin + (end - begin) / 2)
     needed = found.least_needed_bytes if memory is None else memory[0]
     needed = max(needed or min(planner.least_bytes(one) for one in asked), limit + 1)
-    ways = []
-    if memory is not None:
-        ways.append(f"devices of {memory[0] / GIB:.2f} GiB work ({_named(memory[1])})")
+    advice = [] if memory is None else [f"devices of {memory[0] / GIB:.2f} GiB work ({_describe(memory[1])})"]
     gpus = _more_gpus(planner, asked, num_gpus, end)
     if gpus is not None:
-        ways.append(f"{gpus[0]} GPUs of this memory work ({_named(gpus[1])})")
-    ways.append("a smaller image works sooner" if not ways else "or a smaller image")
+        advice.append(f"{gpus[0]} GPUs of this memory work ({_describe(gpus[1])})")
+    advice.append("or a smaller image" if advice else "a smaller image works sooner")
     cut_off = f", and {found.num_left} were not looked at (--budget)" if found.num_left else ""
     leanest_is = "the leanest found" if memory is not None else "by its bound the leanest"
     raise DoesNotFitError(
-        f"{leanest_is} of {len(asked)} configurations on {num_gpus} GPUs", needed, limit, ", ".join(ways) + cut_off
+        f"{leanest_is} of {len(asked)} configurations on {num_gpus} GPUs", needed, limit, ", ".join(advice) + cut_off
     )
 
 
 def _least_memory(planner: Planner, asked: Sequence[Candidate], limit: int, end: float) -> tuple[int, Choice] | None:
-    """Return the smallest device memory that works, to within 5 %, with what fits there.
-
-    None where none was found in time.
-    """
-    low = high = limit
-    best = None
-    while best is None and time.perf_counter() < end:
+    """Return the smallest device memory that works, to within 5 %, with what fits there; None if none was found."""
+    low, high = limit, 2 * limit
+    while (best := leanest(planner, asked, high, end)) is None and time.perf_counter() < end:
         low, high = high, 2 * high
-        best = leanest(planner, asked, high, end)
     if best is None:
         return None
     high = max(best.peak_bytes)
@@ -81,12 +74,12 @@ def _least_memory(planner: Planner, asked: Sequence[Candidate], limit: int, end:
 def _more_gpus(planner: Planner, asked: Sequence[Candidate], num_gpus: int, end: float) -> tuple[int, Choice] | None:
     """Return the least of two, four and eight times the GPUs that fits, with what fits there."""
     assert planner.limit_bytes is not None
-    batch, num_layers = asked[0].global_batch, planner.profile(planner.sizes[0]).num_layers
+    batch, num_layers = asked[0].global_batch, planner.model(planner.sizes[0]).profile.num_layers
     has_policies = planner.spec.machine.kind == "real"
     for times in MORE_GPUS:
-        found = candidates(times * num_gpus, batch, num_layers, has_policies)
-        more = [one for one in found if one.turn < 2]
-        fitting = leanest(planner, more, planner.limit_bytes, end)
+        asked_of_more = candidates(times * num_gpus, batch, num_layers, has_policies)
+        quick = [one for one in asked_of_more if one.priority < 2]
+        fitting = leanest(planner, quick, planner.limit_bytes, end)
         if fitting is not None:
             return times * num_gpus, fitting
     return None
@@ -107,13 +100,13 @@ def leanest(planner: Planner, asked: Sequence[Candidate], limit: int, end: float
         return None
 
     tried = [one for one in asked if one.schedule != CAPPED and one.memory != "plan"]
-    lean = judge.guess_bytes
-    rules = replace(judge.rules(), least_s=lean, refined_s=lean, evaluate=evaluate, turn=judge.is_unlikely)
+    lean = judge.estimated_bytes
+    rules = replace(judge.rules(), least_s=lean, refined_s=lean, evaluate=evaluate, priority=judge.is_unlikely)
     search(tried, rules, 1, lambda: bool(fitting) or time.perf_counter() > end)
     return fitting[0] if fitting else None
 
 
-def _named(choice: Choice) -> str:
+def _describe(choice: Choice) -> str:
     one = choice.candidate
     return (
         f"{one.partitions} partitions x {one.replicas}, {one.label}, memory={one.policy}, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,11 +80,17 @@ class Terms:
 Generator = Callable[[Request], Schedule]
 Sizes = Callable[[Request], Iterable[Request]]
 ClosedForm = Callable[[Terms], float | None]
+ChainBound = Callable[[Terms, float, float], float]
 
 
 def as_asked(request: Request) -> Iterable[Request]:
     """Return the one size of a family that has no sizes of its own."""
     return (request,)
+
+
+def forward_and_input_grad(s: Terms, recompute: float, share: float) -> float:
+    """Return the least that any schedule takes: one micro-batch goes down the stages and its gradient comes back."""
+    return s.f + s.i
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,11 @@ class Family:
     build: Generator  # makes the compute-only schedule; raises ConfigError for counts that it cannot serve
     step_units: ClosedForm | None = None  # time of a step with equal stages, free links; None outside of its range
     peak_units: ClosedForm | None = None  # most activations of a rank, in micro-batches on one of P equal parts
+    # Time below which no step is, whatever the partition; links are free, and f, i, w the whole model's. The other
+    # arguments are the least factor by which recomputing lengthens a layer's time, and the least share of forward.
+    chain_bound: ChainBound = forward_and_input_grad
+    # The fewest micro-batches that each rank has in flight on each of its stages at its peak.
+    least_in_flight: Callable[[Terms], Sequence[float]] = lambda s: [1] * s.p
     placement: Callable[..., Placement] = linear  # a function of `gems.schedule.placement`
     stages_per_rank: int | None = 1  # in one direction; None if `schedule.chunks` sets it, 0 if a search does
     num_directions: int = 1  # 2 if the pipeline runs both ways, each with half of the micro-batches

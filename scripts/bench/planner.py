@@ -56,7 +56,7 @@ def large(gpus: Sequence[int]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"gpus": num_gpus, "machine": gpu, "device_gb": size_gb}
             spec = compose(words)
             for size in PROFILED_SIZES:  # into the cache
-                Planner(spec, None).profile(size)
+                Planner(spec, None).model(size)
             begin = time.perf_counter()
             try:
                 answer = planned_answer(spec, Options(chosen=chosen))[0]
@@ -105,7 +105,7 @@ def small_space(planner: Planner) -> list[Candidate]:
 
     Those that follow from counts, every one of a pipeline of 4 ranks before others.
     """
-    every = candidates(SMALL_GPUS, SMALL_BATCH, planner.profile(1).num_layers, has_policies=False)
+    every = candidates(SMALL_GPUS, SMALL_BATCH, planner.model(1).profile.num_layers, has_policies=False)
     several = [one for one in every if one.partitions > 1 and one.micro_batches > 1]
     searched = ("zb_h1", "zb_v", "interleaved_1f1b")
     several = [one for one in several if one.family.is_quick] + [one for one in several if one.schedule in searched]

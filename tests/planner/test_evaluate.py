@@ -10,7 +10,7 @@ import pytest
 from gems.partition.methods import partition_case
 from gems.planner.evaluate import Planner
 from gems.planner.search.best_first import TooLarge, search
-from gems.planner.search.bounds import held_at_once, least_step_s, min_in_flight
+from gems.planner.search.bounds import held_at_once, least_step_s
 from gems.planner.search.candidate import KEEP, Candidate, candidates
 from gems.planner.search.choice import PARTS, Choice, reasons
 from gems.schedule import CAPPED
@@ -93,10 +93,11 @@ def test_what_a_choice_holds_is_what_the_cut_says(monkeypatch: pytest.MonkeyPatc
     choice = judge.evaluate(one)
     assert isinstance(choice, Choice)
     made = judge._scheduled_at(one, choice.boundaries)
-    case = partition_case(made.run, lower(made.compute), judge.profile(1))
+    case = partition_case(made.run, lower(made.compute), judge.model(1).profile)
     assert choice.peak_bytes == case.peak_bytes(choice.boundaries)
-    assert min_in_flight(one) == [4, 3, 2, 1]
-    assert all(held >= count for held, count in zip(held_at_once(made.compute), min_in_flight(one), strict=True))
+    fewest = one.family.least_in_flight(one.terms())
+    assert fewest == [4, 3, 2, 1]
+    assert all(held >= count for held, count in zip(held_at_once(made.compute), fewest, strict=True))
 
 
 def test_a_tight_limit_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +150,12 @@ def test_epochs_rank_by_the_time_to_the_target(monkeypatch: pytest.MonkeyPatch) 
     assert small.score_s == pytest.approx(small.step_s * 10 * spec.data.train_samples / 8)
     assert small.score_s < large.score_s and small.images_per_s < large.images_per_s
     assert any("more epochs" in word for word in reasons(small, large))
-    load = judge.load(2)
+    load = judge.model(2).load
     assert least_step_s(small.candidate, load) <= small.step_s
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_guesses_are_of_the_size_of_what_is_held(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_of_the_size_of_what_is_held(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a limit at which nothing can be kept, so that every policy is judged, and beside what keeping holds."""
     made_up(monkeypatch, seed)
     pairs = []
@@ -163,8 +164,8 @@ def test_guesses_are_of_the_size_of_what_is_held(seed: int, monkeypatch: pytest.
         for one in space(4, 8):
             result = judge.evaluate(one)
             held = max(result.peak_bytes) if isinstance(result, Choice) else getattr(result, "needed_bytes", 0)
-            if held > judge.least_bytes(one):  # it was cut and played
-                pairs.append(judge.guess_bytes(one) / held)
+            if held > judge.least_bytes(one):  # it was cut and simulated
+                pairs.append(judge.estimated_bytes(one) / held)
     assert len(pairs) > 50
     assert 0.5 < median(pairs) < 2.0
     assert sum(0.33 < ratio < 3.0 for ratio in pairs) > 0.9 * len(pairs)
@@ -173,8 +174,8 @@ def test_guesses_are_of_the_size_of_what_is_held(seed: int, monkeypatch: pytest.
 def test_what_is_likely_too_large_is_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch, 0)
     many, few = (Candidate(4, 1, "1f1b", 1, 8, cap, memory="vdnn_dyn") for cap in (None, 1.0))
-    judge = planner(round(planner().guess_bytes(few)))
+    judge = planner(round(planner().estimated_bytes(few)))
     assert judge.is_unlikely(many) and not judge.is_unlikely(few)
-    assert judge.rules().turn(few) < judge.rules().turn(many)
+    assert judge.rules().priority(few) < judge.rules().priority(many)
     no_host = planner(None, "machine.host_bytes=1000")
     assert no_host.is_unlikely(few) and not no_host.is_unlikely(replace(few, memory="recompute", how="segment"))

@@ -9,10 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Scored(Protocol):
-    """What evaluating a candidate gives where it fits.
-
-    Seconds, the fewer the better, and bytes, which tell equals apart.
-    """
+    """What becomes of a candidate that fits: seconds, the fewer the better, and bytes, which tell equals apart."""
 
     @property
     def score_s(self) -> float:
@@ -24,17 +21,17 @@ class Scored(Protocol):
 
 
 def is_as_fast(first: Scored, other: Scored) -> bool:
-    """Whether two answers take the same seconds, but for what adding them up in another order makes."""
+    """Whether two answers take the same seconds, up to the rounding of sums in another order."""
     return _rounded(first.score_s) == _rounded(other.score_s)
 
 
 def _rounded(seconds: float) -> float:
-    return float(f"{seconds:.9g}")  # sums in another order differ in the last of 16 digits
+    return float(f"{seconds:.9g}")
 
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """What evaluating a candidate gives where it does not fit: the bytes that its fullest rank would hold."""
+    """A candidate that does not fit: the bytes that its fullest rank would hold."""
 
     needed_bytes: int
 
@@ -47,7 +44,7 @@ S = TypeVar("S", bound=Scored)
 class Found(Generic[S]):
     """The best, first first, and what became of all candidates.
 
-    `num_simulated` were scored, `num_too_large` did not fit when they were cut and played, `num_pruned_bytes` and
+    `num_simulated` were scored, `num_too_large` did not fit when they were simulated, `num_pruned_bytes` and
     `num_pruned_time` were left out by their bounds, `num_impossible` have counts that their schedule cannot serve or a
     policy that keeping makes pointless, and `num_left` were not reached in the time. `least_needed_bytes` is the least
     that was found too large, None where nothing was.
@@ -75,14 +72,14 @@ class Rules(Generic[C, S]):
 
     `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and the second with
     some; one that `is_pruned` is below its bytes. `evaluate` gives None for a candidate that cannot be. Those of a
-    later `turn`, which are slower to evaluate, come after all others.
+    higher `priority`, which are slower to evaluate, come after all others.
     """
 
     least_s: Callable[[C], float]
     refined_s: Callable[[C], float]
     is_pruned: Callable[[C], bool]
     evaluate: Callable[[C], S | TooLarge | None]
-    turn: Callable[[C], int]
+    priority: Callable[[C], int]
 
 
 def search(
@@ -99,12 +96,12 @@ def search(
         if rules.is_pruned(one):
             counted["bytes"] += 1
         else:
-            waiting.append((rules.turn(one), rules.least_s(one), number, False, one))
+            waiting.append((rules.priority(one), rules.least_s(one), number, False, one))
     heapq.heapify(waiting)
     best: list[tuple[tuple[float, float, int], S]] = []
     needed: list[int] = []
     while waiting:
-        turn, least_s, place, is_refined, one = heapq.heappop(waiting)
+        priority, least_s, place, is_refined, one = heapq.heappop(waiting)
         if len(best) == num_best and _rounded(least_s) > best[-1][0][0]:
             counted["time"] += 1
             continue
@@ -112,7 +109,7 @@ def search(
             counted["left"] += 1
             continue
         if not is_refined:
-            heapq.heappush(waiting, (turn, max(least_s, rules.refined_s(one)), place, True, one))
+            heapq.heappush(waiting, (priority, max(least_s, rules.refined_s(one)), place, True, one))
             continue
         result = rules.evaluate(one)
         if result is None:

@@ -6,23 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gems.memory.registry import POLICIES
-from gems.schedule import CAPPED, FAMILIES, Family, Request
+from gems.schedule import CAPPED, FAMILIES, Family, Request, Terms
 
 KEEP = "keep"
-# Slow ones are asked for up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
+# Slow ones are tried up to so many ranks x micro-batches, and `plan` up to so many layers x micro-batches.
 MAX_SLOW, MAX_PLANNED = 512, 128
 MAX_FORWARDS = 2**14  # stages x micro-batches of one step
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration.
-
-    It has the ranks of a pipeline and its copies, the schedule with its sizes, the micro-batches of a pipeline, and the
-    policy.
+    """One configuration: ranks of a pipeline and its copies, schedule, micro-batches of a pipeline, memory policy.
 
     `cap` is in micro-batches on a rank's part of the model, `parts` GEMS's micro-batches of one run, `chunks` the
-    stages of a rank where the schedule leaves that free, `how` the way of a policy that has several.
+    stages of a rank where the schedule leaves that free, `how` the memory.recompute of a policy that reads it.
     """
 
     partitions: int
@@ -51,10 +48,10 @@ class Candidate:
         """Stages that the model is cut into; of a searched schedule at least."""
         return self.partitions * (self.family.stages(self.chunks) or 1)
 
-    @property
-    def num_directions(self) -> int:
-        """2 where each rank holds the weights of two stages, one for each direction."""
-        return self.family.num_directions
+    def terms(self, f: float = 1.0, i: float = 1.0, w: float = 1.0) -> Terms:
+        """Return the terms of its family's closed forms, with the times of forward, input and weight gradient."""
+        chunks = self.family.stages(self.chunks)
+        return Terms(self.partitions, self.micro_batches, self.parts, chunks, self.cap, f, i, w)
 
     @property
     def global_batch(self) -> int:
@@ -62,8 +59,8 @@ class Candidate:
         return self.replicas * self.micro_batches * self.micro_batch_size
 
     @property
-    def turn(self) -> int:
-        """When it is tried, by how long its evaluation takes: first lists that follow from the counts alone.
+    def priority(self) -> int:
+        """When it is tried, by how long its evaluation takes: first schedules that follow from the counts alone.
 
         Then those that look at the stages' times, then policies that take seconds, then schedules that are searched.
         """
@@ -76,18 +73,17 @@ class Candidate:
     @property
     def label(self) -> str:
         """The schedule with its sizes, in a word."""
-        sizes = [f"K={self.cap:g}"] if self.cap is not None else []
-        sizes += [f"parts={self.parts}"] if self.parts > 1 else []
-        sizes += [f"v={self.chunks}"] if self.chunks > 1 else []
-        return " ".join([self.schedule, *sizes])
+        cap = "" if self.cap is None else f" K={self.cap:g}"
+        parts = f" parts={self.parts}" if self.parts > 1 else ""
+        return self.schedule + cap + parts + (f" v={self.chunks}" if self.chunks > 1 else "")
 
     @property
     def policy(self) -> str:
-        """The memory policy with its way, in a word."""
+        """The memory policy with its memory.recompute, in a word."""
         return f"{self.memory}/{self.how}" if self.how else self.memory
 
     def overrides(self, boundaries: Sequence[int] = ()) -> tuple[str, ...]:
-        """Return the configuration as words of a command line, with the cut where one is given."""
+        """Return the configuration as words of a command line, with the partition if it is given."""
         words = [
             f"parallel.partitions={self.partitions}", f"parallel.replicas={self.replicas}",
             f"parallel.micro_batches={self.micro_batches}", f"parallel.micro_batch_size={self.micro_batch_size}",
@@ -104,19 +100,15 @@ class Candidate:
 def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: bool = True) -> list[Candidate]:
     """Return all configurations that use every device and make steps of the global batch.
 
-    Left out is what another candidate always replaces: GPipe and layer parallelism, which 1F1B with a cap does with
-    less.
-
-    Args:
-        num_gpus: partitions x replicas.
-        global_batch: images of one optimizer step, the same for each candidate, so that step times compare.
-        num_layers: the most stages.
-        has_policies: whether activations may leave the device or be made again.
+    `num_gpus` is partitions x replicas, `num_layers` the most stages; without `has_policies` activations may neither
+    leave the device nor be recomputed. Left out is what another candidate always replaces: GPipe and layer
+    parallelism, which 1F1B with a cap does with less.
     """
-    ways = [(name, policy.quick_ways, policy.slow_ways) for name, policy in POLICIES.items()]
-    policies = [(name, how) for name, quick, _ in ways for how in quick]
-    policies = [*policies, *((name, how) for name, _, slow in ways for how in slow)] if has_policies else [(KEEP, "")]
-    found = []
+    policies = [(KEEP, "")]
+    if has_policies:
+        policies = [(name, how) for name, policy in POLICIES.items() for how in policy.quick_ways]
+        policies += [(name, how) for name, policy in POLICIES.items() for how in policy.slow_ways]
+    asked = []
     for partitions in _divisors(num_gpus):
         replicas = num_gpus // partitions
         if global_batch % replicas or partitions > num_layers:
@@ -128,8 +120,8 @@ def candidates(num_gpus: int, global_batch: int, num_layers: int, has_policies: 
                 if one.num_stages > num_layers or one.num_stages * one.micro_batches > MAX_FORWARDS:
                     continue
                 kinds = (replace(one, memory=memory, how=how) for memory, how in policies)
-                found += [each for each in kinds if _is_asked(each, num_layers)]
-    return found
+                asked += [each for each in kinds if _is_asked(each, num_layers)]
+    return asked
 
 
 def _schedules(shape: Candidate) -> Iterator[Candidate]:
@@ -155,7 +147,7 @@ def _is_asked(one: Candidate, num_layers: int) -> bool:
         return one.memory == KEEP
     if one.memory == "plan" and num_layers * one.micro_batches > MAX_PLANNED:
         return False
-    return not one.turn or one.partitions * one.micro_batches <= MAX_SLOW
+    return not one.priority or one.partitions * one.micro_batches <= MAX_SLOW
 
 
 def _divisors(number: int) -> list[int]:

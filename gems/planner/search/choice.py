@@ -10,13 +10,13 @@ from typing import Any
 from gems.planner.search.best_first import is_as_fast
 from gems.planner.search.candidate import Candidate
 
-PARTS = ("compute", "recompute", "messages", "all_reduce", "waiting")
-WORDS = {
+REASONS = {
     "compute": "computes {} more", "recompute": "recomputes {}", "messages": "exposed messages {} more",
     "all_reduce": "all-reduce {} more", "waiting": "bubble {} more",
 }  # fmt: skip
+PARTS = tuple(REASONS)
 COPIES = "bubble and copies {} more"
-MIN_SHARE = 0.001  # of the first's step: what is less is not told
+MIN_SHARE = 0.001  # of the first's step: what is less is not reported
 MAX_REASONS = 3
 
 
@@ -79,22 +79,16 @@ def reasons(first: Choice, other: Choice) -> list[str]:
         return []
     scale = first.candidate.global_batch / other.candidate.global_batch
     more = {part: scale * other.parts_s[part] - first.parts_s[part] for part in PARTS}
-    told = sorted((part for part in PARTS if more[part] > MIN_SHARE * first.step_s), key=lambda part: -more[part])
-    said = [_words(part, other).format(_amount(more[part], first.step_s)) for part in told[:MAX_REASONS]]
+    causes = sorted((part for part in PARTS if more[part] > MIN_SHARE * first.step_s), key=lambda part: -more[part])
+    costs = []
+    for part in causes[:MAX_REASONS]:
+        text = COPIES if part == "waiting" and any(other.host_bytes) else REASONS[part]
+        costs.append(text.format(f"{1e3 * more[part]:.3g} ms ({100 * more[part] / first.step_s:.1f} %)"))
     if first.epochs and other.epochs and other.epochs > first.epochs:
-        said.append(f"needs {100 * (other.epochs / first.epochs - 1):.1f} % more epochs")
-    if said:
-        return said
+        costs.append(f"needs {100 * (other.epochs / first.epochs - 1):.1f} % more epochs")
+    if costs:
+        return costs
     if not is_as_fast(first, other):
         return [f"as fast to {100 * (other.score_s / first.score_s - 1):.2g} %"]
     held, least = other.most_bytes, first.most_bytes
     return [f"as fast, holds {100 * (held / least - 1):.2g} % more" if held > least > 0 else "as fast"]
-
-
-def _words(part: str, other: Choice) -> str:
-    moves = any(other.host_bytes)
-    return COPIES if part == "waiting" and moves else WORDS[part]
-
-
-def _amount(seconds: float, step_s: float) -> str:
-    return f"{1e3 * seconds:.3g} ms ({100 * seconds / step_s:.1f} %)"

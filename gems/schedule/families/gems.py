@@ -39,6 +39,8 @@ def gems_mast(request: Request) -> Schedule:
     "gems_master", step_units=_step_units, peak_units=lambda s: s.parts, placement=bidirectional, num_directions=2,
     has_runs=True, planned=lambda request: _parts(request, PLANNED_PARTS),
     rival=lambda request: _parts(request, range(1, request.num_micro_batches // 2 + 1)), is_quick=True,
+    chain_bound=lambda s, recompute, share: s.f + s.n // s.parts * s.b,  # the runs' backwards follow each other
+    least_in_flight=lambda s: [s.parts] * s.p,
 )  # fmt: skip
 def gems_master(request: Request) -> Schedule:
     """Build GEMS-MASTER (Jain et al. 2020): an even number of runs, direction 0 and 1 in turn.
@@ -65,6 +67,7 @@ def gems_master(request: Request) -> Schedule:
 @schedule_family(
     "gems_zb", peak_units=lambda s: 1.0, placement=bidirectional, num_directions=2, is_quick=True,
     step_units=lambda s: s.p * s.f + s.n * s.p * s.i + (s.n - 1) * (s.f + s.w) + s.w if s.i >= s.f else None,
+    chain_bound=lambda s, recompute, share: s.f + s.n * s.i,
 )  # fmt: skip
 def gems_zb(request: Request) -> Schedule:
     """Build GEMS-MASTER (Jain et al. 2020) with each backward split: the input gradient first, and then W.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import ceil
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, backward, forward
@@ -51,6 +52,17 @@ def _step_units(s: Terms) -> float | None:
     return s.work + (s.p - 1 + (s.n - 1) // s.in_flight * (s.p - s.in_flight)) * (s.f + s.b)
 
 
+def _chain_bound(s: Terms, recompute: float, share: float) -> float:
+    """Return the bound of rank r, which begins after r forwards and ends before r backwards, for the best cut.
+
+    A step of M has N t_r + sum of t_s over s < r <= M for every rank; the cut that makes the least M gives
+    M = T / (1 - (1 - 1/N)^P), T being the model's time, with the N of a recomputed model as many times larger. With a
+    cap of K, the micro-batches K apart follow each other.
+    """
+    time = s.f + s.b
+    return max(time / (1 - (1 - 1 / (s.n * recompute)) ** s.p), ceil(s.n / s.in_flight) * time)
+
+
 def _planned_caps(request: Request) -> Iterable[Request]:
     """Return no cap, and caps of 1, 2, 3, 4, 6, 8, 12, ... micro-batches below P and N."""
     p, n = request.num_ranks, request.num_micro_batches
@@ -71,6 +83,7 @@ def _most_in_flight(request: Request) -> Iterable[Request]:
 @schedule_family(
     "1f1b", step_units=_step_units, peak_units=lambda s: min(s.n, s.in_flight), siblings="in_flight",
     planned=_planned_caps, rival=_most_in_flight, is_quick=True,
+    chain_bound=_chain_bound, least_in_flight=lambda s: [min(s.n, s.p - rank, s.in_flight) for rank in range(s.p)],
 )  # fmt: skip
 def one_f_one_b(request: Request) -> Schedule:
     """Build the synchronous 1F1B schedule (PipeDream-Flush: Narayanan et al. 2021, section 2.2; DAPPLE).

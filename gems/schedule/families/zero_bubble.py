@@ -9,8 +9,13 @@ from gems.schedule.registry import Request, Terms, schedule_family
 from gems.schedule.schedule import Schedule
 
 
+def _chain_bound(s: Terms, recompute: float, share: float) -> float:
+    # of 1F1B's bound a split backward leaves the beginning, the forwards
+    return max(s.f, share * (s.f + s.b) / (1 - (1 - share / s.n) ** s.p)) if share else s.f + s.i
+
+
 @schedule_family(
-    "zb_h1", siblings="zb_h", peak_units=lambda s: min(s.n, s.p),
+    "zb_h1", siblings="zb_h", peak_units=lambda s: min(s.n, s.p), chain_bound=_chain_bound,
     step_units=lambda s: s.work + (s.p - 1) * max(s.f, s.i, s.f + s.i - s.w) if s.n >= s.p else None,
 )  # fmt: skip
 def zb_h1(request: Request) -> Schedule:
@@ -28,7 +33,10 @@ def _h2_step_units(s: Terms) -> float | None:
     return s.work + (s.p - 1) * max(s.f, s.f + s.i - 2 * s.w) if s.n >= 2 * s.p - 1 and s.w <= s.f else None
 
 
-@schedule_family("zb_h2", siblings="zb_h", peak_units=lambda s: min(s.n, 2 * s.p - 1), step_units=_h2_step_units)
+@schedule_family(
+    "zb_h2", siblings="zb_h", peak_units=lambda s: min(s.n, 2 * s.p - 1), step_units=_h2_step_units,
+    chain_bound=_chain_bound,
+)  # fmt: skip
 def zb_h2(request: Request) -> Schedule:
     """Build ZB-H2 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", handcrafted schedules).
 

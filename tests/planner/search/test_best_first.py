@@ -17,7 +17,7 @@ class Case:
     score_s: float
     slack: float
     fate: str
-    turn: int
+    priority: int
     most_bytes: int = 0
 
 
@@ -41,7 +41,7 @@ def rules(evaluated: list[Case]) -> Rules[Case, Case]:
         lambda case: case.score_s * case.slack,
         lambda case: case.fate == "pruned",
         evaluate,
-        lambda case: case.turn,
+        lambda case: case.priority,
     )
 
 
@@ -90,4 +90,4 @@ def test_what_is_quick_comes_first() -> None:
     cases = [Case(1.0, 1.0, "fits", 3), Case(5.0, 1.0, "fits", 0), Case(2.0, 1.0, "fits", 1)]
     evaluated: list[Case] = []
     search(cases, rules(evaluated), 3)
-    assert [case.turn for case in evaluated] == [0, 1, 3]
+    assert [case.priority for case in evaluated] == [0, 1, 3]
