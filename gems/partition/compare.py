@@ -11,9 +11,6 @@ from gems.partition.exact import solve
 from gems.partition.methods import METHODS, PartitionCase, partition_by
 from gems.partition.problem import Partition
 from gems.schedule.costs import FREE, Network
-from gems.schedule.families.linear import gpipe
-from gems.schedule.lower import lower
-from gems.schedule.registry import Request
 from gems.schedule.simulate import simulate
 
 PLAIN = "exact_plain"
@@ -35,20 +32,16 @@ class EvaluatedPartition:
 
 def evaluate(case: PartitionCase, partition: Partition, network: Network = FREE) -> EvaluatedPartition:
     """Predict the peaks and the step time of a partition on a network, in seconds."""
-    played = simulate(case.schedule, case.stage_costs(partition.boundaries), network)
-    return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), played.span)
+    step = simulate(case.schedule, case.stage_costs(partition.boundaries), network)
+    return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), step.span)
 
 
 def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
-    """Return the least peak of a plain pipeline, which knows of no other stage on its rank.
-
-    It stands beside the partition for ranks that hold several stages: what is lost without looking at them together.
-    """
+    """Return the least peak of a plain pipeline: what is lost without looking at the stages of a rank together."""
     begin = time.perf_counter()
-    plain = PartitionCase(case.profile, lower(gpipe(Request(case.num_stages, 1))), case.optimizer)
-    found = solve(plain.problem("peak_bytes"), budget_s)
-    cost = case.problem("peak_bytes").cost(found.boundaries)
-    return Partition(PLAIN, found.boundaries, cost, 0.0, False, time.perf_counter() - begin)
+    boundaries = solve(case.plain.problem("peak_bytes"), budget_s).boundaries
+    cost = case.problem("peak_bytes").cost(boundaries)
+    return Partition(PLAIN, boundaries, cost, 0.0, False, time.perf_counter() - begin)
 
 
 def compare(case: PartitionCase, objective: str, budget_s: float, network: Network = FREE) -> list[EvaluatedPartition]:

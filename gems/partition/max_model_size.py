@@ -12,10 +12,12 @@ from gems.memory.model import OPTIMIZERS
 from gems.models import check_image, layers_of, stride_of
 from gems.models.families.resnet import block_of
 from gems.partition.methods import PartitionCase, partition_by
+from gems.schedule import FAMILIES
 
 MAX_VALUES = {"depth": 100_000, "resolution": 1 << 20, "micro_batch": 1 << 20}
 DEPTH_REACH = 2000  # how far above a number the next depth that exists may be
 PROBES_ABOVE = 2
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,8 @@ def max_model_sizes(
     """Return for each method the largest `axis` whose partition keeps every rank within machine.device_bytes.
 
     Doubling, then halving the interval; since a heuristic's peak may fall when the model grows, the next values above
-    the answer are tried as well. Value 0 if not even the smallest one trains.
-
-    Args:
-        spec: the resolved run; its own depth, resolution or micro-batch is where the search begins.
-        axis: depth, resolution or micro_batch.
-        methods: names of cutting methods.
-        case_of: gives the case of a changed run.
+    the answer are tried as well. Value 0 if not even the smallest one trains. `axis` is depth, resolution or
+    micro_batch; `case_of` gives the case of a changed run.
 
     Raises:
         ConfigError: no machine.device_bytes, or a model that has no such axis.
@@ -51,7 +48,9 @@ def max_model_sizes(
             "machine.device_bytes", "null", "must be given for --largest", "machine.device_bytes=16GB, or machine=v100"
         )  # fmt: skip
 
-    spec = _of_one_kind(spec)
+    if spec.model.target is None and spec.model.name == "resnet":
+        # the block of its own depth, which "auto" would change from one depth to another
+        spec = replace(spec, model=replace(spec.model, block=block_of(spec.model)))
 
     @lru_cache(maxsize=1)  # the tables of a deep model are large
     def case(value: int) -> PartitionCase:
@@ -59,11 +58,11 @@ def max_model_sizes(
 
     @cache
     def peak(method: str, value: int) -> int:
-        found = case(value)
-        least = least_bytes(found)
+        least = least_bytes(case(value))
         if least > limit:
             return least
-        return max(found.peak_bytes(partition_by(method, found, "peak_bytes", spec.partition.budget_s).boundaries))
+        partition = partition_by(method, case(value), "peak_bytes", spec.partition.budget_s)
+        return max(case(value).peak_bytes(partition.boundaries))
 
     answers = []
     for method in methods:
@@ -87,9 +86,6 @@ def least_bytes(case: PartitionCase) -> int:
     return total // case.schedule.num_ranks
 
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-
-
 def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
     """Return the run with another depth, resolution (both sides) or micro-batch size."""
     if axis == "depth":
@@ -99,16 +95,9 @@ def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
     return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
 
 
-def _of_one_kind(spec: RunSpec) -> RunSpec:
-    """Keep the block that a ResNet has at its own depth, which "auto" would change from one depth to another."""
-    if spec.model.target is not None or spec.model.name != "resnet":
-        return spec
-    return replace(spec, model=replace(spec.model, block=block_of(spec.model)))
-
-
 def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
-    good, step = 0, _start(spec, axis)
-    bad = MAX_VALUES[axis] + 1
+    good, bad = 0, MAX_VALUES[axis] + 1
+    step = stride_of(spec.model) if axis == "resolution" else 1
     while step < bad:
         value = _at_least(spec, axis, step)
         if value is None or value >= bad:
@@ -128,18 +117,11 @@ def _search(spec: RunSpec, axis: str, fits: Callable[[int], bool]) -> int:
     for _ in range(PROBES_ABOVE):
         if value <= MAX_VALUES[axis] and fits(value):
             good = value
-        following = _at_least(spec, axis, value + 1)
-        if following is None:
+        above = _at_least(spec, axis, value + 1)
+        if above is None:
             break
-        value = following
+        value = above
     return good
-
-
-def _start(spec: RunSpec, axis: str) -> int:
-    """Return the smallest value worth trying."""
-    if axis == "depth":
-        return 1
-    return stride_of(spec.model) if axis == "resolution" else 1
 
 
 def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
@@ -149,6 +131,8 @@ def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
         return -(-value // stride) * stride
     if axis == "micro_batch":
         return max(1, value)
+    family = FAMILIES.get(spec.schedule.name)
+    num_stages = spec.parallel.partitions * (family.stages(spec.schedule.chunks) if family else 1)
     for depth in range(max(1, value), value + DEPTH_REACH):
         changed = with_value(spec, axis, depth)
         try:
@@ -158,13 +142,6 @@ def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
             if error.key != "model.depth":
                 raise
             continue
-        if len(layers) >= _num_stages(spec):
+        if len(layers) >= num_stages:
             return depth
     return None
-
-
-def _num_stages(spec: RunSpec) -> int:
-    from gems.schedule import FAMILIES
-
-    family = FAMILIES.get(spec.schedule.name)
-    return spec.parallel.partitions * (family.stages(spec.schedule.chunks) if family else 1)

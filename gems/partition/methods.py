@@ -38,7 +38,6 @@ SMALLER = "use more partitions, fewer micro-batches in flight (schedule.activati
 # torchgpipe's balance_by_size counts the parameters so many times, for gradients and the optimizer's state.
 PARAM_SCALES = {"sgd": 3, "adam": 5}
 
-
 Boundaries = Callable[["PartitionCase"], tuple[int, ...]]
 
 
@@ -56,16 +55,16 @@ class PartitionMethod:
 METHODS: Registry[PartitionMethod] = registries.METHODS
 
 
-def partition_method(name: str) -> Callable[[Boundaries], Boundaries]:
+def partition_method(name: str, needs_profile: bool = True) -> Callable[[Boundaries], Boundaries]:
     """Register the function below, from a case to the boundaries of its stages, as partition=`name`."""
 
-    def register(boundaries: Boundaries) -> Boundaries:
+    def register(make: Boundaries) -> Boundaries:
         def cut(case: PartitionCase, objective: str, budget_s: float) -> Partition:
-            found = boundaries(case)
-            return Partition(name, found, case.problem(objective).cost(found), 0.0, False)
+            boundaries = make(case)
+            return Partition(name, boundaries, case.problem(objective).cost(boundaries), 0.0, False)
 
-        METHODS.register(name, PartitionMethod(cut))
-        return boundaries
+        METHODS.register(name, PartitionMethod(cut, needs_profile))
+        return make
 
     return register
 
@@ -85,6 +84,11 @@ class PartitionCase:
         """Number of stages."""
         return self.schedule.num_stages
 
+    @property
+    def plain(self) -> PartitionCase:
+        """The same stages as a plain pipeline of one micro-batch, which knows of no other stage on its rank."""
+        return PartitionCase(self.profile, lower(gpipe(Request(self.num_stages, 1))), self.optimizer)
+
     @cached_property
     def spans(self) -> Spans:
         """Table over all runs of layers."""
@@ -97,15 +101,12 @@ class PartitionCase:
 
     def problem(self, objective: str) -> Problem:
         """Return what is to be made least: peak_bytes, or time among the partitions that fit the device."""
-        num_layers, crossing = self.profile.num_layers, self.spans.boundary_bytes()
         memory = tuple({id(costs): costs for costs in self.memory}.values())
+        problem = Problem(self.profile.num_layers, self.num_stages, memory, self.spans.boundary_bytes())
         if objective == "peak_bytes":
-            return Problem(num_layers, self.num_stages, memory, crossing)
-        limited = self.limit_bytes is not None
-        return Problem(
-            num_layers, self.num_stages, time_costs(self.spans, self.schedule), crossing,
-            limits=memory if limited else (), limit=float(self.limit_bytes or "inf"),
-        )  # fmt: skip
+            return problem
+        problem = replace(problem, ranks=time_costs(self.spans, self.schedule))
+        return problem if self.limit_bytes is None else replace(problem, limits=memory, limit=float(self.limit_bytes))
 
     def peak_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Return each rank's peak under a partition."""
@@ -149,10 +150,8 @@ def profile_used(spec: RunSpec, schedule: Schedule) -> ModelProfile | None:
     Raises:
         ConfigError: a profile that cannot be had.
     """
-    is_on_paper = spec.machine.kind != "real"
-    if is_on_paper or (not _needs_profile(spec, schedule) and spec.machine.device_bytes is None):
-        return None
-    return profile_of(spec)
+    needs_one = spec.machine.device_bytes is not None or _needs_profile(spec, schedule)
+    return profile_of(spec) if spec.machine.kind == "real" and needs_one else None
 
 
 def _needs_profile(spec: RunSpec, schedule: Schedule) -> bool:
@@ -167,20 +166,20 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
             cannot be had.
         DoesNotFitError: a rank would hold more than machine.device_bytes.
     """
-    given, limit = spec.parallel.boundaries, spec.machine.device_bytes
-    num_layers, num_stages = _num_layers(spec), schedule.num_stages
+    given, num_stages = spec.parallel.boundaries, schedule.num_stages
+    num_layers, needs_profile = len(layers_of(spec.model, spec.data)), _needs_profile(spec, schedule)
     check_depth(spec, num_stages, num_layers)
-    case = partition_case(spec, schedule) if limit is not None or _needs_profile(spec, schedule) else None
+    case = partition_case(spec, schedule) if spec.machine.device_bytes is not None or needs_profile else None
     if given is not None:
         boundaries = check_boundaries(tuple(given), num_layers, num_stages)
-        found = Partition("given", boundaries, float("nan"), float("nan"), False)
-    elif case is None or not _needs_profile(spec, schedule):
-        found = Partition("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
+        partition = Partition("given", boundaries, float("nan"), float("nan"), False)
+    elif case is None or not needs_profile:
+        partition = Partition("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
     else:
-        found = _cached_partition(spec, case)
+        partition = _cached_partition(spec, case)
     if case is not None:
-        check_fits(case, found)
-    return found
+        check_fits(case, partition)
+    return partition
 
 
 def _cached_partition(spec: RunSpec, case: PartitionCase) -> Partition:
@@ -204,28 +203,37 @@ def partition_by(method: str, case: PartitionCase, objective: str = "peak_bytes"
         DoesNotFitError: no partition keeps every rank within the limit (exact method, objective time).
     """
     begin = time.perf_counter()
-    found = METHODS[method].cut(case, objective, budget_s)
-    return replace(found, method=method, solve_s=time.perf_counter() - begin)
+    partition = METHODS[method].cut(case, objective, budget_s)
+    return replace(partition, method=method, solve_s=time.perf_counter() - begin)
 
 
-def check_fits(case: PartitionCase, found: Partition) -> None:
+def check_fits(case: PartitionCase, partition: Partition) -> None:
     """Check the peaks of a partition against the device.
 
     Raises:
         DoesNotFitError: a rank, or a single layer, is larger.
     """
+    if case.limit_bytes is None:
+        return
+    peaks = case.peak_bytes(partition.boundaries)
+    if max(peaks) > case.limit_bytes:
+        where = f"rank {peaks.index(max(peaks))} of {len(peaks)} with the {partition.method} partition"
+        raise _too_large(case, where, max(peaks))
+
+
+def _too_large(case: PartitionCase, where: str, needed_bytes: int) -> DoesNotFitError:
+    """Return the error, of a layer that no partition can make fit if there is one: above the limit on a rank alone."""
     limit = case.limit_bytes
-    if limit is None:
-        return
-    peaks = case.peak_bytes(found.boundaries)
-    worst = max(range(len(peaks)), key=lambda rank: peaks[rank])
-    if peaks[worst] <= limit:
-        return
-    _check_layers(case)
-    raise DoesNotFitError(
-        f"rank {worst} of {len(peaks)} with the {found.method} partition", peaks[worst], limit,
-        SMALLER,
-    )  # fmt: skip
+    assert limit is not None
+    for index, layer in enumerate(case.profile.layers):
+        alone = min(
+            max(float(tables[place]()[index, index + 1]) for tables in costs.moments)
+            for costs in case.memory
+            for place in range(len(costs.stages))
+        )
+        if alone > limit:
+            return DoesNotFitError(f"layer {layer.name} alone on a rank", round(alone), limit, HELP)
+    return DoesNotFitError(where, needed_bytes, limit, SMALLER)
 
 
 def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
@@ -245,52 +253,20 @@ def check_depth(spec: RunSpec, num_stages: int, num_layers: int) -> None:
     )  # fmt: skip
 
 
-def _num_layers(spec: RunSpec) -> int:
-    return len(layers_of(spec.model, spec.data))
-
-
-def _check_layers(case: PartitionCase) -> None:
-    """Refuse a layer that no partition can make fit: alone on its stage it is above the limit already."""
-    limit = case.limit_bytes
-    assert limit is not None
-    for index, layer in enumerate(case.profile.layers):
-        alone = min(_alone(costs, index) for costs in case.memory)
-        if alone > limit:
-            raise DoesNotFitError(f"layer {layer.name} alone on a rank", round(alone), limit, HELP)
-
-
-def _alone(costs: RankCosts, layer: int) -> float:
-    """Return the least that a rank holds whose largest stage is one layer."""
-    return min(
-        max(float(tables[place]()[layer, layer + 1]) for tables in costs.moments) for place in range(len(costs.stages))
-    )
-
-
-def _infeasible_error(case: PartitionCase, least: int) -> DoesNotFitError:
-    _check_layers(case)
-    assert case.limit_bytes is not None
-    return DoesNotFitError(
-        f"the best partition into {case.num_stages} stages", least, case.limit_bytes,
-        SMALLER,
-    )  # fmt: skip
-
-
 def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:
     try:
         return solve(case.problem(objective), budget_s)
     except InfeasibleError as error:
-        raise _infeasible_error(case, round(error.least)) from error
+        where = f"the best partition into {case.num_stages} stages"
+        raise _too_large(case, where, round(error.least)) from error
 
 
 METHODS.register("exact", PartitionMethod(_exact))
 
 
-def _even(case: PartitionCase, objective: str, budget_s: float) -> Partition:
-    boundaries = even(case.profile.num_layers, case.num_stages)
-    return Partition("even", boundaries, case.problem(objective).cost(boundaries), 0.0, False)
-
-
-METHODS.register("even", PartitionMethod(_even, needs_profile=False))
+@partition_method("even", needs_profile=False)
+def _even(case: PartitionCase) -> tuple[int, ...]:
+    return even(case.profile.num_layers, case.num_stages)
 
 
 @partition_method("mcap")
@@ -299,10 +275,7 @@ def _mcap(case: PartitionCase) -> tuple[int, ...]:
 
     Where a rank holds several, its method knows of no such pairing, so that its runs are plain ones of one micro-batch.
     """
-    runs = case
-    if any(len(costs.stages) > 1 for costs in case.memory):
-        plain = lower(gpipe(Request(case.num_stages, 1)))
-        runs = PartitionCase(case.profile, plain, case.optimizer)
+    runs = case.plain if any(len(costs.stages) > 1 for costs in case.memory) else case
     return mcap(runs.peak_bytes, case.profile.num_layers, case.num_stages)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
-from gems.partition.dlplacer.devices import Devices
+from gems.partition.dlplacer.devices import Devices, TimedPlacement
 from gems.partition.dlplacer.place import Placement, place
 from gems.profile.operator_graph import OpGraph
 from gems.profile.store import operators_taken
@@ -27,8 +27,7 @@ def placement_of(spec: RunSpec, num_devices: int, network: Network, method: str 
         ConfigError: operators that cannot be profiled, or a method that is not there.
         DoesNotFitError: nothing that was found keeps machine.device_bytes.
     """
-    devices = devices_of(spec, num_devices, network)
-    return place(graph_of(spec), devices, spec.partition.budget_s, method, spec.seed)
+    return place(graph_of(spec), devices_of(spec, num_devices, network), spec.partition.budget_s, method, spec.seed)
 
 
 def graph_of(spec: RunSpec) -> OpGraph:
@@ -67,7 +66,7 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
     def make() -> dict[str, Any]:
         return asdict(placement_of(spec, num_ranks, network).timed)
 
-    timed = _Kept(**cached(spec.cache_dir, "placement", key, make))
+    timed = TimedPlacement(**cached(spec.cache_dir, "placement", key, make))
     unused = sorted(set(range(num_ranks)) - set(timed.places))
     if unused:
         raise ConfigError(
@@ -75,9 +74,8 @@ def placed_on(spec: RunSpec, network: Network) -> Schedule:
             f"the fastest placement leaves rank {unused[0]} without work",
             "use fewer, or a model with branches (inception_v3, googlenet)",
         )  # fmt: skip
-    order = {v: at for at, v in enumerate(graph.order)}
-    by_forward = sorted(order, key=lambda v: (timed.forward_start_s[v], order[v]))
-    by_backward = sorted(order, key=lambda v: (timed.backward_start_s[v], -order[v]))
+    by_forward = sorted(graph.order, key=lambda v: timed.forward_start_s[v])
+    by_backward = sorted(graph.order[::-1], key=lambda v: timed.backward_start_s[v])
     placement = StagePlacement(num_ranks, (tuple(timed.places),), graph.predecessors)
     return placed(placement, spec.parallel.micro_batches or 1, by_forward, by_backward)
 
@@ -93,14 +91,3 @@ def stage_costs_of(spec: RunSpec) -> StageCosts:
         activation=tuple(float(op.held_bytes - op.state_bytes) for op in graph.ops),
         boundary_bytes=tuple(float(op.output_bytes) for op in graph.ops),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A `TimedPlacement` as JSON has it."""
-
-    places: list[int]
-    forward_start_s: list[float]
-    backward_start_s: list[float]
-    forward_span_s: float
-    span_s: float

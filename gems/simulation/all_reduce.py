@@ -28,14 +28,11 @@ NONE = AllReduce("none", 0.0, 0.0)
 def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
     """Return the faster of the two rings over the ranks of `group`, as communication libraries choose by size.
 
-    Args:
-        network: with both levels of links; `group` has ranks as it counts them.
-        group: at least one rank.
-        num_bytes: of each rank's message.
+    `group` has ranks as the network counts them, `num_bytes` is of each rank's message.
     """
     if len(group) < 2:
         return NONE
-    return min((ring(network, group, num_bytes), hierarchical(network, group, num_bytes)), key=lambda found: found.time)
+    return min((form(network, group, num_bytes) for form in (ring, hierarchical)), key=lambda each: each.time)
 
 
 def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:

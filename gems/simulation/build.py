@@ -106,10 +106,7 @@ def _read(spec: RunSpec) -> Schedule:
     found, asked = schedule.num_ranks, spec.parallel.partitions
     if found != asked:
         raise ConfigError("parallel.partitions", asked, f"must be {found}, the ranks of {path}")
-    if schedule.num_micro_batches != spec.parallel.micro_batches:
-        raise ConfigError(
-            "parallel.micro_batches",
-            spec.parallel.micro_batches,
-            f"must be {schedule.num_micro_batches}, those of {path}",
-        )
+    found, asked = schedule.num_micro_batches, spec.parallel.micro_batches
+    if found != asked:
+        raise ConfigError("parallel.micro_batches", asked, f"must be {found}, those of {path}")
     return compute_only(validate(schedule))

@@ -15,6 +15,7 @@ from gems.simulation.all_reduce import all_reduce
 SCHEMA = "gems.calibration/1"
 NORMAL_IQR = 1.349  # the middle half of a normal distribution, in standard deviations
 LEVELS = ("link", "node")
+COPIES = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 MAX_NOISE = 0.5  # that machine.noise takes
 MAX_BYTES_PER_S = 1e15
 
@@ -53,26 +54,18 @@ class Calibration:
 
     def machine(self) -> dict[str, float | int]:
         """Return the keys of `machine` that this calibration settles."""
-        found: dict[str, float | int] = {}
+        values: dict[str, float | int | None] = {}
         for level, fit in self.links.items():
-            found |= {f"{level}_latency_s": fit.latency_s, f"{level}_bytes_per_s": fit.bytes_per_s}
-        optional = {
-            "ranks_per_node": self.ranks_per_node, "d2h_bytes_per_s": self.d2h_bytes_per_s,
-            "h2d_bytes_per_s": self.h2d_bytes_per_s,
-        }  # fmt: skip
-        return found | {"noise": self.noise} | {key: value for key, value in optional.items() if value is not None}
+            values |= {f"{level}_latency_s": fit.latency_s, f"{level}_bytes_per_s": fit.bytes_per_s}
+        values |= {name: getattr(self, name) for name in ("noise", "ranks_per_node", *COPIES)}
+        return {key: value for key, value in values.items() if value is not None}
 
     @property
     def network(self) -> Network:
         """The links, in seconds."""
-        values = self.machine()
-        node = self.links.get("node")
-        return Network(
-            latency=values["link_latency_s"], per_byte=1 / values["link_bytes_per_s"],
-            ranks_per_node=self.ranks_per_node,
-            node_latency=0.0 if node is None else node.latency_s,
-            node_per_byte=0.0 if node is None else 1 / node.bytes_per_s,
-        )  # fmt: skip
+        link, node = self.links["link"], self.links.get("node")
+        inside = (0.0, 0.0) if node is None else (node.latency_s, 1 / node.bytes_per_s)
+        return Network(link.latency_s, 1 / link.bytes_per_s, self.ranks_per_node, *inside)
 
 
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
@@ -92,24 +85,19 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
     columns = np.stack([1 / times, sizes / times], axis=1)
     best, *_ = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)
     latency_s, per_byte = (float(value) for value in best)
+    alone = [float(value) for value in columns.sum(axis=0) / (columns**2).sum(axis=0)]
     if latency_s < 0:
-        latency_s, per_byte = 0.0, _alone(columns[:, 1])
+        latency_s, per_byte = 0.0, alone[1]
     elif per_byte < 1 / MAX_BYTES_PER_S:
-        latency_s, per_byte = _alone(columns[:, 0]), 1 / MAX_BYTES_PER_S
+        latency_s, per_byte = alone[0], 1 / MAX_BYTES_PER_S
     predicted = latency_s + per_byte * sizes
     return LinkFit(latency_s, 1 / per_byte, float(np.median(np.abs(predicted / times - 1))))
 
 
-def _alone(column: np.ndarray) -> float:
-    return float(column.sum() / (column @ column))
-
-
 def noise_of(times_s: np.ndarray) -> float:
-    """Return the relative standard deviation of computes that should take equally long.
+    """Return the relative standard deviation of computes that should take equally long, repetitions x ranks.
 
-    An array of repetitions x ranks.
-
-    By the middle half of each rank's times, so that a few interruptions do not count as noise; the median over ranks.
+    It is by the middle half of each rank's times, so that a few interruptions do not count; the median over ranks.
 
     Raises:
         ConfigError: fewer than four repetitions.
@@ -135,24 +123,10 @@ def calibration_of(probe: Mapping[str, Any]) -> Calibration:
     if "link" not in links:
         links = {"link": links["node"]}
     copies: Mapping[str, float] = probe.get("copies") or {}
-    is_timed_wait = probe.get("kind") == "emulated"
-    found = Calibration(
-        links, 0.0 if is_timed_wait else noise_of(np.asarray(probe["computes_s"], float)), None,
-        copies.get("d2h_bytes_per_s"), copies.get("h2d_bytes_per_s"),
-        probe.get("ranks_per_node") if "node" in links else None,
-    )  # fmt: skip
-    return _checked(found, probe.get("sums") or {})
-
-
-def merged(found: Calibration, noises: Sequence[float]) -> Calibration:
-    """Return the calibration with the noise that runs showed, where they are given: the median of them."""
-    if not noises:
-        return found
-    return replace(found, noise=float(np.median(noises)))
-
-
-def _checked(found: Calibration, sums: Mapping[str, Any]) -> Calibration:
-    """Add how far the links are off for all-reduces."""
+    noise = 0.0 if probe.get("kind") == "emulated" else noise_of(np.asarray(probe["computes_s"], float))
+    ranks_per_node = probe.get("ranks_per_node") if "node" in links else None
+    found = Calibration(links, noise, None, *(copies.get(name) for name in COPIES), ranks_per_node)
+    sums: Mapping[str, Any] = probe.get("sums") or {}
     if not sums:
         return found
     group = range(int(sums["ranks"]))
@@ -163,38 +137,36 @@ def _checked(found: Calibration, sums: Mapping[str, Any]) -> Calibration:
     return replace(found, all_reduce_error=float(np.median(errors)))
 
 
+def merged(found: Calibration, noises: Sequence[float]) -> Calibration:
+    """Return the calibration with the noise that runs showed, where they are given: the median of them."""
+    return replace(found, noise=float(np.median(noises))) if noises else found
+
+
 def machine_yaml(
-    found: Calibration,
-    name: str,
-    kind: str,
-    device: str,
-    origin: str,
-    comments: Sequence[str] = (),
-    base: str | None = None,
-    held_out_error: float | None = None,
-) -> str:
+    found: Calibration, name: str, kind: str, device: str, origin: str, comments: Sequence[str] = (),
+    base: str | None = None, held_out_error: float | None = None,
+) -> str:  # fmt: skip
     """Return the text of a machine's file, for conf/machine/ or the folder machine/ of one that --config-dir names.
 
     `origin` says what it was measured on; `comments` are lines more that head it. With `base` the rest is that
     machine's. A noise above what predictions take, on a machine that others use too, is cut to that.
-    """  # fmt: skip
-    fits = [
+    """
+    notes = [f"Calibrated: {origin}", *comments]
+    notes += [
         f"{level}: {fit.latency_s:.3g} s and {fit.bytes_per_s:.3g} bytes/s, median error of the fit {fit.error:.1%}"
         for level, fit in found.links.items()
     ]
-    sums = [] if found.all_reduce_error is None else [
-        f"all-reduces that these links predict are off by {found.all_reduce_error:.0%} (median)"
-    ]  # fmt: skip
+    if found.all_reduce_error is not None:
+        notes.append(f"all-reduces that these links predict are off by {found.all_reduce_error:.0%} (median)")
     if found.noise > MAX_NOISE:
-        sums.append(
+        notes.append(
             f"compute varied by {found.noise:.0%}, of which {MAX_NOISE:.0%} is kept: calibrate on a quiet machine"
         )
-    lines = [f"# {line}" for line in (f"Calibrated: {origin}", *comments, *fits, *sums)]
+    lines = [f"# {note}" for note in notes]
     lines += [] if base is None else ["defaults:", f"  - {base}", "  - _self_"]
     lines += [f"name: {name}", f"kind: {kind}", f"device: {device}"]
     values = found.machine() | {"noise": min(found.noise, MAX_NOISE)}
     lines += [f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}" for key, value in values.items()]
     lines.append(f'calibrated_from: "{origin}"')
-    if held_out_error is not None:
-        lines.append(f"held_out_error: {held_out_error:.4g}")
+    lines += [] if held_out_error is None else [f"held_out_error: {held_out_error:.4g}"]
     return "\n".join(lines) + "\n"

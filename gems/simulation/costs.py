@@ -1,7 +1,4 @@
-"""Compute what a run's schedule costs, and simulate one step of it.
-
-Its compute, links, all-reduce and pace are by its configuration.
-"""
+"""What a run's schedule costs by its configuration: compute, links, all-reduce and pace; and one simulated step."""
 
 from __future__ import annotations
 
@@ -55,12 +52,9 @@ def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
 
 
 def gradient_bytes(run: RunSpec, placement: Placement, rank: int) -> int:
-    """Return the bytes of gradients that a rank reduces.
-
-    Those of its share of the model, twice that in two directions.
-    """
-    stages = {stage for _, stage in placement.stages_on(rank)}
-    return run.cost.param_bytes * len(stages) * placement.num_ranks // placement.num_stages
+    """Return the bytes of gradients that a rank reduces: its share of the model, twice that in two directions."""
+    num_stages = len({stage for _, stage in placement.stages_on(rank)})
+    return run.cost.param_bytes * num_stages * placement.num_ranks // placement.num_stages
 
 
 def with_all_reduce(
@@ -80,10 +74,10 @@ def _with_all_reduce(
 ) -> StageCosts:
     time, link_time = [0.0] * placement.num_stages, [0.0] * placement.num_stages
     for rank in range(placement.num_ranks):
-        size, group = num_bytes(rank), placement.reduce_group(rank, run.parallel.replicas)
-        found = NONE if size is None else all_reduce(links, group, float(size))
-        stage = placement.lowest_stage(rank)
-        time[stage], link_time[stage] = found.time, found.link_time
+        size, stage = num_bytes(rank), placement.lowest_stage(rank)
+        group = placement.reduce_group(rank, run.parallel.replicas)
+        cost = NONE if size is None else all_reduce(links, group, float(size))
+        time[stage], link_time[stage] = cost.time, cost.link_time
     return replace(costs, reduce=tuple(time), reduce_link=tuple(link_time))
 
 
@@ -147,21 +141,19 @@ def _layouts(links: Network, num_ranks: int, num_replicas: int) -> list[Network]
     if per_node is None:
         return [links] * num_replicas
     known: dict[tuple[int, ...], Network] = {}
-    found = []
+    networks = []
     for replica in range(num_replicas):
         first = replica * num_ranks % per_node
         nodes = tuple((first + rank) // per_node for rank in range(num_ranks))
-        found.append(known.setdefault(nodes, replace(links, first_rank=first)))
-    return found
+        networks.append(known.setdefault(nodes, replace(links, first_rank=first)))
+    return networks
 
 
 def parts_s(schedule: Schedule, costs: StageCosts, step: Simulation, links: Network) -> dict[str, float]:
     """Return the seconds of a simulated step by what a rank does, means over the ranks, which add up to the step."""
     times = rank_times(schedule, costs, step, links)
-    return {
-        "compute": fmean(time.useful for time in times),
-        "recompute": fmean(time.recompute for time in times),
-        "messages": fmean(time.link for time in times),
-        "all_reduce": fmean(time.reduce for time in times),
-        "waiting": fmean(time.idle + time.step for time in times),
-    }
+    useful, recompute, link, reduce = (
+        fmean(getattr(time, name) for time in times) for name in ("useful", "recompute", "link", "reduce")
+    )
+    waiting = fmean(time.idle + time.step for time in times)
+    return {"compute": useful, "recompute": recompute, "messages": link, "all_reduce": reduce, "waiting": waiting}

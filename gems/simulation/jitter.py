@@ -33,7 +33,7 @@ class Arrivals:
     root: np.ndarray
 
     def last(self, num_replicas: int, rng: np.random.Generator) -> Mapping[int, float]:
-        """Draw one step of `num_replicas` replicas and gives when the last of them is ready, by reduction."""
+        """Draw one step of `num_replicas` replicas; return when the last of them is ready, by reduction."""
         if num_replicas < 1 or not self.stages:
             return {}
         normal = rng.standard_normal((num_replicas, len(self.stages)))
@@ -57,14 +57,9 @@ def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) 
 
 
 def arrivals_of(
-    schedule: Schedule,
-    costs: StageCosts,
-    network: Network,
-    cap: float | None,
-    noise: float,
-    rng: np.random.Generator,
+    schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, noise: float, rng: np.random.Generator,
     pace: Pace = EVEN,
-) -> Arrivals:
+) -> Arrivals:  # fmt: skip
     """Simulate one replica under noise, often enough to know when its reductions could begin.
 
     Reductions take no time in this, so that the answer is the same for any number of replicas.
@@ -72,25 +67,24 @@ def arrivals_of(
     Raises:
         ScheduleError: the schedule would not run.
     """
-    num_ranks = schedule.num_ranks
     reductions = [
-        (rank, place, action.stage)
+        (rank, index, action.stage)
         for rank, row in enumerate(schedule.rows)
-        for place, action in enumerate(row)
+        for index, action in enumerate(row)
         if action.kind is Kind.REDUCE_GRAD
     ]
     stages = tuple(sorted({stage for _, _, stage in reductions}))
-    num = max(NUM_SAMPLES, 3 * num_ranks)
+    if not stages:
+        return Arrivals((), np.zeros(0), np.zeros((0, 0)))
+    num = max(NUM_SAMPLES, 3 * schedule.num_ranks)
     none = (0.0,) * costs.num_stages
     costs = replace(costs, reduce=none, reduce_link=none)
     ready = np.zeros((num, len(stages)))
-    for sample, factors in enumerate(slowdowns(num_ranks, noise, num, rng)):
-        played = simulate(schedule, costs, network, cap, replace(pace, slowdowns=tuple(factors.tolist())))
-        for rank, place, stage in reductions:
+    for sample, factors in enumerate(slowdowns(schedule.num_ranks, noise, num, rng)):
+        step = simulate(schedule, costs, network, cap, replace(pace, slowdowns=tuple(factors.tolist())))
+        for rank, index, stage in reductions:
             column = stages.index(stage)
-            ready[sample, column] = max(ready[sample, column], played.start[rank][place])
-    if not stages:
-        return Arrivals((), np.zeros(0), np.zeros((0, 0)))
+            ready[sample, column] = max(ready[sample, column], step.start[rank][index])
     mean = ready.mean(axis=0)
     covariance = (ready - mean).T @ (ready - mean) / num
     values, vectors = np.linalg.eigh(covariance)
@@ -98,18 +92,10 @@ def arrivals_of(
 
 
 def noisy_steps(
-    schedule: Schedule,
-    costs: StageCosts,
-    network: Network,
-    cap: float | None,
-    noise: float,
-    num_replicas: int,
-    seed: int,
-    num_steps: int = NUM_DRAWS,
-    arrivals: Arrivals | None = None,
-    pace: Pace = EVEN,
-) -> list[Simulation]:
-    """Draw steps of `num_replicas` replicas that are alike but for their noise; each is given as replica 0 sees it.
+    schedule: Schedule, costs: StageCosts, network: Network, cap: float | None, noise: float, num_replicas: int,
+    seed: int, num_steps: int = NUM_DRAWS, arrivals: Arrivals | None = None, pace: Pace = EVEN,
+) -> list[Simulation]:  # fmt: skip
+    """Draw steps of `num_replicas` replicas that differ in their noise alone; each is given as replica 0 sees it.
 
     Each rank of each replica computes a step faster or slower by its own draw. One replica is simulated some times,
     which gives the distribution of when it is ready for its reductions. A step then is a simulation of replica 0 in

@@ -52,24 +52,21 @@ def check_fits(spec: RunSpec, outcome: PlanOutcome) -> None:
         DoesNotFitError: a rank would hold more than its device, or the ranks of a node more than machine.host_bytes.
     """
     policy, peaks, worst = outcome.plan.policy, outcome.peak_bytes, outcome.fullest_rank
-    limit = spec.machine.device_bytes
+    limit, host_limit = spec.machine.device_bytes, spec.machine.host_bytes
     if limit is not None and peaks[worst] > limit:
         raise DoesNotFitError(f"rank {worst} of {len(peaks)} under memory={policy}", peaks[worst], limit, SMALLER)
-    limit, on_host = spec.machine.host_bytes, node_host_bytes(spec, outcome.host_bytes)
-    if limit is not None and on_host > limit:
+    if host_limit is not None and not fits_host(spec, outcome.host_bytes):
+        num_ranks = _ranks_on_node(spec, outcome.host_bytes)
         raise DoesNotFitError(
-            f"host memory of {_ranks_on_node(spec, outcome.host_bytes)} ranks on a node under memory={policy}", on_host,
-            limit,
+            f"host memory of {num_ranks} ranks on a node under memory={policy}",
+            node_host_bytes(spec, outcome.host_bytes), host_limit,
             "recompute more (memory=recompute, memory=plan), use more nodes, or a smaller image or micro-batch",
             key="machine.host_bytes",
         )  # fmt: skip
 
 
 def fits_host(spec: RunSpec, host_bytes: Sequence[int]) -> bool:
-    """Return whether a node's host memory holds what its ranks keep there.
-
-    `host_bytes` is given for each rank of a pipeline.
-    """
+    """Return whether a node's host memory holds what its ranks keep there, given for each rank of a pipeline."""
     limit = spec.machine.host_bytes
     return limit is None or node_host_bytes(spec, host_bytes) <= limit
 

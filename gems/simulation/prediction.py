@@ -32,6 +32,12 @@ from gems.simulation.jitter import interval_of, median_of, noisy_steps
 from gems.simulation.memory_case import memory_case
 from gems.simulation.profiled_costs import PROFILE
 
+# The name of a rank's times in the JSON, and in `RankTime`.
+TIMES = {
+    "useful": "useful", "recompute": "recompute", "link_wait": "link", "input_wait": "input", "reduce": "reduce",
+    "optimizer": "step", "idle": "idle",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -105,14 +111,7 @@ class Prediction:
             "peak_host_bytes": [
                 max((held.host for held in memory.held), default=0.0) if size else None for memory in self.memory
             ],
-            **{
-                f"{name}_s": [getattr(time, part) * unit_s for time in self.times]
-                for name, part in (
-                    ("useful", "useful"), ("recompute", "recompute"), ("link_wait", "link"), ("input_wait", "input"),
-                    ("reduce", "reduce"),
-                    ("optimizer", "step"), ("idle", "idle"),
-                )
-            },
+            **{f"{name}_s": [getattr(time, part) * unit_s for time in self.times] for name, part in TIMES.items()},
         }  # fmt: skip
 
 
@@ -142,7 +141,7 @@ def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
     return Prediction(
         run, schedule, costs, network, None, step,
         rank_times(schedule, costs, step, network),
-        tuple(_memory_over_time(outcome, step, rank) for rank in range(schedule.num_ranks)),
+        _memory_over_time(outcome, step),
         memory_time_bound(costs, schedule.placement, None, schedule.has_split_backward, network),
         interval, 1.0, 1,
     )  # fmt: skip
@@ -168,25 +167,21 @@ def _kept_memory(run: RunSpec, schedule: Schedule, costs: StageCosts, step: Simu
     has_profile = run.cost.name == PROFILE and schedule.placement.feeders is None
     if not has_profile or schedule.num_stages > len(layers_of(run.model, run.data)):
         return memory_over_time(schedule, costs, step, run.cost.activation_bytes, run.cost.param_bytes)
-    kept = memory_case(run, compute_only(schedule), partition_model(run, schedule).boundaries).kept
-    return tuple(_memory_over_time(kept, step, rank) for rank in range(schedule.num_ranks))
+    case = memory_case(run, compute_only(schedule), partition_model(run, schedule).boundaries)
+    return _memory_over_time(case.kept, step)
 
 
-def _memory_over_time(outcome: PlanOutcome, step: Simulation, rank: int) -> RankMemory:
-    """Return a rank's bytes over time: while an action runs, and after it."""
-    held = []
-    points, starts, ends = outcome.ranks[rank].points, step.start[rank], step.end[rank]
-    for point, start, end in zip(points, starts, ends, strict=True):
-        for time, on_device in ((start, point.during_bytes), (end, point.device_bytes)):
-            held.append(
-                Held(
-                    time,
-                    float(point.activation_bytes),
-                    float(on_device - point.activation_bytes),
-                    float(point.host_bytes),
-                )
-            )
-    return RankMemory(0.0, tuple(held))
+def _memory_over_time(outcome: PlanOutcome, step: Simulation) -> tuple[RankMemory, ...]:
+    """Return each rank's bytes over time: while an action runs, and after it."""
+    memory = []
+    for timeline, starts, ends in zip(outcome.ranks, step.start, step.end, strict=True):
+        held = []
+        for point, start, end in zip(timeline.points, starts, ends, strict=True):
+            kept, host = float(point.activation_bytes), float(point.host_bytes)
+            held.append(Held(start, kept, float(point.during_bytes - point.activation_bytes), host))
+            held.append(Held(end, kept, float(point.device_bytes - point.activation_bytes), host))
+        memory.append(RankMemory(0.0, tuple(held)))
+    return tuple(memory)
 
 
 def _efficiency_bound(run: RunSpec, schedule: Schedule, costs: StageCosts, network: Network, cap: float) -> float:
@@ -196,7 +191,6 @@ def _efficiency_bound(run: RunSpec, schedule: Schedule, costs: StageCosts, netwo
     """
     if schedule.name == CAPPED:
         return float(search_schedule(run)["bound"])
-    allow = set(run.schedule.memory_actions)
-    allow |= {name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)}
-    is_split = schedule.has_split_backward
-    return memory_time_bound(costs, schedule.placement, cap, is_split, network, tuple(allow))
+    used = {name for name, kind in (("recompute", Kind.R), ("offload", Kind.OFFLOAD)) if schedule.has_any(kind)}
+    allow = tuple(used | set(run.schedule.memory_actions))
+    return memory_time_bound(costs, schedule.placement, cap, schedule.has_split_backward, network, allow)

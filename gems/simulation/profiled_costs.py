@@ -1,17 +1,15 @@
-"""Derive the costs of a run from its model's profile and partition.
-
-They are in seconds and bytes, in the form in which costs are configured.
-"""
+"""The costs of a run from its model's profile and partition, in seconds and bytes, in the form of `CostConfig`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from gems.config.schema import CostConfig, RunSpec
 from gems.partition.methods import partition_case, partition_model
-from gems.profile import LayerProfile, ModelProfile
+from gems.profile import ModelProfile
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import DepthCosts
@@ -59,25 +57,17 @@ def profiled_costs(
         kept = [float(sum(layer.kept_bytes for layer in piece)) for piece in pieces]
     activations = [max(1.0, size) for size in kept]
     one = DepthCosts(num_ranks, activations=tuple(activations)).stages(num_ranks).activation
-    heaviest = sum(activations) / sum(one)
-
-    def share(name: str) -> float:
-        return max(MIN_S, sum(float(getattr(layer, name)) for layer in profile.layers) / num_ranks)
-
+    shares: dict[str, Any] = {
+        name: max(MIN_S, sum(float(getattr(layer, f"{name}_s")) for layer in profile.layers) / num_ranks)
+        for name in ("forward", "input_grad", "weight_grad", "recompute")
+    }
     return replace(
         spec.cost,
-        forward=share("forward_s"),
-        input_grad=share("input_grad_s"),
-        weight_grad=share("weight_grad_s"),
-        recompute=share("recompute_s"),
-        times=[max(MIN_S, _time_s(piece)) for piece in pieces],
+        **shares,
+        times=[max(MIN_S, sum(layer.time_s for layer in piece)) for piece in pieces],
         activations=activations,
         unit_s=1.0,
-        activation_bytes=max(1, round(heaviest)),
+        activation_bytes=max(1, round(sum(activations) / sum(one))),
         boundary_bytes=max((profile.layers[cut - 1].output_bytes for cut in boundaries[1:-1]), default=0),
         param_bytes=sum(layer.param_bytes for layer in profile.layers) // num_ranks,
     )
-
-
-def _time_s(layers: Sequence[LayerProfile]) -> float:
-    return sum(layer.time_s for layer in layers)
