@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gems.partition.problem import Problem
 from gems.partition.solvers.chain import least_cost
@@ -16,7 +16,6 @@ from gems.profile.spans import RankCosts, Table
 
 Boundaries = tuple[int, ...]
 Measure = Callable[[Boundaries], Sequence[float]]
-Floats = NDArray[np.float64]
 MAX_CUTS = 2_000_000  # up to which all are looked at
 ROUNDING = 1e-12
 
@@ -34,13 +33,6 @@ def mcap(measure: Measure, num_layers: int, num_stages: int) -> Boundaries:
     return recommend(isolated, added, num_stages)
 
 
-def predict(isolated: Sequence[float], added: Sequence[float], boundaries: Sequence[int]) -> list[float]:
-    """Return the predicted peak of each stage: its first layer's isolated bytes and what the others add."""
-    return [
-        float(isolated[first]) + float(sum(added[first + 1 : end])) for first, end in itertools.pairwise(boundaries)
-    ]
-
-
 def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[float], list[float]]:
     """Return for each layer the bytes of a stage that holds it alone, and those that it adds after others.
 
@@ -49,31 +41,23 @@ def profile(measure: Measure, num_layers: int, num_stages: int) -> tuple[list[fl
     hardly more layers than stages some differences are never seen; what a stage holds beside its layers is then taken
     to be as on average.
     """
-    sums: dict[tuple[int, int], list[float]] = {}
+    seen: dict[tuple[int, int], list[float]] = defaultdict(list)
     for boundaries in profiling_runs(num_layers, num_stages):
         for span, peak in zip(itertools.pairwise(boundaries), measure(boundaries), strict=True):
-            sums.setdefault(span, []).append(float(peak))
-    peaks = {span: _mean(seen) for span, seen in sums.items()}
-    isolated = [peaks.get((layer, layer + 1)) for layer in range(num_layers)]
-    added: list[float | None] = []
+            seen[span].append(float(peak))
+    peaks = {span: _mean(values) for span, values in seen.items()}
+    alone = {layer: peaks[layer, layer + 1] for layer in range(num_layers) if (layer, layer + 1) in peaks}
+    more: dict[int, float] = {}
     for layer in range(num_layers):
-        steps = [
-            peaks[first, layer + 1] - peaks[first, layer]
-            for first in range(layer)
-            if (first, layer) in peaks and (first, layer + 1) in peaks
-        ]
-        added.append(_mean(steps) if steps else None)
-    beside = [
-        alone - more for alone, more in zip(isolated, added, strict=True) if alone is not None and more is not None
-    ]
-    if not beside:
-        alones, mores = ([each for each in row if each is not None] for row in (isolated, added))
-        beside = [_mean(alones) - _mean(mores)]
-    whole_isolated, whole_added = [], []
-    for alone, more in zip(isolated, added, strict=True):
-        whole_isolated.append(alone if alone is not None else (more or 0.0) + _mean(beside))
-        whole_added.append(more if more is not None else max(0.0, (alone or 0.0) - _mean(beside)))
-    return whole_isolated, whole_added
+        pairs = [((first, layer), (first, layer + 1)) for first in range(layer)]
+        steps = [peaks[longer] - peaks[shorter] for shorter, longer in pairs if {shorter, longer} <= peaks.keys()]
+        if steps:
+            more[layer] = _mean(steps)
+    both = [alone[layer] - more[layer] for layer in alone if layer in more]
+    beside = _mean(both) if both else _mean(alone.values()) - _mean(more.values())
+    isolated = [alone.get(layer, more.get(layer, 0.0) + beside) for layer in range(num_layers)]
+    added = [more.get(layer, max(0.0, alone.get(layer, 0.0) - beside)) for layer in range(num_layers)]
+    return isolated, added
 
 
 def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
@@ -152,21 +136,17 @@ def _recommend(table: Table, first: int, end: int, num_stages: int) -> list[int]
     """Return the ends of the stages of layers `first` up to `end`."""
     if num_stages == 0:
         return []
-    low, high = 0.0, float(max(table[first, last] for last in range(first + 1, end + 1)))
-    high = max(high, float(np.max(table[np.arange(first, end), np.arange(first, end) + 1])), 1.0)
+    alone = table[np.arange(first, end), np.arange(first, end) + 1]
+    low, high = 0.0, max(float(table[first, first + 1 : end + 1].max()), float(alone.max()), 1.0)
     while (ends := _fill(table, first, end, num_stages, high)) is None:
         low, high = high, 2 * high
     while high - low > max(1.0, high * ROUNDING):
         middle = (low + high) / 2
         tried = _fill(table, first, end, num_stages, middle)
-        if tried is None:
-            low = middle
-        else:
-            ends, high = tried, middle
-    peaks = [table[begin, stop] for begin, stop in itertools.pairwise([first, *ends])]
-    worst = int(np.argmax(peaks))
-    begin = ends[worst - 1] if worst else first
-    left = _recommend(table, first, begin, worst)
+        low, high, ends = (middle, high, ends) if tried is None else (low, middle, tried)
+    cuts = [first, *ends]
+    worst = int(np.argmax([table[span] for span in itertools.pairwise(cuts)]))
+    left = _recommend(table, first, cuts[worst], worst)
     return [*left, ends[worst], *_recommend(table, ends[worst], end, num_stages - worst - 1)]
 
 
@@ -191,7 +171,7 @@ def _table(isolated: Sequence[float], added: Sequence[float]) -> Table:
     return table
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Collection[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 

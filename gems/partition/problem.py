@@ -21,13 +21,12 @@ class InfeasibleError(ValueError):
     """
 
     def __init__(self, least: float, limit: float, bound: float) -> None:
-        self.least = least
-        self.limit = limit
-        self.bound = bound
-        super().__init__(f"no partition within {limit:g}: the best one needs {least:g}, and none less than {bound:g}")
+        super().__init__(least, limit, bound)
+        self.least, self.limit, self.bound = least, limit, bound
 
-    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[float, float, float]]:
-        return type(self), (self.least, self.limit, self.bound)
+    def __str__(self) -> str:
+        needs = f"the best one needs {self.least:g}, and none less than {self.bound:g}"
+        return f"no partition within {self.limit:g}: {needs}"
 
 
 @dataclass(frozen=True)

@@ -3,44 +3,117 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+
+import numpy as np
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel, Optimizer
 from gems.memory.registry import plan_within
 from gems.memory.timeline import rank_timeline, segment_costs, stage_costs
-from gems.partition.methods import optimizer_name
-from gems.planner.candidate_partitions import ProfiledModel, stashes
+from gems.partition.exact import solve
+from gems.partition.methods import PartitionCase, optimizer_name
+from gems.partition.problem import InfeasibleError, Problem
+from gems.planner.search import bounds
 from gems.planner.search.best_first import Rules, TooLarge
-from gems.planner.search.bounds import estimated_bytes, estimated_host_bytes, held_at_once, least_bytes, least_step_s
+from gems.planner.search.bounds import Load, load_of
 from gems.planner.search.candidate import KEEP, Candidate
 from gems.planner.search.choice import Choice
+from gems.profile import ModelProfile
 from gems.profile.scaling import extrapolate
+from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import StageCosts
+from gems.schedule.ledger import in_flight
 from gems.schedule.lower import lower
-from gems.schedule.placement import Placement, linear
+from gems.schedule.pace import EVEN
+from gems.schedule.placement import Placement, linear, looped
 from gems.schedule.schedule import Schedule
 from gems.simulation.build import compute_schedule
-from gems.simulation.costs import (
-    even_paces,
-    network_in_seconds,
-    parts_s,
-    schedule_costs,
-    slowest_replica,
-    with_all_reduce,
-)
+from gems.simulation.costs import network_in_seconds, parts_s, schedule_costs, slowest_replica, with_all_reduce
 from gems.simulation.memory_case import fits_host, memory_case
 from gems.simulation.profiled_costs import PROFILE, profiled_costs
 
 ESTIMATE_ERROR = 1.25  # times the limit, up to which what is estimated to be held may well fit
 PROFILED_SIZES = (1, 2)  # micro-batches of other sizes follow from these
 PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)  # of memory=plan and schedule=capped, of which there are many candidates
+CUT_BUDGET_S = 1.0  # of a partition
+MAX_TABLE_BYTES = 2**29  # of the tables in which a partition within bytes is sought
 Epochs = Callable[[int], float]
+
+
+class ProfiledModel:
+    """A model at one micro-batch size: its profile, what the bounds need of it, and its partitions."""
+
+    def __init__(self, profile: ModelProfile, optimizer: Optimizer) -> None:
+        self.profile = profile
+        self._optimizer = optimizer
+        self.spans = Spans(profile)
+        self.by_time = cache(self._by_time)
+        self.by_bytes = cache(self._by_bytes)
+
+    @cached_property
+    def load(self) -> Load:
+        """What one micro-batch is."""
+        return load_of(self.profile, self._optimizer)
+
+    def _by_time(self, placement: Placement) -> tuple[tuple[int, ...], float]:
+        """Return the partition whose heaviest rank computes least, and the seconds that this takes it at least.
+
+        It is exact where ranks hold one stage or a pair of them; where they hold several in a row of chunks, each stage
+        is weighed by itself.
+        """
+        num_stages, num_ranks = placement.num_stages, placement.num_ranks
+        is_alone = num_stages > 2 * num_ranks or (num_stages > num_ranks and placement == looped(num_ranks, 2))
+        ranks = []
+        for rank in range(num_stages if is_alone else num_ranks):
+            held = ((0, rank),) if is_alone else placement.stages_on(rank)
+            counts = sorted(Counter(stage for _, stage in held).items())
+            shares = (count / placement.num_directions for _, count in counts)
+            tables = tuple(partial(np.multiply, share, self.spans.time_s) for share in shares)
+            ranks.append(RankCosts(tuple(stage for stage, _ in counts), (tables,)))
+        best = solve(self._problem(num_stages, tuple(dict.fromkeys(ranks))), CUT_BUDGET_S)
+        return best.boundaries, 0.0 if is_alone else best.cost if best.is_optimal else best.bound
+
+    def _by_bytes(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the partition whose stages hold alike: what one micro-batch keeps, as often as `counts` has it."""
+        ranks = tuple(
+            RankCosts((stage,), ((partial(np.multiply, float(count), self.spans.stash),),))
+            for stage, count in enumerate(counts)
+        )
+        return solve(self._problem(len(counts), ranks)).boundaries
+
+    def within(self, schedule: Schedule, optimizer: str, limit_bytes: int) -> tuple[int, ...] | None:
+        """Return the exact partition for a lowered schedule, of the least time within the bytes.
+
+        None where its tables are too large, or nothing fits.
+        """
+        case = PartitionCase(self.profile, schedule, optimizer, limit_bytes)
+        case.__dict__["spans"] = self.spans
+        num_tables = sum(len(rank.moments) * len(rank.stages) for rank in dict.fromkeys(case.memory))
+        if num_tables * 8 * self.spans.num_layers**2 > MAX_TABLE_BYTES:
+            return None
+        try:
+            return solve(case.problem("time"), CUT_BUDGET_S).boundaries
+        except InfeasibleError:
+            return None
+
+    def _problem(self, num_stages: int, ranks: tuple[RankCosts, ...]) -> Problem:
+        return Problem(self.spans.num_layers, num_stages, ranks, self.spans.boundary_bytes())
+
+
+def stashes(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each stage of a schedule the most micro-batches in flight on it."""
+    counts = [1] * schedule.num_stages
+    for row in schedule.rows:
+        for action, now in in_flight(row):
+            counts[action.stage] = max(counts[action.stage], now[action.stage])
+    return tuple(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +164,7 @@ class Planner:
     def rules(self) -> Rules[Candidate, Choice]:
         """Return how the search judges candidates: by seconds of a step, or to the target."""
         return Rules(
-            lambda one: self._score(one, least_step_s(one, self.model(one.micro_batch_size).load)),
+            lambda one: self._score(one, bounds.least_step_s(one, self.model(one.micro_batch_size).load)),
             lambda one: self._score(one, self._refined_s(one)),
             lambda one: self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes,
             self.evaluate,
@@ -101,11 +174,11 @@ class Planner:
 
     def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
         """Return bytes below which a candidate's fullest rank cannot be; `held` are micro-batches in flight by rank."""
-        return least_bytes(one, self.model(one.micro_batch_size).load, held)
+        return bounds.least_bytes(one, self.model(one.micro_batch_size).load, held)
 
     def estimated_bytes(self, one: Candidate) -> float:
         """Return about what a candidate's fullest rank holds."""
-        return estimated_bytes(one, self.model(one.micro_batch_size).load)
+        return bounds.estimated_bytes(one, self.model(one.micro_batch_size).load)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -115,7 +188,7 @@ class Planner:
         """Return whether a candidate is estimated to be too large for its devices or a node's host memory."""
         if self.limit_bytes is not None and self.estimated_bytes(one) > ESTIMATE_ERROR * self.limit_bytes:
             return True
-        on_host = estimated_host_bytes(one, self.model(one.micro_batch_size).load)
+        on_host = bounds.estimated_host_bytes(one, self.model(one.micro_batch_size).load)
         return on_host > 0 and not fits_host(self.run_of(one), [round(on_host / ESTIMATE_ERROR)] * one.partitions)
 
     def run_of(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> RunSpec:
@@ -166,7 +239,7 @@ class Planner:
         if at_least > limit:
             return TooLarge(at_least)
         for made in self._scheduled(one):
-            at_least = self.least_bytes(one, held_at_once(made.compute))
+            at_least = self.least_bytes(one, bounds.held_at_once(made.compute))
             if at_least > limit:
                 return TooLarge(at_least)
             peaks = self._peak_bytes(one, made)
@@ -262,7 +335,7 @@ class Planner:
         self, one: Candidate, made: _Scheduled, schedule: Schedule, costs: StageCosts,
         peaks: tuple[int, ...], on_host: tuple[int, ...],
     ) -> Choice:  # fmt: skip
-        network, step = slowest_replica(schedule, costs, network_in_seconds(made.run), even_paces(made.run))
+        network, step = slowest_replica(schedule, costs, network_in_seconds(made.run), [EVEN] * one.replicas)
         return Choice(
             one, made.boundaries, step.span, self._score(one, step.span), step.efficiency, peaks, on_host,
             partial(parts_s, schedule, costs, step, network),
@@ -277,7 +350,7 @@ class Planner:
 
     def _refined_s(self, one: Candidate) -> float:
         bottleneck_s = 0.0 if one.schedule == CAPPED else self._by_time(one)[1]
-        return least_step_s(one, self.model(one.micro_batch_size).load, bottleneck_s)
+        return bounds.least_step_s(one, self.model(one.micro_batch_size).load, bottleneck_s)
 
     def _by_time(self, one: Candidate, placement: Placement | None = None) -> tuple[tuple[int, ...], float]:
         """Return the partition of least time, that of the smallest micro-batch: layers' times grow nearly alike.

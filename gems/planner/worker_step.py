@@ -21,10 +21,7 @@ Predict = Callable[[RunSpec], Prediction]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A simulated step.
-
-    It has its seconds, the bytes of the fullest rank (None where they are not known), and why it does not fit.
-    """
+    """A simulated step: its seconds, the bytes of the fullest rank (None if not known), and why it does not fit."""
 
     step_s: float
     peak_bytes: int | None
@@ -42,23 +39,14 @@ def with_degree(spec: RunSpec, degree: int) -> RunSpec:
         cost = CostConfig(name=PROFILE)
     if cost.name != PROFILE and degree != before:
         share = before / degree
-        cost = replace(
-            cost,
-            forward=cost.forward * share,
-            input_grad=cost.input_grad * share,
-            weight_grad=cost.weight_grad * share,
-            recompute=None if cost.recompute is None else cost.recompute * share,
-            offload=cost.offload * share,
-            activation_bytes=round(cost.activation_bytes * share),
-            param_bytes=round(cost.param_bytes * share),
-        )
+        names = ("forward", "input_grad", "weight_grad", "recompute", "offload")
+        times = {name: getattr(cost, name) * share for name in names if getattr(cost, name) is not None}
+        sizes = {name: round(getattr(cost, name) * share) for name in ("activation_bytes", "param_bytes")}
+        cost = replace(cost, **times, **sizes)
     boundaries = spec.parallel.boundaries if degree == before else None
-    return replace(
-        spec,
-        parallel=replace(spec.parallel, partitions=degree, replicas=1, boundaries=boundaries),
-        cost=cost,
-        schedule=spec.schedule if degree > 1 else ScheduleConfig(name=ALONE),
-    )
+    parallel = replace(spec.parallel, partitions=degree, replicas=1, boundaries=boundaries)
+    schedule = spec.schedule if degree > 1 else ScheduleConfig(name=ALONE)
+    return replace(spec, parallel=parallel, cost=cost, schedule=schedule)
 
 
 def worker_step(spec: RunSpec, degree: int, predict: Predict) -> Step:

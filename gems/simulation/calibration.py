@@ -10,7 +10,7 @@ import numpy as np
 
 from gems.errors import ConfigError
 from gems.schedule.costs import Network
-from gems.simulation.all_reduce import all_reduce
+from gems.simulation.costs import all_reduce
 
 SCHEMA = "gems.calibration/1"
 NORMAL_IQR = 1.349  # the middle half of a normal distribution, in standard deviations

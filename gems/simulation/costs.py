@@ -1,19 +1,20 @@
-"""What a run's schedule costs by its configuration: compute, links, all-reduce and pace; and one simulated step."""
+"""What a run's schedule costs by its configuration: compute, links, pace, and all-reduce by rings; and one step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from gems.config.schema import RunSpec
 from gems.partition.operator_placement import stage_costs_of
 from gems.profile.spans import Spans
 from gems.schedule.costs import DepthCosts, Network, StageCosts
+from gems.schedule.pace import Pace
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import EVEN, Pace, Simulation, rank_times, simulate
-from gems.simulation.all_reduce import NONE, all_reduce
+from gems.schedule.simulate import Simulation, rank_times, simulate
 
 
 def activation_cap(run: RunSpec) -> float | None:
@@ -46,9 +47,8 @@ def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:
     Without `cost.param_bytes` that takes no time, so that abstract costs are those of the pipeline alone.
     """
     stages = depth_costs(run).stages(placement.num_stages) if placement.feeders is None else stage_costs_of(run)
-    return _with_all_reduce(
-        run, stages, placement, network_in_units(run), lambda rank: gradient_bytes(run, placement, rank) or None
-    )
+    sizes = [gradient_bytes(run, placement, rank) or None for rank in range(placement.num_ranks)]
+    return _with_all_reduce(run, stages, placement, network_in_units(run), sizes)
 
 
 def gradient_bytes(run: RunSpec, placement: Placement, rank: int) -> int:
@@ -61,22 +61,18 @@ def with_all_reduce(
     run: RunSpec, costs: StageCosts, placement: Placement, boundaries: tuple[int, ...], spans: Spans
 ) -> StageCosts:
     """Return costs in seconds with the all-reduce of the parameters that a partition puts on each rank."""
-
-    def num_bytes(rank: int) -> float:
-        stages = {stage for _, stage in placement.stages_on(rank)}
-        return sum(float(spans.params[boundaries[stage], boundaries[stage + 1]]) for stage in stages)
-
-    return _with_all_reduce(run, costs, placement, network_in_seconds(run), num_bytes)
+    on_rank = [{stage for _, stage in placement.stages_on(rank)} for rank in range(placement.num_ranks)]
+    sizes = [sum(float(spans.params[boundaries[s], boundaries[s + 1]]) for s in stages) for stages in on_rank]
+    return _with_all_reduce(run, costs, placement, network_in_seconds(run), sizes)
 
 
 def _with_all_reduce(
-    run: RunSpec, costs: StageCosts, placement: Placement, links: Network, num_bytes: Callable[[int], float | None]
+    run: RunSpec, costs: StageCosts, placement: Placement, links: Network, sizes: Sequence[float | None]
 ) -> StageCosts:
     time, link_time = [0.0] * placement.num_stages, [0.0] * placement.num_stages
-    for rank in range(placement.num_ranks):
-        size, stage = num_bytes(rank), placement.lowest_stage(rank)
-        group = placement.reduce_group(rank, run.parallel.replicas)
-        cost = NONE if size is None else all_reduce(links, group, float(size))
+    for rank, size in enumerate(sizes):
+        group = () if size is None else placement.reduce_group(rank, run.parallel.replicas)
+        cost, stage = all_reduce(links, group, size or 0.0), placement.lowest_stage(rank)
         time[stage], link_time[stage] = cost.time, cost.link_time
     return replace(costs, reduce=tuple(time), reduce_link=tuple(link_time))
 
@@ -130,11 +126,6 @@ def slowest_replica(
     return max(steps, key=lambda pair: pair[1].span)
 
 
-def even_paces(run: RunSpec) -> list[Pace]:
-    """Return undisturbed paces for the replicas of a run."""
-    return [EVEN] * run.parallel.replicas
-
-
 def _layouts(links: Network, num_ranks: int, num_replicas: int) -> list[Network]:
     """Return the network of each replica of `num_ranks` ranks, as these lie over the nodes."""
     per_node = links.ranks_per_node
@@ -157,3 +148,71 @@ def parts_s(schedule: Schedule, costs: StageCosts, step: Simulation, links: Netw
     )
     waiting = fmean(time.idle + time.step for time in times)
     return {"compute": useful, "recompute": recompute, "messages": link, "all_reduce": reduce, "waiting": waiting}
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """What an all-reduce takes, in the network's unit of time.
+
+    `time` is all of it where nothing else is under way, `link_time` the part in which it fills the links between nodes
+    that it uses; 0 where its ranks lie on one node.
+    """
+
+    algorithm: str
+    time: float
+    link_time: float
+
+
+def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
+    """Return the faster of the two rings over the ranks of `group`, as communication libraries choose by size.
+
+    `group` has ranks as the network counts them, `num_bytes` is of each rank's message.
+    """
+    if len(group) < 2:
+        return AllReduce("none", 0.0, 0.0)
+    return min((form(network, group, num_bytes) for form in (ring, hierarchical)), key=lambda each: each.time)
+
+
+def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
+    """Return one ring through all n ranks (Patarasuk and Yuan, JPDC 2009): 2 (n - 1) steps of 1 / n of the bytes.
+
+    The ranks of a node stand beside each other in it, so that each node's link carries one message a step. Each step
+    takes as long as the slowest link of the ring.
+    """
+    num = len(group)
+    far = _farthest(network, group)
+    latency, transmission = network.parts(group[0], far, num_bytes)
+    crosses = network.node_of(group[0]) != network.node_of(far)
+    sent = 2 * (num - 1) / num * transmission
+    return AllReduce("ring", 2 * (num - 1) * latency + sent, sent if crosses else 0.0)
+
+
+def hierarchical(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:
+    """Return a ring in each node, rings between the nodes, and the ring in each node again.
+
+    A node of k ranks scatters its sums in k - 1 steps, so that each rank holds 1 / k of them; the k rings between the
+    m nodes take 2 (m - 1) steps and share the node's link, or have a link each where there is no contention; then
+    the parts are gathered in k - 1 steps. The node with the most ranks is the slowest inside, the one with the
+    fewest has the largest parts.
+    """
+    on_node = Counter(network.node_of(rank) for rank in group)
+    most, fewest, num_nodes = max(on_node.values()), min(on_node.values()), len(on_node)
+    inside = 0.0
+    if most > 1:
+        # Any two ranks of one node: the first of the fullest, and itself.
+        here = next(rank for rank in group if on_node[network.node_of(rank)] == most)
+        latency, transmission = network.parts(here, here, num_bytes)
+        inside = 2 * (most - 1) * (latency + transmission / most)
+    if num_nodes < 2:
+        return AllReduce("hierarchical", inside, 0.0)
+    far = _farthest(network, group)
+    latency, transmission = network.parts(group[0], far, num_bytes)
+    share = 1 if network.has_contention else fewest
+    sent = 2 * (num_nodes - 1) / num_nodes * transmission / share
+    return AllReduce("hierarchical", inside + 2 * (num_nodes - 1) * latency + sent, sent)
+
+
+def _farthest(network: Network, group: Sequence[int]) -> int:
+    """Return a rank of the group on another node than its first one, where there is one."""
+    first = network.node_of(group[0])
+    return next((rank for rank in group if network.node_of(rank) != first), group[-1])

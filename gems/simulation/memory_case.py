@@ -12,8 +12,9 @@ from gems.memory.storages import profile_storages
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
+from gems.schedule.pace import EVEN
 from gems.schedule.schedule import Schedule
-from gems.simulation.costs import even_paces, network_in_seconds, slowest_replica, with_all_reduce
+from gems.simulation.costs import network_in_seconds, slowest_replica, with_all_reduce
 
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"
 
@@ -41,7 +42,7 @@ def with_replicas(run: RunSpec, case: MemoryCase, outcome: PlanOutcome) -> PlanO
     """Return the outcome of a memory plan among all replicas: policies plan for one, which reduces nothing."""
     schedule, spans = outcome.schedule, profile_storages(case.profile).spans
     costs = with_all_reduce(run, outcome.costs, schedule.placement, case.boundaries, spans)
-    _, step = slowest_replica(schedule, costs, network_in_seconds(run), even_paces(run))
+    _, step = slowest_replica(schedule, costs, network_in_seconds(run), [EVEN] * run.parallel.replicas)
     return replace(outcome, costs=costs, simulation=step)
 
 

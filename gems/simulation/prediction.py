@@ -16,12 +16,12 @@ from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
+from gems.schedule.pace import EVEN
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import RankTime, Simulation, rank_times
 from gems.simulation.build import search_schedule
 from gems.simulation.costs import (
     activation_cap,
-    even_paces,
     network_in_seconds,
     replica_pace,
     schedule_costs,
@@ -136,7 +136,7 @@ def predict_schedule(run: RunSpec, schedule: Schedule) -> Prediction:
 def predict_outcome(run: RunSpec, outcome: PlanOutcome) -> Prediction:
     """Simulate a run under its memory policy, in seconds and bytes; the bytes on the device are those of its walk."""
     schedule, costs = outcome.schedule, outcome.costs
-    network, _ = slowest_replica(schedule, costs, network_in_seconds(run), even_paces(run))
+    network, _ = slowest_replica(schedule, costs, network_in_seconds(run), [EVEN] * run.parallel.replicas)
     step, interval = _with_jitter(run, schedule, costs, network, None, outcome.simulation)
     return Prediction(
         run, schedule, costs, network, None, step,

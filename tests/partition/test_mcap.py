@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from gems.config.constraints import check_boundaries
 from gems.partition import mcap as module
-from gems.partition.mcap import brute_force, mcap, predict, profile, profiling_runs, recommend
+from gems.partition.mcap import brute_force, mcap, profile, profiling_runs, recommend
 from tests.partition.problems import every_cut
+
+
+def predict(isolated: Sequence[float], added: Sequence[float], boundaries: Sequence[int]) -> list[float]:
+    """The predicted peak of each stage: its first layer's isolated bytes and what the others add."""
+    return [float(isolated[first] + sum(added[first + 1 : end])) for first, end in itertools.pairwise(boundaries)]
 
 
 def layers(num_layers: int, seed: int) -> tuple[list[float], list[float]]:

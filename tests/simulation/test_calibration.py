@@ -13,7 +13,6 @@ from gems.config.schema import MachineConfig
 from gems.engine.transport.speed_probe import rank_pairs
 from gems.errors import ConfigError
 from gems.schedule.costs import Network
-from gems.simulation.all_reduce import all_reduce
 from gems.simulation.calibration import (
     MAX_NOISE,
     SCHEMA,
@@ -25,6 +24,7 @@ from gems.simulation.calibration import (
     merged,
     noise_of,
 )
+from gems.simulation.costs import all_reduce
 
 SIZES = [1e3, 1e5, 1e6, 4e6]
 

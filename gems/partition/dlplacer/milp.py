@@ -28,15 +28,17 @@ def solve(
     from scipy.sparse import csr_matrix
 
     table = _Table(graph, devices, hint.span_s)
-    shape = (len(table.upper), len(table.most))
-    coefficients = csr_matrix((table.values, (table.rows, table.columns)), shape=shape)
+    entries = [(value, row, column) for row, (terms, _) in enumerate(table.rows) for column, value in terms]
+    values, rows, columns = zip(*entries, strict=True)
+    coefficients = csr_matrix((values, (rows, columns)), shape=(len(table.rows), len(table.most)))
+    upper = np.array([most for _, most in table.rows])
     objective = np.zeros(len(table.most))
     objective[table.spans] = 1.0
     begin = time.perf_counter()
     with stdout_to_stderr():
         answer = milp(
             objective,
-            constraints=LinearConstraint(coefficients, -np.inf, np.array(table.upper)),
+            constraints=LinearConstraint(coefficients, -np.inf, upper),
             integrality=np.array(table.is_whole),
             bounds=Bounds(0.0, np.array(table.most)),
             options={"time_limit": max(0.1, limit_s - (time.perf_counter() - begin)), "mip_rel_gap": 1e-7},
@@ -67,10 +69,7 @@ class _Table:
     """The MILP's rows, all of the form sum <= upper, with times in units of the known step."""
 
     def __init__(self, graph: OpGraph, devices: Devices, span_s: float) -> None:
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.values: list[float] = []
-        self.upper: list[float] = []
+        self.rows: list[tuple[list[tuple[int, float]], float]] = []
         self.is_whole: list[int] = []
         self.most: list[float] = []
         self._graph, self._devices, self._span_s = graph, devices, span_s
@@ -127,9 +126,5 @@ class _Table:
         self.most.append(1.0)
         return len(self.most) - 1
 
-    def _add(self, terms: Sequence[tuple[int, float]], upper: float) -> None:
-        for column, value in terms:
-            self.rows.append(len(self.upper))
-            self.columns.append(column)
-            self.values.append(value)
-        self.upper.append(upper)
+    def _add(self, terms: list[tuple[int, float]], upper: float) -> None:
+        self.rows.append((terms, upper))

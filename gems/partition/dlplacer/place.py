@@ -53,14 +53,8 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
 
     Pieces between cut vertices are solved alone, equal ones once, and a limit on bytes is left out of it. Where the
     joined answer keeps the limit nothing was lost; otherwise the whole graph is solved at once, with the subgraphs'
-    bound.
-
-    Args:
-        graph: the operators.
-        devices: equal ones.
-        budget_s: time for solvers, in seconds; all answers hold when it is over.
-        method: cp_sat (OR-tools), milp (HiGHS), heft (no solver), or auto, the first that is there.
-        seed: of the solver.
+    bound. `method` is cp_sat (OR-tools), milp (HiGHS), heft (no solver), or auto, the first that is there; `budget_s`
+    is the time for solvers, and all answers hold when it is over.
 
     Raises:
         ConfigError: an unknown method, one that is not installed, or one that knows no contention.

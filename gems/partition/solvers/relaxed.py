@@ -84,18 +84,20 @@ class Relaxation:
         ends = []
         for stage in range(num_stages - 1, -1, -1):
             (first, last), (low, high) = self._windows[stage], self._windows[stage + 1]
-            total = self._weighted(stage, weights) + to_go[stage + 1, low : high + 1]
+            part, total = run_block(self._windows, stage, 0.0)
+            for weight, term in zip(weights, self.terms, strict=True):
+                for named, table in term.tables if weight else ():
+                    if named == stage:
+                        total += weight * table[part]
+            total += to_go[stage + 1, low : high + 1]
             place = np.argmin(total, axis=1)
             to_go[stage, first : last + 1] = total[np.arange(last - first + 1), place]
             ends.append(place + low)
         boundaries = [0]
         for stage, end in enumerate(ends[::-1]):
             boundaries.append(int(end[boundaries[-1] - self._windows[stage][0]]))
-        offset = sum(
-            float(weight) * term.limit
-            for weight, term in zip(weights, self.terms, strict=True)
-            if term.limit is not None and weight
-        )
+        pairs = zip(weights, self.terms, strict=True)
+        offset = sum(float(weight) * term.limit for weight, term in pairs if term.limit is not None and weight)
         return Bound(float(to_go[0, 0]) - offset, weights, to_go, offset), tuple(boundaries)
 
     def bottleneck(self) -> float:
@@ -114,15 +116,6 @@ class Relaxation:
             return highest
 
         return least_highest(map(block, range(self._problem.num_stages)))
-
-    def _weighted(self, stage: int, weights: Floats) -> Table:
-        """Return the weighted cost of a stage by its begin and end within its windows."""
-        part, total = run_block(self._windows, stage, 0.0)
-        for weight, term in zip(weights, self.terms, strict=True):
-            for named, table in term.tables if weight else ():
-                if named == stage:
-                    total += weight * table[part]
-        return total
 
     def _first_weights(self, start: Sequence[int]) -> Floats:
         """Return each rank's dearest moment under a partition the same weight, and limits none."""

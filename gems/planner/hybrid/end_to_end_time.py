@@ -60,7 +60,7 @@ class EfficiencyTable:
 
 @dataclass(frozen=True, slots=True)
 class HybridCase:
-    """What the planner weighs.
+    """What the planner weighs. Its methods raise ConfigError where epochs or efficiency are not known.
 
     Attributes:
         worker_batch: samples of one step of one worker, whatever its devices.
@@ -90,27 +90,15 @@ class HybridCase:
         return 1.0 if degree == 1 else self.speedups[degree].value
 
     def step(self, workers: int, degree: int) -> float:
-        """Return T in units of T_1.
-
-        Raises:
-            ConfigError: an efficiency that is not known there.
-        """
+        """Return T in units of T_1."""
         return 1.0 / (self.speedup(degree) * self.efficiency(workers, degree))
 
     def cost(self, workers: int, degree: int) -> float:
-        """Return C in units of T_1 S_1, the epochs that one worker on one device would do in that time.
-
-        Raises:
-            ConfigError: epochs or efficiency that are not known there.
-        """
+        """Return C in units of T_1 S_1, the epochs that one worker on one device would do in that time."""
         return self.step(workers, degree) * self.epochs.epochs(workers * self.worker_batch) / workers
 
     def threshold(self, workers: int, degree: int) -> float:
-        """Return the right side of the criterion: what SU^M must exceed for N workers of M devices to win.
-
-        Raises:
-            ConfigError: epochs or efficiency that are not known there.
-        """
+        """Return the right side of the criterion: what SU^M must exceed for N workers of M devices to win."""
         many = workers * degree
         efficiencies = self.efficiency(many, 1) / self.efficiency(workers, degree)
         epochs = self.epochs.epochs(workers * self.worker_batch) / self.epochs.epochs(many * self.worker_batch)
