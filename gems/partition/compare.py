@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from gems.memory.segment_costs import stage_costs
 from gems.partition.exact import solve
 from gems.partition.methods import METHODS, PartitionCase, partition_by
 from gems.partition.problem import Partition
@@ -32,7 +33,7 @@ class EvaluatedPartition:
 
 def evaluate(case: PartitionCase, partition: Partition, network: Network = FREE) -> EvaluatedPartition:
     """Predict the peaks and the step time of a partition on a network, in seconds."""
-    step = simulate(case.schedule, case.stage_costs(partition.boundaries), network)
+    step = simulate(case.schedule, stage_costs(case.spans, partition.boundaries), network)
     return EvaluatedPartition(partition, case.peak_bytes(partition.boundaries), step.span)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from gems.partition.problem import Problem
-from gems.partition.solvers.chain import least_cost
+from gems.partition.solvers.chain import Chain, least_cost
 from gems.partition.solvers.tables import expand
 from gems.profile.spans import RankCosts, Table
 
@@ -104,7 +104,8 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
     table = _table(isolated, added)
     num_layers = len(table)
     ranks = tuple(RankCosts((stage,), ((lambda: table,),)) for stage in range(num_stages))
-    most = least_cost(Problem(num_layers, num_stages, ranks, (0,) * (num_layers - 1))) * (1 + ROUNDING)
+    problem = Problem(num_layers, num_stages, ranks, (0,) * (num_layers - 1))
+    most = least_cost(Chain(problem)) * (1 + ROUNDING)
     best: tuple[tuple[float, ...], Boundaries] | None = None
     for first_end in range(1, num_layers - num_stages + 2) if num_stages > 1 else (num_layers,):
         cuts = np.array([[0, first_end]]) if table[0, first_end] <= most else np.empty((0, 2), dtype=np.int64)
@@ -133,7 +134,6 @@ def recommend(isolated: Sequence[float], added: Sequence[float], num_stages: int
 
 
 def _recommend(table: Table, first: int, end: int, num_stages: int) -> list[int]:
-    """Return the ends of the stages of layers `first` up to `end`."""
     if num_stages == 0:
         return []
     alone = table[np.arange(first, end), np.arange(first, end) + 1]
@@ -176,5 +176,4 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _evenly(first: int, end: int, num_stages: int) -> list[int]:
-    """Return where equal stages begin."""
     return [first + (end - first) * stage // num_stages for stage in range(num_stages)]

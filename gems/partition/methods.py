@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from gems.config import registries
 from gems.config.constraints import check_boundaries
@@ -14,18 +13,15 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.model import OPTIMIZERS, MemoryModel, time_costs
 from gems.memory.reserved import reserved_bytes
-from gems.memory.timeline import stage_costs
 from gems.models import layers_of
 from gems.partition.even import even
 from gems.partition.exact import solve
+from gems.partition.heuristics import block_partition, pipedream
 from gems.partition.mcap import mcap
-from gems.partition.pipedream import pipedream
 from gems.partition.problem import InfeasibleError, Partition, Problem
-from gems.partition.torchgpipe import block_partition
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans
 from gems.profile.store import profile_of
-from gems.schedule.costs import StageCosts
 from gems.schedule.families.linear import gpipe
 from gems.schedule.lower import lower
 from gems.schedule.registry import Request
@@ -120,10 +116,6 @@ class PartitionCase:
             for rank in range(self.schedule.num_ranks)
         )
 
-    def stage_costs(self, boundaries: Sequence[int]) -> StageCosts:
-        """Return the costs of the stages of a partition, in seconds and bytes."""
-        return stage_costs(self.spans, boundaries)
-
 
 def partition_case(spec: RunSpec, schedule: Schedule, profile: ModelProfile | None = None) -> PartitionCase:
     """Return the case of a resolved run and its lowered schedule.
@@ -176,24 +168,17 @@ def partition_model(spec: RunSpec, schedule: Schedule) -> Partition:
     elif case is None or not needs_profile:
         partition = Partition("even", even(num_layers, num_stages), float("nan"), float("nan"), num_stages == 1)
     else:
-        partition = _cached_partition(spec, case)
+        method, budget_s = spec.partition.name, spec.partition.budget_s
+        objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
+        facts = (method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, budget_s)
+        key, method_case = repr((facts, case.profile, schedule.digest())), case
+        kept = cached(
+            spec.cache_dir, "partition", key, lambda: asdict(partition_by(method, method_case, objective, budget_s))
+        )
+        partition = Partition(**(kept | {"boundaries": tuple(kept["boundaries"])}))
     if case is not None:
         check_fits(case, partition)
     return partition
-
-
-def _cached_partition(spec: RunSpec, case: PartitionCase) -> Partition:
-    """Return the configured method's partition, from the cache if it was made for the same profile and schedule."""
-    method = spec.partition.name
-    objective = "time" if spec.partition.objective == "auto" else spec.partition.objective
-    facts = (method, objective, case.limit_bytes, case.link_bytes_per_s, case.optimizer, spec.partition.budget_s)
-    key = repr((facts, case.profile, case.schedule.digest()))
-
-    def make() -> dict[str, Any]:
-        return asdict(partition_by(method, case, objective, spec.partition.budget_s))
-
-    kept = cached(spec.cache_dir, "partition", key, make)
-    return Partition(**(kept | {"boundaries": tuple(kept["boundaries"])}))
 
 
 def partition_by(method: str, case: PartitionCase, objective: str = "peak_bytes", budget_s: float = 30.0) -> Partition:

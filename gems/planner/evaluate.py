@@ -248,7 +248,12 @@ class Planner:
                 if made.is_by_bytes:
                     made, peaks = self._faster(one, made, peaks, limit)
                 schedule = lower(made.compute)
-                costs = self._costs(made.run, schedule, made.boundaries)
+                if made.run.machine.kind == "real":
+                    spans = self.model(one.micro_batch_size).spans
+                    costs = stage_costs(spans, made.boundaries)
+                    costs = with_all_reduce(made.run, costs, schedule.placement, made.boundaries, spans)
+                else:  # no real layers: the machine's own costs
+                    costs = schedule_costs(made.run, schedule.placement)
                 return self._simulated(one, made, schedule, costs, peaks, (0,) * len(peaks))
         return TooLarge(least)
 
@@ -323,13 +328,6 @@ class Planner:
         kept = list(stage_costs(spans, boundaries).activation)
         run = replace(run, cost=profiled_costs(run, spans.profile, boundaries, kept))
         return _Scheduled(boundaries, run, compute_schedule(run))
-
-    def _costs(self, run: RunSpec, schedule: Schedule, boundaries: tuple[int, ...]) -> StageCosts:
-        """Return the profile's seconds, or on a machine without real layers its own costs."""
-        if run.machine.kind != "real":
-            return schedule_costs(run, schedule.placement)
-        spans = self.model(run.parallel.micro_batch_size).spans
-        return with_all_reduce(run, stage_costs(spans, boundaries), schedule.placement, boundaries, spans)
 
     def _simulated(
         self, one: Candidate, made: _Scheduled, schedule: Schedule, costs: StageCosts,

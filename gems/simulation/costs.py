@@ -29,16 +29,10 @@ def depth_costs(run: RunSpec) -> DepthCosts:
     """Return the costs of the model over its depth, in units."""
     cost = run.cost
     return DepthCosts(
-        num_ranks=run.parallel.partitions,
-        forward=cost.forward,
-        input_grad=cost.input_grad,
-        weight_grad=cost.weight_grad,
-        recompute=cost.recompute,
-        copy=cost.offload,
-        boundary_bytes=float(cost.boundary_bytes),
-        times=tuple(cost.times),
-        activations=tuple(cost.activations),
-    )
+        num_ranks=run.parallel.partitions, forward=cost.forward, input_grad=cost.input_grad,
+        weight_grad=cost.weight_grad, recompute=cost.recompute, copy=cost.offload,
+        boundary_bytes=float(cost.boundary_bytes), times=tuple(cost.times), activations=tuple(cost.activations),
+    )  # fmt: skip
 
 
 def schedule_costs(run: RunSpec, placement: Placement) -> StageCosts:

@@ -8,8 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from gems.config.schema import CostConfig, RunSpec
-from gems.partition.methods import partition_case, partition_model
+from gems.memory.segment_costs import stage_costs
+from gems.partition.methods import partition_model
 from gems.profile import ModelProfile
+from gems.profile.spans import Spans
 from gems.profile.store import profile_of
 from gems.schedule import CAPPED
 from gems.schedule.costs import DepthCosts
@@ -40,8 +42,8 @@ def with_profiled_costs(spec: RunSpec) -> RunSpec:
         return by_layer
     schedule = lower(compute_schedule(by_layer))
     boundaries = partition_model(spec, schedule).boundaries
-    case = partition_case(spec, schedule, profile)
-    return replace(spec, cost=profiled_costs(spec, profile, boundaries, list(case.stage_costs(boundaries).activation)))
+    kept = list(stage_costs(Spans(profile), boundaries).activation)
+    return replace(spec, cost=profiled_costs(spec, profile, boundaries, kept))
 
 
 def profiled_costs(

@@ -30,14 +30,14 @@ class TestMonotone:
             assert Chain(problem).is_monotone()
             filled, planned = filled_and_not(problem, monkeypatch)
             assert filled == planned
-            assert planned[0] == least_cost(problem)
+            assert planned[0] == least_cost(Chain(problem))
 
     def test_filling_does_the_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(chain: Chain) -> float:
             raise AssertionError("the dynamic program over all cuts was run")
 
         problem = memory_problem("chain", 8, 200, inputs=False)
-        monkeypatch.setattr(chain, "_least_of_chain", refuse)
+        monkeypatch.setattr(chain, "least_cost", refuse)
         assert partition_chain(problem) is not None
 
     def test_a_stage_that_filling_leaves_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,4 +91,4 @@ class TestAny:
         problem = memory_problem("chain", 4, 10)
         limited = Problem(10, 4, problem.ranks, problem.boundary_bytes, problem.ranks, 1.0)
         assert partition_chain(limited) is None
-        assert least_cost(limited) == float("inf")
+        assert least_cost(Chain(limited)) == float("inf")

@@ -12,11 +12,10 @@ import pytest
 from gems.config.constraints import check_boundaries
 from gems.partition.even import even
 from gems.partition.exact import solve
+from gems.partition.heuristics import block_partition, pipedream
 from gems.partition.mcap import mcap
-from gems.partition.pipedream import pipedream
 from gems.partition.problem import InfeasibleError, Problem
 from gems.partition.solvers import paired, relaxed, several
-from gems.partition.torchgpipe import block_partition
 from gems.profile.spans import Spans, Table
 from tests.partition.problems import MOST, PLACEMENTS, every_cut, largest, least, memory_problem, random_problem
 from tests.partition.profiles import random_profile

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from gems.partition.pipedream import pipedream
+from gems.partition.heuristics import pipedream
 from tests.partition.problems import every_cut
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from gems.config.constraints import check_boundaries
-from gems.partition.torchgpipe import block_partition
+from gems.partition.heuristics import block_partition
 
 
 @pytest.mark.parametrize(

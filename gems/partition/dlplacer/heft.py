@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from operator import attrgetter
 
 from gems.partition.dlplacer.devices import Devices, Phase, TimedPlacement, phases, simulate
 from gems.profile.operator_graph import OpGraph
 
 MAX_ROUNDS = 20
 MAX_MOVES = 4000
+_span = attrgetter("span_s")
 
 
 def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
@@ -40,10 +42,6 @@ def heft(graph: OpGraph, devices: Devices) -> TimedPlacement | None:
     return best
 
 
-def _span(timed: TimedPlacement) -> float:
-    return timed.span_s
-
-
 def timed_by_rank(graph: OpGraph, devices: Devices, places: Sequence[int]) -> TimedPlacement:
     """Time a placement: of the operators that are ready the one goes first with the longest way left."""
     orders = (phase.with_messages(places, _by_rank(graph, devices, places, phase)) for phase in phases(graph))
@@ -63,7 +61,6 @@ def _ranks(graph: OpGraph, devices: Devices, places: Sequence[int] | None, phase
 
 
 def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], phase: Phase) -> list[int]:
-    """Order the operators by rank, each after those that it depends on."""
     ranks = _ranks(graph, devices, places, phase)
     missing = [len(some) for some in phase.before]
     end = [0.0] * graph.num_ops

@@ -70,7 +70,10 @@ def place(graph: OpGraph, devices: Devices, budget_s: float = 50.0, method: str 
         if share > limit:
             raise DoesNotFitError(f"an equal share of {devices.num} devices", share, limit, HELP)
     subgraphs = split_at_cut_vertices(graph)
-    shapes = [_without_names(subgraph.graph) for subgraph in subgraphs]
+    shapes = []  # subgraphs whose names are numbers, so that equal ones are equal
+    for part in (subgraph.graph for subgraph in subgraphs):
+        ops = tuple(replace(op, name=str(number)) for number, op in enumerate(part.ops))
+        shapes.append(OpGraph(ops, part.edges))
     different = sorted(set(shapes), key=lambda shape: shape.num_ops)
     known: dict[OpGraph, tuple[TimedPlacement, float]] = {}
     for index, shape in enumerate(different):
@@ -104,11 +107,6 @@ def _choose_solver(method: str, devices: Devices, seed: int) -> tuple[str, Solve
     if method == "milp" or (method == "auto" and milp.IS_INSTALLED and not devices.has_contention):
         return "milp", milp.solve
     return "heft", None
-
-
-def _without_names(graph: OpGraph) -> OpGraph:
-    """Return a subgraph whose names are numbers, so that equal ones are equal."""
-    return OpGraph(tuple(replace(op, name=str(number)) for number, op in enumerate(graph.ops)), graph.edges)
 
 
 def _solve(

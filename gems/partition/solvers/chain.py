@@ -75,13 +75,13 @@ def partition_chain(problem: Problem) -> tuple[int, ...] | None:
             boundaries = _fewest_bytes(chain, most, _windows(chain, most))
             if boundaries is not None:
                 return boundaries
-    highest = _least_of_chain(chain)
+    highest = least_cost(chain)
     return None if np.isinf(highest) else _fewest_bytes(chain, highest, chain.widest)
 
 
-def least_cost(problem: Problem) -> float:
+def least_cost(chain: Chain) -> float:
     """Return the least cost of a chain by the dynamic program; infinite if limits allow no partition."""
-    return _least_of_chain(Chain(problem))
+    return least_highest(chain.block(stage, chain.widest) for stage in range(chain.num_stages))
 
 
 def least_highest(blocks: Iterable[Table]) -> float:
@@ -90,10 +90,6 @@ def least_highest(blocks: Iterable[Table]) -> float:
     for block in blocks:
         best = np.maximum(block, best[:, None], out=block).min(axis=0)
     return float(best[0])
-
-
-def _least_of_chain(chain: Chain) -> float:
-    return least_highest(chain.block(stage, chain.widest) for stage in range(chain.num_stages))
 
 
 def _least_filled(chain: Chain) -> float | None:

@@ -139,7 +139,6 @@ class _Search:
         return value
 
     def _inward(self, depth: int, states: _States) -> _States:
-        """Place the next pair of stages in all ways."""
         size = self.pairs.num_layers + 1
         best = np.full(size * size, np.inf)
         parent = np.full(size * size, -1)
@@ -166,7 +165,7 @@ class _Search:
 
     def _places(self, depth: int, states: _States) -> Iterator[tuple[Ints, Ints, Ints]]:
         """Yield states, ends of their next left stage and begins of their next right one that may be reached."""
-        terms, left_over = self.pairs.terms[depth], self.pairs.left_over(depth + 1)
+        terms, left_over = self.pairs.terms[depth], self.pairs.num_stages - 2 * (depth + 1)
         inner = self.frontier[depth + 1]
         alive = np.flatnonzero(inner - np.arange(len(inner)) >= left_over)
         begin = np.searchsorted(alive, states.left, side="right")
@@ -190,7 +189,6 @@ class _Search:
 
 
 def _read(trail: Sequence[_States], last: int, has_middle: bool) -> tuple[int, ...]:
-    """Return the boundaries that led to a state."""
     left, right = [], []
     for states in trail[::-1]:
         left.append(int(states.left[last]))
@@ -256,10 +254,6 @@ class Pairs:
     def has_middle(self) -> bool:
         """Whether one stage is its own partner."""
         return self.num_stages % 2 == 1
-
-    def left_over(self, depth: int) -> int:
-        """Return the number of stages inside the first `depth` pairs."""
-        return self.num_stages - 2 * depth
 
     @cached_property
     def lowest(self) -> float:

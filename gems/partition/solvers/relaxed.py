@@ -227,7 +227,6 @@ def _rating(problem: Problem, boundaries: Sequence[int]) -> tuple[float, ...]:
 
 
 def _settled(problem: Problem, boundaries: Sequence[int], first: int, end: int) -> tuple[int, ...] | None:
-    """Return the partition with the boundaries inside stages `first` up to `end` settled again."""
     low, high = boundaries[first], boundaries[end]
     part = (slice(low, high), slice(low, high + 1))
 

@@ -121,7 +121,6 @@ class _Beam:
         return self._best(trail, cost, most_bytes), is_whole
 
     def _best(self, trail: Sequence[_Level], cost: float, most_bytes: float | None) -> tuple[int, ...] | None:
-        """Return the best of the last level, which is in the order of its rating."""
         problem, rating = self._problem, trail[-1].rating
         if most_bytes is not None:
             within = (_read(trail, last) for last in range(len(rating)))
@@ -197,13 +196,11 @@ class _Beam:
 
 
 def _first_rated(levels: Sequence[_Level], width: int) -> _Level:
-    """Return the best of several lists, in the order of their rating."""
     whole = _Level._make(map(np.concatenate, zip(*levels, strict=True)))
     return whole.take(np.argsort(whole.rating, kind="stable")[:width])
 
 
 def _read(trail: Sequence[_Level], last: int) -> tuple[int, ...]:
-    """Return the boundaries that led to one of the last level."""
     boundaries = []
     for level in trail[::-1]:
         boundaries.append(int(level.end[last]))

@@ -62,7 +62,6 @@ class _File:
         return rows
 
     def positive(self, row: Row, column: str) -> float:
-        """Return a number above 0 from a row."""
         value = row.get(column)
         try:
             number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
@@ -74,7 +73,6 @@ class _File:
         return number
 
     def whole(self, row: Row, column: str) -> int:
-        """Return a whole number above 0 from a row."""
         number = self.positive(row, column)
         if number != int(number) or number > 2**31:
             raise self.error(f"column {column} holds {number:g} in a row, and must be a whole number")
