@@ -155,13 +155,11 @@ def _fill(table: Table, first: int, end: int, num_stages: int, most: float) -> l
     ends: list[int] = []
     for stage in range(num_stages):
         last = end - (num_stages - stage - 1)
-        stop = first + 1
-        if table[first, stop] > most:
+        is_above = table[first, first + 1 : last + 1] > most
+        if is_above[0]:
             return None
-        while stop < last and table[first, stop + 1] <= most:
-            stop += 1
-        ends.append(stop)
-        first = stop
+        first += int(is_above.argmax()) if is_above.any() else len(is_above)
+        ends.append(first)
     return ends if first == end else None
 
 

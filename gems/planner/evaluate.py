@@ -20,7 +20,6 @@ from gems.partition.methods import PartitionCase, optimizer_name
 from gems.partition.problem import InfeasibleError, Problem
 from gems.planner.search import bounds
 from gems.planner.search.best_first import Rules, TooLarge
-from gems.planner.search.bounds import Load, load_of
 from gems.planner.search.candidate import KEEP, Candidate
 from gems.planner.search.choice import Choice
 from gems.profile import ModelProfile
@@ -58,9 +57,9 @@ class ProfiledModel:
         self.by_bytes = cache(self._by_bytes)
 
     @cached_property
-    def load(self) -> Load:
+    def load(self) -> bounds.Load:
         """What one micro-batch is."""
-        return load_of(self.profile, self._optimizer)
+        return bounds.Load(self.profile, self._optimizer)
 
     def _by_time(self, placement: Placement) -> tuple[tuple[int, ...], float]:
         """Return the partition whose heaviest rank computes least, and the seconds that this takes it at least.

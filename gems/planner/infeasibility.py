@@ -77,8 +77,8 @@ def _more_gpus(planner: Planner, asked: Sequence[Candidate], num_gpus: int, end:
     batch, num_layers = asked[0].global_batch, planner.model(planner.sizes[0]).profile.num_layers
     has_policies = planner.spec.machine.kind == "real"
     for times in MORE_GPUS:
-        asked_of_more = candidates(times * num_gpus, batch, num_layers, has_policies)
-        quick = [one for one in asked_of_more if one.priority < 2]
+        more = candidates(times * num_gpus, batch, num_layers, has_policies)
+        quick = [one for one in more if one.priority < 2]
         fitting = leanest(planner, quick, planner.limit_bytes, end)
         if fitting is not None:
             return times * num_gpus, fitting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,16 +47,7 @@ def kept(problem: Problem) -> Problem:
     known: dict[Build, Build] = {}
 
     def keep(build: Build) -> Build:
-        if build not in known:
-            made: list[Table] = []
-
-            def table() -> Table:
-                if not made:
-                    made.append(np.asarray(build(), dtype=np.float64))
-                return made[0]
-
-            known[build] = table
-        return known[build]
+        return known.setdefault(build, cache(lambda: np.asarray(build(), dtype=np.float64)))
 
     def keep_all(ranks: tuple[RankCosts, ...]) -> tuple[RankCosts, ...]:
         return tuple(RankCosts(rank.stages, tuple(tuple(map(keep, row)) for row in rank.moments)) for rank in ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -52,13 +53,13 @@ class Found(Generic[S]):
 
     best: tuple[S, ...]
     num_candidates: int
-    num_simulated: int
-    num_too_large: int
-    num_pruned_bytes: int
-    num_pruned_time: int
-    num_impossible: int
-    num_left: int
     least_needed_bytes: int | None
+    num_simulated: int = 0
+    num_too_large: int = 0
+    num_pruned_bytes: int = 0
+    num_pruned_time: int = 0
+    num_impossible: int = 0
+    num_left: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -90,11 +91,11 @@ def search(
     They are the same as if all had been scored, unless `is_over` ends it.
     """
     waiting: list[tuple[int, float, int, bool, C]] = []
-    counted = dict.fromkeys(("simulated", "too_large", "bytes", "time", "impossible", "left"), 0)
+    counts = Counter[str]()
     number = 0
     for number, one in enumerate(candidates, 1):
         if rules.is_pruned(one):
-            counted["bytes"] += 1
+            counts["num_pruned_bytes"] += 1
         else:
             waiting.append((rules.priority(one), rules.least_s(one), number, False, one))
     heapq.heapify(waiting)
@@ -103,25 +104,23 @@ def search(
     while waiting:
         priority, least_s, place, is_refined, one = heapq.heappop(waiting)
         if len(best) == num_best and _rounded(least_s) > best[-1][0][0]:
-            counted["time"] += 1
+            counts["num_pruned_time"] += 1
             continue
         if is_over():
-            counted["left"] += 1
+            counts["num_left"] += 1
             continue
         if not is_refined:
             heapq.heappush(waiting, (priority, max(least_s, rules.refined_s(one)), place, True, one))
             continue
         result = rules.evaluate(one)
         if result is None:
-            counted["impossible"] += 1
+            counts["num_impossible"] += 1
         elif isinstance(result, TooLarge):
-            counted["too_large"] += 1
+            counts["num_too_large"] += 1
             needed.append(result.needed_bytes)
         else:
-            counted["simulated"] += 1
+            counts["num_simulated"] += 1
             key = (_rounded(result.score_s), result.most_bytes, place)
             best = sorted([*best, (key, result)], key=lambda each: each[0])[:num_best]
-    return Found(
-        tuple(result for _, result in best), number, counted["simulated"], counted["too_large"], counted["bytes"],
-        counted["time"], counted["impossible"], counted["left"], min(needed, default=None),
-    )  # fmt: skip
+    answers = tuple(result for _, result in best)
+    return Found(answers, number, min(needed, default=None), **counts)

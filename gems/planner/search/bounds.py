@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gems.memory.model import Optimizer
 from gems.planner.search.candidate import KEEP, Candidate
@@ -12,12 +11,7 @@ from gems.profile import ModelProfile
 from gems.schedule.ledger import in_flight
 from gems.schedule.schedule import Schedule
 
-SUMS = (
-    "forward_s", "input_grad_s", "weight_grad_s", "recompute_s", "kept_bytes",
-)  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """What one micro-batch of a whole model is: times in seconds, sizes in bytes.
 
@@ -29,50 +23,31 @@ class Load:
     gradients and states, and its buffers, `transient_bytes` the least that its largest layer makes at once.
     """
 
-    num_layers: int
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    recompute_s: float
-    longest_s: float
-    least_forward: float
-    least_again: float
-    kept_bytes: int
-    cheap_bytes: int
-    crossing_bytes: tuple[int, ...]
-    output_bytes: int
-    static_bytes: int
-    transient_bytes: int
-
-    @property
-    def time_s(self) -> float:
-        """Forward and whole backward."""
-        return self.forward_s + self.input_grad_s + self.weight_grad_s
-
-
-def load_of(profile: ModelProfile, optimizer: Optimizer) -> Load:
-    """Return the load of a profile's micro-batch."""
-    layers = profile.layers
-    crossing = [0] * max(0, len(layers) - 1)
-    for index, layer in enumerate(layers):
-        for ahead, num_bytes in layer.saved_later:
-            for boundary in range(index, min(index + ahead, len(crossing))):
-                crossing[boundary] += num_bytes
-    timed = [layer for layer in layers if layer.time_s]
-    return Load(
-        num_layers=len(layers),
-        **{name: sum(getattr(layer, name) for layer in layers) for name in SUMS},
-        longest_s=max(layer.time_s for layer in layers),
-        least_forward=min((layer.forward_s / layer.time_s for layer in timed), default=0.0),
-        least_again=min((1 + layer.recompute_s / layer.time_s for layer in timed), default=1.0),
-        cheap_bytes=sum(min(layer.cheap_bytes, layer.stash_bytes) for layer in layers),
-        crossing_bytes=tuple(sorted(crossing, reverse=True)),
-        output_bytes=max(layer.output_bytes for layer in layers),
-        static_bytes=sum(optimizer.static_bytes(layer.param_bytes, layer.buffer_bytes) for layer in layers),
-        transient_bytes=max(
+    def __init__(self, profile: ModelProfile, optimizer: Optimizer) -> None:
+        layers = profile.layers
+        crossing = [0] * max(0, len(layers) - 1)
+        for index, layer in enumerate(layers):
+            for ahead, num_bytes in layer.saved_later:
+                for boundary in range(index, min(index + ahead, len(crossing))):
+                    crossing[boundary] += num_bytes
+        timed = [layer for layer in layers if layer.time_s]
+        self.num_layers = len(layers)
+        self.forward_s = sum(layer.forward_s for layer in layers)
+        self.input_grad_s = sum(layer.input_grad_s for layer in layers)
+        self.weight_grad_s = sum(layer.weight_grad_s for layer in layers)
+        self.recompute_s = sum(layer.recompute_s for layer in layers)
+        self.time_s = self.forward_s + self.input_grad_s + self.weight_grad_s
+        self.longest_s = max(layer.time_s for layer in layers)
+        self.least_forward = min((layer.forward_s / layer.time_s for layer in timed), default=0.0)
+        self.least_again = min((1 + layer.recompute_s / layer.time_s for layer in timed), default=1.0)
+        self.kept_bytes = sum(layer.kept_bytes for layer in layers)
+        self.cheap_bytes = sum(min(layer.cheap_bytes, layer.stash_bytes) for layer in layers)
+        self.crossing_bytes = sorted(crossing, reverse=True)
+        self.output_bytes = max(layer.output_bytes for layer in layers)
+        self.static_bytes: int = sum(optimizer.static_bytes(one.param_bytes, one.buffer_bytes) for one in layers)
+        self.transient_bytes = max(
             min(layer.forward_peak_bytes, layer.plain_peak_bytes, layer.cheap_first_peak_bytes) for layer in layers
-        ),
-    )
+        )
 
 
 def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0) -> float:
