@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from gems.memory.segment_costs import stage_costs
+from gems.memory.timeline import stage_costs
 from gems.partition.exact import solve
 from gems.partition.methods import METHODS, PartitionCase, partition_by
 from gems.partition.problem import Partition

@@ -52,11 +52,9 @@ def search_schedule(spec: RunSpec) -> dict[str, Any]:
     request = schedule_request(spec)
 
     def search() -> dict[str, Any]:
-        found = capped(request, published_schedules(request))
-        return {
-            "schedule": to_json(found.schedule), "bound": found.bound, "placement": found.placement,
-            "method": found.method, "candidates": found.candidates,
-        }  # fmt: skip
+        answer = capped(request, published_schedules(request))
+        names = ("bound", "placement", "method", "candidates")
+        return {"schedule": to_json(answer.schedule)} | {name: getattr(answer, name) for name in names}
 
     return cached(spec.cache_dir, "schedule", repr((request, IS_INSTALLED)), search)
 
@@ -76,19 +74,11 @@ def schedule_request(spec: RunSpec) -> Request:
     """Return what the generator is asked for."""
     parallel, schedule = spec.parallel, spec.schedule
     return Request(
-        num_ranks=parallel.partitions,
-        num_micro_batches=parallel.micro_batches or 1,
-        num_parts=parallel.parts or 1,
-        chunks=schedule.chunks,
-        cap=activation_cap(spec),
-        costs=depth_costs(spec),
-        network=network_in_units(spec),
-        allow=tuple(sorted(schedule.memory_actions)),
-        max_stages=schedule.max_stages,
-        placements=tuple(schedule.placements),
-        seed=spec.seed,
-        budget_s=schedule.budget_s,
-    )
+        num_ranks=parallel.partitions, num_micro_batches=parallel.micro_batches or 1, num_parts=parallel.parts or 1,
+        chunks=schedule.chunks, cap=activation_cap(spec), costs=depth_costs(spec), network=network_in_units(spec),
+        allow=tuple(sorted(schedule.memory_actions)), max_stages=schedule.max_stages,
+        placements=tuple(schedule.placements), seed=spec.seed, budget_s=schedule.budget_s,
+    )  # fmt: skip
 
 
 def _read(spec: RunSpec) -> Schedule:
@@ -103,10 +93,10 @@ def _read(spec: RunSpec) -> Schedule:
             "schedule.path", path, f"holds no schedule ({error})",
             "give a file of `gems schedule --json`, or a .csv of `gems schedule format=torch`",
         ) from error  # fmt: skip
-    found, asked = schedule.num_ranks, spec.parallel.partitions
-    if found != asked:
-        raise ConfigError("parallel.partitions", asked, f"must be {found}, the ranks of {path}")
-    found, asked = schedule.num_micro_batches, spec.parallel.micro_batches
-    if found != asked:
-        raise ConfigError("parallel.micro_batches", asked, f"must be {found}, those of {path}")
+    asked = spec.parallel
+    if schedule.num_ranks != asked.partitions:
+        raise ConfigError("parallel.partitions", asked.partitions, f"must be {schedule.num_ranks}, the ranks of {path}")
+    num = schedule.num_micro_batches
+    if num != asked.micro_batches:
+        raise ConfigError("parallel.micro_batches", asked.micro_batches, f"must be {num}, those of {path}")
     return compute_only(validate(schedule))

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from gems.config.schema import CostConfig, RunSpec
-from gems.memory.segment_costs import stage_costs
+from gems.memory.timeline import stage_costs
 from gems.partition.methods import partition_model
 from gems.profile import ModelProfile
 from gems.profile.spans import Spans

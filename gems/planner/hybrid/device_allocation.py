@@ -106,7 +106,7 @@ def plan_hybrid(case: HybridCase, devices: Sequence[int], num_draws: int = NUM_D
         Row(count, tuple(_choice(case, draws, count // degree, degree, base) for degree in costs), left_out)
         for count, (costs, left_out) in weighed.items()
     )
-    hybrids = [degree for degree in case.degrees[1:] if not {1, degree} & set(case.misfits or {})]
+    hybrids = [degree for degree in case.degrees[1:] if not {1, degree} & set(case.misfits)]
     return HybridPlan(base, rows, tuple(break_even(case, degree, devices, draws) for degree in hybrids))
 
 
@@ -114,8 +114,8 @@ def _costs(case: HybridCase, devices: int) -> tuple[dict[int, float], dict[int, 
     """Return the cost of each degree that divides a number of devices, least first, and why others are left out."""
     costs, left_out = {}, {}
     for degree in (each for each in case.degrees if devices % each == 0):
-        if degree in (case.misfits or {}):
-            left_out[degree] = (case.misfits or {})[degree]
+        if degree in case.misfits:
+            left_out[degree] = case.misfits[degree]
             continue
         try:
             costs[degree] = case.cost(devices // degree, degree)
@@ -144,7 +144,7 @@ def _choice(case: HybridCase, draws: Sequence[HybridCase], workers: int, degree:
 
 def _gain(case: HybridCase, draws: Sequence[HybridCase], workers: int, degree: int) -> Quantity | None:
     """Return the gain over data parallelism, or None for that itself and where that does not fit or is not known."""
-    if degree == 1 or 1 in (case.misfits or {}):
+    if degree == 1 or 1 in case.misfits:
         return None
     try:
         return band(case.gain(workers, degree), [draw.gain(workers, degree) for draw in draws])

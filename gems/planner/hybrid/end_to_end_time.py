@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
@@ -78,7 +78,7 @@ class HybridCase:
     efficiency: Efficiency = ideal_efficiency
     step_s: Quantity | None = None
     num_samples: int | None = None
-    misfits: Mapping[int, str] | None = None
+    misfits: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def degrees(self) -> tuple[int, ...]:

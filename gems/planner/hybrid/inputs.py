@@ -233,20 +233,15 @@ def epochs_json(given: GivenEpochs) -> dict[str, Any]:
     """Return the epochs that a plan is based on, as plain data."""
     law = given.law
     if isinstance(law, EpochTable):
-        return {
-            "model": TABLE,
-            "beyond": law.beyond,
-            "runs": [
-                {"global_batch": batch, "epochs": each.value, "low": each.low, "high": each.high}
-                for batch, each in zip(law.global_batches, law.numbers, strict=True)
-            ],
-        }
+        runs = [
+            {"global_batch": batch, "epochs": each.value, "low": each.low, "high": each.high}
+            for batch, each in zip(law.global_batches, law.numbers, strict=True)
+        ]
+        return {"model": TABLE, "beyond": law.beyond, "runs": runs}
     answer: dict[str, Any] = {"model": NOISE_SCALE}
     for name, each in (("e_min", law.least_epochs), ("b_crit", law.critical_batch)):
         answer |= {name: each.value, f"{name}_low": each.low, f"{name}_high": each.high}
     if given.fit is not None:
-        answer["runs"] = [
-            {"global_batch": batch, "epochs": epochs, "residual": residual}
-            for (batch, epochs), residual in zip(given.fit.runs, given.fit.residuals, strict=True)
-        ]
+        pairs = zip(given.fit.runs, given.fit.residuals, strict=True)
+        answer["runs"] = [{"global_batch": run[0], "epochs": run[1], "residual": residual} for run, residual in pairs]
     return answer
