@@ -30,9 +30,9 @@ from gems.schedule import CAPPED
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import in_flight
 from gems.schedule.lower import lower
-from gems.schedule.pace import EVEN
 from gems.schedule.placement import Placement, linear, looped
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import EVEN
 from gems.simulation.build import compute_schedule
 from gems.simulation.costs import network_in_seconds, parts_s, schedule_costs, slowest_replica, with_all_reduce
 from gems.simulation.memory_case import fits_host, memory_case

@@ -11,10 +11,9 @@ from gems.config.schema import RunSpec
 from gems.partition.operator_placement import stage_costs_of
 from gems.profile.spans import Spans
 from gems.schedule.costs import DepthCosts, Network, StageCosts
-from gems.schedule.pace import Pace
 from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import Simulation, rank_times, simulate
+from gems.schedule.simulate import Pace, Simulation, rank_times, simulate
 
 
 def activation_cap(run: RunSpec) -> float | None:

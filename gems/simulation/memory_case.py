@@ -12,8 +12,8 @@ from gems.memory.storages import profile_storages
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
-from gems.schedule.pace import EVEN
 from gems.schedule.schedule import Schedule
+from gems.schedule.simulate import EVEN
 from gems.simulation.costs import network_in_seconds, slowest_replica, with_all_reduce
 
 SMALLER = "use another policy (memory=plan), more partitions, or a smaller image or micro-batch"

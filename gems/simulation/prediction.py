@@ -16,9 +16,8 @@ from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import Network, StageCosts
 from gems.schedule.lower import compute_only
 from gems.schedule.memory import Held, RankMemory, memory_over_time
-from gems.schedule.pace import EVEN
 from gems.schedule.schedule import Schedule
-from gems.schedule.simulate import RankTime, Simulation, rank_times
+from gems.schedule.simulate import EVEN, RankTime, Simulation, rank_times
 from gems.simulation.build import search_schedule
 from gems.simulation.costs import (
     activation_cap,

@@ -10,7 +10,7 @@ from gems.schedule import generate
 from gems.schedule.costs import Network, StageCosts, uniform
 from gems.schedule.lower import lower
 from gems.schedule.placement import bidirectional
-from gems.schedule.simulate import simulate
+from gems.schedule.simulate import Pace, simulate
 from gems.simulation.costs import all_reduce, hierarchical, ring
 
 FLAT = Network(latency=3.0, per_byte=0.5)
