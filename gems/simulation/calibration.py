@@ -125,7 +125,8 @@ def calibration_of(probe: Mapping[str, Any]) -> Calibration:
     copies: Mapping[str, float] = probe.get("copies") or {}
     noise = 0.0 if probe.get("kind") == "emulated" else noise_of(np.asarray(probe["computes_s"], float))
     ranks_per_node = probe.get("ranks_per_node") if "node" in links else None
-    found = Calibration(links, noise, None, *(copies.get(name) for name in COPIES), ranks_per_node)
+    rates = {name: copies.get(name) for name in COPIES}
+    found = Calibration(links, noise, ranks_per_node=ranks_per_node, **rates)
     sums: Mapping[str, Any] = probe.get("sums") or {}
     if not sums:
         return found
